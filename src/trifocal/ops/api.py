@@ -1,0 +1,328 @@
+"""The public operations: arguments are checked here, a backend is chosen here, and nothing is computed here."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from trifocal.ops import reference
+from trifocal.ops.backends import resolve
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
+from trifocal.ops.validation import (
+    check_attention_arguments,
+    check_compressed_count,
+    check_gates,
+    check_rank,
+    check_selected_blocks,
+    check_window_keys,
+    resolve_documents,
+)
+
+
+def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
+    """Compress keys or values by the mean over each block: the simplest φ.
+
+    Args:
+        x: Keys or values, [B, S, G, D].
+        geometry: Block sizes, in tokens.
+        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1, and no block crosses a border.
+
+    Returns:
+        [B, C, G, D] in the type of x, summed in fp32 (fp64 for fp64). With a `Documents` instead of a tensor, C is
+        the padded count `S // d`, known without a look at the data; slots past the documents' own are zero.
+
+    Raises:
+        ValueError: If x has another rank, or the borders do not fit.
+
+    Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
+    """
+    check_rank("x", x, "[B, S, G, D]")
+    num_tokens = x.shape[1]
+    documents = resolve_documents(cu_seqlens, x.shape[0], num_tokens, num_tokens, x.device)
+    if documents is None:
+        num_blocks = geometry.num_compressed_blocks(num_tokens)
+    elif isinstance(cu_seqlens, Documents):
+        num_blocks = max_packed_compressed_blocks(num_tokens, geometry)
+    else:
+        num_blocks = num_packed_compressed_blocks(documents, geometry)
+    return reference.mean_compress(x, geometry, documents, num_blocks)
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    geometry: Geometry,
+    *,
+    num_keys: int | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | Documents | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attend to the compressed blocks that lie wholly in each query's past.
+
+    Args:
+        q: Queries, [B, T, H, D]; the last T positions of `num_keys`.
+        k_cmp: Compressed keys, [B, C, G, D].
+        v_cmp: Compressed values, [B, C, G, V].
+        geometry: Block sizes, in tokens.
+        num_keys: Tokens behind the compressed blocks, S; T when not given.
+        scale: Factor on the scores; 1/sqrt(D) when not given.
+        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        o, [B, T, H, V], in the type of q, zero where a query sees no block; and the log-sum-exp of the scores,
+        [B, T, H], natural log, fp32 (fp64 for fp64), -inf where a query sees no block.
+
+    Raises:
+        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+
+    Both results are differentiable. Source: arXiv:2502.11089, Eq. 5 to 8.
+    """
+    num_keys = q.shape[1] if num_keys is None else num_keys
+    check_attention_arguments(q, k_cmp, v_cmp, names=("k_cmp", "v_cmp"), keys="C")
+    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
+    check_compressed_count(k_cmp, geometry, num_keys, documents)
+    resolve("compressed_attention", backend, q, v_cmp, geometry)
+    return reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, _scale(scale, q), documents)
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: Geometry,
+    *,
+    num_keys: int | None = None,
+    scale: float | None = None,
+    cu_seqlens: Tensor | Documents | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Choose the selection blocks that each query group attends to.
+
+    Importance is the compressed attention's probability, spread over selection blocks by overlap and summed over
+    the heads of a group, so that the group shares its choice.
+
+    Args:
+        q: Queries, [B, T, H, D]; the last T positions of `num_keys`.
+        k_cmp: Compressed keys, [B, C, G, D].
+        lse: Log-sum-exp of the compressed scores, [B, T, H], natural log; -inf where no block is visible.
+        geometry: Block sizes, in tokens.
+        num_keys: Tokens behind the compressed blocks, S; T when not given.
+        scale: Factor on the scores; 1/sqrt(D) when not given.
+        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        Block indices, [B, T, G, N], int32, ascending, then -1 where there are fewer than N candidates. With
+        documents they count from the start of the query's own document.
+
+    Raises:
+        ValueError: If C is not what the geometry gives for S keys, or shapes, types or borders do not fit.
+
+    Not differentiable. Ties: the lower index. Source: arXiv:2502.11089, Eq. 8 to 11.
+    """
+    num_keys = q.shape[1] if num_keys is None else num_keys
+    check_attention_arguments(q, k_cmp, None, names=("k_cmp", "v_cmp"), keys="C")
+    check_rank("lse", lse, "[B, T, H]")
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"lse must have the shape [B, T, H] = {list(q.shape[:3])}, got {list(lse.shape)}")
+    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
+    check_compressed_count(k_cmp, geometry, num_keys, documents)
+    chosen = resolve("select_blocks", backend, q, k_cmp, geometry)
+    return _select_blocks_op(
+        q.detach(),
+        k_cmp.detach(),
+        lse.detach(),
+        _sizes(geometry),
+        num_keys,
+        _scale(scale, q),
+        None if documents is None else documents.cu_seqlens,
+        chosen,
+    )
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected_blocks: Tensor,
+    geometry: Geometry,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | Documents | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend to every token, up to the query's own, of the blocks that the query's group chose.
+
+    Args:
+        q: Queries, [B, T, H, D]; the last T positions of the S keys.
+        k: Keys, [B, S, G, D].
+        v: Values, [B, S, G, V].
+        selected_blocks: Block indices, [B, T, G, N], an integer type, in any order; negative ones are pads, and
+            what is named twice counts once.
+        geometry: Block sizes, in tokens.
+        scale: Factor on the scores; 1/sqrt(D) when not given.
+        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S, and indices count from
+            the start of the query's own document.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        o, [B, T, H, V], in the type of q; zero where nothing was chosen.
+
+    Raises:
+        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+
+    Source: arXiv:2502.11089, Section 3.3.2.
+    """
+    check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
+    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
+    check_selected_blocks(selected_blocks, q, k)
+    resolve("selected_attention", backend, q, v, geometry)
+    return reference.selected_attention(q, k, v, selected_blocks, geometry, _scale(scale, q), documents)
+
+
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: int,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | Documents | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Attend to the last `window_size` tokens, the query's own included.
+
+    Args:
+        q: Queries, [B, T, H, D]; the last T positions of the S keys.
+        k: Keys, [B, S, G, D].
+        v: Values, [B, S, G, V].
+        window_size: Keys that a query sees, at least 1.
+        scale: Factor on the scores; 1/sqrt(D) when not given.
+        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        o, [B, T, H, V], in the type of q.
+
+    Raises:
+        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+
+    Source: arXiv:2502.11089, Section 3.3.3.
+    """
+    if window_size < 1:
+        raise ValueError(f"window_size must be at least 1, got {window_size}")
+    check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
+    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
+    resolve("window_attention", backend, q, v, None)
+    return reference.window_attention(q, k, v, window_size, _scale(scale, q), documents)
+
+
+def nsa_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    geometry: Geometry,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | Documents | None = None,
+    selected_blocks: Tensor | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Native Sparse Attention: compressed, selected and window attention, mixed by gates.
+
+    Args:
+        q: Queries, [B, T, H, D]; the last T positions of the S keys.
+        k_cmp, v_cmp: Compressed keys and values, [B, C, G, D] and [B, C, G, V].
+        k_slc, v_slc: Keys and values of the selected branch, [B, S, G, D] and [B, S, G, V].
+        k_win, v_win: Keys and values of the window branch; the last min(S, T + w - 1) tokens are enough.
+        gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3].
+        geometry: Block sizes, in tokens.
+        scale: Factor on the scores; 1/sqrt(D) when not given.
+        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        selected_blocks: The choice, [B, T, G, N], to use instead of `select_blocks`; -1 pads.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        o, [B, T, H, V], in the type of q.
+
+    Raises:
+        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+
+    Source: arXiv:2502.11089, Eq. 5.
+    """
+    num_keys = k_slc.shape[1]
+    check_attention_arguments(q, k_cmp, v_cmp, names=("k_cmp", "v_cmp"), keys="C")
+    check_attention_arguments(q, k_slc, v_slc, names=("k_slc", "v_slc"), keys="S")
+    check_attention_arguments(q, k_win, v_win, names=("k_win", "v_win"), keys="S")
+    documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
+    check_compressed_count(k_cmp, geometry, num_keys, documents)
+    check_window_keys(q, k_win, num_keys, geometry.window_size, packed=documents is not None)
+    check_gates(gates, q)
+    if selected_blocks is not None:
+        check_selected_blocks(selected_blocks, q, k_slc)
+    chosen = resolve("nsa_attention", backend, q, v_slc, geometry)
+    scale = _scale(scale, q)
+    o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
+    if selected_blocks is None:
+        selected_blocks = select_blocks(
+            q, k_cmp, lse, geometry, num_keys=num_keys, scale=scale, cu_seqlens=documents, backend=chosen
+        )
+    return reference.nsa_attention(
+        q, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks, o_cmp
+    )
+
+
+def _scale(scale: float | None, q: Tensor) -> float:
+    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+
+
+def _sizes(geometry: Geometry) -> list[int]:
+    return [
+        geometry.compression_block_size,
+        geometry.compression_stride,
+        geometry.selection_block_size,
+        geometry.num_selected_blocks,
+        geometry.num_initial_blocks,
+        geometry.num_local_blocks,
+        geometry.window_size,
+    ]
+
+
+# An operator of its own, so that activation checkpointing can be told to save the choice instead of making it twice.
+@torch.library.custom_op("trifocal::select_blocks", mutates_args=())
+def _select_blocks_op(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: list[int],
+    num_keys: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> Tensor:
+    documents = None if cu_seqlens is None else Documents.from_checked(cu_seqlens, num_keys)
+    return reference.select_blocks(q, k_cmp, lse, Geometry(*geometry), num_keys, scale, documents)
+
+
+@_select_blocks_op.register_fake
+def _(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: list[int],
+    num_keys: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    backend: str,
+) -> Tensor:
+    num_slots = Geometry(*geometry).num_selected_blocks
+    return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)

@@ -1,0 +1,58 @@
+"""Which code runs an operation: chosen before it runs, by rule, and counted.
+
+The rules of `auto`, in order:
+1. tensors on a CUDA device that the Triton kernels support (`trifocal.ops.triton.unsupported_reason`) take them;
+2. everything else takes the reference.
+A named backend runs or raises; nothing is replaced behind a caller's back.
+"""
+
+from collections import Counter
+from typing import Literal
+
+from torch import Tensor
+
+from trifocal.ops.geometry import Geometry
+
+Backend = Literal["auto", "reference", "triton"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
+
+_choices: Counter[tuple[str, str, str]] = Counter()
+
+
+def backend_choices() -> dict[tuple[str, str, str], int]:
+    """How often each (operation, backend, reason) was chosen in this process so far."""
+    return dict(_choices)
+
+
+def resolve(operation: str, requested: str, q: Tensor, v: Tensor, geometry: Geometry | None) -> str:
+    """Choose the backend of one call and count the choice.
+
+    Args:
+        operation: Name of the public function.
+        requested: `"auto"`, `"reference"` or `"triton"`.
+        q: Queries, [B, T, H, D]; their device, dtype and shape decide.
+        v: Values, [B, *, G, V].
+        geometry: Block sizes; None for an operation that has none.
+
+    Raises:
+        ValueError: If the name is unknown, or the backend cannot run these inputs; the message says why.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    if requested == "reference":
+        chosen, reason = "reference", "asked for"
+    else:
+        obstacle = _triton_obstacle(q, v, geometry)
+        if requested == "triton":
+            if obstacle:
+                raise ValueError(f"backend 'triton' cannot run {operation} here: {obstacle}")
+            chosen, reason = "triton", "asked for"
+        else:
+            chosen, reason = ("reference", obstacle) if obstacle else ("triton", "supported")
+    _choices[operation, chosen, reason] += 1
+    return chosen
+
+
+def _triton_obstacle(q: Tensor, v: Tensor, geometry: Geometry | None) -> str | None:
+    """Why the Triton kernels cannot take these inputs; None when they can."""
+    return "the kernels are not part of this version"

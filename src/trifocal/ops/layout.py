@@ -1,0 +1,98 @@
+"""Where tokens and blocks lie: in one sequence, or in documents packed one behind the other."""
+
+import itertools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifocal.ops.geometry import Geometry
+
+
+class Documents(NamedTuple):
+    """Packed documents, checked once and then passed to every layer.
+
+    Attributes:
+        cu_seqlens: First token of each document and, last, the number of tokens, [documents + 1], int32.
+        ids: The document of each token, [S], int32.
+        positions: The position of each token in its document, [S], int32.
+    """
+
+    cu_seqlens: Tensor
+    ids: Tensor
+    positions: Tensor
+
+    @classmethod
+    def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
+        """Check the borders, which reads them on the host, and place every token.
+
+        Args:
+            cu_seqlens: [documents + 1], an integer type.
+            num_tokens: Tokens in all documents together.
+
+        Raises:
+            ValueError: If the borders do not start at 0, do not end at `num_tokens` or do not increase.
+        """
+        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            raise ValueError(f"cu_seqlens must be a tensor of int32 or int64, got {given}")
+        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
+            raise ValueError(f"cu_seqlens must have the shape [documents + 1], got {list(cu_seqlens.shape)}")
+        borders = cu_seqlens.tolist()
+        if borders[0] != 0:
+            raise ValueError(f"cu_seqlens must start at 0, got {borders[0]}")
+        if borders[-1] != num_tokens:
+            raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {borders[-1]}")
+        for document, (start, end) in enumerate(itertools.pairwise(borders)):
+            if end <= start:
+                raise ValueError(f"cu_seqlens must increase, but document {document} goes from {start} to {end}")
+        return cls.from_checked(cu_seqlens, num_tokens)
+
+    @classmethod
+    def from_checked(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
+        """Place every token, trusting the borders: no look at the data, so it can be compiled."""
+        cu_seqlens = cu_seqlens.to(torch.int32)
+        tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=torch.int32)
+        ids = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
+        return cls(cu_seqlens, ids, tokens - cu_seqlens[ids])
+
+
+class CompressedLayout(NamedTuple):
+    """Where compressed blocks lie.
+
+    Attributes:
+        ids: The document of each block, [C]; -1 for a slot that no document fills.
+        starts: Position of each block's first token in its document, [C].
+        first_blocks: The first block of each document, [documents].
+    """
+
+    ids: Tensor
+    starts: Tensor
+    first_blocks: Tensor
+
+
+def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry) -> CompressedLayout:
+    """Place `num_blocks` compressed slots: document after document, each with its own grid.
+
+    No look at the data: `num_blocks` may be any number not under the documents' own count.
+    """
+    lengths = documents.cu_seqlens.diff()
+    counts = ((lengths - geometry.compression_block_size) // geometry.compression_stride + 1).clamp(min=0)
+    ends = counts.cumsum(0, dtype=torch.int32)
+    first_blocks = ends - counts
+    slots = torch.arange(num_blocks, device=ends.device, dtype=torch.int32)
+    ids = torch.searchsorted(ends, slots, right=True, out_int32=True)
+    filled = ids < counts.numel()
+    starts = (slots - first_blocks[ids.clamp(max=counts.numel() - 1)]) * geometry.compression_stride
+    return CompressedLayout(torch.where(filled, ids, -1), torch.where(filled, starts, 0), first_blocks)
+
+
+def num_packed_compressed_blocks(documents: Documents, geometry: Geometry) -> int:
+    """Compressed blocks of all documents together; reads the borders on the host."""
+    borders = documents.cu_seqlens.tolist()
+    return sum(geometry.num_compressed_blocks(end - start) for start, end in itertools.pairwise(borders))
+
+
+def max_packed_compressed_blocks(num_tokens: int, geometry: Geometry) -> int:
+    """Slots that suffice for the compressed blocks of any documents of `num_tokens` tokens together."""
+    return num_tokens // geometry.compression_stride

@@ -1,0 +1,327 @@
+"""The specification: Native Sparse Attention in plain PyTorch, on any device, in any float type.
+
+Every branch is the same masked attention. A key is visible to the queries of its own document from position
+`first` to position `last`: compressed blocks from their last token on, window keys for `w` positions, selected keys
+from their own position on in the blocks that the query chose. The number of operations does not depend on length.
+
+What is kept for backward is q, k, v, o and the log-sum-exp, linear in length; masks and probabilities are made again.
+Working memory is one tile of scores, [B, H, T, keys], in fp32.
+
+Shape suffixes: B batch, T queries, S keys of any branch, G groups, R heads of a group, X rows (heads of a group ×
+queries), D and V dims, C compressed and J selection blocks, K taps. The arguments have been checked by `trifocal.ops.api`.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.layout import Documents, compressed_layout
+
+ALWAYS = torch.iinfo(torch.int32).max
+
+
+class Visibility(NamedTuple):
+    """Which query sees which key; a few integers a token instead of a mask.
+
+    Attributes:
+        query_ids, query_positions: Document of each query and position in it, [T].
+        key_ids: Document of each key, [S]; -1 is nobody's.
+        key_first, key_last: Positions from which and up to which a key is seen, [S].
+        key_blocks: Selection block of each key in its document, [S]; with `selected_blocks`.
+        selected_blocks: The queries' choice, [B, T, G, N], -1 pads; None for a branch without choice.
+        num_blocks: Selection blocks that a document can have.
+    """
+
+    query_ids: Tensor
+    query_positions: Tensor
+    key_ids: Tensor
+    key_first: Tensor
+    key_last: Tensor
+    key_blocks: Tensor | None = None
+    selected_blocks: Tensor | None = None
+    num_blocks: int = 0
+
+    def mask(self) -> Tensor:
+        """Make the mask, [1, 1, 1, T, S] or, with a choice, [B, G, 1, T, S]; True where a query sees a key."""
+        position_T1 = self.query_positions[:, None]
+        mask_TS = (self.query_ids[:, None] == self.key_ids) & (self.key_first <= position_T1)
+        mask_TS &= position_T1 <= self.key_last
+        if self.selected_blocks is None or self.key_blocks is None:
+            return mask_TS[None, None, None]
+        chosen_BTGJ = _chosen(self.selected_blocks, self.num_blocks)
+        chosen_BGTS = chosen_BTGJ.transpose(1, 2).index_select(-1, self.key_blocks)
+        return (chosen_BGTS & mask_TS)[:, :, None]
+
+
+def mean_compress(x: Tensor, geometry: Geometry, documents: Documents | None, num_blocks: int) -> Tensor:
+    """Mean over each compressed block's tokens; see `trifocal.ops.mean_compress`."""
+    return compression_windows(x, geometry, documents, num_blocks).mean(2, dtype=_accumulator(x)).to(x.dtype)
+
+
+def compression_windows(x: Tensor, geometry: Geometry, documents: Documents | None, num_blocks: int) -> Tensor:
+    """The tokens of each compressed block, [B, S, G, D] -> [B, C, l, G, D]; zeros in slots that no document fills."""
+    block = geometry.compression_block_size
+    if documents is None:
+        if num_blocks == 0:
+            return x[:, :0, None].expand(-1, -1, block, -1, -1)
+        return x.unfold(1, block, geometry.compression_stride).movedim(-1, 2)
+    layout = compressed_layout(documents, num_blocks, geometry)
+    start = documents.cu_seqlens[layout.ids.clamp(min=0)] + layout.starts
+    filled = layout.ids >= 0
+    offsets = torch.arange(block, device=x.device, dtype=torch.int32)
+    tokens = torch.where(filled[:, None], start[:, None] + offsets, 0)
+    return x[:, tokens].where(filled[:, None, None, None], 0)
+
+
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    geometry: Geometry,
+    num_keys: int,
+    scale: float,
+    documents: Documents | None,
+) -> tuple[Tensor, Tensor]:
+    """Attention over compressed blocks; see `trifocal.ops.compressed_attention`."""
+    visibility = _compressed_visibility(q, k_cmp, geometry, num_keys, documents)
+    return _masked_attention(q, k_cmp, v_cmp, scale, visibility)
+
+
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: Geometry,
+    num_keys: int,
+    scale: float,
+    documents: Documents | None,
+) -> Tensor:
+    """The choice of selection blocks; see `trifocal.ops.select_blocks`."""
+    visibility = _compressed_visibility(q, k_cmp, geometry, num_keys, documents)
+    p_BGTC = _probabilities(q, k_cmp, scale, visibility, _group_heads(lse, k_cmp.shape[2])).sum(2)
+    if documents is not None:
+        # From slots of the whole pack to slots of the query's own document.
+        first_block_T1 = compressed_layout(documents, 0, geometry).first_blocks[documents.ids][:, None]
+        local_C = torch.arange(geometry.num_compressed_blocks(num_keys), device=q.device)
+        slots_TC = first_block_T1 + local_C
+        inside_TC = slots_TC < k_cmp.shape[1]
+        slots_TC = slots_TC.where(inside_TC, 0)
+        p_BGTC = p_BGTC.gather(-1, slots_TC.expand(*p_BGTC.shape[:3], -1)) if k_cmp.shape[1] else p_BGTC[..., :0]
+        p_BGTC = p_BGTC.where(inside_TC[:, : p_BGTC.shape[-1]], 0)
+
+    num_blocks = geometry.num_selection_blocks(num_keys)
+    importance_BGTJ = _spread_over_selection_blocks(p_BGTC, geometry, num_blocks)
+
+    block_J = torch.arange(num_blocks, device=q.device)
+    own_T1 = visibility.query_positions[:, None] // geometry.selection_block_size
+    forced_TJ = (block_J < geometry.num_initial_blocks) | (block_J > own_T1 - geometry.num_local_blocks)
+    importance_BGTJ = importance_BGTJ.masked_fill(forced_TJ, torch.inf)
+    importance_BGTJ = importance_BGTJ.masked_fill(block_J > own_T1, -torch.inf)
+
+    # A stable sort keeps the order of what is equal: the lower index first.
+    ranked, order = importance_BGTJ.sort(dim=-1, descending=True, stable=True)
+    num_slots = geometry.num_selected_blocks
+    order = order[..., :num_slots].masked_fill(ranked[..., :num_slots] == -torch.inf, num_blocks)
+    order = order.sort(dim=-1).values
+    chosen = order.masked_fill(order == num_blocks, -1).to(torch.int32)
+    pads = num_slots - chosen.shape[-1]
+    if pads > 0:
+        chosen = torch.nn.functional.pad(chosen, (0, pads), value=-1)
+    return chosen.transpose(1, 2).contiguous()
+
+
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected_blocks: Tensor,
+    geometry: Geometry,
+    scale: float,
+    documents: Documents | None,
+) -> Tensor:
+    """Attention over the tokens of the chosen blocks; see `trifocal.ops.selected_attention`."""
+    query_ids, query_positions, key_ids, key_positions = _token_positions(q, k.shape[1], documents)
+    visibility = Visibility(
+        query_ids,
+        query_positions,
+        key_ids,
+        key_first=key_positions,
+        key_last=torch.full_like(key_positions, ALWAYS),
+        key_blocks=key_positions // geometry.selection_block_size,
+        selected_blocks=selected_blocks,
+        num_blocks=geometry.num_selection_blocks(k.shape[1]),
+    )
+    return _masked_attention(q, k, v, scale, visibility)[0]
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window_size: int, scale: float, documents: Documents | None
+) -> Tensor:
+    """Attention over the last `window_size` keys; see `trifocal.ops.window_attention`."""
+    query_ids, query_positions, key_ids, key_positions = _token_positions(q, k.shape[1], documents)
+    # In 64 bits: the sum may pass what 32 hold.
+    key_last = (key_positions.long() + (window_size - 1)).clamp(max=ALWAYS).int()
+    visibility = Visibility(query_ids, query_positions, key_ids, key_positions, key_last)
+    return _masked_attention(q, k, v, scale, visibility)[0]
+
+
+def nsa_attention(
+    q: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    geometry: Geometry,
+    scale: float,
+    documents: Documents | None,
+    selected_blocks: Tensor,
+    o_cmp: Tensor,
+) -> Tensor:
+    """Selected and window attention, mixed with the compressed branch's result by the gates."""
+    o_slc = selected_attention(q, k_slc, v_slc, selected_blocks, geometry, scale, documents)
+    o_win = window_attention(q, k_win, v_win, geometry.window_size, scale, documents)
+    gate_cmp, gate_slc, gate_win = gates.to(_accumulator(q)).unsqueeze(-1).unbind(3)
+    return (gate_cmp * o_cmp + gate_slc * o_slc + gate_win * o_win).to(q.dtype)
+
+
+class _MaskedAttention(torch.autograd.Function):
+    """Attention under a visibility rule that keeps no score, no mask and no copy of a key for backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, *visibility: Any
+    ) -> tuple[Tensor, Tensor]:
+        scores_BGRTS = _scores(q, k, scale, Visibility(*visibility))
+        lse_BGRT = scores_BGRTS.logsumexp(-1)
+        p_BGRTS = _normalise(scores_BGRTS, lse_BGRT)
+        with _full_precision(q):
+            o_BGXV = p_BGRTS.flatten(2, 3) @ _per_group(v)
+        o = _ungroup(o_BGXV, q.shape).to(q.dtype)
+        lse = lse_BGRT.permute(0, 3, 1, 2).flatten(2)
+        ctx.save_for_backward(q, k, v, o, lse, *(part for part in visibility if isinstance(part, Tensor)))
+        ctx.scale = scale
+        ctx.visibility = [... if isinstance(part, Tensor) else part for part in visibility]
+        return o, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_o: Tensor, d_lse: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, o, lse, *tensors = ctx.saved_tensors
+        remaining = iter(tensors)
+        visibility = Visibility(*(next(remaining) if part is ... else part for part in ctx.visibility))
+        p_BGRTS = _probabilities(q, k, ctx.scale, visibility, _group_heads(lse, k.shape[2]))
+        with _full_precision(q):
+            # The gradient of a softmax: each score moves by its own share of (dp - what the row gives back).
+            returned_BTH = (d_o.to(lse.dtype) * o).sum(-1) - d_lse
+            d_o_BGXV = _group_heads_as_rows(d_o, k.shape[2])
+            d_scores_BGRTS = (d_o_BGXV @ _per_group(v).transpose(-1, -2)).view(p_BGRTS.shape)
+            d_scores_BGRTS -= _group_heads(returned_BTH, k.shape[2])[..., None]
+            d_scores_BGRTS *= p_BGRTS
+            d_scores_BGXS = d_scores_BGRTS.flatten(2, 3) * ctx.scale
+            d_q = _ungroup(d_scores_BGXS @ _per_group(k), q.shape)
+            # The heads of a group are rows of one product, which sums their gradients for the keys they share.
+            d_k = (d_scores_BGXS.transpose(-1, -2) @ _group_heads_as_rows(q, k.shape[2])).transpose(1, 2)
+            d_v = (p_BGRTS.flatten(2, 3).transpose(-1, -2) @ d_o_BGXV).transpose(1, 2)
+        return d_q.to(q.dtype), d_k.to(k.dtype), d_v.to(v.dtype), None, *([None] * len(visibility))
+
+
+def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility) -> tuple[Tensor, Tensor]:
+    """Attention of q [B, T, H, D] over what it sees: o [B, T, H, V] in q's type, lse [B, T, H] in fp32 or fp64."""
+    return _MaskedAttention.apply(q, k, v, scale, *visibility)  # type: ignore[no-untyped-call, return-value]
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, visibility: Visibility) -> Tensor:
+    """Scaled scores, [B, G, R, T, S], in the accumulator's type; -inf where a query does not see a key."""
+    batch, num_queries, num_heads = q.shape[:3]
+    num_groups = k.shape[2]
+    with _full_precision(q):
+        scores_BGXS = (_group_heads_as_rows(q, num_groups) * scale) @ _per_group(k).transpose(-1, -2)
+    scores_BGRTS = scores_BGXS.view(batch, num_groups, num_heads // num_groups, num_queries, k.shape[1])
+    return scores_BGRTS.masked_fill_(~visibility.mask(), -torch.inf)
+
+
+def _probabilities(q: Tensor, k: Tensor, scale: float, visibility: Visibility, lse_BGRT: Tensor) -> Tensor:
+    return _normalise(_scores(q, k, scale, visibility), lse_BGRT)
+
+
+def _normalise(scores_BGRTS: Tensor, lse_BGRT: Tensor) -> Tensor:
+    """Probabilities from scores, in place; all zero where a query sees nothing."""
+    finite_lse = lse_BGRT.masked_fill(lse_BGRT == -torch.inf, 0.0)
+    return scores_BGRTS.sub_(finite_lse[..., None]).exp_()
+
+
+def _compressed_visibility(
+    q: Tensor, k_cmp: Tensor, geometry: Geometry, num_keys: int, documents: Documents | None
+) -> Visibility:
+    query_ids, query_positions, _, _ = _token_positions(q, num_keys, documents)
+    if documents is None:
+        starts = torch.arange(k_cmp.shape[1], device=q.device, dtype=torch.int32) * geometry.compression_stride
+        ids = torch.zeros_like(starts)
+    else:
+        layout = compressed_layout(documents, k_cmp.shape[1], geometry)
+        ids, starts = layout.ids, layout.starts
+    last_token = starts + (geometry.compression_block_size - 1)
+    return Visibility(query_ids, query_positions, ids, last_token, torch.full_like(starts, ALWAYS))
+
+
+def _token_positions(q: Tensor, num_keys: int, documents: Documents | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Documents and positions of queries [T] and keys [S]; without documents the queries are the last T."""
+    if documents is not None:
+        return documents.ids, documents.positions, documents.ids, documents.positions
+    positions = torch.arange(num_keys, device=q.device, dtype=torch.int32)
+    ids = torch.zeros_like(positions)
+    first_query = num_keys - q.shape[1]
+    return ids[first_query:], positions[first_query:], ids, positions
+
+
+def _spread_over_selection_blocks(p_BGTC: Tensor, geometry: Geometry, num_blocks: int) -> Tensor:
+    """Importance of each selection block, [B, G, T, J]: probability by overlap (Eq. 9).
+
+    Every block sums its taps in the same order, so that equal blocks stay exactly equal.
+    """
+    stencil = geometry.overlap_stencil()
+    before = geometry.compression_block_size // geometry.compression_stride - 1
+    step = geometry.selection_block_size // geometry.compression_stride
+    after = (num_blocks - 1) * step + len(stencil) - before - p_BGTC.shape[-1]
+    taps_BGTJK = torch.nn.functional.pad(p_BGTC, (before, after)).unfold(-1, len(stencil), step)
+    return (taps_BGTJK * torch.tensor(stencil, device=p_BGTC.device, dtype=p_BGTC.dtype)).sum(-1)
+
+
+def _chosen(selected_blocks: Tensor, num_blocks: int) -> Tensor:
+    """Membership [B, T, G, J] from indices [B, T, G, N]; what is no block of the document falls off the end."""
+    no_block = (selected_blocks < 0) | (selected_blocks >= num_blocks)
+    index = selected_blocks.long().masked_fill(no_block, num_blocks)
+    chosen = torch.zeros(*index.shape[:3], num_blocks + 1, dtype=torch.bool, device=index.device)
+    return chosen.scatter_(-1, index, True)[..., :num_blocks]
+
+
+def _accumulator(x: Tensor) -> torch.dtype:
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+def _full_precision(x: Tensor) -> torch.autocast:
+    """Keep an outer autocast from lowering the products inside."""
+    return torch.autocast(x.device.type, enabled=False)
+
+
+def _group_heads(x: Tensor, num_groups: int) -> Tensor:
+    """[B, T, H] -> [B, G, R, T]."""
+    return x.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1)
+
+
+def _group_heads_as_rows(x: Tensor, num_groups: int) -> Tensor:
+    """[B, T, H, D] -> [B, G, R*T, D] in the accumulator's type: one product a group, without copies of its keys."""
+    return x.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(_accumulator(x))
+
+
+def _ungroup(x: Tensor, shape: torch.Size) -> Tensor:
+    """[B, G, R*T, D] -> [B, T, H, D], where `shape` is that of the queries, [B, T, H, *]."""
+    return x.unflatten(2, (-1, shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _per_group(x: Tensor) -> Tensor:
+    """[B, S, G, D] -> [B, G, S, D] in the accumulator's type."""
+    return x.transpose(1, 2).to(_accumulator(x))

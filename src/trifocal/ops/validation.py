@@ -1,0 +1,141 @@
+"""Checks of arguments: every message says what was given and what was expected."""
+
+import torch
+from torch import Tensor
+
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
+
+FLOAT_TYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_rank(name: str, x: Tensor, pattern: str) -> None:
+    """Raise ValueError unless x has as many dimensions as the pattern, `"[B, T, H]"`, names."""
+    if not isinstance(x, Tensor):
+        raise ValueError(f"{name} must be a tensor {pattern}, got {type(x).__name__}")
+    if x.ndim != pattern.count(",") + 1:
+        raise ValueError(f"{name} must have the shape {pattern}, got {list(x.shape)}")
+
+
+def check_same_kind(name: str, x: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless x has the dtype and the device of the queries."""
+    if x.dtype != q.dtype:
+        raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")
+    if x.device != q.device:
+        raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+
+
+def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor | None, *, names: tuple[str, str], keys: str) -> None:
+    """Raise ValueError unless q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] fit one another.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values; None for an operation that has none.
+        names: What the caller calls k and v.
+        keys: The letter of the keys' dimension, for the message.
+    """
+    check_rank("q", q, "[B, T, H, D]")
+    if q.dtype not in FLOAT_TYPES:
+        raise ValueError(f"q must be of float64, float32, bfloat16 or float16, got {q.dtype}")
+    if 0 in q.shape:
+        raise ValueError(f"q [B, T, H, D] may have no empty dimension, got {list(q.shape)}")
+    k_name, v_name = names
+    check_rank(k_name, k, f"[B, {keys}, G, D]")
+    check_same_kind(k_name, k, q)
+    batch, num_queries, num_heads, dim = q.shape
+    if k.shape[0] != batch or k.shape[3] != dim:
+        raise ValueError(
+            f"{k_name} [B, {keys}, G, D] must share B and D with q [B, T, H, D], "
+            f"got {list(k.shape)} and {list(q.shape)}"
+        )
+    num_groups = k.shape[2]
+    if num_groups == 0 or num_heads % num_groups:
+        raise ValueError(
+            f"the heads of q must be a multiple of the groups of {k_name}, got H = {num_heads} and G = {num_groups}"
+        )
+    if keys == "S" and k_name not in ("k_win",) and num_queries > k.shape[1]:
+        raise ValueError(f"q may not have more positions than {k_name}, got T = {num_queries} and S = {k.shape[1]}")
+    if v is not None:
+        check_rank(v_name, v, f"[B, {keys}, G, V]")
+        check_same_kind(v_name, v, q)
+        if v.shape[:3] != k.shape[:3]:
+            raise ValueError(
+                f"{v_name} [B, {keys}, G, V] must share B, {keys} and G with {k_name} [B, {keys}, G, D], "
+                f"got {list(v.shape)} and {list(k.shape)}"
+            )
+
+
+def resolve_documents(
+    cu_seqlens: Tensor | Documents | None, batch: int, num_queries: int, num_keys: int, device: torch.device
+) -> Documents | None:
+    """Check packed borders against the shapes; a `Documents` was checked when it was made."""
+    if num_queries > num_keys:
+        raise ValueError(f"q may not have more positions than there are keys, got T = {num_queries} and S = {num_keys}")
+    if cu_seqlens is None:
+        return None
+    if batch != 1:
+        raise ValueError(f"cu_seqlens needs B = 1: pack the documents one behind the other, got B = {batch}")
+    if num_queries != num_keys:
+        raise ValueError(f"cu_seqlens needs as many queries as keys, got T = {num_queries} and S = {num_keys}")
+    documents = cu_seqlens
+    if not isinstance(documents, Documents):
+        documents = Documents.from_cu_seqlens(documents, num_keys)
+    elif documents.ids.shape[0] != num_keys:
+        raise ValueError(f"the documents hold {documents.ids.shape[0]} tokens, but there are {num_keys}")
+    if documents.ids.device != device:
+        raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {documents.ids.device}")
+    return documents
+
+
+def check_compressed_count(k_cmp: Tensor, geometry: Geometry, num_keys: int, documents: Documents | None) -> None:
+    """Raise ValueError unless k_cmp holds the compressed blocks of `num_keys` tokens."""
+    given = k_cmp.shape[1]
+    if documents is None:
+        expected = geometry.num_compressed_blocks(num_keys)
+    elif given == max_packed_compressed_blocks(num_keys, geometry):
+        return
+    else:
+        expected = num_packed_compressed_blocks(documents, geometry)
+    if given != expected:
+        raise ValueError(
+            f"k_cmp must hold C = {expected} compressed blocks for {num_keys} keys "
+            f"(block {geometry.compression_block_size}, stride {geometry.compression_stride}), got C = {given}"
+        )
+
+
+def check_selected_blocks(selected_blocks: Tensor, q: Tensor, k: Tensor) -> None:
+    """Raise ValueError unless selected_blocks is [B, T, G, N] of integers beside q and k."""
+    check_rank("selected_blocks", selected_blocks, "[B, T, G, N]")
+    if selected_blocks.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"selected_blocks must be of int32 or int64, got {selected_blocks.dtype}")
+    if selected_blocks.device != q.device:
+        raise ValueError(f"selected_blocks must be on the device of q, {q.device}, got {selected_blocks.device}")
+    expected = (q.shape[0], q.shape[1], k.shape[2])
+    if selected_blocks.shape[:3] != expected:
+        raise ValueError(
+            f"selected_blocks must have the shape [B, T, G, N] with [B, T, G] = {list(expected)}, "
+            f"got {list(selected_blocks.shape)}"
+        )
+
+
+def check_window_keys(q: Tensor, k_win: Tensor, num_keys: int, window_size: int, *, packed: bool) -> None:
+    """Raise ValueError unless k_win holds every token that a window can reach, and none too many."""
+    fewest = num_keys if packed else min(num_keys, q.shape[1] + window_size - 1)
+    if not fewest <= k_win.shape[1] <= num_keys:
+        raise ValueError(
+            f"k_win must hold between {fewest} and {num_keys} keys (S = {num_keys}, T = {q.shape[1]}, "
+            f"w = {window_size}), got {k_win.shape[1]}"
+        )
+
+
+def check_gates(gates: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless gates is [B, T, H, 3] beside q."""
+    check_rank("gates", gates, "[B, T, H, 3]")
+    expected = (*q.shape[:3], 3)
+    if gates.shape != expected:
+        raise ValueError(f"gates must have the shape [B, T, H, 3] = {list(expected)}, got {list(gates.shape)}")
+    if not gates.dtype.is_floating_point:
+        raise ValueError(f"gates must be floating point, got {gates.dtype}")
+    if gates.device != q.device:
+        raise ValueError(f"gates must be on the device of q, {q.device}, got {gates.device}")
