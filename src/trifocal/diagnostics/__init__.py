@@ -1,0 +1,24 @@
+"""Seeing a run: heartbeat, metrics, progress, environment, memory, stacks."""
+
+from trifocal.diagnostics.environment import environment, write_environment
+from trifocal.diagnostics.hardware import peak_bf16_flops
+from trifocal.diagnostics.heartbeat import Heartbeat
+from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
+from trifocal.diagnostics.metrics import MetricsWriter, read_metrics
+from trifocal.diagnostics.progress import Progress
+from trifocal.diagnostics.stacks import StackDump
+from trifocal.diagnostics.tensorboard import TensorBoardSink
+
+__all__ = [
+    "Heartbeat",
+    "MemoryStatistics",
+    "MetricsWriter",
+    "Progress",
+    "StackDump",
+    "TensorBoardSink",
+    "environment",
+    "memory_statistics",
+    "peak_bf16_flops",
+    "read_metrics",
+    "write_environment",
+]

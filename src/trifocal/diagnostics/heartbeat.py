@@ -1,0 +1,255 @@
+"""What every rank is doing right now, written by a thread that goes on while the training thread is busy.
+
+One JSON object a line in `heartbeat/rank{rank}.jsonl`, one line every `interval_seconds`:
+
+| field | meaning |
+|---|---|
+| unix_time_seconds | when the row was written |
+| rank, host, pid | which process wrote it |
+| interval_seconds | time between two rows; much longer silence means that the process is gone or frozen |
+| status | `running`; the last row says `finished` or `failed` |
+| step | optimizer steps done |
+| phase | one of PHASES; `other` between two of them |
+| phase_seconds | how long the phase has lasted so far |
+| expected_phase_seconds | median of the phase's recent times; null before it has ended once |
+| stall_limit_seconds | past this age the phase counts as stalled; null where no limit is known yet |
+| typical_seconds | for each phase, the median of its last 200 times |
+| recent_seconds | for each phase, the median of its last 5 times |
+| total_seconds | for each phase, all of its time in this process |
+| compiling | a compiler of PyTorch or Triton is on the training thread's stack |
+| where | the training thread's innermost Python frames |
+| memory_allocated_bytes, memory_reserved_bytes | CUDA: at the last phase change; CPU: resident now, null |
+| loss | nats per token, the last one known |
+| tokens_per_second | the last rate known |
+
+On a GPU the phases are host times: work that was queued in `forward` may be waited for in `optimizer`.
+"""
+
+import math
+import os
+import socket
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from trifocal.diagnostics.jsonl import JsonLinesWriter, Row, logger
+from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
+from trifocal.diagnostics.stacks import where
+
+PHASES = ("start", "data", "forward", "backward", "optimizer", "checkpoint", "evaluate", "compile", "other")
+_UNLIMITED = ("start", "compile")
+_TYPICAL_TIMES = 200
+_RECENT_TIMES = 5
+
+
+class Heartbeat:
+    """Writes what one rank is doing; a context manager around the whole of training.
+
+    >>> with Heartbeat(run_directory / "heartbeat", rank=0) as heartbeat:
+    ...     with heartbeat.phase("forward"):
+    ...         loss = model(tokens, targets)
+    ...     heartbeat.update(step=1, loss=loss.item())
+
+    Phases nest: leaving one returns to the one around it, whose clock starts afresh. Nothing here raises into
+    training: a full disk is warned about once.
+
+    Args:
+        path: The run's `heartbeat` folder.
+        rank: Rank of this process.
+        interval_seconds: Time between two rows.
+        device: Where the model is, for the memory figures.
+        minimum_stall_seconds: No phase counts as stalled before this age.
+        stall_factor: A phase counts as stalled past this many times the longest of its recent times.
+
+    Raises:
+        ValueError: If interval_seconds, minimum_stall_seconds or stall_factor is not positive.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        rank: int = 0,
+        interval_seconds: float = 5.0,
+        *,
+        device: torch.device | str = "cpu",
+        minimum_stall_seconds: float = 120.0,
+        stall_factor: float = 10.0,
+    ) -> None:
+        for name, value in (
+            ("interval_seconds", interval_seconds),
+            ("minimum_stall_seconds", minimum_stall_seconds),
+            ("stall_factor", stall_factor),
+        ):
+            if not (value > 0 and math.isfinite(value)):
+                raise ValueError(f"{name} must be a positive number, got {value}")
+        self.path = Path(path) / f"rank{rank}.jsonl"
+        self.rank = rank
+        self.interval_seconds = interval_seconds
+        self.minimum_stall_seconds = minimum_stall_seconds
+        self.stall_factor = stall_factor
+        self.observers: list[Callable[[Row], None]] = []
+        """Called with every row in the heartbeat's thread; the watchdog is one."""
+        self._device = torch.device(device)
+        self._lock = threading.Lock()
+        self._phases = [("start", time.perf_counter())]
+        self._times: dict[str, deque[float]] = {}
+        self._totals: dict[str, float] = {}
+        self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
+        self._memory: MemoryStatistics | None = None
+        self._memory_is_old = True
+        self._stop = threading.Event()
+        self._main_thread = threading.get_ident()
+        self._thread = threading.Thread(target=self._run, name="trifocal-heartbeat", daemon=True)
+        self._warned = False
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Say that the training thread is in this phase until the block ends.
+
+        Args:
+            name: One of PHASES.
+
+        Raises:
+            ValueError: If the name is not one of PHASES.
+        """
+        if name not in PHASES:
+            raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {name!r}")
+        entered = time.perf_counter()
+        with self._lock:
+            self._add_total(entered)
+            self._phases.append((name, entered))
+        self._sample_memory()
+        try:
+            yield
+        finally:
+            left = time.perf_counter()
+            self._sample_memory()
+            with self._lock:
+                self._add_total(left)
+                self._phases.pop()
+                outer = self._phases[-1][0]
+                # After its first phase the process has started.
+                self._phases[-1] = ("other" if outer == "start" else outer, left)
+                self._times.setdefault(name, deque(maxlen=_TYPICAL_TIMES)).append(left - entered)
+
+    def update(
+        self, *, step: int | None = None, loss: float | None = None, tokens_per_second: float | None = None
+    ) -> None:
+        """Report progress; what is not given keeps its last value.
+
+        Args:
+            step: Optimizer steps done.
+            loss: Nats per token, a number on the host.
+            tokens_per_second: Of the whole run, all ranks together.
+        """
+        news = {"step": step, "loss": loss, "tokens_per_second": tokens_per_second}
+        with self._lock:
+            self._progress.update({name: value for name, value in news.items() if value is not None})
+
+    def close(self, status: str = "finished") -> None:
+        """Stop the thread and write a last row.
+
+        Args:
+            status: What the last row says: `finished` or `failed`.
+        """
+        if self._stop.is_set():
+            return
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        with JsonLinesWriter(self.path) as writer:
+            self._beat(writer, status)
+
+    def snapshot(self, status: str = "running") -> Row:
+        """The row that describes this moment; see the module for its fields."""
+        now = time.perf_counter()
+        with self._lock:
+            phase, since = self._phases[-1]
+            times = {name: list(values) for name, values in self._times.items()}
+            totals = dict(self._totals)
+            progress = dict(self._progress)
+        totals[phase] = totals.get(phase, 0.0) + now - since
+        own_times = times.get(phase)
+        place, compiling = where(self._main_thread)
+        if self._device.type == "cpu":
+            self._memory = memory_statistics(self._device)
+        memory = self._memory
+        return {
+            "unix_time_seconds": round(time.time(), 3),
+            "rank": self.rank,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "interval_seconds": self.interval_seconds,
+            "status": status,
+            "phase": phase,
+            "phase_seconds": _rounded(now - since),
+            "expected_phase_seconds": _rounded(statistics.median(own_times)) if own_times else None,
+            "stall_limit_seconds": None if compiling else self._stall_limit(phase, own_times),
+            "typical_seconds": {name: _rounded(statistics.median(values)) for name, values in times.items()},
+            "recent_seconds": {
+                name: _rounded(statistics.median(values[-_RECENT_TIMES:])) for name, values in times.items()
+            },
+            "total_seconds": {name: _rounded(value) for name, value in totals.items()},
+            "compiling": compiling,
+            "where": place,
+            "memory_allocated_bytes": memory.allocated_bytes if memory else None,
+            "memory_reserved_bytes": memory.reserved_bytes if memory else None,
+            **progress,
+        }
+
+    def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
+        if phase in _UNLIMITED or not own_times:
+            return None
+        return _rounded(max(self.minimum_stall_seconds, self.stall_factor * max(own_times)))
+
+    def _add_total(self, now: float) -> None:
+        phase, since = self._phases[-1]
+        self._totals[phase] = self._totals.get(phase, 0.0) + now - since
+
+    def _sample_memory(self) -> None:
+        # In the training thread, once an interval: the CUDA allocator's lock may be held by a thread that
+        # hangs in the driver, and waiting for it would silence the heartbeat exactly when it is needed.
+        if self._memory_is_old and self._device.type != "cpu":
+            self._memory_is_old = False
+            self._memory = memory_statistics(self._device)
+
+    def _run(self) -> None:
+        with JsonLinesWriter(self.path) as writer:
+            while True:
+                self._beat(writer, "running")
+                self._memory_is_old = True
+                if self._stop.wait(self.interval_seconds):
+                    return
+
+    def _beat(self, writer: JsonLinesWriter, status: str) -> None:
+        try:
+            row = self.snapshot(status)
+            writer.append(row)
+            for observe in self.observers:
+                observe(row)
+        except Exception:
+            if not self._warned:
+                self._warned = True
+                logger.warning("the heartbeat of rank %d misses beats", self.rank, exc_info=True)
+
+    def __enter__(self) -> Self:
+        self._main_thread = threading.get_ident()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close("finished" if error is None else "failed")
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 4)

@@ -1,0 +1,86 @@
+"""Where the threads of this process are: one line for a heartbeat, everything for a dump."""
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Self
+
+_COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/triton/compiler/")
+
+
+class StackDump:
+    """On SIGUSR1, writes the Python stack of every thread into the run's dumps, without stopping the run.
+
+    faulthandler does it from the signal itself, so it works while the main thread is busy in C code or holds
+    the interpreter's lock: `kill -USR1 PID`. Needs the main thread's process to have the signal (not on
+    Windows, where this does nothing).
+
+    Args:
+        directory: The run's `dumps` folder; stacks are appended to `stacks_rank{rank}.txt` there.
+        rank: The rank of this process.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], rank: int = 0) -> None:
+        self.path = Path(directory) / f"stacks_rank{rank}.txt"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a")
+        self._registered = hasattr(faulthandler, "register")
+        if self._registered:
+            faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
+
+    def dump(self) -> None:
+        """Write the stacks now."""
+        faulthandler.dump_traceback(file=self._file, all_threads=True)
+
+    def close(self) -> None:
+        """Give the signal back and close the file; an empty file is removed."""
+        if self._file.closed:
+            return
+        if self._registered:
+            faulthandler.unregister(signal.SIGUSR1)
+        self._file.close()
+        if self.path.exists() and self.path.stat().st_size == 0:
+            self.path.unlink()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def where(main_thread: int, depth: int = 3) -> tuple[str, bool]:
+    """The innermost frames of the training thread, and whether it is compiling.
+
+    Python code that the autograd engine runs in its own threads (hooks, on CUDA) is looked at first: while
+    such a thread has a frame, the training thread only waits for it.
+
+    Args:
+        main_thread: `threading.get_ident()` of the thread that trains.
+        depth: How many frames to name.
+
+    Returns:
+        `function (file.py:line) < caller (file.py:line) < …`, empty if the thread is gone; and whether a
+        compiler of PyTorch or Triton is on its stack.
+    """
+    frames = sys._current_frames()
+    known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+    engine = [frame for ident, frame in frames.items() if ident not in known and ident != main_thread]
+    main = frames.get(main_thread)
+    named: list[str] = []
+    compiling = False
+    for innermost in [*engine, main]:
+        frame: FrameType | None = innermost
+        while frame is not None:
+            file = frame.f_code.co_filename
+            compiling = compiling or any(part in file for part in _COMPILER_FILES)
+            if len(named) < depth:
+                named.append(f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})")
+            frame = frame.f_back
+    return " < ".join(named), compiling
