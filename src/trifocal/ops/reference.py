@@ -8,7 +8,7 @@ What is kept for backward is q, k, v, o and the log-sum-exp, linear in length; m
 Working memory is one tile of scores, [B, H, T, keys], in fp32.
 
 Shape suffixes: B batch, T queries, S keys of any branch, G groups, R heads of a group, X rows (heads of a group ×
-queries), D and V dims, C compressed and J selection blocks, K taps. The arguments have been checked by `trifocal.ops.api`.
+queries), D and V dims, C compressed and J selection blocks, K taps. The arguments were checked by `trifocal.ops.api`.
 """
 
 from typing import Any, NamedTuple
