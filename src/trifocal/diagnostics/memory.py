@@ -49,8 +49,8 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident memory of this process so far, in bytes; 0 where the system does not tell
-    (Windows).""" try:
+    """Largest resident memory of this process so far, in bytes; 0 where the system does not tell."""
+    try:
         import resource
     except ImportError:
         return 0
