@@ -1,0 +1,112 @@
+"""Block sizes: what is valid, and what can be counted from them, against brute force."""
+
+import dataclasses
+import random
+
+import pytest
+
+from tests.ops import cases, oracle
+from trifocal import Geometry
+
+GEOMETRIES = (
+    cases.USUAL,
+    cases.PAPER,
+    cases.ODD,
+    cases.ONE_SIZE,
+    cases.NO_LOCAL,
+    cases.ALL_FORCED,
+    cases.NO_OVERLAP,
+    cases.STRIDE_ONE,
+    cases.ONE_TOKEN_BLOCKS,
+)
+
+
+def test_defaults_are_the_papers():
+    assert dataclasses.astuple(Geometry()) == (32, 16, 64, 16, 1, 2, 512)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"compression_block_size": 0}, "compression_block_size must be at least 1, got 0"),
+        ({"compression_stride": -4}, "compression_stride must be at least 1, got -4"),
+        ({"selection_block_size": 0}, "selection_block_size must be at least 1, got 0"),
+        ({"num_selected_blocks": 0}, "num_selected_blocks must be at least 1, got 0"),
+        ({"window_size": 0}, "window_size must be at least 1, got 0"),
+        ({"num_initial_blocks": -1}, "num_initial_blocks must be at least 0, got -1"),
+        ({"num_local_blocks": -1}, "num_local_blocks must be at least 0, got -1"),
+        ({"window_size": 512.0}, "window_size must be an integer, got 512.0"),
+        ({"window_size": True}, "window_size must be an integer, got True"),
+        ({"compression_block_size": 24}, "compression_block_size must be a multiple of compression_stride, got 24"),
+        ({"selection_block_size": 40}, "selection_block_size must be a multiple of compression_stride, got 40"),
+        ({"selection_block_size": 16}, "compression_block_size may not exceed selection_block_size, got 32 and 16"),
+        ({"num_initial_blocks": 0, "num_local_blocks": 0}, "between 1 and num_selected_blocks, got 0 + 0 of 16"),
+        ({"num_selected_blocks": 2}, "between 1 and num_selected_blocks, got 1 + 2 of 2"),
+    ],
+)
+def test_invalid_sizes_are_named(fields, message):
+    with pytest.raises(ValueError, match=message.replace("+", r"\+")):
+        Geometry(**fields)
+
+
+@pytest.mark.parametrize("forced", [(0, 1), (1, 0), (2, 2)])
+def test_valid_borderline_sizes(forced):
+    geometry = Geometry(16, 16, 16, 4, *forced, 1)
+    assert geometry.num_compressed_blocks(16) == 1
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_counts_of_blocks(geometry):
+    for num_keys in range(1, 3 * geometry.selection_block_size + 2):
+        assert geometry.num_compressed_blocks(num_keys) == len(oracle.compression_spans(geometry, num_keys))
+        touched = {token // geometry.selection_block_size for token in range(num_keys)}
+        assert geometry.num_selection_blocks(num_keys) == len(touched)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_overlaps_are_intersections(geometry):
+    size = geometry.selection_block_size
+    for i, span in enumerate(oracle.compression_spans(geometry, 3 * size + geometry.compression_block_size)):
+        for j in range(5):
+            expected = len(set(span.tokens) & set(range(j * size, (j + 1) * size)))
+            assert geometry.overlap_tokens(i, j) == expected
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first", "weights"),
+    [
+        # Equation 9 by hand: block j of l' tokens, the first compressed block that it touches at j = 2, the weights.
+        ((32, 16, 64), 7, (1, 2, 2, 2, 1)),
+        ((16, 8, 32), 7, (1, 2, 2, 2, 1)),
+        ((32, 32, 64), 4, (1, 1)),
+        ((16, 16, 16), 2, (1,)),
+        ((32, 16, 32), 3, (1, 2, 1)),
+        ((8, 2, 8), 5, (1, 2, 3, 4, 3, 2, 1)),
+        ((6, 3, 9), 5, (1, 2, 2, 1)),
+        ((12, 4, 20), 8, (1, 2, 3, 3, 3, 2, 1)),
+        ((3, 1, 5), 8, (1, 2, 3, 3, 3, 2, 1)),
+    ],
+)
+def test_overlap_stencil_by_hand(sizes, first, weights):
+    block, stride, selection = sizes
+    geometry = Geometry(block, stride, selection)
+    assert geometry.overlap_stencil() == weights
+    counted = [geometry.overlap_tokens(first + tap, 2) / stride for tap in range(-1, len(weights) + 1)]
+    assert counted == [0, *weights, 0]
+
+
+@pytest.mark.parametrize("geometry", [g for g in GEOMETRIES if g.num_local_blocks])
+def test_keys_read_per_step_by_counting(geometry):
+    rng = random.Random(0)
+    size = geometry.selection_block_size
+    for position in range(size * (geometry.num_selected_blocks + 2) + 3):
+        compressed = sum(span.end - 1 <= position for span in oracle.compression_spans(geometry, position + 1))
+        chosen = oracle.choose([rng.random() for _ in range(position // size + 1)], position, geometry)
+        selected = sum(token // size in chosen for token in range(position + 1))
+        window = min(position + 1, geometry.window_size)
+        assert geometry.keys_read_per_step(position) == compressed + selected + window
+
+
+def test_keys_read_per_step_far_from_the_start():
+    # 32/16/64/16/512 at the last token of a selection block: C + n*l' + w.
+    assert Geometry().keys_read_per_step(65535) == 4095 + 16 * 64 + 512

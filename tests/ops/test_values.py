@@ -1,0 +1,242 @@
+"""Every operation against the float64 oracle: values and every gradient, at odd shapes, in every float type."""
+
+import pytest
+import torch
+
+from tests.ops import oracle
+from tests.ops.cases import CASES, DTYPES, Case, cotangent, draw, each_case
+from tests.tolerances import assert_close, error
+from trifocal import nsa_attention, ops
+
+REFERENCE = {"backend": "reference"}
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def compare(dtype, leaves, actual, expected, cotangents):
+    """Compare outputs and, through the cotangents, the gradients with respect to all leaves.
+
+    Args:
+        leaves: Name -> the leaf given to the package; its float64 twin was given to the oracle.
+        actual, expected: Name -> output.
+        cotangents: Name -> gradient of the output, for those that take part.
+    """
+    for name, output in actual.items():
+        assert_close(name, output, expected[name], dtype)
+    names = list(leaves)
+    got, exact = (
+        torch.autograd.grad(
+            [outputs[name] for name in cotangents],
+            [leaves[name][side] for name in names],
+            [grad.to(outputs[name].dtype) for name, grad in cotangents.items()],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        for side, outputs in enumerate((actual, expected))
+    )
+    for name, a, e in zip(names, got, exact, strict=True):
+        assert a.dtype == dtype
+        assert_close(f"gradient of {name}", a, e, dtype)
+
+
+def twins(inputs, *names):
+    """Leaves for the package, and float64 leaves of the same values for the oracle."""
+    mine = inputs.leaves()
+    theirs = type(inputs)(*(tensor.double() for tensor in inputs)).leaves()
+    return {name: (getattr(mine, name), getattr(theirs, name)) for name in names}
+
+
+def finite_cotangent(lse):
+    """A gradient for a log-sum-exp; zero where it is -inf, as nothing finite can come out of such a row."""
+    return cotangent(lse).masked_fill(lse.isinf(), 0.0)
+
+
+@each_dtype
+@each_case
+def test_mean_compress(case: Case, dtype):
+    leaves = twins(draw(case, dtype), "k_slc")
+    mine, theirs = leaves["k_slc"]
+    actual = ops.mean_compress(mine, case.geometry, cu_seqlens=case.cu_seqlens)
+    expected = oracle.mean_compress(theirs, case.geometry, case.document_lengths)
+    assert actual.dtype == dtype
+    assert actual.shape == (case.batch, case.num_compressed, case.groups, case.dim)
+    compare(dtype, leaves, {"x": actual}, {"x": expected}, {"x": cotangent(actual)})
+
+
+@each_dtype
+@each_case
+def test_compressed_attention(case: Case, dtype):
+    leaves = twins(draw(case, dtype), "q", "k_cmp", "v_cmp")
+    mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
+    o, lse = ops.compressed_attention(
+        *mine, case.geometry, num_keys=case.num_keys, cu_seqlens=case.cu_seqlens, **REFERENCE
+    )
+    o64, lse64 = oracle.compressed_attention(
+        *theirs, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
+    )
+    assert o.dtype == dtype
+    assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    cotangents = {"o": cotangent(o), "lse": finite_cotangent(lse)}
+    compare(dtype, leaves, {"o": o, "lse": lse}, {"o": o64, "lse": lse64}, cotangents)
+
+
+@each_case
+def test_gradient_through_lse_alone(case: Case):
+    leaves = twins(draw(case), "q", "k_cmp")
+    v_cmp = draw(case).v_cmp
+    (q, q64), (k, k64) = leaves.values()
+    _, lse = ops.compressed_attention(
+        q, k, v_cmp, case.geometry, num_keys=case.num_keys, cu_seqlens=case.cu_seqlens, **REFERENCE
+    )
+    _, lse64 = oracle.compressed_attention(
+        q64, k64, v_cmp, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
+    )
+    compare(torch.float64, leaves, {"lse": lse}, {"lse": lse64}, {"lse": finite_cotangent(lse)})
+
+
+@each_case
+def test_select_blocks_exactly_in_float64(case: Case):
+    inputs = draw(case)
+    _, lse = oracle.compressed_attention(
+        inputs.q,
+        inputs.k_cmp,
+        inputs.v_cmp,
+        case.geometry,
+        num_keys=case.num_keys,
+        lengths=case.document_lengths,
+    )
+    actual = ops.select_blocks(
+        inputs.q,
+        inputs.k_cmp,
+        lse,
+        case.geometry,
+        num_keys=case.num_keys,
+        cu_seqlens=case.cu_seqlens,
+        **REFERENCE,
+    )
+    expected = oracle.select_blocks(
+        inputs.q, inputs.k_cmp, lse, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
+    )
+    assert actual.dtype == torch.int32
+    assert not actual.requires_grad
+    assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[16], CASES[18]], ids=lambda case: case.why)
+def test_select_blocks_is_as_good_in_low_precision(case: Case, dtype):
+    """Rounding may swap near ties: the importance of what was chosen is what has to agree."""
+    inputs = draw(case, dtype)
+    rules = {"num_keys": case.num_keys, "cu_seqlens": case.cu_seqlens, **REFERENCE}
+    _, lse = ops.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, case.geometry, **rules)
+    selected = ops.select_blocks(inputs.q, inputs.k_cmp, lse, case.geometry, **rules)
+    _, lse64 = oracle.compressed_attention(
+        inputs.q,
+        inputs.k_cmp,
+        inputs.v_cmp,
+        case.geometry,
+        num_keys=case.num_keys,
+        lengths=case.document_lengths,
+    )
+    exact = oracle.importance(
+        inputs.q, inputs.k_cmp, lse64, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
+    )
+    best = oracle.select_blocks(
+        inputs.q, inputs.k_cmp, lse64, case.geometry, num_keys=case.num_keys, lengths=case.document_lengths
+    )
+    for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in selected.shape[:3])).tolist():
+        scores = exact[b][t][g]
+        mine, theirs = ([j for j in row[b, t, g].tolist() if j >= 0] for row in (selected, best))
+        assert len(mine) == len(theirs) == len(set(mine))
+        found, wanted = (torch.tensor(sorted(scores[j] for j in row)) for row in (mine, theirs))
+        assert_close(f"importance of the choice at {b, t, g}", found, wanted, dtype)
+
+
+@each_dtype
+@each_case
+def test_selected_attention(case: Case, dtype):
+    inputs = draw(case, dtype)
+    leaves = twins(inputs, "q", "k_slc", "v_slc")
+    mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
+    selected = random_choice(case)
+    actual = ops.selected_attention(*mine, selected, case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
+    expected = oracle.selected_attention(*theirs, selected, case.geometry, lengths=case.document_lengths)
+    assert actual.dtype == dtype
+    compare(dtype, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
+
+
+@each_dtype
+@each_case
+def test_window_attention(case: Case, dtype):
+    leaves = twins(draw(case, dtype), "q", "k_win", "v_win")
+    mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
+    window = case.geometry.window_size
+    actual = ops.window_attention(*mine, window, cu_seqlens=case.cu_seqlens, **REFERENCE)
+    expected = oracle.window_attention(*theirs, window, lengths=case.document_lengths)
+    assert actual.dtype == dtype
+    compare(dtype, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
+
+
+@each_dtype
+@each_case
+def test_nsa_attention(case: Case, dtype):
+    inputs = draw(case, dtype)
+    leaves = twins(inputs, *inputs._fields)
+    mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
+    selected = random_choice(case)
+    actual = nsa_attention(
+        *mine, case.geometry, cu_seqlens=case.cu_seqlens, selected_blocks=selected, **REFERENCE
+    )
+    expected = oracle.nsa_attention(
+        *theirs, case.geometry, lengths=case.document_lengths, selected_blocks=selected
+    )
+    assert actual.dtype == dtype
+    compare(dtype, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
+
+
+@each_case
+def test_nsa_attention_with_its_own_choice(case: Case):
+    inputs = draw(case)
+    leaves = twins(inputs, *inputs._fields)
+    mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
+    actual = nsa_attention(*mine, case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
+    expected = oracle.nsa_attention(*theirs, case.geometry, lengths=case.document_lengths)
+    compare(torch.float64, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
+
+
+def test_scale_reaches_every_branch():
+    case = CASES[0]
+    inputs = draw(case)
+    actual = nsa_attention(*inputs, case.geometry, scale=1.7, **REFERENCE)
+    expected = oracle.nsa_attention(*inputs, case.geometry, scale=1.7)
+    assert_close("o", actual, expected, torch.float64)
+    default = nsa_attention(*inputs, case.geometry, **REFERENCE)
+    assert error(default, expected) > 0.01
+
+
+def test_large_scores_do_not_overflow():
+    """Scores of several thousands, far past what exp holds in any type."""
+    case = CASES[0]
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = draw(case, dtype)
+        inputs = inputs._replace(q=inputs.q * 1000)
+        actual = nsa_attention(*inputs, case.geometry, **REFERENCE)
+        assert actual.isfinite().all()
+        o, lse = ops.compressed_attention(*inputs[:3], case.geometry, **REFERENCE)
+        o64, lse64 = oracle.compressed_attention(*inputs[:3], case.geometry)
+        assert_close("lse", lse, lse64, dtype)
+
+
+def random_choice(case: Case) -> torch.Tensor:
+    """Blocks chosen at random for every query and group, ascending, -1 behind; some choose none."""
+    generator = torch.Generator().manual_seed(2)
+    slots = case.geometry.num_selected_blocks
+    shape = (case.batch, case.queries, case.groups)
+    selected = torch.full((*shape, slots), -1, dtype=torch.int32)
+    for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in shape)).tolist():
+        position = case.num_keys - case.queries + t
+        local = position - oracle.home(position, case.num_keys, case.document_lengths).start
+        blocks = torch.randperm(local // case.geometry.selection_block_size + 1, generator=generator)
+        count = int(torch.randint(0, slots + 1, (), generator=generator))
+        chosen = blocks[:count].sort().values
+        selected[b, t, g, : len(chosen)] = chosen
+    return selected
