@@ -67,7 +67,7 @@ class Heartbeat:
         interval_seconds: Time between two rows.
         device: Where the model is, for the memory figures.
         minimum_stall_seconds: No phase counts as stalled before this age.
-        stall_factor: A phase counts as stalled past this many times the longest of its recent times.
+        stall_factor: Nor before this many times its median, nor before twice its longest recent time.
 
     Raises:
         ValueError: If interval_seconds, minimum_stall_seconds or stall_factor is not positive.
@@ -208,7 +208,9 @@ class Heartbeat:
     def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
         if phase in _UNLIMITED or not own_times:
             return None
-        return _rounded(max(self.minimum_stall_seconds, self.stall_factor * max(own_times)))
+        # The longest time may be one compilation among many short steps: it counts twice, not stall_factor times.
+        learned = max(self.stall_factor * statistics.median(own_times), 2 * max(own_times))
+        return _rounded(max(self.minimum_stall_seconds, learned))
 
     def _add_total(self, now: float) -> None:
         phase, since = self._phases[-1]

@@ -66,13 +66,13 @@ def where(main_thread: int, depth: int = 3) -> tuple[str, bool]:
         depth: How many frames to name.
 
     Returns:
-        `function (file.py:line) < caller (file.py:line) < …`, empty if the thread is gone; and whether a
+        `function (file.py:line) < caller (file.py:line) < …`, empty if the thread is gone or asks itself; and whether a
         compiler of PyTorch or Triton is on its stack.
     """
     frames = sys._current_frames()
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     engine = [frame for ident, frame in frames.items() if ident not in known and ident != main_thread]
-    main = frames.get(main_thread)
+    main = frames.get(main_thread) if main_thread != threading.get_ident() else None
     named: list[str] = []
     compiling = False
     for innermost in [*engine, main]:

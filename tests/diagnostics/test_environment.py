@@ -1,0 +1,74 @@
+"""What is written down about the machine is what the machine says."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from trifocal.diagnostics import environment, memory_statistics, peak_bf16_flops, write_environment
+
+
+def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HOME_SECRET", "x")
+    description = write_environment(tmp_path / "env.json", "abc")
+    assert json.loads((tmp_path / "env.json").read_text()) == description
+    assert description["packages"]["torch"] == torch.__version__
+    assert description["packages"]["numpy"] == np.__version__
+    # SHA-256 of "abc", FIPS 180-2, appendix B.1.
+    assert description["config_sha256"].startswith("ba7816bf8f01cfea414140de5dae2223")
+    assert description["variables"]["NCCL_DEBUG"] == "INFO"
+    assert description["variables"]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert "HOME_SECRET" not in description["variables"]
+    assert description["cpu"]["memory_bytes"] > 1e8
+    assert description["cpu"]["logical_cores"] == os.cpu_count()
+    assert environment()["config_sha256"] is None
+
+
+def test_the_commit_is_the_repositorys() -> None:
+    folder = Path(__file__).parent
+    answer = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if answer.returncode != 0:
+        pytest.skip("not a git checkout")
+    assert environment()["trifocal"]["git_commit"] == answer.stdout.strip()
+
+
+def test_memory_follows_an_allocation() -> None:
+    before = memory_statistics("cpu")
+    block = np.ones(50_000_000 // 8)
+    after = memory_statistics("cpu")
+    assert after.allocated_bytes - before.allocated_bytes > 0.9 * block.nbytes
+    assert after.peak_allocated_bytes >= after.allocated_bytes
+    assert after.reserved_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+    ],
+)
+def test_peaks_of_the_data_sheets(name: str, tflops: float) -> None:
+    assert peak_bf16_flops(name) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    "name", ["Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+)
+def test_no_guess_for_what_the_table_does_not_know(name: str) -> None:
+    assert peak_bf16_flops(name) is None

@@ -1,0 +1,152 @@
+"""The heartbeat with real threads, files and busy C code."""
+
+import logging
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from trifocal.diagnostics import Heartbeat
+from trifocal.diagnostics import heartbeat as heartbeat_module
+from trifocal.diagnostics.jsonl import Row, read_lines
+
+
+def rows_of(folder: Path, rank: int = 0) -> list[Row]:
+    return read_lines(folder / f"rank{rank}.jsonl")
+
+
+def test_it_beats_while_the_main_thread_is_inside_one_long_operation(tmp_path: Path) -> None:
+    matrix = torch.ones(1000, 1000)
+    took, exponent = 0.0, 2**10
+    while took < 0.3:  # one call of torch, made longer until it is long on this machine
+        exponent **= 2
+        began = time.time()
+        torch.linalg.matrix_power(matrix, exponent)
+        took = time.time() - began
+    with Heartbeat(tmp_path, 3, interval_seconds=0.02) as heartbeat, heartbeat.phase("forward"):
+        began = time.time()
+        torch.linalg.matrix_power(matrix, exponent)
+        took = time.time() - began
+    during = [row for row in rows_of(tmp_path, 3) if began < row["unix_time_seconds"] < began + took]
+    assert len(during) >= 5
+    assert {row["phase"] for row in during} == {"forward"}
+    ages = [row["phase_seconds"] for row in during]
+    assert ages == sorted(ages) and ages[-1] > took / 2
+    assert during[-1]["where"].startswith("test_it_beats_while_the_main_thread")
+    assert during[-1]["rank"] == 3
+
+
+def test_the_module_documents_every_field_and_no_other(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path) as heartbeat:
+        row = heartbeat.snapshot()
+    table = [line for line in (heartbeat_module.__doc__ or "").splitlines() if line.startswith("| ")]
+    documented = [name for line in table[1:] for name in re.split(r",\s*", line.split("|")[1].strip())]
+    assert sorted(documented) == sorted(row)
+
+
+def test_phases_learn_what_to_expect(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, interval_seconds=60, minimum_stall_seconds=0.01) as heartbeat:
+        assert heartbeat.snapshot()["phase"] == "start"
+        for _ in range(3):
+            with heartbeat.phase("data"):
+                time.sleep(0.02)
+        assert heartbeat.snapshot()["phase"] == "other"
+        with heartbeat.phase("data"):
+            row = heartbeat.snapshot()
+    assert 0.02 <= row["expected_phase_seconds"] < 0.2
+    assert row["stall_limit_seconds"] >= 10 * row["expected_phase_seconds"] - 1e-3
+    assert row["total_seconds"]["data"] >= 0.06
+    assert row["typical_seconds"].keys() == {"data"}
+
+
+def test_no_limit_before_a_phase_has_ended_once_nor_at_start_or_compile(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
+        with heartbeat.phase("forward"):
+            assert heartbeat.snapshot()["stall_limit_seconds"] is None
+        for _ in range(2):
+            with heartbeat.phase("compile"):
+                assert heartbeat.snapshot()["stall_limit_seconds"] is None
+        with heartbeat.phase("forward"):
+            assert heartbeat.snapshot()["stall_limit_seconds"] == 120
+
+
+def test_nested_phases_return_to_the_outer_one_and_totals_add_up(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
+        began = time.perf_counter()
+        with heartbeat.phase("evaluate"):
+            with heartbeat.phase("data"):
+                time.sleep(0.05)
+            assert heartbeat.snapshot()["phase"] == "evaluate"
+            time.sleep(0.03)
+        took = time.perf_counter() - began
+        totals = heartbeat.snapshot()["total_seconds"]
+    assert totals["data"] >= 0.05 and totals["evaluate"] >= 0.03
+    assert totals["data"] + totals["evaluate"] <= took + 1e-3
+
+
+def test_progress_keeps_what_is_not_given(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
+        heartbeat.update(step=4, loss=2.0, tokens_per_second=100.0)
+        heartbeat.update(step=5)
+    row = rows_of(tmp_path)[-1]
+    assert (row["step"], row["loss"], row["tokens_per_second"]) == (5, 2.0, 100.0)
+    assert row["status"] == "finished"
+    assert row["memory_allocated_bytes"] > 1e6
+
+
+def test_the_last_row_says_whether_it_failed(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), Heartbeat(tmp_path):
+        raise KeyError("boom")
+    assert rows_of(tmp_path)[-1]["status"] == "failed"
+
+
+def test_a_full_disk_never_reaches_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING), Heartbeat(tmp_path, interval_seconds=0.01) as heartbeat:
+        for _ in range(5):
+            with heartbeat.phase("forward"):
+                time.sleep(0.02)
+    thread_warnings = [record for record in caplog.records if record.threadName == "trifocal-heartbeat"]
+    assert len(thread_warnings) == 1
+
+
+def test_an_observer_that_fails_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heartbeat = Heartbeat(tmp_path, interval_seconds=0.01)
+    heartbeat.observers.append(lambda row: row["no such field"])
+    with caplog.at_level(logging.WARNING), heartbeat:
+        time.sleep(0.1)
+    assert len(caplog.records) == 1
+    assert len(rows_of(tmp_path)) > 2
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"interval_seconds .* got 0"):
+        Heartbeat(tmp_path, interval_seconds=0)
+    with (
+        Heartbeat(tmp_path) as heartbeat,
+        pytest.raises(ValueError, match="got 'think'"),
+        heartbeat.phase("think"),
+    ):
+        pass
+
+
+def test_a_beat_is_cheap(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
+        for _ in range(300):
+            for name in ("data", "forward", "backward", "optimizer"):
+                with heartbeat.phase(name):
+                    pass
+        began = time.perf_counter()
+        for _ in range(1000):
+            with heartbeat.phase("forward"):
+                pass
+        phase_seconds = (time.perf_counter() - began) / 1000
+        began = time.perf_counter()
+        for _ in range(50):
+            heartbeat.snapshot()
+        snapshot_seconds = (time.perf_counter() - began) / 50
+    # A tenth of a per mille of a 1 s step; ten times that measured, so that a busy machine does not fail it.
+    assert phase_seconds < 100e-6
+    assert snapshot_seconds < 20e-3

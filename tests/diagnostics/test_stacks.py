@@ -1,0 +1,52 @@
+"""Stacks on a signal and in one line."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+from trifocal.diagnostics import StackDump
+from trifocal.diagnostics.stacks import where
+
+
+def wait_here(started: threading.Event, stop: threading.Event) -> None:
+    started.set()
+    stop.wait()
+
+
+def test_a_signal_writes_every_threads_stack_and_the_run_goes_on(tmp_path: Path) -> None:
+    started, stop = threading.Event(), threading.Event()
+    other = threading.Thread(target=wait_here, args=(started, stop))
+    other.start()
+    started.wait()
+    with StackDump(tmp_path / "dumps", rank=2) as dump:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        deadline = time.time() + 5
+        while dump.path.stat().st_size == 0 and time.time() < deadline:
+            time.sleep(0.01)
+        text = dump.path.read_text()
+    stop.set()
+    other.join()
+    assert dump.path.name == "stacks_rank2.txt"
+    assert "test_a_signal_writes_every_threads_stack" in text and "wait_here" in text
+
+
+def test_no_file_is_left_when_nobody_asked(tmp_path: Path) -> None:
+    with StackDump(tmp_path):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_where_names_the_innermost_frames_of_another_thread() -> None:
+    started, stop = threading.Event(), threading.Event()
+    other = threading.Thread(target=wait_here, args=(started, stop))
+    other.start()
+    started.wait()
+    time.sleep(0.05)
+    assert other.ident is not None
+    place, compiling = where(other.ident, depth=3)
+    stop.set()
+    other.join()
+    assert place.startswith("wait (threading.py:") and "wait_here (test_stacks.py:" in place
+    assert not compiling
