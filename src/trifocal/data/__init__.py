@@ -1,0 +1,17 @@
+"""Text as batches of tokens: sources, tokenizers, packing, a loader whose state is exact."""
+
+from trifocal.data.config import DataConfig
+from trifocal.data.loader import Batch, Latency, Loader, make_loader
+from trifocal.data.retry import DataError
+from trifocal.data.tokenizers import Tokenizer, make_tokenizer
+
+__all__ = [
+    "Batch",
+    "DataConfig",
+    "DataError",
+    "Latency",
+    "Loader",
+    "Tokenizer",
+    "make_loader",
+    "make_tokenizer",
+]

@@ -1,0 +1,71 @@
+"""Real text that is on every machine: the Python files of the running interpreter."""
+
+from __future__ import annotations
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from trifocal.data.sources import Cursor, Document, fingerprint
+from trifocal.errors import UserError
+
+# Test suites are a third of the library: tables of odd bytes and generated cases rather than prose and code.
+_SKIPPED = {"__pycache__", "test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload"}
+
+
+class BuiltinSource:
+    """Every `.py` file of the standard library outside its test suites, a file a document.
+
+    Args:
+        include_site_packages: Read the installed packages too.
+
+    Raises:
+        UserError: If this Python has no readable standard library.
+    """
+
+    def __init__(self, *, include_site_packages: bool = False) -> None:
+        paths = sysconfig.get_paths()
+        roots = [Path(paths["stdlib"])]
+        if include_site_packages:
+            roots += sorted({Path(paths["purelib"]), Path(paths["platlib"])})
+        self.name = "builtin"
+        self._files: dict[str, Path] = {}
+        sizes = []
+        for root in roots:
+            for path in _python_files(root):
+                name = path.relative_to(root).as_posix()
+                name = name if root == roots[0] else f"site-packages/{name}"
+                # An empty file (most __init__.py) has no text to learn from.
+                if name not in self._files and (size := path.stat().st_size):
+                    self._files[name] = path
+                    sizes.append((name, size))
+        if not self._files:
+            raise UserError(
+                f"data.source builtin: no Python files under {paths['stdlib']}; use text:PATH with a text of your own"
+            )
+        self.shards = list(self._files)
+        self.fingerprint = fingerprint("builtin", sizes)
+
+    def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
+        """One document, or none where the file is not UTF-8 (a few packages hold such files on purpose)."""
+        if cursor is not None:
+            return
+        name = self.shards[shard]
+        try:
+            text = self._files[name].read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            return
+        yield Document(name, text), (1,)
+
+    def close(self) -> None:
+        """Nothing to give up."""
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    """The `.py` files under a folder, sorted by their path's parts."""
+    for folder, folders, files in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("."))
+        for name in sorted(files):
+            if name.endswith(".py"):
+                yield Path(folder, name)

@@ -1,0 +1,106 @@
+"""The settings of the data, and what makes them valid."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from trifocal.errors import UserError
+
+SOURCES = ("synthetic", "builtin", "text", "jsonl", "parquet", "fineweb-edu")
+"""Kinds of source; the part of `DataConfig.source` before the first colon."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where training text comes from and how it is read.
+
+    Nothing here ever falls back to another source: what cannot be read is an error.
+    """
+
+    source: str = "builtin"
+    """synthetic (random tokens), builtin (text of Python's standard library), text:PATH, jsonl:PATH#field,
+    parquet:PATH#field (file, folder or glob; parquet also http(s) URLs, separated by commas), fineweb-edu
+    (from the hub), fineweb-edu:PATH (a folder of its parquet files). The field is text unless given."""
+
+    tokenizer: str = "bytes"
+    """bytes, gpt2, or the path of a Hugging Face tokenizer.json."""
+
+    separator: str = ""
+    """The tokenizer's token that ends a document, such as <|endoftext|>; empty: found by its usual names."""
+
+    seed: int = 1337
+    """Orders the documents; each epoch has an order of its own."""
+
+    validation_fraction: float = 0.05
+    """Share of documents held out, chosen by a hash of their text alone. 0 holds out none."""
+
+    shuffle_documents: int = 1024
+    """Documents that are shuffled among each other at a time. Files are shuffled, then blocks of this many."""
+
+    text_document_bytes: int = 65536
+    """A longer text file is cut at line ends into documents of about this many bytes; 0: never cut."""
+
+    include_site_packages: bool = False
+    """builtin reads the installed packages' Python files too: a few hundred MB on a usual machine."""
+
+    fineweb_repository: str = "HuggingFaceFW/fineweb-edu"
+    """The hub repository that fineweb-edu reads, or a local copy of it."""
+
+    fineweb_name: str = "sample-10BT"
+    """The configuration of that repository, such as sample-10BT or CC-MAIN-2024-10."""
+
+    fineweb_split: str = "train"
+    """The split of that configuration."""
+
+    prefetch_batches: int = 4
+    """Batches made ahead of the trainer, at most."""
+
+    retry_attempts: int = 8
+    """Times that a network request is tried in a row before the run stops."""
+
+    retry_base_seconds: float = 1.0
+    """Pause after the first failure; it doubles with each one, less a random part."""
+
+    retry_max_seconds: float = 300.0
+    """The longest pause; also the most that is granted to a server's Retry-After."""
+
+    request_timeout_seconds: float = 30.0
+    """A connection silent for this long has failed."""
+
+    stall_seconds: float = 30.0
+    """Waiting this long for a batch is reported as a data stall, and again each time as much has passed."""
+
+    stall_limit_seconds: float = 1800.0
+    """Waiting this long for a batch stops the run."""
+
+    def validate(self) -> None:
+        """Check every value.
+
+        Raises:
+            UserError: If a value cannot be used; names the key, the value and what is expected.
+        """
+        for key, least in (
+            ("seed", 0),
+            ("shuffle_documents", 1),
+            ("text_document_bytes", 0),
+            ("prefetch_batches", 1),
+            ("retry_attempts", 1),
+            ("retry_base_seconds", 0),
+            ("retry_max_seconds", 0),
+        ):
+            if getattr(self, key) < least:
+                raise UserError(f"data.{key} is {getattr(self, key)}; it must be at least {least}")
+        for key in ("request_timeout_seconds", "stall_seconds", "stall_limit_seconds"):
+            if getattr(self, key) <= 0:
+                raise UserError(f"data.{key} is {getattr(self, key)}; it must be above 0")
+        if not 0 <= self.validation_fraction < 1:
+            raise UserError(
+                f"data.validation_fraction is {self.validation_fraction}; it must be at least 0 and below 1"
+            )
+
+
+def nearest(word: str, choices: Iterable[str]) -> str:
+    """The choice that is spelled most like a word, for the hint in an error."""
+    return max(choices, key=lambda choice: difflib.SequenceMatcher(None, word.lower(), choice).ratio())

@@ -1,0 +1,293 @@
+"""Batches for the trainer: made ahead in a thread, with a state that repeats them exactly."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trifocal.data.config import DataConfig, nearest
+from trifocal.data.packing import PackedStream, Rows, RowStream, SyntheticStream
+from trifocal.data.prefetch import Prefetcher
+from trifocal.data.retry import Activity, Retry
+from trifocal.data.sources import Source, fingerprint, make_source, parse_source
+from trifocal.data.stream import DocumentStream
+from trifocal.data.tokenizers import Tokenizer
+from trifocal.errors import UserError
+
+SPLITS = ("train", "validation")
+_STATE_VERSION = 1
+_LATENCIES_KEPT = 1000
+
+_log = logging.getLogger("trifocal.data")
+
+
+class Batch(NamedTuple):
+    """What one forward pass sees.
+
+    Args:
+        tokens: [B, T] int64.
+        targets: Next tokens, -100 where the next token is another document's, [B, T] int64.
+        cu_seqlens: Borders of the documents in the flattened `B * T` tokens (every row's head is one), [docs + 1]
+            int32; None if no row holds a border inside.
+        document_ids: One for each document of `cu_seqlens`, or for each row where that is None.
+        sample_index: Global index of the batch's first row, counted over all processes.
+        epoch: Complete passes over the source before the first token of the global batch.
+    """
+
+    tokens: Tensor
+    targets: Tensor
+    cu_seqlens: Tensor | None
+    document_ids: tuple[str, ...]
+    sample_index: int
+    epoch: int
+
+
+class Latency(NamedTuple):
+    """How long the consumer waited for a batch, in seconds, over the last thousand."""
+
+    p50: float
+    p95: float
+
+
+class Loader:
+    """An endless iterator of batches.
+
+    The rows of the stream are numbered; a global batch is the next `world_size * batch_size` of them, and each
+    process gets its own `batch_size`. All processes read the same stream, so what they see together does not depend
+    on their number. A thread makes batches ahead; it starts with the first `next` and ends with `close`.
+
+    Made by `make_loader`.
+    """
+
+    def __init__(
+        self,
+        stream: RowStream,
+        config: DataConfig,
+        *,
+        name: str,
+        fingerprint: str,
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        activity: Activity,
+        on_stall: Callable[[float, str], None] | None,
+        on_close: Callable[[], None],
+    ) -> None:
+        self._stream = stream
+        self._config = config
+        self._name = name
+        self._fingerprint = fingerprint
+        self._batch_size = batch_size
+        self._rank = rank
+        self._world_size = world_size
+        self._activity = activity
+        self._on_stall = on_stall or self._log_stall
+        self._on_close = on_close
+        self._prefetcher: Prefetcher[tuple[Batch, dict[str, Any]]] | None = None
+        self._next_sample = 0
+        self._state = self._describe(0)
+        self._closed = False
+        self._waits: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises:
+            UserError: If the data are bad, or the source gave up, or stalls past its limit (then a `DataError`).
+        """
+        if self._closed:
+            raise ValueError("the loader is closed; make another to read on")
+        if self._prefetcher is None:
+            self._prefetcher = Prefetcher(
+                self._produce,
+                depth=self._config.prefetch_batches,
+                activity=self._activity,
+                stall_seconds=self._config.stall_seconds,
+                stall_limit_seconds=self._config.stall_limit_seconds,
+                on_stall=self._on_stall,
+                on_close=self._on_close,
+            )
+        begin = time.perf_counter()
+        batch, state = self._prefetcher.get()
+        self._waits.append(time.perf_counter() - begin)
+        self._state = state
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position just after the last batch handed out: a few numbers, JSON-able, the same on every process.
+
+        It does not depend on the number of processes, the batch size or what has been made ahead.
+        """
+        return dict(self._state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to a position that `state_dict` gave, of this loader or of another over the same data.
+
+        Raises:
+            UserError: If the state belongs to other data or other settings of them.
+        """
+        if state.get("version") != _STATE_VERSION:
+            raise UserError(
+                f"data position of version {state.get('version')}; this version of trifocal reads {_STATE_VERSION}"
+            )
+        if state["fingerprint"] != self._fingerprint:
+            raise UserError(
+                f"the data position belongs to {state['source']}, this run reads {self._name}: the files, the "
+                "tokenizer, the sequence length or the data settings differ; resume with those of the first run"
+            )
+        self._stop_thread()
+        self._stream.seek(state["position"])
+        self._next_sample = state["sample_index"]
+        self._state = dict(state)
+
+    def latency(self) -> Latency:
+        """Median and 95th percentile of the wait for a batch; zeros before the first."""
+        if not self._waits:
+            return Latency(0.0, 0.0)
+        p50, p95 = np.percentile(list(self._waits), (50, 95))
+        return Latency(float(p50), float(p95))
+
+    def close(self) -> None:
+        """End the thread. A closed loader gives no batches; its state can still be read."""
+        self._stop_thread()
+        self._closed = True
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _stop_thread(self) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+            self._activity.stop.clear()
+
+    def _produce(self) -> tuple[Batch, dict[str, Any]]:
+        rows = self._batch_size * self._world_size
+        first = self._rank * self._batch_size
+        packed = self._stream.read(rows, first, first + self._batch_size)
+        batch = _to_batch(packed, self._next_sample + first)
+        self._next_sample += rows
+        return batch, self._describe(self._next_sample)
+
+    def _describe(self, sample_index: int) -> dict[str, Any]:
+        return {
+            "version": _STATE_VERSION,
+            "source": self._name,
+            "fingerprint": self._fingerprint,
+            "sample_index": sample_index,
+            "position": self._stream.state(),
+        }
+
+    def _log_stall(self, age_seconds: float, activity: str) -> None:
+        _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
+
+
+def _to_batch(rows: Rows, sample_index: int) -> Batch:
+    cu_seqlens = None
+    if len(rows.starts) > len(rows.tokens):
+        cu_seqlens = torch.tensor([*rows.starts, rows.tokens.size], dtype=torch.int32)
+    return Batch(
+        torch.from_numpy(rows.tokens),
+        torch.from_numpy(rows.targets),
+        cu_seqlens,
+        tuple(rows.document_ids),
+        sample_index,
+        rows.epoch,
+    )
+
+
+def make_loader(
+    config: DataConfig,
+    *,
+    tokenizer: Tokenizer,
+    sequence_length: int,
+    batch_size: int,
+    vocab_size: int,
+    split: str = "train",
+    rank: int = 0,
+    world_size: int = 1,
+    on_stall: Callable[[float, str], None] | None = None,
+) -> Loader:
+    """A loader of a split.
+
+    Args:
+        config: Source and settings.
+        tokenizer: From `make_tokenizer`.
+        sequence_length: Tokens of a row.
+        batch_size: Rows of this process's batches.
+        vocab_size: The model's; the range of `synthetic` tokens, and at least the tokenizer's otherwise.
+        split: `train` or `validation`.
+        rank: This process, from 0.
+        world_size: Number of processes; the global batch has `world_size * batch_size` rows.
+        on_stall: Called while a batch is waited for too long, with the seconds so far and what the data thread is
+            doing; by default a warning is logged.
+
+    Raises:
+        UserError: If a setting, the source or the tokenizer does not fit.
+        ValueError: If a size or a rank is impossible.
+    """
+    config.validate()
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}; the nearest of {', '.join(SPLITS)} is {nearest(split, SPLITS)}")
+    if min(sequence_length, batch_size, vocab_size, world_size) < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"sequence_length {sequence_length}, batch_size {batch_size}, vocab_size {vocab_size} and world_size "
+            f"{world_size} must be positive and rank {rank} in [0, world_size)"
+        )
+    validation = split == "validation"
+    activity = Activity()
+    stream: RowStream
+    source: Source | None = None
+    if parse_source(config.source).kind == "synthetic":
+        stream = SyntheticStream(vocab_size, sequence_length, seed=config.seed, validation=validation)
+        mark = fingerprint("synthetic", vocab_size)
+    else:
+        if tokenizer.vocab_size > vocab_size:
+            raise UserError(
+                f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
+                f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
+            )
+        retry = Retry(config.retry_attempts, config.retry_base_seconds, config.retry_max_seconds, activity)
+        source = make_source(config)
+        documents = DocumentStream(
+            source,
+            tokenizer,
+            validation=validation,
+            validation_fraction=config.validation_fraction,
+            seed=config.seed,
+            block_documents=config.shuffle_documents,
+            retry=retry,
+        )
+        stream = PackedStream(documents, sequence_length)
+        mark = fingerprint(
+            source.fingerprint, tokenizer.fingerprint, config.validation_fraction, config.shuffle_documents
+        )
+    return Loader(
+        stream,
+        config,
+        name=config.source if source is None else source.name,
+        fingerprint=fingerprint(mark, split, config.seed, sequence_length),
+        batch_size=batch_size,
+        rank=rank,
+        world_size=world_size,
+        activity=activity,
+        on_stall=on_stall,
+        on_close=source.close if source is not None else _nothing,
+    )
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,163 @@
+"""Rows of tokens out of a stream of documents, without one seeing the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trifocal.data.stream import DocumentStream, Place, TokenDocument, random_words
+
+IGNORED = -100
+"""The target where there is nothing to predict."""
+
+
+class Rows(NamedTuple):
+    """Some consecutive rows of the stream.
+
+    Args:
+        tokens: [rows, T] int64.
+        targets: The next token of the same document, -100 at its last, [rows, T] int64.
+        starts: Where a document begins or, at the head of a row, goes on, in the flattened tokens, ascending, from 0.
+        document_ids: The document at each start.
+        epoch: Complete passes over the source before the first token.
+    """
+
+    tokens: NDArray[np.int64]
+    targets: NDArray[np.int64]
+    starts: list[int]
+    document_ids: list[str]
+    epoch: int
+
+
+class RowStream(Protocol):
+    """Endless rows with an exact position."""
+
+    def read(self, rows: int, first: int, last: int) -> Rows:
+        """Go on by some rows and give those of `[first, last)`."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """The position after the last row read, JSON-able."""
+        ...
+
+    def seek(self, state: dict[str, Any]) -> None:
+        """Go to a position that `state` gave."""
+        ...
+
+
+class PackedStream:
+    """Documents laid end to end and cut into rows of equal length.
+
+    A document is the tokens of its text and the separator, so the model learns to end. Each of its tokens is an
+    input once and, but for the first, a target once: the target of the separator would be another document's first
+    token and is -100. A document that does not fit goes on in the next row, where it begins afresh: its position is
+    0 there, and it sees nothing of the row before.
+
+    Args:
+        documents: The documents.
+        sequence_length: Tokens of a row.
+    """
+
+    def __init__(self, documents: DocumentStream, sequence_length: int) -> None:
+        self._documents = documents
+        self._length = sequence_length
+        self.seek(Place().to_json() | {"offset": 0})
+
+    def seek(self, state: dict[str, Any]) -> None:
+        """Go to a position that `state` gave."""
+        self._place = Place.from_json(state)
+        self._offset: int = state["offset"]
+        self._iterator: Iterator[TokenDocument] = iter(())
+        self._document: TokenDocument | None = None
+
+    def state(self) -> dict[str, Any]:
+        """The document that the last row ended in, and how many of its tokens are used."""
+        return self._place.to_json() | {"offset": self._offset}
+
+    def read(self, rows: int, first: int, last: int) -> Rows:
+        """Go on by some rows and give those of `[first, last)`; the others only count.
+
+        Raises:
+            UserError: If the split is empty or a document cannot be read.
+            DataError: If the source gave up.
+        """
+        length = self._length
+        tokens = np.empty((last - first) * length, dtype=np.int64)
+        targets = np.empty_like(tokens)
+        starts: list[int] = []
+        ids: list[str] = []
+        epoch: int | None = None
+        for row in range(rows):
+            filled = 0
+            while filled < length:
+                document = self._current()
+                if epoch is None:
+                    epoch = document.place.epoch
+                begin = self._offset
+                end = min(begin + length - filled, len(document.tokens))
+                if first <= row < last:
+                    at = (row - first) * length + filled
+                    tokens[at : at + end - begin] = document.tokens[begin:end]
+                    following = document.tokens[begin + 1 : end + 1]
+                    targets[at : at + len(following)] = following
+                    targets[at + len(following) : at + end - begin] = IGNORED
+                    starts.append(at)
+                    ids.append(document.id)
+                filled += end - begin
+                self._offset = end
+        shape = (last - first, length)
+        return Rows(tokens.reshape(shape), targets.reshape(shape), starts, ids, epoch or 0)
+
+    def _current(self) -> TokenDocument:
+        """The document of the next token."""
+        if self._document is None:
+            self._iterator = self._documents.read(self._place)
+            self._document = next(self._iterator)
+        if self._offset == len(self._document.tokens):
+            self._document = next(self._iterator)
+            self._offset = 0
+        self._place = self._document.place
+        return self._document
+
+
+class SyntheticStream:
+    """Uniformly random tokens: no text, no documents, no end; row `i` depends on the seed and `i` alone.
+
+    A model cannot do better on them than a loss of `ln(vocab_size)`.
+
+    Args:
+        vocab_size: Tokens are drawn from `[0, vocab_size)`.
+        sequence_length: Tokens of a row.
+        seed: Of the random numbers.
+        validation: Draw the rows of the validation split, others than those of training.
+    """
+
+    def __init__(self, vocab_size: int, sequence_length: int, *, seed: int, validation: bool) -> None:
+        self._vocab_size = vocab_size
+        self._length = sequence_length
+        self._key = ("synthetic", seed, int(validation))
+        self._row = 0
+
+    def seek(self, state: dict[str, Any]) -> None:
+        """Go to a row."""
+        self._row = state["row"]
+
+    def state(self) -> dict[str, Any]:
+        """The next row."""
+        return {"row": self._row}
+
+    def read(self, rows: int, first: int, last: int) -> Rows:
+        """Go on by some rows and give those of `[first, last)`."""
+        numbers = range(self._row + first, self._row + last)
+        words = [self._words(number) for number in numbers]
+        drawn = np.stack(words) if words else np.empty((0, self._length + 1), dtype=np.int64)
+        self._row += rows
+        starts = [i * self._length for i in range(last - first)]
+        return Rows(drawn[:, :-1].copy(), drawn[:, 1:].copy(), starts, [f"synthetic:{number}" for number in numbers], 0)
+
+    def _words(self, row: int) -> NDArray[np.int64]:
+        raw = random_words(self._length + 1, *self._key, row)
+        return (raw % np.uint64(self._vocab_size)).astype(np.int64)

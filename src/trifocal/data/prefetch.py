@@ -1,0 +1,118 @@
+"""A thread that works ahead of its consumer, by a bounded amount."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from trifocal.data.retry import Activity, DataError, Stopped
+from trifocal.errors import UserError
+
+Item = TypeVar("Item")
+
+
+class _Failure:
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Prefetcher(Generic[Item]):
+    """Calls a function again and again in a thread and hands out its results in order.
+
+    Args:
+        produce: Makes the next item.
+        depth: Items kept ready, at most; one more may be in the making.
+        activity: What the thread is doing; its `stop` ends the thread.
+        stall_seconds: A wait this long is reported, and again each time as much has passed.
+        stall_limit_seconds: A wait this long is an error.
+        on_stall: Gets the age of the wait in seconds and what the thread is doing.
+        on_close: Called before the thread is joined, to break off what it may be blocked in.
+    """
+
+    def __init__(
+        self,
+        produce: Callable[[], Item],
+        *,
+        depth: int,
+        activity: Activity,
+        stall_seconds: float,
+        stall_limit_seconds: float,
+        on_stall: Callable[[float, str], None],
+        on_close: Callable[[], None],
+    ) -> None:
+        self._produce = produce
+        self._activity = activity
+        self._stall_seconds = stall_seconds
+        self._stall_limit_seconds = stall_limit_seconds
+        self._on_stall = on_stall
+        self._on_close = on_close
+        self._queue: queue.Queue[Item | _Failure] = queue.Queue(maxsize=depth)
+        self._failure: _Failure | None = None
+        self._thread = threading.Thread(target=self._run, name="trifocal-data", daemon=True)
+        self._thread.start()
+
+    def get(self) -> Item:
+        """The next item.
+
+        Raises:
+            UserError: What the thread met, if it was bad input or a source that gave up; its cause is the original.
+            RuntimeError: Any other exception of the thread; its cause is the original.
+            DataError: If nothing came for the limit.
+        """
+        if self._failure is None:
+            item = self._wait()
+            if not isinstance(item, _Failure):
+                return item
+            self._failure = item
+        error = self._failure.error
+        if isinstance(error, UserError):
+            raise type(error)(*error.args) from error
+        raise RuntimeError(f"the data thread failed: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """End the thread and wait until it has ended."""
+        self._activity.stop.set()
+        while self._thread.is_alive():
+            # Again and again: the thread may have begun something new just after it was broken off.
+            self._on_close()
+            self._thread.join(timeout=0.05)
+
+    def _wait(self) -> Item | _Failure:
+        begin = time.monotonic()
+        report_at = self._stall_seconds
+        while True:
+            age = time.monotonic() - begin
+            if age >= self._stall_limit_seconds:
+                raise DataError(
+                    f"data stall: no batch for {age:.0f} s, the limit (data.stall_limit_seconds); "
+                    f"the data thread is {self._activity.text}"
+                )
+            if age >= report_at:
+                self._on_stall(age, self._activity.text)
+                report_at += self._stall_seconds
+            try:
+                return self._queue.get(timeout=min(report_at, self._stall_limit_seconds) - age)
+            except queue.Empty:
+                continue
+
+    def _run(self) -> None:
+        item: Item | _Failure
+        while not self._activity.stop.is_set():
+            try:
+                item = self._produce()
+            except Stopped:
+                return
+            except BaseException as error:  # Handed to the consumer, which raises it.
+                item = _Failure(error)
+            self._activity.text = "waiting for the trainer"
+            while not self._activity.stop.is_set():
+                try:
+                    self._queue.put(item, timeout=0.1)
+                    break
+                except queue.Full:
+                    continue
+            if isinstance(item, _Failure):
+                return

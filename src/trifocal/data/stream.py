@@ -1,0 +1,187 @@
+"""The endless, shuffled stream of a split's documents, readable from any place in it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trifocal.data.retry import Activity, Retry
+from trifocal.data.sources import Cursor, Document, Source
+from trifocal.data.tokenizers import Tokenizer
+from trifocal.errors import UserError
+
+# Texts handed to the tokenizer at once: enough for its threads, little enough to waste nothing on a resume.
+_ENCODED_TOGETHER = 32
+# A block ends here even if it holds fewer documents than asked: memory stays bounded with very long ones.
+_BLOCK_CHARACTERS = 1 << 25
+
+
+@dataclass(frozen=True)
+class Place:
+    """A place between two documents: everything that finds it again, as plain numbers.
+
+    Args:
+        epoch: Passes over the source that are complete.
+        shard: Shards of this epoch's order that are complete.
+        block: Cursor of the shard's current block; None at its start.
+        index: Documents of the shuffled block before this place, those of the other split among them.
+    """
+
+    epoch: int = 0
+    shard: int = 0
+    block: Cursor | None = None
+    index: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """As a dict of plain values."""
+        values = asdict(self)
+        return values | {"block": None if self.block is None else list(self.block)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Place:
+        """The place that `to_json` wrote."""
+        block = values["block"]
+        return cls(values["epoch"], values["shard"], None if block is None else tuple(block), values["index"])
+
+
+class TokenDocument(NamedTuple):
+    """A document as the model sees it: the tokens of its text, then the separator, [n] int32."""
+
+    place: Place
+    id: str
+    tokens: NDArray[np.int32]
+
+
+def random_words(count: int, purpose: str, *key: int) -> NDArray[np.uint64]:
+    """Random 64-bit words that depend on the purpose and the key alone, on every machine and numpy version.
+
+    NumPy promises a stable stream for bare bit generators, not for the methods of `Generator`.
+    """
+    digest = hashlib.blake2b(repr((purpose, key)).encode(), digest_size=16).digest()
+    return np.random.PCG64(int.from_bytes(digest, "big")).random_raw(count)
+
+
+def shuffled(count: int, purpose: str, *key: int) -> NDArray[np.intp]:
+    """A permutation of `range(count)` that depends on the purpose and the key alone."""
+    return np.argsort(random_words(count, purpose, *key), kind="stable")
+
+
+def in_validation(text: str, fraction: float) -> bool:
+    """Whether a text is held out: by a hash of the text alone, so equal texts are never in both splits."""
+    digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < fraction * 2.0**64
+
+
+class DocumentStream:
+    """A split of a source, shuffled by a seed, over and over.
+
+    Each epoch has its own order: the shards are permuted, and within a shard each block of consecutive documents.
+    So a place needs a few numbers, whatever the size of the source.
+
+    Args:
+        source: Where the documents come from.
+        tokenizer: Makes them tokens.
+        validation: Give the held-out documents instead of the others.
+        validation_fraction: Share that is held out.
+        seed: Orders shards and documents.
+        block_documents: Documents in a block.
+        retry: Reads on after transient failures.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        tokenizer: Tokenizer,
+        *,
+        validation: bool,
+        validation_fraction: float,
+        seed: int,
+        block_documents: int,
+        retry: Retry,
+    ) -> None:
+        self._source = source
+        self._tokenizer = tokenizer
+        self._validation = validation
+        self._fraction = validation_fraction
+        self._seed = seed
+        self._block_documents = block_documents
+        self._retry = retry
+
+    @property
+    def activity(self) -> Activity:
+        """What the stream is waiting for."""
+        return self._retry.activity
+
+    def read(self, start: Place) -> Iterator[TokenDocument]:
+        """The documents from a place on, without end. Texts without tokens are left out.
+
+        Raises:
+            UserError: If a whole epoch holds no document of this split.
+            DataError: If the source gave up after its retries.
+        """
+        epoch, first_shard, cursor, index = start.epoch, start.shard, start.block, start.index
+        num_shards = len(self._source.shards)
+        while True:
+            whole = first_shard == 0 and cursor is None and index == 0
+            found = False
+            order = shuffled(num_shards, "shards", self._seed, epoch)
+            for position in range(first_shard, num_shards):
+                shard = int(order[position])
+                for block, documents in self._blocks(shard, cursor):
+                    place = Place(epoch, position, block, index)
+                    for document in self._read_block(shard, place, documents):
+                        found = True
+                        yield document
+                    index = 0
+                cursor, index = None, 0
+            if whole and not found:
+                raise UserError(self._empty_message())
+            epoch, first_shard = epoch + 1, 0
+
+    def _blocks(self, shard: int, start: Cursor | None) -> Iterator[tuple[Cursor | None, list[Document]]]:
+        """A shard's blocks from the start of one of them on, each with its cursor."""
+        documents: list[Document] = []
+        characters = 0
+        name = f"{self._source.name} ({self._source.shards[shard]})"
+        for document, after in self._retry.iterate(name, lambda cursor: self._source.read(shard, cursor), start):
+            documents.append(document)
+            characters += len(document.text)
+            if len(documents) == self._block_documents or characters >= _BLOCK_CHARACTERS:
+                yield start, documents
+                documents, characters, start = [], 0, after
+        if documents:
+            yield start, documents
+
+    def _read_block(self, shard: int, start: Place, documents: list[Document]) -> Iterator[TokenDocument]:
+        """The split's documents of a block, in the epoch's order."""
+        # The number of the shard, not its position: a shard's order does not depend on the other shards.
+        order = shuffled(len(documents), "block", self._seed, start.epoch, shard, *(start.block or ()))
+        chosen = [
+            (index, documents[order[index]])
+            for index in range(start.index, len(documents))
+            if in_validation(documents[order[index]].text, self._fraction) == self._validation
+        ]
+        for first in range(0, len(chosen), _ENCODED_TOGETHER):
+            group = chosen[first : first + _ENCODED_TOGETHER]
+            self.activity.check()
+            encoded = self._tokenizer.encode_batch([document.text for _, document in group])
+            for (index, document), tokens in zip(group, encoded, strict=True):
+                if len(tokens):
+                    place = Place(start.epoch, start.shard, start.block, index)
+                    yield TokenDocument(place, document.id, np.append(tokens, np.int32(self._tokenizer.separator)))
+
+    def _empty_message(self) -> str:
+        name = self._source.name
+        if not self._validation:
+            return f"{name} has no document to train on; give it text, or lower data.validation_fraction"
+        if self._fraction == 0:
+            return f"{name}: the validation split is empty; set data.validation_fraction above 0"
+        return (
+            f"{name}: the validation split is empty: none of its documents falls into data.validation_fraction "
+            f"{self._fraction:g}; raise it or give more documents"
+        )

@@ -1,0 +1,186 @@
+"""From text to tokens and back: bytes, or a Hugging Face tokenizer."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trifocal.data.config import nearest
+from trifocal.data.sources import fingerprint
+from trifocal.errors import UserError
+
+_HUB_NAMES = ("gpt2",)
+# What models call the token that ends a document, the most explicit first.
+_SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back. `separator` ends a document and never occurs inside one."""
+
+    name: str
+    vocab_size: int
+    separator: int
+    fingerprint: str
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """The tokens of a text, without a separator, [n]."""
+        ...
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """The tokens of each text."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens; separators are left out, bytes that are no UTF-8 replaced."""
+        ...
+
+    def count_bytes(self, ids: Any) -> int:
+        """UTF-8 bytes of text that tokens stand for: what bits per byte divides by. Separators count 0."""
+        ...
+
+
+class ByteTokenizer:
+    """Token `i` is byte `i` of the UTF-8 text; 256 is the separator."""
+
+    name = "bytes"
+    vocab_size = 257
+    separator = 256
+    fingerprint = "bytes"
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """The bytes of a text, [n]."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int32)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """The bytes of each text."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of bytes; ids above 255 are left out."""
+        return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
+
+    def count_bytes(self, ids: Any) -> int:
+        """How many ids are bytes."""
+        array = np.asarray(ids)
+        return int(np.count_nonzero((array >= 0) & (array < 256)))
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` of the `tokenizers` library.
+
+    Args:
+        tokenizer: A `tokenizers.Tokenizer`.
+        name: For messages.
+        separator: The token that ends a document; empty: the first of the usual names that the vocabulary has.
+
+    Raises:
+        UserError: If there is no such separator.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, separator: str = "") -> None:
+        # A file may ask for cutting or padding to a model's length: here every token counts.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self.name = name
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(vocabulary.values()) + 1
+        candidates = [separator] if separator else [token for token in _SEPARATORS if token in vocabulary]
+        if not candidates or candidates[0] not in vocabulary:
+            wanted = f"no token {separator!r}" if separator else f"none of {', '.join(_SEPARATORS)}"
+            raise UserError(f"tokenizer {name} has {wanted}; name the token that ends a document in data.separator")
+        self.separator: int = vocabulary[candidates[0]]
+        self._separator_text = candidates[0]
+        self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+        self._special.add(self.separator)
+        self.fingerprint = fingerprint(tokenizer.to_str(), self.separator)
+        self._bytes_of_token: NDArray[np.int64] | None = None
+
+    def encode(self, text: str) -> NDArray[np.int32]:
+        """The tokens of a text, without special ones around it, [n]."""
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
+        """The tokens of each text; the library works on several cores."""
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        arrays = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
+        # A text may spell the separator out; it must not end the document in the middle.
+        return [array[array != self.separator] for array in arrays]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of tokens, special ones left out."""
+        return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
+
+    def count_bytes(self, ids: Any) -> int:
+        """UTF-8 bytes that tokens stand for; exact for byte-level and byte-fallback vocabularies."""
+        if self._bytes_of_token is None:
+            self._bytes_of_token = self._count_bytes_of_tokens()
+        array = np.asarray(ids).reshape(-1)
+        return int(self._bytes_of_token[array[array >= 0]].sum())
+
+    def _count_bytes_of_tokens(self) -> NDArray[np.int64]:
+        decoder = json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
+        byte_level = '"ByteLevel"' in decoder
+        lengths = np.zeros(self.vocab_size, dtype=np.int64)
+        for token, i in self._tokenizer.get_vocab(with_added_tokens=True).items():
+            if i in self._special:
+                continue
+            if byte_level:
+                # Byte-level vocabularies write each byte as one character.
+                lengths[i] = len(token)
+            elif re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+                lengths[i] = 1
+            else:
+                lengths[i] = len(token.replace("\u2581", " ").encode("utf-8"))
+        return lengths
+
+
+def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
+    """The tokenizer of a name.
+
+    Args:
+        name: `bytes`, `gpt2`, or the path of a `tokenizer.json` (or of the folder that holds it).
+        separator: The token that ends a document; empty: found by its usual names.
+
+    Raises:
+        UserError: If there is no such tokenizer (names the nearest), it cannot be read, or has no separator.
+    """
+    if name == "bytes":
+        if separator:
+            raise UserError(f"data.separator is {separator!r}, but tokenizer bytes has its own (id 256); leave it out")
+        return ByteTokenizer()
+    path = Path(name).expanduser()
+    is_path = "/" in name or name.endswith(".json") or path.exists()
+    path = path / "tokenizer.json" if path.is_dir() else path
+    if name not in _HUB_NAMES and not path.is_file():
+        if is_path:
+            raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
+        known = ("bytes", *_HUB_NAMES)
+        raise UserError(
+            f"unknown tokenizer {name!r}; the nearest is {nearest(name, known)} "
+            f"(known: {', '.join(known)}, or the path of a tokenizer.json)"
+        )
+    try:
+        import tokenizers
+    except ImportError:
+        raise UserError(f"tokenizer {name} needs an extra: pip install 'trifocal[data]'") from None
+    # The library raises plain Exception for a broken file and several kinds for an unreachable hub.
+    try:
+        loaded = (
+            tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else tokenizers.Tokenizer.from_pretrained(name)
+        )
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        if path.is_file():
+            raise UserError(f"tokenizer {path} is not a tokenizer.json: {reason}") from error
+        raise UserError(
+            f"tokenizer {name}: neither the hub nor its cache on this machine answers ({reason}); "
+            "use bytes, or give the path of a tokenizer.json"
+        ) from error
+    return HuggingFaceTokenizer(loaded, name, separator)
