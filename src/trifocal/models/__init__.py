@@ -1,0 +1,16 @@
+"""Whole models: the decoder, its configuration, its counts, its files."""
+
+from trifocal.models.config import ModelConfig
+from trifocal.models.counts import Flops, flops_per_token, parameter_count
+from trifocal.models.decoder import DecoderLM
+from trifocal.models.io import load_model, save_weights
+
+__all__ = [
+    "DecoderLM",
+    "Flops",
+    "ModelConfig",
+    "flops_per_token",
+    "load_model",
+    "parameter_count",
+    "save_weights",
+]

@@ -1,0 +1,210 @@
+"""The decoder: embedding, blocks, norm, output projection, loss. How it is run in parallel is decided outside."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from trifocal.models.config import ModelConfig
+from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm
+from trifocal.ops import Documents
+
+IGNORED_TARGET = -100
+INIT_STD = 0.02
+
+
+class DecoderLM(nn.Module):
+    """A decoder-only language model with sparse or dense attention.
+
+    Weights are meant to stay in fp32; run the model under `torch.autocast` for bf16 arithmetic. Norms, rotary
+    positions, gates, softmax and loss stay in fp32 there, and so does the residual stream.
+
+    Args:
+        config: Sizes and choices.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(
+            Block(_attention(config), config.dim, config.mlp_dim, config.norm_eps) for _ in range(config.num_layers)
+        )
+        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
+        self._checkpointed_layers = range(0)
+        self.init_weights()
+
+    def init_weights(self, seed: int | torch.Generator | None = None) -> None:
+        """Draw all weights anew.
+
+        Matrices are normal with a standard deviation of 0.02, those that write into the residual stream less by
+        `sqrt(2 * num_layers)`, so that its variance does not grow with depth. Norms start at 1, biases at 0.
+
+        Args:
+            seed: A number, which gives the same weights on every device; or a generator; or None for PyTorch's
+                global one.
+        """
+        generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
+        device = "cpu" if generator is None else generator.device
+        residual_std = INIT_STD / (2 * self.config.num_layers) ** 0.5
+        for name, parameter in self.named_parameters():
+            if parameter.is_meta:
+                continue
+            drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
+            if name.endswith("norm.weight"):
+                drawn.fill_(1.0)
+            elif name.endswith(".bias"):
+                drawn.zero_()
+            elif name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")):
+                drawn.normal_(std=residual_std, generator=generator)
+            else:
+                drawn.normal_(std=INIT_STD, generator=generator)
+            with torch.no_grad():
+                parameter.copy_(drawn)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | Documents | None = None,
+        cache: Sequence[Any] | None = None,
+    ) -> Tensor:
+        """Compute logits, or the loss.
+
+        Args:
+            tokens: [B, T], int64 or int32.
+            targets: The token that should follow each position, [B, T], int64; -100 where there is none.
+            cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; nothing crosses them.
+            cache: From `trifocal.generate.make_caches`; the tokens follow those that it holds.
+
+        Returns:
+            Logits, [B, T, vocab_size]; or with targets their mean loss in nats, a scalar in fp32 (fp64 for an
+            fp64 model), 0 if every target is -100.
+
+        Raises:
+            ValueError: If shapes do not fit; the message names them.
+        """
+        if targets is not None and targets.shape != tokens.shape:
+            raise ValueError(f"targets must have the shape of tokens, {list(tokens.shape)}, got {list(targets.shape)}")
+        logits = self.logits(self.hidden_states(tokens, cu_seqlens=cu_seqlens, cache=cache))
+        return logits if targets is None else _mean_loss(logits, targets)
+
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        *,
+        cu_seqlens: Tensor | Documents | None = None,
+        cache: Sequence[Any] | None = None,
+    ) -> Tensor:
+        """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
+        if tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype not in (torch.int64, torch.int32):
+            raise ValueError(
+                f"tokens must be [B, T] of int64 or int32 and not empty, got {list(tokens.shape)} of {tokens.dtype}"
+            )
+        if cache is not None and len(cache) != len(self.blocks):
+            raise ValueError(f"cache must hold one entry for each of {len(self.blocks)} layers, got {len(cache)}")
+        documents = cu_seqlens
+        if isinstance(documents, Tensor):
+            # Checked where they are, which costs no wait for a GPU when the borders lie on the host.
+            documents = Documents.from_cu_seqlens(documents, tokens.shape[1])
+            documents = Documents(*(part.to(tokens.device) for part in documents))
+
+        x = self.embedding(tokens)
+        for index, block in enumerate(self.blocks):
+            if index in self._checkpointed_layers and torch.is_grad_enabled():
+                # The block itself: a closure over the loop variable would recompute every layer as the last one.
+                x = checkpoint(block, x, use_reentrant=False, context_fn=_save_block_choices, cu_seqlens=documents)
+            else:
+                x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index])
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project hidden states [..., E] to logits [..., vocab_size]."""
+        return nn.functional.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+
+    def set_activation_checkpointing(self, first: int, last: int) -> None:
+        """Recompute layers `first` up to, not including, `last` in backward instead of keeping their activations.
+
+        The chosen blocks are kept. `(0, 0)` turns it off.
+
+        Raises:
+            ValueError: If the range does not lie within the layers.
+        """
+        if not 0 <= first <= last <= len(self.blocks):
+            raise ValueError(
+                f"checkpointed layers must satisfy 0 <= first <= last <= {len(self.blocks)}, got {first}, {last}"
+            )
+        self._checkpointed_layers = range(first, last)
+
+    def attention_layers(self) -> list[NSAttention | DenseAttention]:
+        """The attention of each layer, first to last."""
+        return [block.attention for block in self.blocks]  # type: ignore[misc]
+
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_token: int | None = None,
+        prefill_chunk_size: int = 0,
+    ) -> Tensor:
+        """Continue each row; see `trifocal.generate.generate`."""
+        from trifocal.generate import generate
+
+        return generate(
+            self,
+            tokens,
+            max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            seed=seed,
+            stop_token=stop_token,
+            prefill_chunk_size=prefill_chunk_size,
+        )
+
+
+# Non-reentrant checkpointing that keeps the result of one operator: a choice made again costs as much as the first,
+# and in another precision might turn out otherwise.
+_save_block_choices = functools.partial(
+    create_selective_checkpoint_contexts, [torch.ops.trifocal.select_blocks.default]
+)
+
+
+def _attention(config: ModelConfig) -> NSAttention | DenseAttention:
+    sizes: dict[str, Any] = {
+        "dim": config.dim,
+        "num_heads": config.num_heads,
+        "num_kv_groups": config.num_kv_groups,
+        "head_dim": config.head_dim,
+        "value_dim": config.value_dim,
+        "rope_theta": config.rope_theta,
+    }
+    if config.attention == "dense":
+        return DenseAttention(**sizes)
+    return NSAttention(
+        **sizes,
+        geometry=config.geometry,
+        compressor=config.compressor,
+        gate=config.gate,
+        shared_kv=config.shared_kv,
+        backend=config.backend,
+    )
+
+
+def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy over the targets that count, in fp32 at least."""
+    exact = torch.promote_types(logits.dtype, torch.float32)
+    # Not `cross_entropy`: under autocast it would first make a full-precision copy of the logits.
+    log_p = nn.functional.log_softmax(logits.flatten(0, 1), dim=-1, dtype=exact)
+    total = nn.functional.nll_loss(log_p, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
+    return total / (targets != IGNORED_TARGET).sum().clamp(min=1)

@@ -1,0 +1,87 @@
+"""Weights as files that other tools read: `model.safetensors` beside `config.json`."""
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from trifocal.errors import UserError
+from trifocal.models.config import ModelConfig
+from trifocal.models.decoder import DecoderLM
+
+WEIGHTS_FILE = "model.safetensors"
+CONFIG_FILE = "config.json"
+
+
+def save_weights(model: DecoderLM, folder: str | Path) -> None:
+    """Write weights and configuration; each file appears whole or not at all.
+
+    Args:
+        model: The model itself, without wrappers.
+        folder: Made if it does not exist; files of the same names are replaced.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config_text = json.dumps(model.config.to_dict(), indent=2) + "\n"
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    partial_config, partial_weights = folder / f".{CONFIG_FILE}.partial", folder / f".{WEIGHTS_FILE}.partial"
+    partial_config.write_text(config_text, encoding="utf-8")
+    save_file(tensors, partial_weights, metadata={"format": "pt"})
+    partial_config.replace(folder / CONFIG_FILE)
+    partial_weights.replace(folder / WEIGHTS_FILE)
+
+
+def load_model(folder: str | Path) -> DecoderLM:
+    """Build the model that `save_weights` wrote, on the CPU.
+
+    Raises:
+        UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
+    """
+    folder = Path(folder)
+    config = _read_config(folder / CONFIG_FILE)
+    with torch.device("meta"):
+        model = DecoderLM(config)
+    model.load_state_dict(_read_tensors(model, folder / WEIGHTS_FILE), assign=True)
+    return model
+
+
+def _read_config(path: Path) -> ModelConfig:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read the model's configuration {path}: {os.strerror(error.errno or 0)}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} must hold one JSON object, got {type(values).__name__}")
+    return ModelConfig.from_dict(values)
+
+
+def _read_tensors(model: DecoderLM, path: Path) -> dict[str, Tensor]:
+    """The tensors of a file that has exactly those of the model, in its shapes."""
+    if not path.is_file():
+        raise UserError(f"the model's weights {path} do not exist")
+    tensors = {}
+    try:
+        with safe_open(path, framework="pt") as file:
+            unknown = set(file.keys())
+            for name, parameter in model.state_dict().items():
+                if name not in unknown:
+                    raise UserError(f"{path} lacks the tensor {name}; the weights are of another model")
+                shape = file.get_slice(name).get_shape()
+                if shape != list(parameter.shape):
+                    raise UserError(
+                        f"{path}: tensor {name} has the shape {shape}, but the configuration makes it "
+                        f"{list(parameter.shape)}"
+                    )
+                unknown.discard(name)
+                tensors[name] = file.get_tensor(name)
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+    if unknown:
+        raise UserError(f"{path} has a tensor that the configuration does not know: {min(unknown)}")
+    return tensors

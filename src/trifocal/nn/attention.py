@@ -1,0 +1,289 @@
+"""Attention layers: Native Sparse Attention and its dense twin, with the same interface.
+
+Inputs are [B, T, E]. Shape letters as in DESIGN.md: H query heads in G groups, D and V dims, C compressed blocks.
+"""
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.nn.compressor import MeanCompressor, MLPCompressor
+from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
+from trifocal.nn.rope import rotary_tables, rotate
+from trifocal.ops import Documents, Geometry, nsa_attention
+from trifocal.ops.layout import compressed_layout
+
+KeysValues = tuple[Tensor, Tensor]
+
+
+class NSACache(Protocol):
+    """What a layer needs from its decoding cache; `trifocal.generate` has the implementation."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache has seen."""
+
+    def extend(
+        self,
+        raw: KeysValues,
+        selected: KeysValues,
+        window: KeysValues | None,
+        compress: Callable[[Tensor, Tensor, int], KeysValues],
+    ) -> tuple[KeysValues, KeysValues, KeysValues]:
+        """Take in T tokens and hand out what their queries see.
+
+        Args:
+            raw: Unrotated keys and values of the compressed branch, [B, T, G, D] and [B, T, G, V].
+            selected: Rotated keys and values of the selected branch.
+            window: Those of the window branch; None when it shares the selected branch's.
+            compress: Makes rotated compressed keys and values of the whole blocks in a stretch of raw ones; the
+                last argument is the position of the stretch's first token.
+
+        Returns:
+            Keys and values of all compressed blocks, of all tokens, and of the last `min(S, T + w - 1)` tokens.
+        """
+
+
+class DenseCache(Protocol):
+    """What a dense layer needs from its decoding cache."""
+
+    @property
+    def length(self) -> int:
+        """Tokens that the cache has seen."""
+
+    def extend(self, k: Tensor, v: Tensor) -> KeysValues:
+        """Take in rotated keys and values of T tokens and hand out those of all tokens so far."""
+
+
+class NSAttention(nn.Module):
+    """Native Sparse Attention as a layer: projections, rotary positions, compressor, gates, three branches.
+
+    Each branch has its own keys and values. Queries are rotated once, keys by the position of their token, compressed
+    keys by the position of their block's first token.
+
+    Args:
+        dim: E, width of input and output.
+        num_heads: H, query heads.
+        num_kv_groups: G, groups of heads that share keys, values and chosen blocks; divides H.
+        head_dim: D of queries and keys; even.
+        value_dim: V of values.
+        geometry: Block sizes, in tokens.
+        compressor: φ: `"mean"`, or `"mlp"`, the paper's learnable one.
+        gate: `"sigmoid"` per head, or `"softmax"` over the branches per group.
+        shared_kv: One projection of keys and values for all branches instead of one each.
+        rope_theta: Base of the rotary frequencies.
+        backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.backends`.
+
+    Raises:
+        ValueError: If the sizes do not fit one another.
+
+    Source: arXiv:2502.11089, Section 3.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        num_kv_groups: int,
+        head_dim: int,
+        value_dim: int,
+        geometry: Geometry,
+        compressor: Literal["mean", "mlp"] = "mean",
+        gate: Literal["sigmoid", "softmax"] = "sigmoid",
+        shared_kv: bool = False,
+        rope_theta: float = 10000.0,
+        backend: Literal["auto", "reference", "triton"] = "auto",
+    ) -> None:
+        super().__init__()
+        _check_heads(num_heads, num_kv_groups, head_dim)
+        if compressor not in ("mean", "mlp"):
+            raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
+        if gate not in ("sigmoid", "softmax"):
+            raise ValueError(f"gate must be 'sigmoid' or 'softmax', got {gate!r}")
+        self.num_heads, self.num_kv_groups = num_heads, num_kv_groups
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.geometry, self.shared_kv = geometry, shared_kv
+        self.rope_theta, self.backend = rope_theta, backend
+
+        # Branches lie side by side in the outputs of k_proj and v_proj, in the order cmp, slc, win.
+        branches = 1 if shared_kv else NUM_BRANCHES
+        self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, branches * num_kv_groups * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, branches * num_kv_groups * value_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=False)
+        self.k_compressor = MLPCompressor(geometry, head_dim) if compressor == "mlp" else MeanCompressor(geometry)
+        self.v_compressor = MLPCompressor(geometry, value_dim) if compressor == "mlp" else MeanCompressor(geometry)
+        self.gate: SigmoidGate | GroupSoftmaxGate
+        if gate == "sigmoid":
+            self.gate = SigmoidGate(dim, num_heads)
+        else:
+            self.gate = GroupSoftmaxGate(num_heads, num_kv_groups, head_dim)
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | Documents | None = None, cache: NSACache | None = None
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            x: The layer's input, [B, T, E].
+            cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
+            cache: Earlier tokens; the T tokens follow them and are taken in.
+
+        Returns:
+            [B, T, E].
+
+        Raises:
+            ValueError: If both documents and a cache are given, or the borders do not fit.
+        """
+        documents, positions = _locate(x, cu_seqlens, cache)
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k_cmp, k_slc, k_win = self._split_branches(self.k_proj(x), self.head_dim)
+        v_cmp, v_slc, v_win = self._split_branches(self.v_proj(x), self.value_dim)
+        gates = self.gate(x) if isinstance(self.gate, SigmoidGate) else self.gate(q)
+
+        cos, sin = self._rotary_tables(positions, q)
+        q = rotate(q, cos, sin)
+        k_slc = rotate(k_slc, cos, sin)
+        k_win = k_slc if self.shared_kv else rotate(k_win, cos, sin)
+        if cache is None:
+            k_cmp, v_cmp = self._compress(k_cmp, v_cmp, 0, documents)
+        else:
+            (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = cache.extend(
+                (k_cmp, v_cmp), (k_slc, v_slc), None if self.shared_kv else (k_win, v_win), self._compress
+            )
+        o = nsa_attention(
+            q,
+            k_cmp,
+            v_cmp,
+            k_slc,
+            v_slc,
+            k_win,
+            v_win,
+            gates,
+            self.geometry,
+            cu_seqlens=documents,
+            backend=self.backend,
+        )
+        return self.o_proj(o.flatten(2))
+
+    def _split_branches(self, projected: Tensor, features: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, branches * G * features] -> cmp, slc, win, each [B, T, G, features]."""
+        branches = projected.unflatten(-1, (-1, self.num_kv_groups, features)).unbind(2)
+        return (branches[0],) * 3 if self.shared_kv else (branches[0], branches[1], branches[2])
+
+    def _compress(
+        self, k_raw: Tensor, v_raw: Tensor, first_position: int, documents: Documents | None = None
+    ) -> KeysValues:
+        """Compress unrotated keys and values and rotate the keys; `first_position` is that of the first token."""
+        k_cmp, v_cmp = self.k_compressor(k_raw, documents), self.v_compressor(v_raw, documents)
+        num_blocks = k_cmp.shape[1]
+        if documents is None:
+            starts = torch.arange(num_blocks, device=k_cmp.device) * self.geometry.compression_stride
+        else:
+            starts = compressed_layout(documents, num_blocks, self.geometry).starts
+        return rotate(k_cmp, *self._rotary_tables(first_position + starts, k_cmp)), v_cmp
+
+    def _rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
+
+
+class DenseAttention(nn.Module):
+    """Causal attention over the whole past: the dense twin of `NSAttention`, the baseline of every comparison.
+
+    Args:
+        dim: E, width of input and output.
+        num_heads: H, query heads.
+        num_kv_groups: G, groups of heads that share keys and values; divides H.
+        head_dim: D of queries and keys; even.
+        value_dim: V of values.
+        rope_theta: Base of the rotary frequencies.
+
+    Raises:
+        ValueError: If the sizes do not fit one another.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        num_kv_groups: int,
+        head_dim: int,
+        value_dim: int,
+        rope_theta: float = 10000.0,
+    ) -> None:
+        super().__init__()
+        _check_heads(num_heads, num_kv_groups, head_dim)
+        self.num_heads, self.num_kv_groups = num_heads, num_kv_groups
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.rope_theta = rope_theta
+        self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, num_kv_groups * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, num_kv_groups * value_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=False)
+
+    def forward(
+        self, x: Tensor, *, cu_seqlens: Tensor | Documents | None = None, cache: DenseCache | None = None
+    ) -> Tensor:
+        """Attend; arguments and result as in `NSAttention.forward`.
+
+        Packed documents take a boolean mask of [T, T].
+        """
+        documents, positions = _locate(x, cu_seqlens, cache)
+        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
+        k = self.k_proj(x).unflatten(-1, (self.num_kv_groups, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (self.num_kv_groups, self.value_dim))
+        tables = rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(q.dtype, torch.float32))
+        q, k = rotate(q, *tables), rotate(k, *tables)
+        if cache is not None:
+            k, v = cache.extend(k, v)
+        return self.o_proj(_dense_attention(q, k, v, documents).flatten(2))
+
+
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+    """Causal attention of the last T positions over S: q [B, T, H, D], k [B, S, G, D], v [B, S, G, V]."""
+    num_queries, num_keys, num_groups = q.shape[1], k.shape[1], k.shape[2]
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    if num_queries == 1:
+        # A single query sees every key: its heads act as the queries of their group, and no key is copied.
+        q = q.squeeze(2).unflatten(1, (num_groups, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v).flatten(1, 2)[:, None]
+    # Copied for every head, because not every kernel behind SDPA shares keys between heads.
+    heads_per_group = q.shape[1] // num_groups
+    k, v = k.repeat_interleave(heads_per_group, dim=1), v.repeat_interleave(heads_per_group, dim=1)
+    mask = None
+    if documents is not None:
+        mask = (documents.ids[:, None] == documents.ids).tril()
+    elif num_queries < num_keys:
+        # `is_causal` would align the first query with the first key; the queries are the last ones.
+        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+    o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+    return o.transpose(1, 2)
+
+
+def _locate(
+    x: Tensor, cu_seqlens: Tensor | Documents | None, cache: NSACache | DenseCache | None
+) -> tuple[Documents | None, Tensor]:
+    """Documents, checked, and the position of each of the T tokens in its document, [T]."""
+    num_tokens = x.shape[1]
+    if cu_seqlens is None:
+        first = 0 if cache is None else cache.length
+        return None, torch.arange(first, first + num_tokens, device=x.device)
+    if cache is not None:
+        raise ValueError("cu_seqlens and cache cannot be given together: a cache holds one document a row")
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {list(x.shape)}")
+    documents = cu_seqlens
+    if not isinstance(documents, Documents):
+        documents = Documents(*(part.to(x.device) for part in Documents.from_cu_seqlens(documents, num_tokens)))
+    return documents, documents.positions
+
+
+def _check_heads(num_heads: int, num_kv_groups: int, head_dim: int) -> None:
+    if num_heads % num_kv_groups:
+        raise ValueError(f"num_heads must be a multiple of num_kv_groups, got {num_heads} and {num_kv_groups}")
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")

@@ -1,0 +1,82 @@
+"""The compressor φ: one key, or one value, from the tokens of a compressed block.
+
+φ sees tokens without rotation. The attention layer then rotates a compressed key by the position of its block's
+first token, so that scores depend on distance alone whatever φ is. Source: arXiv:2502.11089, Eq. 7.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.ops import Documents, Geometry, mean_compress
+from trifocal.ops.layout import max_packed_compressed_blocks
+from trifocal.ops.reference import compression_windows
+
+
+class MeanCompressor(nn.Module):
+    """The mean of a block's tokens; no parameters.
+
+    Args:
+        geometry: Block sizes, in tokens.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__()
+        self.geometry = geometry
+
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """Compress unrotated keys or values.
+
+        Args:
+            x: [B, S, G, D].
+            documents: Packed documents; each has its own grid of blocks.
+
+        Returns:
+            [B, C, G, D] in the type of `x`. With documents C is `S // stride`, room for any borders, and the slots
+            that no document fills are zero; nobody sees them.
+        """
+        return mean_compress(x, self.geometry, cu_seqlens=documents)
+
+
+class MLPCompressor(nn.Module):
+    """The mean of a block's tokens plus what an MLP makes of all of them, each at its place in the block.
+
+    `φ(x) = mean(x) + W2 silu(W1 concat(x + positions))`, the same for all groups. The mean is there so that
+    training starts from a compressor that already works; W2 starts small.
+
+    Args:
+        geometry: Block sizes, in tokens.
+        features: D of keys or V of values.
+    """
+
+    def __init__(self, geometry: Geometry, features: int) -> None:
+        super().__init__()
+        self.geometry = geometry
+        hidden = self.hidden_features(features)
+        self.positions = nn.Parameter(torch.empty(geometry.compression_block_size, features))
+        self.up_proj = nn.Linear(geometry.compression_block_size * features, hidden, bias=False)
+        self.down_proj = nn.Linear(hidden, features, bias=False)
+        nn.init.normal_(self.positions, std=0.02)
+        nn.init.normal_(self.down_proj.weight, std=0.02)
+
+    @staticmethod
+    def hidden_features(features: int) -> int:
+        """Width of the MLP for keys or values of `features` dimensions."""
+        return 2 * features
+
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """Compress unrotated keys or values; arguments and result as in `MeanCompressor.forward`.
+
+        Slots that no document fills hold finite values that nobody sees.
+        """
+        blocks = _blocks(x, self.geometry, documents)
+        placed = blocks + self.positions.to(x.dtype)[:, None]
+        hidden = nn.functional.silu(self.up_proj(placed.transpose(2, 3).flatten(3)))
+        return mean_compress(x, self.geometry, cu_seqlens=documents) + self.down_proj(hidden).to(x.dtype)
+
+
+def _blocks(x: Tensor, geometry: Geometry, documents: Documents | None) -> Tensor:
+    """[B, S, G, D] -> the tokens of each block, [B, C, l, G, D]."""
+    num_keys = x.shape[1]
+    if documents is None:
+        return compression_windows(x, geometry, None, geometry.num_compressed_blocks(num_keys))
+    return compression_windows(x, geometry, documents, max_packed_compressed_blocks(num_keys, geometry))
