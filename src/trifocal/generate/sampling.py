@@ -1,0 +1,127 @@
+"""Continuing token sequences: prefill, then one token a step."""
+
+import torch
+from torch import Tensor
+
+from trifocal.generate.cache import make_caches
+from trifocal.models.decoder import DecoderLM
+
+
+def generate(
+    model: DecoderLM,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop_token: int | None = None,
+    prefill_chunk_size: int = 0,
+) -> Tensor:
+    """Continue each row of a batch of equally long prompts.
+
+    Args:
+        model: The model.
+        tokens: Prompts, [B, T], at least one token each.
+        max_new_tokens: Tokens to add.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Draw from the k most likely tokens; 0 from all.
+        top_p: Draw from the fewest most likely tokens whose probabilities reach p together; 1 from all.
+        seed: Makes the draw repeatable; None takes PyTorch's global generator.
+        stop_token: A row that draws it is done and filled up with it; None never stops.
+        prefill_chunk_size: Tokens of the prompt that go through the model at a time, which bounds memory; 0 all.
+
+    Returns:
+        Prompts and their continuations, [B, T + max_new_tokens].
+
+    Raises:
+        ValueError: If an argument is out of range.
+    """
+    _check_arguments(tokens, max_new_tokens, temperature, top_k, top_p, prefill_chunk_size)
+    with torch.inference_mode():
+        generated = _generate(
+            model, tokens, max_new_tokens, temperature, top_k, top_p, seed, stop_token, prefill_chunk_size
+        )
+    # An ordinary tensor again, which training can use.
+    return generated.clone()
+
+
+def sample(
+    logits: Tensor, *, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None = None
+) -> Tensor:
+    """Draw one token a row: logits [B, vocab] -> [B]; temperature, then top-k, then top-p; see `generate`."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    if 0 < top_k < logits.shape[-1]:
+        smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
+    p = logits.softmax(-1)
+    if top_p < 1:
+        ranked, order = p.sort(dim=-1, descending=True)
+        # A token stays if the more likely ones do not reach top_p without it; the first always does.
+        beyond = ranked.cumsum(-1) - ranked >= top_p
+        beyond[:, 0] = False
+        p = p.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
+    return torch.multinomial(p, 1, generator=generator).squeeze(-1)
+
+
+def _generate(
+    model: DecoderLM,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    stop_token: int | None,
+    prefill_chunk_size: int,
+) -> Tensor:
+    batch, prompt_length = tokens.shape
+    length = prompt_length + max_new_tokens
+    output = tokens.new_empty(batch, length)
+    output[:, :prompt_length] = tokens
+    if max_new_tokens == 0:
+        return output
+    generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
+    finished = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+    caches = make_caches(model.config, length)
+    for chunk in tokens.split(prefill_chunk_size or prompt_length, dim=1):
+        hidden = model.hidden_states(chunk, cache=caches)
+
+    for position in range(prompt_length, length):
+        logits = model.logits(hidden[:, -1])
+        drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        if stop_token is not None:
+            drawn = drawn.masked_fill(finished, stop_token)
+            finished |= drawn == stop_token
+        output[:, position] = drawn
+        if stop_token is not None and bool(finished.all()):
+            output[:, position + 1 :] = stop_token
+            break
+        if position + 1 < length:
+            hidden = model.hidden_states(output[:, position : position + 1], cache=caches)
+    return output
+
+
+def _check_arguments(
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    prefill_chunk_size: int,
+) -> None:
+    if tokens.ndim != 2 or 0 in tokens.shape:
+        raise ValueError(f"tokens must be [B, T] with at least one token a row, got {list(tokens.shape)}")
+    for name, value in (
+        ("max_new_tokens", max_new_tokens),
+        ("temperature", temperature),
+        ("top_k", top_k),
+        ("prefill_chunk_size", prefill_chunk_size),
+    ):
+        if not value >= 0:
+            raise ValueError(f"{name} must be at least 0, got {value}")
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")
