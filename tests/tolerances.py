@@ -5,8 +5,9 @@ is smaller: tests draw unit-normal inputs and cotangents, so 1 is the natural si
 a tensor of zeros (the gradient of a softmax over one key) does not turn rounding into an infinite error.
 
 `allowed(dtype)` measures, once a process, the worst `error` of `scaled_dot_product_attention` (its plain math
-path) against float64 on the same rounded inputs, over output and every gradient. An NSA output adds up three attentions, so it is allowed three times that. float64 has no exact partner
-here: its bound is float32's, scaled by the ratio of the two machine epsilons.
+path) against float64 on the same rounded inputs, over output and every gradient. An NSA output adds up three
+attentions, so it is allowed three times that. float64 has no exact partner here: its bound is float32's, scaled
+by the ratio of the two machine epsilons.
 """
 
 from __future__ import annotations

@@ -93,9 +93,7 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float | None, visible) ->
             if not seen or isinstance(seen[0], int):
                 seen = [seen] * k.shape[2]
             parts = [
-                attend(
-                    q[b, t, g * heads : (g + 1) * heads], k[b, seen[g], g : g + 1], v[b, seen[g], g : g + 1], scale
-                )
+                attend(q[b, t, g * heads : (g + 1) * heads], k[b, seen[g], g : g + 1], v[b, seen[g], g : g + 1], scale)
                 for g in range(k.shape[2])
             ]
             rows_o.append(torch.cat([o for o, _ in parts]))

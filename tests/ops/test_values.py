@@ -183,12 +183,8 @@ def test_nsa_attention(case: Case, dtype):
     leaves = twins(inputs, *inputs._fields)
     mine, theirs = ([pair[side] for pair in leaves.values()] for side in (0, 1))
     selected = random_choice(case)
-    actual = nsa_attention(
-        *mine, case.geometry, cu_seqlens=case.cu_seqlens, selected_blocks=selected, **REFERENCE
-    )
-    expected = oracle.nsa_attention(
-        *theirs, case.geometry, lengths=case.document_lengths, selected_blocks=selected
-    )
+    actual = nsa_attention(*mine, case.geometry, cu_seqlens=case.cu_seqlens, selected_blocks=selected, **REFERENCE)
+    expected = oracle.nsa_attention(*theirs, case.geometry, lengths=case.document_lengths, selected_blocks=selected)
     assert actual.dtype == dtype
     compare(dtype, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
 
@@ -221,8 +217,8 @@ def test_large_scores_do_not_overflow():
         inputs = inputs._replace(q=inputs.q * 1000)
         actual = nsa_attention(*inputs, case.geometry, **REFERENCE)
         assert actual.isfinite().all()
-        o, lse = ops.compressed_attention(*inputs[:3], case.geometry, **REFERENCE)
-        o64, lse64 = oracle.compressed_attention(*inputs[:3], case.geometry)
+        _, lse = ops.compressed_attention(*inputs[:3], case.geometry, **REFERENCE)
+        _, lse64 = oracle.compressed_attention(*inputs[:3], case.geometry)
         assert_close("lse", lse, lse64, dtype)
 
 

@@ -100,7 +100,8 @@ def select_blocks(
 ) -> Tensor:
     """The choice of selection blocks; see `trifocal.ops.select_blocks`."""
     visibility = _compressed_visibility(q, k_cmp, geometry, num_keys, documents)
-    p_BGTC = _probabilities(q, k_cmp, scale, visibility, _group_heads(lse, k_cmp.shape[2])).sum(2)
+    scores_BGRTC = _scores(q, k_cmp, scale, visibility.mask())
+    p_BGTC = _normalise(scores_BGRTC, _group_heads(lse, k_cmp.shape[2])).sum(2)
     if documents is not None:
         # From slots of the whole pack to slots of the query's own document.
         first_block_T1 = compressed_layout(documents, 0, geometry).first_blocks[documents.ids][:, None]
@@ -194,11 +195,12 @@ class _MaskedAttention(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, *visibility: Any
     ) -> tuple[Tensor, Tensor]:
-        scores_BGRTS = _scores(q, k, scale, Visibility(*visibility))
+        mask = Visibility(*visibility).mask()
+        scores_BGRTS = _scores(q, k, scale, mask)
         lse_BGRT = scores_BGRTS.logsumexp(-1)
         p_BGRTS = _normalise(scores_BGRTS, lse_BGRT)
         with _full_precision(q):
-            o_BGXV = p_BGRTS.flatten(2, 3) @ _per_group(v)
+            o_BGXV = p_BGRTS.flatten(2, 3) @ _seen(v, mask)
         o = _ungroup(o_BGXV, q.shape).to(q.dtype)
         lse = lse_BGRT.permute(0, 3, 1, 2).flatten(2)
         ctx.save_for_backward(q, k, v, o, lse, *(part for part in visibility if isinstance(part, Tensor)))
@@ -212,16 +214,17 @@ class _MaskedAttention(torch.autograd.Function):
         q, k, v, o, lse, *tensors = ctx.saved_tensors
         remaining = iter(tensors)
         visibility = Visibility(*(next(remaining) if part is ... else part for part in ctx.visibility))
-        p_BGRTS = _probabilities(q, k, ctx.scale, visibility, _group_heads(lse, k.shape[2]))
+        mask = visibility.mask()
+        p_BGRTS = _normalise(_scores(q, k, ctx.scale, mask), _group_heads(lse, k.shape[2]))
         with _full_precision(q):
             # The gradient of a softmax: each score moves by its own share of (dp - what the row gives back).
             returned_BTH = (d_o.to(lse.dtype) * o).sum(-1) - d_lse
             d_o_BGXV = _group_heads_as_rows(d_o, k.shape[2])
-            d_scores_BGRTS = (d_o_BGXV @ _per_group(v).transpose(-1, -2)).view(p_BGRTS.shape)
+            d_scores_BGRTS = (d_o_BGXV @ _seen(v, mask).transpose(-1, -2)).view(p_BGRTS.shape)
             d_scores_BGRTS -= _group_heads(returned_BTH, k.shape[2])[..., None]
             d_scores_BGRTS *= p_BGRTS
             d_scores_BGXS = d_scores_BGRTS.flatten(2, 3) * ctx.scale
-            d_q = _ungroup(d_scores_BGXS @ _per_group(k), q.shape)
+            d_q = _ungroup(d_scores_BGXS @ _seen(k, mask), q.shape)
             # The heads of a group are rows of one product, which sums their gradients for the keys they share.
             d_k = (d_scores_BGXS.transpose(-1, -2) @ _group_heads_as_rows(q, k.shape[2])).transpose(1, 2)
             d_v = (p_BGRTS.flatten(2, 3).transpose(-1, -2) @ d_o_BGXV).transpose(1, 2)
@@ -233,18 +236,14 @@ def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visibility:
     return _MaskedAttention.apply(q, k, v, scale, *visibility)  # type: ignore[no-untyped-call, return-value]
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, visibility: Visibility) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, mask: Tensor) -> Tensor:
     """Scaled scores, [B, G, R, T, S], in the accumulator's type; -inf where a query does not see a key."""
     batch, num_queries, num_heads = q.shape[:3]
     num_groups = k.shape[2]
     with _full_precision(q):
         scores_BGXS = (_group_heads_as_rows(q, num_groups) * scale) @ _per_group(k).transpose(-1, -2)
     scores_BGRTS = scores_BGXS.view(batch, num_groups, num_heads // num_groups, num_queries, k.shape[1])
-    return scores_BGRTS.masked_fill_(~visibility.mask(), -torch.inf)
-
-
-def _probabilities(q: Tensor, k: Tensor, scale: float, visibility: Visibility, lse_BGRT: Tensor) -> Tensor:
-    return _normalise(_scores(q, k, scale, visibility), lse_BGRT)
+    return scores_BGRTS.masked_fill_(~mask, -torch.inf)
 
 
 def _normalise(scores_BGRTS: Tensor, lse_BGRT: Tensor) -> Tensor:
@@ -325,3 +324,12 @@ def _ungroup(x: Tensor, shape: torch.Size) -> Tensor:
 def _per_group(x: Tensor) -> Tensor:
     """[B, S, G, D] -> [B, G, S, D] in the accumulator's type."""
     return x.transpose(1, 2).to(_accumulator(x))
+
+
+def _seen(x: Tensor, mask: Tensor) -> Tensor:
+    """As `_per_group`, with zeros in the keys that no query sees.
+
+    A probability of 0 does not stop a NaN, and slots behind the last block may hold anything.
+    """
+    seen_BGS = mask.any(-2).squeeze(2)
+    return _per_group(x).where(seen_BGS[..., None], 0)

@@ -1,0 +1,230 @@
+"""What a query may not see: the future, other documents, other rows, and storage that nothing owns."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.ops import cases, oracle
+from tests.ops.cases import Case, cotangent, draw, each_case
+from trifocal import nsa_attention, ops
+
+REFERENCE = {"backend": "reference"}
+
+
+def attend(case: Case, inputs, **changes):
+    return nsa_attention(*inputs._replace(**changes), case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
+
+
+def from_tokens(case: Case, tokens):
+    """All inputs of a case from one stream of tokens, [B, S, F]: a one-layer model, so that a change of one token
+    reaches its key, its value, its compressed blocks and its gates."""
+    generator = torch.Generator().manual_seed(5)
+
+    def project(*shape):
+        weight = torch.randn(tokens.shape[-1], *shape, generator=generator, dtype=tokens.dtype)
+        return torch.einsum("bsf,f...->bs...", tokens, weight)
+
+    def compress(x):
+        return ops.mean_compress(x, case.geometry, cu_seqlens=case.cu_seqlens)
+
+    first = case.num_keys - case.queries
+    keys, values = (case.groups, case.dim), (case.groups, case.value_dim)
+    return cases.Inputs(
+        project(case.heads, case.dim)[:, first:],
+        compress(project(*keys)),
+        compress(project(*values)),
+        project(*keys),
+        project(*values),
+        project(*keys),
+        project(*values),
+        project(case.heads, 3)[:, first:].sigmoid(),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@each_case
+def test_a_change_of_one_token_reaches_no_earlier_output(case: Case, dtype):
+    """Bit for bit: for every token, what comes before it and what lies in other documents stays as it was."""
+    generator = torch.Generator().manual_seed(4)
+    tokens = torch.randn(case.batch, case.num_keys, 6, generator=generator, dtype=torch.float64).to(dtype)
+    before = attend(case, from_tokens(case, tokens))
+    first = case.num_keys - case.queries
+    for changed in range(0, case.num_keys, 1 if dtype == torch.float64 else 7):
+        other = tokens.clone()
+        other[0, changed] = 50.0
+        after = attend(case, from_tokens(case, other))
+        document = oracle.home(changed, case.num_keys, case.document_lengths)
+        same = torch.ones(case.batch, case.num_keys, dtype=torch.bool)
+        same[0, changed : document.end] = False
+        same = same[:, first:]
+        assert torch.equal(after[same], before[same]), changed
+        if changed >= first:
+            # The test is alive: the token's own output moves.
+            assert not torch.equal(after[0, changed - first], before[0, changed - first])
+
+
+@each_case
+def test_no_gradient_flows_from_a_query_to_what_it_may_not_see(case: Case):
+    generator = torch.Generator().manual_seed(4)
+    shape = (case.batch, case.num_keys, 6)
+    tokens = torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+    output = attend(case, from_tokens(case, tokens))
+    first = case.num_keys - case.queries
+    for query in range(0, case.queries, 3):
+        (gradient,) = torch.autograd.grad(output[0, query].sum(), tokens, retain_graph=True)
+        position = first + query
+        document = oracle.home(position, case.num_keys, case.document_lengths)
+        seen = torch.zeros(case.batch, case.num_keys, dtype=torch.bool)
+        seen[0, document.start : position + 1] = True
+        assert (gradient[~seen] == 0).all()
+        assert (gradient[0, position] != 0).any()
+
+
+@pytest.mark.parametrize("lengths", [(17, 1, 5, 16, 32), (1, 1, 1), (8, 7, 9), (50,)], ids=str)
+@pytest.mark.parametrize("geometry", [cases.USUAL, cases.ODD, cases.NO_LOCAL], ids=["usual", "odd", "no local"])
+def test_packed_equals_separate(geometry, lengths):
+    """Outputs, log-sum-exp, choices and gradients of a pack are those of its documents, one call each."""
+    case = Case("", geometry, sum(lengths), heads=4, groups=2, value_dim=5, lengths=lengths)
+    packed = draw(case).leaves()
+    borders = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    blocks = torch.tensor([0, *(geometry.num_compressed_blocks(length) for length in lengths)]).cumsum(0).tolist()
+    rules = {"cu_seqlens": case.cu_seqlens, **REFERENCE}
+    o = nsa_attention(*packed, geometry, **rules)
+    o_cmp, lse = ops.compressed_attention(*packed[:3], geometry, **rules)
+    chosen = ops.select_blocks(packed.q, packed.k_cmp, lse, geometry, **rules)
+    compressed = ops.mean_compress(packed.k_slc, geometry, cu_seqlens=case.cu_seqlens)
+    upstream = cotangent(o)
+    gradients = torch.autograd.grad(o, packed, upstream)
+    for i, _ in enumerate(lengths):
+        tokens, slots = slice(borders[i], borders[i + 1]), slice(blocks[i], blocks[i + 1])
+        alone = cases.Inputs(
+            *(
+                tensor[:, slots if name in ("k_cmp", "v_cmp") else tokens].detach().requires_grad_()
+                for name, tensor in packed._asdict().items()
+            )
+        )
+        o_alone = nsa_attention(*alone, geometry, **REFERENCE)
+        o_cmp_alone, lse_alone = ops.compressed_attention(*alone[:3], geometry, **REFERENCE)
+        chosen_alone = ops.select_blocks(alone.q, alone.k_cmp, lse_alone, geometry, **REFERENCE)
+        assert torch.equal(chosen[:, tokens], chosen_alone)
+        for whole, part in ((o[:, tokens], o_alone), (o_cmp[:, tokens], o_cmp_alone), (lse[:, tokens], lse_alone)):
+            torch.testing.assert_close(whole, part, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(compressed[:, slots], ops.mean_compress(alone.k_slc, geometry))
+        for name, whole, part in zip(
+            packed._fields, gradients, torch.autograd.grad(o_alone, alone, upstream[:, tokens]), strict=True
+        ):
+            cut = slots if name in ("k_cmp", "v_cmp") else tokens
+            torch.testing.assert_close(whole[:, cut], part, rtol=1e-12, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("lengths", [(17, 1, 5, 16, 32), (7, 1, 6), (60,)], ids=str)
+def test_padded_compressed_slots_are_never_read(lengths):
+    """S // d slots, as layers carry them: poison in those that no document fills changes nothing, and gets zeros."""
+    case = Case("", cases.USUAL, sum(lengths), heads=4, groups=2, value_dim=5, lengths=lengths)
+    exact = draw(case).leaves()
+    rules = {"cu_seqlens": case.cu_seqlens, **REFERENCE}
+    documents = ops.Documents.from_cu_seqlens(case.cu_seqlens, case.num_keys)
+    pads = case.num_keys // case.geometry.compression_stride - case.num_compressed
+    padded = exact._replace(
+        **{
+            name: torch.nn.functional.pad(getattr(exact, name).detach(), (0, 0, 0, 0, 0, pads), value=float("nan"))
+            for name in ("k_cmp", "v_cmp")
+        }
+    ).leaves()
+    o = nsa_attention(*exact, case.geometry, **rules)
+    upstream = cotangent(o)
+    gradients = torch.autograd.grad(o, exact, upstream)
+    for borders in (case.cu_seqlens, documents):
+        o_padded = nsa_attention(*padded, case.geometry, cu_seqlens=borders, **REFERENCE)
+        torch.testing.assert_close(o_padded, o, rtol=1e-12, atol=1e-12)
+        padded_gradients = torch.autograd.grad(o_padded, padded, upstream)
+        for name, whole, part in zip(exact._fields, padded_gradients, gradients, strict=True):
+            torch.testing.assert_close(whole[:, : part.shape[1]], part, rtol=1e-12, atol=1e-12, msg=name)
+            assert (whole[:, part.shape[1] :] == 0).all(), name
+        _, lse = ops.compressed_attention(*padded[:3], case.geometry, cu_seqlens=borders, **REFERENCE)
+        assert not lse.isnan().any()
+        chosen = ops.select_blocks(padded.q, padded.k_cmp, lse, case.geometry, cu_seqlens=borders, **REFERENCE)
+        assert torch.equal(chosen, ops.select_blocks(exact.q, exact.k_cmp, lse, case.geometry, **rules))
+    slots = ops.mean_compress(exact.k_slc, case.geometry, cu_seqlens=documents)
+    assert slots.shape[1] == case.num_keys // case.geometry.compression_stride
+    assert torch.equal(
+        slots[:, : case.num_compressed],
+        ops.mean_compress(exact.k_slc, case.geometry, cu_seqlens=case.cu_seqlens),
+    )
+    assert (slots[:, case.num_compressed :] == 0).all()
+
+
+def check_poison(attention, q, keys, values, unread):
+    """Poison what no query may read: outputs do not move, gradients are zero there and finite elsewhere."""
+    k, v = keys.detach().clone(), values.detach().clone()
+    clean = attention(q, k, v)
+    poisoned_k, poisoned_v = k.clone(), v.clone()
+    for poison in (float("nan"), float("inf"), -3e38):
+        poisoned_k[:, unread], poisoned_v[:, unread] = poison, poison
+        leaves = [x.detach().clone().requires_grad_() for x in (q, poisoned_k, poisoned_v)]
+        o = attention(*leaves)
+        assert torch.equal(o, clean)
+        d_q, d_k, d_v = torch.autograd.grad(o, leaves, cotangent(o))
+        assert d_q.isfinite().all()
+        for gradient in (d_k, d_v):
+            assert (gradient[:, unread] == 0).all()
+            assert gradient.isfinite().all()
+
+
+def test_poison_before_the_window():
+    case = Case("", cases.USUAL, 5, keys=40, batch=2, heads=4, groups=2)
+    inputs = draw(case)
+    reach = 5 + 11 - 1
+    check_poison(
+        lambda q, k, v: ops.window_attention(q, k, v, 11, **REFERENCE),
+        inputs.q,
+        inputs.k_win,
+        inputs.v_win,
+        slice(0, 40 - reach),
+    )
+
+
+def test_poison_in_blocks_that_nobody_chose():
+    case = Case("", cases.USUAL, 40, batch=2, heads=4, groups=2)
+    inputs = draw(case)
+    chosen = torch.tensor([0, 2, -1]).expand(2, 40, 2, 3)
+    check_poison(
+        lambda q, k, v: ops.selected_attention(q, k, v, chosen, case.geometry, **REFERENCE),
+        inputs.q,
+        inputs.k_slc,
+        inputs.v_slc,
+        slice(16, 32),
+    )
+
+
+def test_poison_in_another_row_of_the_batch():
+    case = Case("", cases.USUAL, 40, batch=2, heads=4, groups=2)
+    inputs = draw(case)
+    clean = attend(case, inputs)
+    poisoned = {name: getattr(inputs, name).clone() for name in inputs._fields}
+    for tensor in poisoned.values():
+        tensor[1] = float("nan")
+    assert torch.equal(attend(case, cases.Inputs(**poisoned))[0], clean[0])
+
+
+@pytest.mark.parametrize("kept", [15, 16, 39, 40])
+def test_window_keys_may_be_the_last_ones_only(kept):
+    case = Case("", cases.USUAL, 5, keys=40, batch=2, heads=4, groups=2)
+    inputs = draw(case)
+    cut = {name: getattr(inputs, name)[:, 40 - kept :] for name in ("k_win", "v_win")}
+    torch.testing.assert_close(attend(case, inputs, **cut), attend(case, inputs), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", [cases.CASES[0], cases.CASES[1], cases.CASES[6]], ids=lambda case: case.why)
+def test_last_queries_alone_give_the_same(case: Case):
+    """T < S is the tail of T = S, for every T."""
+    inputs = draw(case)
+    whole = attend(case, inputs)
+    _, lse = ops.compressed_attention(*inputs[:3], case.geometry, **REFERENCE)
+    for queries in (1, 2, 7, 16, case.num_keys - 1):
+        tail = dataclasses.replace(case, queries=queries, keys=case.num_keys)
+        cut = inputs._replace(q=inputs.q[:, -queries:], gates=inputs.gates[:, -queries:])
+        torch.testing.assert_close(attend(tail, cut), whole[:, -queries:], rtol=1e-12, atol=1e-12)
+        _, tail_lse = ops.compressed_attention(*cut[:3], case.geometry, num_keys=case.num_keys, **REFERENCE)
+        torch.testing.assert_close(tail_lse, lse[:, -queries:], rtol=1e-12, atol=1e-12)
