@@ -51,6 +51,9 @@ class DataConfig:
     fineweb_name: str = "sample-10BT"
     """The configuration of that repository, such as sample-10BT or CC-MAIN-2024-10."""
 
+    fineweb_revision: str = "main"
+    """Branch or commit of that repository; a resumed run needs the commit that the first one read."""
+
     fineweb_split: str = "train"
     """The split of that configuration."""
 
@@ -95,6 +98,10 @@ class DataConfig:
         for key in ("request_timeout_seconds", "stall_seconds", "stall_limit_seconds"):
             if getattr(self, key) <= 0:
                 raise UserError(f"data.{key} is {getattr(self, key)}; it must be above 0")
+        if 0 < self.text_document_bytes < 64:
+            raise UserError(
+                f"data.text_document_bytes is {self.text_document_bytes}; it must be 0 (never cut) or at least 64"
+            )
         if not 0 <= self.validation_fraction < 1:
             raise UserError(
                 f"data.validation_fraction is {self.validation_fraction}; it must be at least 0 and below 1"

@@ -261,7 +261,7 @@ def make_loader(
                 f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
             )
         retry = Retry(config.retry_attempts, config.retry_base_seconds, config.retry_max_seconds, activity)
-        source = make_source(config)
+        source = make_source(config, retry, activity)
         documents = DocumentStream(
             source,
             tokenizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
 import time
@@ -12,6 +13,8 @@ from trifocal.errors import UserError
 
 Item = TypeVar("Item")
 Place = TypeVar("Place")
+
+_log = logging.getLogger("trifocal.data")
 
 
 class DataError(UserError):
@@ -161,4 +164,5 @@ class _Failures:
         retry.activity.text = (
             f"pausing {pause:.1f} s before attempt {self._count + 1} of {retry.attempts} at {self._name}: {error}"
         )
+        _log.warning("data: %s", retry.activity.text)
         retry.activity.pause(pause)

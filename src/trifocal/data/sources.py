@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from trifocal.data.config import SOURCES, DataConfig, nearest
+from trifocal.data.retry import Activity, Retry
 from trifocal.errors import UserError
 
 Cursor = tuple[int, ...]
@@ -102,8 +103,13 @@ def fingerprint(*parts: object) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
-def make_source(config: DataConfig) -> Source:
+def make_source(config: DataConfig, retry: Retry, activity: Activity) -> Source:
     """Open the source of documents that a config names (any but `synthetic`, which has no documents).
+
+    Args:
+        config: Names the source.
+        retry: For sources that ask a server when they are opened.
+        activity: Of the loader that will read it.
 
     Raises:
         UserError: If the source is unknown, or its data are missing or empty.
@@ -122,4 +128,12 @@ def make_source(config: DataConfig) -> Source:
         from trifocal.data.text import JsonlSource
 
         return JsonlSource(path, field)
-    raise UserError(f"data.source {config.source!r} has no documents")
+    if kind == "fineweb-edu" and not path:
+        from trifocal.data.hub import open_fineweb
+
+        return open_fineweb(config, field, retry, activity)
+    from trifocal.data.parquet import ParquetSource
+    from trifocal.data.remote import HttpClient
+
+    client = HttpClient(config.request_timeout_seconds, activity)
+    return ParquetSource.from_path(config.source, path, field, client)

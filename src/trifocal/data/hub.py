@@ -1,0 +1,101 @@
+"""FineWeb-Edu: `datasets` finds the parquet files on the hub, the range reader streams them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trifocal.data.config import DataConfig, nearest
+from trifocal.data.files import sizes
+from trifocal.data.parquet import ParquetSource
+from trifocal.data.remote import HttpClient
+from trifocal.data.retry import Activity, Retry, TransientError
+from trifocal.data.sources import fingerprint
+from trifocal.errors import UserError
+
+
+def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activity) -> ParquetSource:
+    """The files of a hub repository's configuration and split, as one source.
+
+    `datasets` says which files they are and pins the revision. They are then read by ranges, as any parquet file on
+    a server: only the text's column, a row group at a time, so that a resumed run goes straight to its place.
+
+    Args:
+        config: Names repository, configuration, split and revision.
+        field: The text's column.
+        retry: Asks the hub again where that may help.
+        activity: Of the loader.
+
+    Raises:
+        UserError: If the hub has no such data, or is switched off.
+        DataError: If it does not answer.
+    """
+    repository = config.fineweb_repository
+    try:
+        import datasets
+        import huggingface_hub
+    except ImportError:
+        raise UserError("data.source fineweb-edu needs an extra: pip install 'trifocal[data]'") from None
+
+    def resolve() -> dict[str, list[str]]:
+        try:
+            builder = datasets.load_dataset_builder(
+                repository,
+                name=config.fineweb_name or None,
+                revision=None if Path(repository).is_dir() else config.fineweb_revision,
+            )
+        except Exception as error:  # The libraries raise kinds of their own, HTTP client's among them.
+            raise _explain(error, config) from error
+        return {str(split): list(files) for split, files in (builder.config.data_files or {}).items()}
+
+    splits = retry.call(f"fineweb-edu ({repository})", resolve)
+    if config.fineweb_split not in splits:
+        raise UserError(
+            f"data.fineweb_split {config.fineweb_split!r} is not in {repository} {config.fineweb_name}; "
+            f"the nearest is {nearest(config.fineweb_split, splits)} (it has {', '.join(splits)})"
+        )
+    found = splits[config.fineweb_split]
+    if other := [file for file in found if not file.endswith(".parquet")]:
+        raise UserError(f"{repository} {config.fineweb_name}: {other[0]} is not a parquet file; only those are read")
+    files: dict[str, Path | str] = {}
+    revision = ""
+    for file in found:
+        match = re.fullmatch(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/]+)/(?P<path>.+)", file)
+        if match is None:
+            files[Path(file).absolute().relative_to(Path(repository).absolute()).as_posix()] = Path(file)
+        else:
+            revision = match["revision"]
+            files[match["path"]] = huggingface_hub.hf_hub_url(
+                match["repository"], match["path"], repo_type="dataset", revision=revision
+            )
+    local = {name: place for name, place in files.items() if isinstance(place, Path)}
+    token = None if local else huggingface_hub.get_token()
+    client = HttpClient(config.request_timeout_seconds, activity, None if token is None else f"Bearer {token}")
+    name = f"fineweb-edu ({repository}{'@' if revision else ''}{revision}, {config.fineweb_name})"
+    # A revision fixes what its files hold; local ones are told apart by their sizes.
+    mark = fingerprint("hub", repository, revision, list(files), sizes(local), field)
+    return ParquetSource(name, files, field, mark, client)
+
+
+def _explain(error: Exception, config: DataConfig) -> Exception:
+    """What a failure to find the files means: bad input, or something that may pass."""
+    import datasets
+    import huggingface_hub
+
+    repository = config.fineweb_repository
+    reason = " ".join(str(error).split())[:200]
+    if huggingface_hub.constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
+        return UserError(
+            f"fineweb-edu: the hub is switched off (HF_HUB_OFFLINE is set); unset it, or read a local folder with "
+            f"fineweb-edu:PATH ({reason})"
+        )
+    if match := re.fullmatch(r"BuilderConfig '.*' not found\. Available: \[(.*)\]", str(error)):
+        names = re.findall(r"'([^']*)'", match[1])
+        return UserError(
+            f"data.fineweb_name {config.fineweb_name!r} is not in {repository}; "
+            f"the nearest is {nearest(config.fineweb_name, names)}"
+        )
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if isinstance(error, ConnectionError | TimeoutError) or (status is not None and (status == 429 or status >= 500)):
+        return TransientError(f"the hub cannot be reached: {reason}")
+    return UserError(f"fineweb-edu: {repository} {config.fineweb_name} cannot be opened: {reason}")
