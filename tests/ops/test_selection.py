@@ -143,7 +143,7 @@ def test_only_the_first_visible_compressed_blocks_count():
 
 def test_choice_is_ascending_unique_and_padded_behind():
     g = cases.USUAL
-    case = cases.CASES[0]
+    case = cases.named("odd length")
     inputs = cases.draw(case)
     _, lse = ops.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, g)
     chosen = ops.select_blocks(inputs.q, inputs.k_cmp, lse, g)
@@ -155,7 +155,7 @@ def test_choice_is_ascending_unique_and_padded_behind():
 
 
 def test_order_and_repetition_of_the_choice_do_not_matter():
-    case = cases.CASES[0]
+    case = cases.named("odd length")
     inputs = cases.draw(case)
     ordered = torch.tensor([0, 1, -1]).expand(2, 37, 2, 3)
     shuffled = torch.tensor([1, -1, 0, 1, 0]).expand(2, 37, 2, 5)
@@ -168,7 +168,7 @@ def test_order_and_repetition_of_the_choice_do_not_matter():
 
 
 def test_blocks_beyond_the_sequence_hold_nothing():
-    case = cases.CASES[0]
+    case = cases.named("odd length")
     inputs = cases.draw(case)
     some, beyond = (torch.tensor(row).expand(2, 37, 2, 3) for row in ([0, -1, -1], [0, 7, 2_000_000_000]))
     results = [

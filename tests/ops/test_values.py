@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops import oracle
-from tests.ops.cases import CASES, DTYPES, Case, cotangent, draw, each_case
+from tests.ops.cases import DTYPES, Case, cotangent, draw, each_case, named
 from tests.tolerances import assert_close, error
 from trifocal import nsa_attention, ops
 
@@ -122,7 +122,11 @@ def test_select_blocks_exactly_in_float64(case: Case):
 
 
 @pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-@pytest.mark.parametrize("case", [CASES[0], CASES[1], CASES[16], CASES[18]], ids=lambda case: case.why)
+@pytest.mark.parametrize(
+    "case",
+    [named("odd length"), named("paper geometry"), named("packed: 1 token"), named("packed: long first")],
+    ids=lambda case: case.why,
+)
 def test_select_blocks_is_as_good_in_low_precision(case: Case, dtype):
     """Rounding may swap near ties: the importance of what was chosen is what has to agree."""
     inputs = draw(case, dtype)
@@ -200,7 +204,7 @@ def test_nsa_attention_with_its_own_choice(case: Case):
 
 
 def test_scale_reaches_every_branch():
-    case = CASES[0]
+    case = named("odd length")
     inputs = draw(case)
     actual = nsa_attention(*inputs, case.geometry, scale=1.7, **REFERENCE)
     expected = oracle.nsa_attention(*inputs, case.geometry, scale=1.7)
@@ -211,7 +215,7 @@ def test_scale_reaches_every_branch():
 
 def test_large_scores_do_not_overflow():
     """Scores of several thousands, far past what exp holds in any type."""
-    case = CASES[0]
+    case = named("odd length")
     for dtype in (torch.float32, torch.bfloat16):
         inputs = draw(case, dtype)
         inputs = inputs._replace(q=inputs.q * 1000)

@@ -1,0 +1,198 @@
+"""Nothing to see, odd strides, other call styles: what must hold beside the values."""
+
+import pytest
+import torch
+
+from tests.ops import cases, oracle
+from tests.ops.cases import DTYPES, Case, cotangent, draw
+from tests.tolerances import assert_close
+from trifocal import nsa_attention, ops
+
+REFERENCE = {"backend": "reference"}
+BLIND = Case("shorter than a compressed block", cases.USUAL, 7, batch=2, heads=6, groups=2, value_dim=5)
+HALF_BLIND = Case("its first 7 queries see no compressed block", cases.USUAL, 20, heads=6, groups=2, value_dim=5)
+PACKED_BLIND = Case("documents under l", cases.USUAL, 20, lengths=(7, 1, 12), heads=6, groups=2, value_dim=5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", [BLIND, HALF_BLIND, PACKED_BLIND], ids=lambda case: case.why)
+def test_queries_that_see_no_compressed_block(case: Case, dtype):
+    inputs = draw(case, dtype).leaves()
+    o, lse = ops.compressed_attention(*inputs[:3], case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
+    spans = oracle.document_spans(case.num_keys, case.document_lengths)
+    blind = torch.tensor([token - span.start < 7 for span in spans for token in span.tokens])
+    assert (o[:, blind] == 0).all()
+    assert (lse[:, blind] == -torch.inf).all()
+    assert lse[:, ~blind].isfinite().all()
+    d_q, d_k, d_v = torch.autograd.grad((o * cotangent(o)).sum() + lse[:, ~blind].sum(), inputs[:3])
+    assert (d_q[:, blind] == 0).all()
+    assert all(gradient.isfinite().all() for gradient in (d_q, d_k, d_v))
+    if case is not BLIND:
+        assert all((gradient != 0).any() for gradient in (d_q, d_k, d_v))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_queries_that_chose_nothing(dtype):
+    case = HALF_BLIND
+    inputs = draw(case, dtype).leaves()
+    chosen = torch.zeros(1, 20, 2, 3, dtype=torch.int32)
+    chosen[:, 5:9, 0] = -1
+    leaves = (inputs.q, inputs.k_slc, inputs.v_slc)
+    o = ops.selected_attention(*leaves, chosen, case.geometry, **REFERENCE)
+    d_q, d_k, d_v = torch.autograd.grad(o, leaves, cotangent(o))
+    # The first three heads belong to group 0, which chose nothing at 5 … 8; the others chose block 0.
+    assert (o[:, 5:9, :3] == 0).all()
+    assert (d_q[:, 5:9, :3] == 0).all()
+    assert (o[:, 5:9, 3:] != 0).any()
+    assert all(gradient.isfinite().all() for gradient in (d_q, d_k, d_v))
+
+
+def test_a_chosen_block_of_the_future_holds_nothing():
+    case = HALF_BLIND
+    inputs = draw(case)
+    chosen = torch.ones(1, 20, 2, 1, dtype=torch.int32)  # block 1 starts at token 16
+    o = ops.selected_attention(inputs.q, inputs.k_slc, inputs.v_slc, chosen, case.geometry, **REFERENCE)
+    assert (o[:, :16] == 0).all()
+    assert (o[:, 16:] != 0).all()
+
+
+def every_other(tensor):
+    """The same values in storage with holes: every stride is odd, none is what `contiguous` gives."""
+    holes = torch.full([2 * size + 1 for size in tensor.shape], torch.nan, dtype=tensor.dtype)
+    view = holes[tuple(slice(1, None, 2) for _ in tensor.shape)]
+    view.copy_(tensor)
+    assert not view.is_contiguous()
+    return view.detach().requires_grad_(tensor.dtype.is_floating_point)
+
+
+def heads_first(tensor):
+    """The values of [B, T, H, D] in the storage of [B, H, T, D], as a projection or a cache may leave them."""
+    return tensor.transpose(1, 2).contiguous().transpose(1, 2).detach().requires_grad_()
+
+
+@pytest.mark.parametrize("layout", [every_other, heads_first])
+@pytest.mark.parametrize(
+    "case",
+    [cases.named("odd length"), cases.named("chunked"), cases.named("packed: 1 token")],
+    ids=lambda case: case.why,
+)
+def test_strides_are_taken_as_they_come(case: Case, layout):
+    inputs = draw(case).leaves()
+    strided = cases.Inputs(*(layout(tensor) for tensor in inputs))
+    o, o_strided = (nsa_attention(*x, case.geometry, cu_seqlens=case.cu_seqlens) for x in (inputs, strided))
+    torch.testing.assert_close(o_strided, o, rtol=1e-12, atol=1e-12)
+    upstream = cotangent(o)
+    strided_upstream = upstream.transpose(0, 3).contiguous().transpose(0, 3)
+    for a, b in zip(
+        torch.autograd.grad(o, inputs, upstream), torch.autograd.grad(o_strided, strided, strided_upstream), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_expanded_inputs_and_gradients():
+    """Strides of zero: keys shared by the batch, and the gradient that a plain sum sends."""
+    case = cases.named("odd length")
+    inputs = draw(case)
+    shared = cases.Inputs(*(tensor[:1].expand_as(tensor).requires_grad_() for tensor in inputs))
+    copied = cases.Inputs(*(tensor.detach().clone().requires_grad_() for tensor in shared))
+    results = [torch.autograd.grad(nsa_attention(*x, case.geometry).sum(), x) for x in (shared, copied)]
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", [cases.named("odd length"), cases.named("packed: 1 token")], ids=lambda case: case.why)
+def test_two_runs_give_equal_bits(case: Case):
+    results = []
+    for _ in range(2):
+        inputs = draw(case, torch.float32).leaves()
+        o = nsa_attention(*inputs, case.geometry, cu_seqlens=case.cu_seqlens)
+        results.append([o, *torch.autograd.grad(o, inputs, cotangent(o))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_inputs_are_left_as_they_were():
+    case = cases.named("odd length")
+    inputs = draw(case).leaves()
+    copies = [tensor.detach().clone() for tensor in inputs]
+    o = nsa_attention(*inputs, case.geometry)
+    o.backward(cotangent(o))
+    assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
+
+
+def test_documents_stand_for_their_borders():
+    case = cases.named("packed: 1 token")
+    inputs = draw(case)
+    documents = ops.Documents.from_cu_seqlens(case.cu_seqlens.long(), case.num_keys)
+    a, b, c = (
+        nsa_attention(*inputs, case.geometry, cu_seqlens=borders)
+        for borders in (documents, case.cu_seqlens, case.cu_seqlens.long())
+    )
+    assert torch.equal(a, b)
+    assert torch.equal(a, c)
+    spans = oracle.document_spans(case.num_keys, case.document_lengths)
+    assert documents.ids.tolist() == [span.document for span in spans for _ in span.tokens]
+    assert documents.positions.tolist() == [token - span.start for span in spans for token in span.tokens]
+    assert all(part.dtype == torch.int32 for part in documents)
+
+
+def test_one_document_is_no_document():
+    case = cases.named("packed: one document")
+    inputs = draw(case)
+    packed = nsa_attention(*inputs, case.geometry, cu_seqlens=case.cu_seqlens)
+    assert torch.equal(packed, nsa_attention(*inputs, case.geometry))
+
+
+def test_only_what_needs_a_gradient_gets_one():
+    case = cases.named("odd length")
+    inputs = draw(case)
+    for name in ("q", "v_cmp", "k_slc", "gates"):
+        leaf = getattr(inputs, name).clone().requires_grad_()
+        o = nsa_attention(*inputs._replace(**{name: leaf}), case.geometry)
+        o.sum().backward()
+        assert leaf.grad is not None
+    with torch.no_grad():
+        assert not nsa_attention(*inputs.leaves(), case.geometry).requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_fp32_gates_beside_low_precision_inputs(dtype):
+    """Layers compute gates in fp32: they are taken as they are, and their gradient comes back in fp32."""
+    case = cases.named("odd length")
+    inputs = draw(case, dtype)
+    gates = inputs.gates.float().requires_grad_()
+    o = nsa_attention(*inputs._replace(gates=gates), case.geometry)
+    assert o.dtype == dtype
+    exact_gates = gates.detach().double().requires_grad_()
+    chosen = oracle.select_blocks(
+        inputs.q, inputs.k_cmp, oracle.compressed_attention(*inputs[:3], case.geometry)[1], case.geometry
+    )
+    o = nsa_attention(*inputs._replace(gates=gates), case.geometry, selected_blocks=chosen)
+    exact = oracle.nsa_attention(*inputs._replace(gates=exact_gates), case.geometry, selected_blocks=chosen)
+    upstream = cotangent(o)
+    (got,) = torch.autograd.grad(o, gates, upstream)
+    (wanted,) = torch.autograd.grad(exact, exact_gates, upstream.double())
+    assert got.dtype == torch.float32
+    assert_close("o", o, exact, dtype)
+    assert_close("gradient of gates", got, wanted, dtype)
+
+
+def test_autocast_around_does_not_lower_the_precision():
+    case = cases.named("odd length")
+    inputs = draw(case, torch.float32).leaves()
+    plain = nsa_attention(*inputs, case.geometry)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = nsa_attention(*inputs, case.geometry)
+        gradients = torch.autograd.grad(inside, inputs, cotangent(inside))
+    assert torch.equal(inside, plain)
+    for a, b in zip(gradients, torch.autograd.grad(plain, inputs, cotangent(plain)), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("lengths", [None, (20, 17)], ids=["one document", "packed"])
+def test_the_registered_operator_is_sound(lengths):
+    """Schema, fake tensors and dispatch of `trifocal::select_blocks`, judged by PyTorch's own tool."""
+    case = Case("", cases.USUAL, 37, heads=4, groups=2, lengths=lengths)
+    inputs = draw(case, torch.float32)
+    lse = torch.zeros(1, 37, 4)
+    arguments = (inputs.q, inputs.k_cmp, lse, [8, 4, 16, 3, 1, 1, 11], 37, 0.3, case.cu_seqlens, "reference")
+    torch.library.opcheck(torch.ops.trifocal.select_blocks.default, arguments)
