@@ -9,6 +9,7 @@ A named backend runs or raises; nothing is replaced behind a caller's back.
 from collections import Counter
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
@@ -49,8 +50,15 @@ def resolve(operation: str, requested: str, q: Tensor, v: Tensor, geometry: Geom
             chosen, reason = "triton", "asked for"
         else:
             chosen, reason = ("reference", obstacle) if obstacle else ("triton", "supported")
-    _choices[operation, chosen, reason] += 1
+    _count(operation, chosen, reason)
     return chosen
+
+
+# Not a side effect of the compiled graph, which activation checkpointing inside one would refuse.
+@torch.compiler.assume_constant_result
+def _count(operation: str, chosen: str, reason: str) -> None:
+    """Count one choice; compiled code counts when it is compiled, not when it runs."""
+    _choices[operation, chosen, reason] += 1
 
 
 def _triton_obstacle(q: Tensor, v: Tensor, geometry: Geometry | None) -> str | None:
