@@ -1,0 +1,149 @@
+"""What every kernel shares: how widths split into tiles, which configuration a device takes, loads of tiles.
+
+Rows. The heads of a group read the same keys, so a tile's rows are (query, head of the group) pairs: row
+`r` is query `r // R`, head `r % R`, with R heads a group. A key or value tile is then loaded once for all of them,
+whatever R is, and no row is padding except behind the last query.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    """One configuration of an attention kernel.
+
+    Attributes:
+        rows: (query, head) pairs in a tile.
+        keys: Keys in a tile.
+        warps: Warps of a program.
+        stages: Depth of the software pipeline of loads.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Widths(NamedTuple):
+    """A head dim as one or two power-of-two parts: 192 is 128 + 64 instead of 256, 100 is one part of 128.
+
+    Attributes:
+        size: The dim itself.
+        part_1: First part, at least 16: the least that a matrix unit takes.
+        part_2: Second part; 0 when one part is enough.
+    """
+
+    size: int
+    part_1: int
+    part_2: int
+
+    @property
+    def padded(self) -> int:
+        """Columns that a tile holds."""
+        return self.part_1 + self.part_2
+
+
+def split_width(size: int) -> Widths:
+    """Cover `size` columns with one power of two, or with two where that saves columns."""
+    whole = max(16, triton.next_power_of_2(size))
+    first = whole // 2
+    if first >= 16:
+        second = max(16, triton.next_power_of_2(size - first))
+        if first + second < whole:
+            return Widths(size, first, second)
+    return Widths(size, whole, 0)
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use on a device."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 for the interpreter's CPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def architecture(device: torch.device) -> str:
+    """Which row of a configuration table a device takes: by its matrix units and its shared memory.
+
+    `"hopper"`: sm_90 and newer with more than 200 KiB; `"ampere"`: more than 150 KiB; `"small"`: the rest.
+    """
+    if device.type != "cuda":
+        return "hopper"
+    capability = torch.cuda.get_device_capability(device)
+    available = shared_memory(device)
+    if capability[0] >= 9 and available > 200 * 1024:
+        return "hopper"
+    return "ampere" if available > 150 * 1024 else "small"
+
+
+# Columns of the wider of q and v up to which a configuration holds -> the configuration, first fit. fp32 multiplies
+# on the ordinary units, exactly, so its tiles are small.
+_TILES: dict[tuple[str, str], dict[int, Tile]] = {
+    ("hopper", "forward"): {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
+    ("hopper", "d_q"): {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
+    ("hopper", "d_k_d_v"): {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
+    ("ampere", "forward"): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
+    ("ampere", "d_q"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 2)},
+    ("ampere", "d_k_d_v"): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 32, 4, 2)},
+    ("small", "forward"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 2)},
+    ("small", "d_q"): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    ("small", "d_k_d_v"): {64: Tile(32, 64, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    ("fp32", "forward"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    ("fp32", "d_q"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    ("fp32", "d_k_d_v"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+}
+
+
+def choose_tile(kernel: str, q: Tensor, v: Tensor) -> Tile:
+    """The configuration of `"forward"`, `"d_q"` or `"d_k_d_v"` for these tensors: fixed, never measured at run time."""
+    row = "fp32" if q.dtype == torch.float32 else architecture(q.device)
+    columns = max(split_width(q.shape[-1]).padded, split_width(v.shape[-1]).padded)
+    return next(tile for most, tile in _TILES[row, kernel].items() if columns <= most)
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """Leave strides as they come, but copy what is not contiguous along its last dimension."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def strides(x: Tensor) -> tuple[int, int, int]:
+    """Strides of batch, position and head. One batch has none: its value would only force a compilation."""
+    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)
+
+
+@triton.jit
+def load_tile(base, offsets, keep, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr):
+    """Load columns FIRST to FIRST + PART of the rows at `offsets`; zero past SIZE and, if MASKED, where not `keep`."""
+    columns = FIRST + tl.arange(0, PART)
+    pointers = base + offsets[:, None] + columns[None, :]
+    if MASKED:
+        mask = keep[:, None]
+        if FIRST + PART > SIZE:
+            mask = mask & (columns < SIZE)[None, :]
+        tile = tl.load(pointers, mask=mask, other=0.0)
+    elif FIRST + PART > SIZE:
+        tile = tl.load(pointers, mask=(columns < SIZE)[None, :], other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def store_tile(base, offsets, keep, values, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
+    """Store a tile's columns FIRST to FIRST + PART, those under SIZE, of the rows to keep."""
+    columns = FIRST + tl.arange(0, PART)
+    pointers = base + offsets[:, None] + columns[None, :]
+    mask = keep[:, None]
+    if FIRST + PART > SIZE:
+        mask = mask & (columns < SIZE)[None, :]
+    tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
