@@ -11,8 +11,11 @@ from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
 from trifocal.ops.validation import (
     check_attention_arguments,
+    check_branches,
     check_compressed_count,
+    check_floats,
     check_gates,
+    check_lse,
     check_rank,
     check_selected_blocks,
     check_window_keys,
@@ -38,6 +41,7 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
     Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
     """
     check_rank("x", x, "[B, S, G, D]")
+    check_floats("x", x)
     num_tokens = x.shape[1]
     documents = resolve_documents(cu_seqlens, x.shape[0], num_tokens, num_tokens, x.device)
     if documents is None:
@@ -81,8 +85,8 @@ def compressed_attention(
 
     Both results are differentiable. Source: arXiv:2502.11089, Eq. 5 to 8.
     """
-    num_keys = q.shape[1] if num_keys is None else num_keys
     check_attention_arguments(q, k_cmp, v_cmp, names=("k_cmp", "v_cmp"), keys="C")
+    num_keys = q.shape[1] if num_keys is None else num_keys
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     resolve("compressed_attention", backend, q, v_cmp, geometry)
@@ -124,11 +128,9 @@ def select_blocks(
 
     Not differentiable. Ties: the lower index. Source: arXiv:2502.11089, Eq. 8 to 11.
     """
-    num_keys = q.shape[1] if num_keys is None else num_keys
     check_attention_arguments(q, k_cmp, None, names=("k_cmp", "v_cmp"), keys="C")
-    check_rank("lse", lse, "[B, T, H]")
-    if lse.shape != q.shape[:3]:
-        raise ValueError(f"lse must have the shape [B, T, H] = {list(q.shape[:3])}, got {list(lse.shape)}")
+    check_lse(lse, q)
+    num_keys = q.shape[1] if num_keys is None else num_keys
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     chosen = resolve("select_blocks", backend, q, k_cmp, geometry)
@@ -259,10 +261,11 @@ def nsa_attention(
 
     Source: arXiv:2502.11089, Eq. 5.
     """
-    num_keys = k_slc.shape[1]
     check_attention_arguments(q, k_cmp, v_cmp, names=("k_cmp", "v_cmp"), keys="C")
     check_attention_arguments(q, k_slc, v_slc, names=("k_slc", "v_slc"), keys="S")
     check_attention_arguments(q, k_win, v_win, names=("k_win", "v_win"), keys="S")
+    check_branches(v_cmp, v_slc, v_win)
+    num_keys = k_slc.shape[1]
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     check_window_keys(q, k_win, num_keys, geometry.window_size, packed=documents is not None)

@@ -17,6 +17,12 @@ def check_rank(name: str, x: Tensor, pattern: str) -> None:
         raise ValueError(f"{name} must have the shape {pattern}, got {list(x.shape)}")
 
 
+def check_floats(name: str, x: Tensor) -> None:
+    """Raise ValueError unless x has one of the types that attention is computed in."""
+    if x.dtype not in FLOAT_TYPES:
+        raise ValueError(f"{name} must be of float64, float32, bfloat16 or float16, got {x.dtype}")
+
+
 def check_same_kind(name: str, x: Tensor, q: Tensor) -> None:
     """Raise ValueError unless x has the dtype and the device of the queries."""
     if x.dtype != q.dtype:
@@ -36,8 +42,7 @@ def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor | None, *, names: 
         keys: The letter of the keys' dimension, for the message.
     """
     check_rank("q", q, "[B, T, H, D]")
-    if q.dtype not in FLOAT_TYPES:
-        raise ValueError(f"q must be of float64, float32, bfloat16 or float16, got {q.dtype}")
+    check_floats("q", q)
     if 0 in q.shape:
         raise ValueError(f"q [B, T, H, D] may have no empty dimension, got {list(q.shape)}")
     k_name, v_name = names
@@ -88,6 +93,16 @@ def resolve_documents(
     return documents
 
 
+def check_branches(v_cmp: Tensor, v_slc: Tensor, v_win: Tensor) -> None:
+    """Raise ValueError unless the three branches share their groups and the width of their values."""
+    shapes = [list(v.shape) for v in (v_cmp, v_slc, v_win)]
+    if len({(groups, width) for _, _, groups, width in shapes}) > 1:
+        raise ValueError(
+            "v_cmp [B, C, G, V], v_slc [B, S, G, V] and v_win [B, S, G, V] must share G and V, "
+            f"got {shapes[0]}, {shapes[1]} and {shapes[2]}"
+        )
+
+
 def check_compressed_count(k_cmp: Tensor, geometry: Geometry, num_keys: int, documents: Documents | None) -> None:
     """Raise ValueError unless k_cmp holds the compressed blocks of `num_keys` tokens."""
     given = k_cmp.shape[1]
@@ -102,6 +117,17 @@ def check_compressed_count(k_cmp: Tensor, geometry: Geometry, num_keys: int, doc
             f"k_cmp must hold C = {expected} compressed blocks for {num_keys} keys "
             f"(block {geometry.compression_block_size}, stride {geometry.compression_stride}), got C = {given}"
         )
+
+
+def check_lse(lse: Tensor, q: Tensor) -> None:
+    """Raise ValueError unless lse is [B, T, H] of floats beside q."""
+    check_rank("lse", lse, "[B, T, H]")
+    if lse.shape != q.shape[:3]:
+        raise ValueError(f"lse must have the shape [B, T, H] = {list(q.shape[:3])}, got {list(lse.shape)}")
+    if not lse.dtype.is_floating_point:
+        raise ValueError(f"lse must be floating point, got {lse.dtype}")
+    if lse.device != q.device:
+        raise ValueError(f"lse must be on the device of q, {q.device}, got {lse.device}")
 
 
 def check_selected_blocks(selected_blocks: Tensor, q: Tensor, k: Tensor) -> None:
