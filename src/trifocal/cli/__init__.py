@@ -1,0 +1,71 @@
+"""The command line. Each command is imported when it is called, so that `trifocal --help` answers at once."""
+
+import errno
+import importlib
+import sys
+from collections.abc import Sequence
+
+from trifocal._version import __version__
+from trifocal.errors import UserError
+
+COMMANDS = {
+    "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
+    "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
+    "check": "prove this installation right on this machine",
+    "report": "one self-contained HTML page of a run: RUN_DIR",
+}
+
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        arguments: Without the program's name; the process's own by default.
+
+    Returns:
+        The exit status: 0, 1 if a check fails or a run goes wrong, 2 for bad input.
+    """
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        print(f"trifocal {__version__}")
+        return 0
+    try:
+        if args[0] not in COMMANDS:
+            raise UserError(_unknown_command(args[0]))
+        command = importlib.import_module(f"trifocal.cli.{args[0]}")
+        return int(command.run(args[1:]))
+    except UserError as error:
+        return _fail(str(error), 2)
+    except OSError as error:
+        if error.errno not in _DISK_ERRORS:
+            raise
+        where = f" ({error.filename})" if error.filename else ""
+        return _fail(f"{error.strerror}{where}", 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted", 130)
+    except SystemExit as error:
+        # From `--help` of a command.
+        return error.code if isinstance(error.code, int) else 0
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"trifocal: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+def _usage() -> str:
+    rows = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
+    hints = "trifocal COMMAND --help shows the flags of a command, trifocal --version the version."
+    return f"usage: trifocal COMMAND …\n\n{rows}\n\n{hints}"
+
+
+def _unknown_command(name: str) -> str:
+    import difflib
+
+    nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
+    return f'unknown command "{name}"; the nearest one is "{nearest}"'

@@ -1,0 +1,116 @@
+"""`trifocal train`: start a run, or go on with one."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from trifocal.errors import UserError
+from trifocal.train.arguments import check_flags, load_config, override, parse_arguments
+from trifocal.train.config import RunConfig
+from trifocal.train.loop import TrainResult, resume, resume_command, train
+from trifocal.train.nonfinite import NonFiniteError
+from trifocal.train.run_directory import load_run
+from trifocal.train.toml import dotted_fields
+
+_OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainArguments(RunConfig):
+    """Train a model from a TOML config, or go on with a run. Flags override the fields of the config."""
+
+    config: tyro.conf.Positional[str] = ""
+    """The TOML file, such as configs/showcase.toml. Not with --resume."""
+    resume: str = ""
+    """Go on with the run in this folder, from its newest checkpoint."""
+    checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""
+    """With --resume: go on from this checkpoint of the run instead, like step_00000500."""
+    overwrite: Annotated[bool, tyro.conf.arg(metavar="(no value)")] = False
+    """Replace the run that is in run.directory already."""
+
+
+def run(args: Sequence[str]) -> int:
+    """Train, and say what to do next.
+
+    Raises:
+        UserError: If an argument, the config, the data or a checkpoint is bad.
+    """
+    if "--help" in args or "-h" in args:
+        parse_arguments(TrainArguments, ["--help"], prog="trifocal train")
+    valid = dotted_fields(RunConfig) | _OWN_FLAGS
+    paths, own, overrides = _split(check_flags(valid, args, switches=("overwrite",)))
+    try:
+        result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
+    except NonFiniteError as error:
+        print(f"trifocal: {error}", file=sys.stderr)
+        return 1
+    print(_summary(result))
+    return 0
+
+
+def _split(flags: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
+    """Paths, the command's own flags, and overrides of the config."""
+    paths: list[str] = []
+    own: dict[str, str] = {}
+    overrides: list[str] = []
+    rest = iter(flags)
+    for argument in rest:
+        name = argument.removeprefix("--")
+        if not argument.startswith("--"):
+            paths.append(argument)
+        elif name == "overwrite":
+            own[name] = "True"
+        elif name in _OWN_FLAGS:
+            own[name] = next(rest)
+        else:
+            overrides += [argument, next(rest)]
+    return paths, own, overrides
+
+
+def _train(paths: list[str], own: dict[str, str], overrides: list[str]) -> TrainResult:
+    if len(paths) != 1:
+        given = f"got {' '.join(paths)}" if paths else "got none"
+        raise UserError(f"trifocal train takes one CONFIG.toml, {given}; try configs/showcase.toml")
+    if "checkpoint" in own:
+        raise UserError("--checkpoint goes with --resume RUN_DIR")
+    return train(load_config(paths[0], overrides), overwrite="overwrite" in own)
+
+
+def _resume(paths: list[str], own: dict[str, str], overrides: list[str]) -> TrainResult:
+    if paths:
+        raise UserError(f"--resume takes the run's own config; leave {paths[0]} out")
+    if "overwrite" in own:
+        raise UserError("--overwrite and --resume contradict each other")
+    directory = Path(own["resume"])
+    config = override(load_run(directory), overrides)
+    return resume(directory, checkpoint=own.get("checkpoint", ""), config=config)
+
+
+def _summary(result: TrainResult) -> str:
+    directory = shlex.quote(str(result.directory))
+    if not result.finished:
+        return f"\nstopped at step {result.step}, which is saved; go on with:\n  {resume_command(result.directory)}"
+    lines = [f"\nfinished {result.step} steps in {result.directory}"]
+    if result.evaluation is not None:
+        bits = result.evaluation.bits_per_byte
+        lines.append(
+            f"validation loss {result.evaluation.validation_loss:.4f} nats per token, perplexity "
+            f"{result.evaluation.perplexity:.2f}" + (f", {bits:.3f} bits per byte" if bits is not None else "")
+        )
+    if result.sample is not None:
+        lines += ["", "a sample:", *(f"  | {line}" for line in result.sample.splitlines())]
+    lines += [
+        "",
+        "try next:",
+        f'  trifocal generate {directory} --prompt "import "    continue a text of yours',
+        f"  trifocal report {directory}                         one page that shows the run",
+        f"  {resume_command(result.directory)} --train.steps {2 * result.step}",
+        "                                                       train on, to twice the steps",
+        "  trifocal check                                       prove this installation right",
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,8 @@
+"""Training: configuration, preflight, the loop, checkpoints."""
+
+from trifocal.train.arguments import load_config
+from trifocal.train.config import RunConfig
+from trifocal.train.loop import TrainResult, resume, train
+from trifocal.train.nonfinite import NonFiniteError
+
+__all__ = ["NonFiniteError", "RunConfig", "TrainResult", "load_config", "resume", "train"]

@@ -1,0 +1,115 @@
+"""Command-line flags into dataclasses through tyro, and every refusal as one clear line."""
+
+import contextlib
+import io
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from trifocal.errors import UserError
+from trifocal.train.config import RunConfig
+from trifocal.train.toml import dotted_fields, from_table, nearest, read_toml
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a TOML config and apply command-line overrides to it.
+
+    Args:
+        path: The TOML file.
+        overrides: Flags as on a command line: `["--train.steps", "200", "--model.dim=64"]`.
+
+    Returns:
+        The whole configuration, each section checked by itself; `preflight` checks how they fit together.
+
+    Raises:
+        UserError: If the file cannot be read, or a key, flag or value is not valid; names the nearest valid one.
+    """
+    config = from_table(RunConfig, read_toml(Path(path)), str(path))
+    return override(config, overrides)
+
+
+def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
+    """Apply `--section.field value` flags to a configuration.
+
+    Raises:
+        UserError: As load_config.
+    """
+    if not overrides:
+        return config
+    for argument in check_flags(dotted_fields(RunConfig), overrides)[::2]:
+        if not argument.startswith("--"):
+            raise UserError(f"expected a flag like --train.steps, got {argument!r}")
+    return parse_arguments(RunConfig, overrides, default=config)  # type: ignore[no-any-return]
+
+
+def parse_arguments(
+    cls: Any, args: Sequence[str], *, prog: str = "trifocal", default: Any = tyro.MISSING_NONPROP
+) -> Any:
+    """Parse flags into a dataclass; `--help` prints every field with its docstring and exits with status 0.
+
+    Args:
+        cls: The dataclass, possibly Annotated with tyro's markers.
+        args: The arguments, without the program's name.
+        prog: What the help calls the program.
+        default: An instance whose values hold where no flag is given.
+
+    Raises:
+        UserError: If a flag is unknown (names the nearest valid one) or a value does not fit.
+    """
+    flags = check_flags(dotted_fields(getattr(cls, "__origin__", cls)), args)
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(cls, prog=prog, args=flags, default=default, config=(tyro.conf.FlagConversionOff,))
+    except SystemExit as error:
+        if not error.code:
+            raise
+        raise UserError(_one_line(output.getvalue())) from None
+
+
+def check_flags(valid: Mapping[str, Any], args: Sequence[str], switches: Collection[str] = ()) -> list[str]:
+    """Refuse unknown flags, and write all of them in one way.
+
+    Args:
+        valid: The names of the flags, without dashes, and their types.
+        args: The arguments, as `--flag value`, `--flag=value` or bare.
+        switches: Flags that take no value.
+
+    Returns:
+        The arguments as `--flag`, `value`, underscores in names, booleans capitalised as tyro reads them.
+
+    Raises:
+        UserError: If a flag is unknown or its value is missing; names it.
+    """
+    checked: list[str] = []
+    rest = iter(args)
+    for argument in rest:
+        if not argument.startswith("--") or argument == "--help":
+            checked.append(argument)
+            continue
+        flag, equals, value = argument.partition("=")
+        name = flag[2:].replace("-", "_")
+        if name not in valid:
+            raise UserError(f'unknown flag "{flag}"; the nearest valid one is "--{nearest(name, valid)}"')
+        checked.append(f"--{name}")
+        if name in switches:
+            if equals:
+                raise UserError(f"{flag} takes no value, got {value!r}")
+            continue
+        if not equals:
+            try:
+                value = next(rest)
+            except StopIteration:
+                raise UserError(f"{flag} needs a value") from None
+        checked.append(value.capitalize() if valid[name] is bool and value in ("true", "false") else value)
+    return checked
+
+
+def _one_line(box: str) -> str:
+    """The message in tyro's drawn box, without the frame, the title and the help that follows."""
+    rows = [row.strip("│ ").strip() for row in box.splitlines() if row and row[0] not in "╭╰"]
+    message = " ".join(rows).partition("────")[0]
+    return re.sub(r"\s+", " ", message).strip() or re.sub(r"\s+", " ", box).strip()

@@ -1,0 +1,310 @@
+"""Checkpoints that are complete or absent.
+
+`checkpoints/step_00000500/` holds `weights/` (model and optimizer, torch.distributed.checkpoint), one
+`rank*.json` a process (data position, random generators, counters) and `manifest.json`: the model's configuration
+and the size and SHA-256 of every other file. It is written under another name, flushed to the disk and then renamed,
+so a crash at any moment leaves either the whole checkpoint or none. Every file is verified before anything is loaded.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+
+from trifocal.errors import UserError
+from trifocal.models import ModelConfig
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+_PREFIX = "step_"
+_PARTIAL = "partial_"
+# Fields of the model that change how it is computed, not what it is.
+_FREE_MODEL_FIELDS = frozenset({"backend"})
+
+
+class CheckpointDamaged(UserError):
+    """A file of a checkpoint is missing or differs from the manifest."""
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"{_PREFIX}{step:08d}"
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The checkpoints of a run, the oldest first; unfinished ones are not among them."""
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if _step_of(path) is not None)
+
+
+def save_checkpoint(
+    root: Path,
+    step: int,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    model_config: ModelConfig,
+    process_state: dict[str, Any],
+) -> Path:
+    """Write the checkpoint of a step; it appears under its name only when all of it is on the disk.
+
+    Args:
+        root: The run's `checkpoints` folder.
+        step: Optimizer steps done.
+        model: The model.
+        optimizer: Its optimizer.
+        model_config: What the model is; a checkpoint of another one is refused when loading.
+        process_state: What this process must remember besides, in JSON types.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        OSError: If it cannot be written; nothing of it is left, and earlier checkpoints are untouched.
+    """
+    final = checkpoint_path(root, step)
+    partial = root / f"{_PARTIAL}{final.name}"
+    try:
+        _remove(partial)
+        (partial / "weights").mkdir(parents=True)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        _save_weights({"model": model_state, "optimizer": optimizer_state}, partial / "weights")
+        (partial / "rank0.json").write_text(json.dumps(process_state))
+        files = {
+            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": _flushed_hash(path)}
+            for path in sorted(partial.rglob("*"))
+            if path.is_file()
+        }
+        manifest = {"format": FORMAT, "step": step, "model": model_config.to_dict(), "files": files}
+        (partial / MANIFEST).write_text(json.dumps({"content": manifest, "sha256": _hash_json(manifest)}, indent=1))
+        _flushed_hash(partial / MANIFEST)
+        for folder in (partial / "weights", partial):
+            _flush_folder(folder)
+        # A damaged checkpoint of the same step, left by the run that this one replaces, makes room.
+        _remove(final)
+        partial.rename(final)
+        _flush_folder(root)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
+
+
+def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> None:
+    """Delete all checkpoints but the newest ones and those of steps divisible by `keep_every_steps` (0: none)."""
+    for path in list_checkpoints(root)[:-keep_last]:
+        step = _step_of(path)
+        if step is not None and not (keep_every_steps and step % keep_every_steps == 0):
+            _remove(path)
+
+
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """Read the manifest and compare every file with it.
+
+    Returns:
+        The manifest: `format`, `step`, `model`, `files`.
+
+    Raises:
+        CheckpointDamaged: If a file is missing, cut or changed; names the file.
+        UserError: If the checkpoint was written by another version of the format.
+    """
+    try:
+        wrapped = json.loads((path / MANIFEST).read_bytes())
+        manifest = wrapped["content"]
+        intact = wrapped["sha256"] == _hash_json(manifest)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{path / MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointDamaged(f"{path / MANIFEST} is damaged") from None
+    if not intact:
+        raise CheckpointDamaged(f"{path / MANIFEST} is damaged")
+    if manifest["format"] != FORMAT:
+        raise UserError(f"{path} has checkpoint format {manifest['format']}, this version reads {FORMAT}")
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointDamaged(f"{file} is missing")
+        if file.stat().st_size != expected["bytes"]:
+            raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}")
+        if _hash(file) != expected["sha256"]:
+            raise CheckpointDamaged(f"{file} has changed since it was written (SHA-256 differs)")
+    return dict(manifest)
+
+
+def set_aside_later(path: Path) -> None:
+    """Rename the checkpoints after this one to `superseded_*`: the run goes on from here, they are another history."""
+    found = list_checkpoints(path.parent)
+    for later in found[found.index(path) + 1 :]:
+        target = later.with_name(f"superseded_{later.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        later.rename(target)
+
+
+def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Path:
+    """The verified checkpoint to go on from.
+
+    Args:
+        run_directory: The run.
+        name: Name of one of its checkpoints, like `step_00000500`; empty takes the newest.
+        command: What the person typed, for the advice to type it with another checkpoint.
+
+    Raises:
+        UserError: If there is none, or it is damaged; names the damaged file, and the command that takes the newest
+            intact one before it. Another one is never taken silently.
+    """
+    root = run_directory / "checkpoints"
+    found = list_checkpoints(root)
+    if not found:
+        raise UserError(f"{run_directory} has no checkpoint yet; nothing to load")
+    path = found[-1]
+    if name:
+        path = root / name
+        if path not in found:
+            raise UserError(f"{run_directory} has no checkpoint {name!r}; it has {', '.join(p.name for p in found)}")
+    try:
+        verify_checkpoint(path)
+    except CheckpointDamaged as error:
+        for earlier in reversed(found[: found.index(path)]):
+            if _is_intact(earlier):
+                advice = f"go on from the one before with: {command} --checkpoint {earlier.name}"
+                break
+        else:
+            advice = "no intact checkpoint lies before it"
+        raise CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}; {advice}") from None
+    return path
+
+
+def load_checkpoint(
+    path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, model_config: ModelConfig
+) -> dict[str, Any]:
+    """Load a verified checkpoint into a model and its optimizer.
+
+    Args:
+        path: What `find_checkpoint` returned.
+        model: Takes the weights.
+        optimizer: Takes its state.
+        model_config: What the model is.
+
+    Returns:
+        The process state that was saved with it.
+
+    Raises:
+        UserError: If the checkpoint holds another model; names what differs.
+    """
+    _check_model(path, model_config)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    _load_weights(state, path / "weights")
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return dict(json.loads((path / "rank0.json").read_text()))
+
+
+def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfig) -> None:
+    """Load the weights alone from a verified checkpoint.
+
+    Raises:
+        UserError: If the checkpoint holds another model; names what differs.
+    """
+    _check_model(path, model_config)
+    state = {"model": get_model_state_dict(model)}
+    _load_weights(state, path / "weights")
+    model.load_state_dict(state["model"])
+
+
+def _check_model(path: Path, model_config: ModelConfig) -> None:
+    saved = json.loads((path / MANIFEST).read_bytes())["content"]["model"]
+    wanted = model_config.to_dict()
+    differences = [
+        f"{name} is {_shown(saved.get(name))} there, {_shown(wanted.get(name))} here"
+        for name in sorted(saved.keys() | wanted.keys())
+        if name not in _FREE_MODEL_FIELDS and saved.get(name) != wanted.get(name)
+    ]
+    if differences:
+        raise UserError(f"checkpoint {path} is of another model: {'; '.join(differences)}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "/".join(str(part) for part in value.values())
+    return "absent" if value is None else str(value)
+
+
+def _save_weights(state: dict[str, Any], folder: Path) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        # Not an Exception, and it wraps what went wrong in each process.
+        causes = [cause for cause, _ in error.failures.values()]
+        for cause in causes:
+            if isinstance(cause, OSError):
+                raise cause from None
+        raise OSError("; ".join(str(cause) for cause in causes)) from error
+
+
+def _load_weights(state: dict[str, Any], folder: Path) -> None:
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+    except CheckpointException as error:
+        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        raise UserError(f"cannot load {folder}: {causes}") from error
+
+
+def _step_of(path: Path) -> int | None:
+    digits = path.name.removeprefix(_PREFIX)
+    return int(digits) if path.name.startswith(_PREFIX) and digits.isdecimal() and path.is_dir() else None
+
+
+def _is_intact(path: Path) -> bool:
+    try:
+        verify_checkpoint(path)
+    except UserError:
+        return False
+    return True
+
+
+def _remove(folder: Path) -> None:
+    if not folder.exists():
+        return
+    # Renamed first: a crash in the middle of deleting must not leave half a checkpoint under its name.
+    doomed = folder.with_name(f"{_PARTIAL}removing_{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flushed_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_json(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

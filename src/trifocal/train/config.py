@@ -1,0 +1,204 @@
+"""The configuration of a run: one section a component, every field written out in the presets of `configs/`.
+
+Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
+What a run resolved is saved as `config.toml` in its directory, and loads back identically.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trifocal.data import DataConfig
+from trifocal.models import ModelConfig
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """Where the run lives, and on what it runs."""
+
+    directory: str = "runs/unnamed"
+    """Folder of everything that the run writes; refused if it holds a run already."""
+    seed: int = 1337
+    """Seed of the initial weights and of every random choice of the trainer."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; "auto" takes a GPU if there is one."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.directory.strip()), "run.directory must name a folder, got an empty string")
+        _require(0 <= self.seed < 2**63, f"run.seed must lie in [0, 2^63), got {self.seed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """How long, on how much at once, in which precision."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    sequence_length: int = 128
+    """Tokens in a training sequence."""
+    global_batch_size: int = 8
+    """Sequences in one optimizer step, over all micro-batches and processes."""
+    micro_batch_size: int = 8
+    """Sequences in one forward and backward pass; divides the global batch; the rest is accumulated."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the matrix products; the weights and the optimizer are fp32 either way."""
+    activation_checkpointing: str = "none"
+    """Layers that recompute their activations in backward: "none", "all", or a half-open range like "0:6"."""
+    compile: bool = False
+    """Compile the model with torch.compile: a slower start, faster steps."""
+    gradient_clip_norm: float = 1.0
+    """Largest norm of the whole gradient; longer ones are scaled down to it. 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sequence_length", "global_batch_size", "micro_batch_size"):
+            value = getattr(self, name)
+            _require(value >= 1, f"train.{name} must be at least 1, got {value}")
+        _require(
+            self.gradient_clip_norm >= 0,
+            f"train.gradient_clip_norm must be at least 0, got {self.gradient_clip_norm}",
+        )
+        self.checkpointed_layers(0)
+
+    def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
+        """The half-open range of layers that `activation_checkpointing` names.
+
+        Args:
+            num_layers: Layers of the model.
+
+        Raises:
+            ValueError: If the field is none of its three forms.
+        """
+        if self.activation_checkpointing == "none":
+            return 0, 0
+        if self.activation_checkpointing == "all":
+            return 0, num_layers
+        first, colon, last = self.activation_checkpointing.partition(":")
+        well_formed = bool(colon) and first.isdecimal() and last.isdecimal() and int(first) < int(last)
+        _require(
+            well_formed,
+            'train.activation_checkpointing must be "none", "all" or a range of layers like "0:6", '
+            f'got "{self.activation_checkpointing}"',
+        )
+        return int(first), int(last)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """AdamW. Norms, embeddings, biases and every other vector take no weight decay."""
+
+    learning_rate: float = 3e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+    beta1: float = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: float = 0.95
+    """Decay of the running mean of its square."""
+    epsilon: float = 1e-8
+    """Added to the root of that square."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, times the learning rate, on matrices only."""
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, f"optimizer.learning_rate must be positive, got {self.learning_rate}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
+        _require(self.epsilon > 0, f"optimizer.epsilon must be positive, got {self.epsilon}")
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay must be at least 0, got {self.weight_decay}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """Linear warm-up, then a cosine down to a floor that is reached in the last step."""
+
+    warmup_steps: int = 100
+    """Steps of linear warm-up from zero; the last of them has the peak learning rate. 0 starts at the peak."""
+    minimum_factor: float = 0.1
+    """Floor of the cosine, as a share of the peak learning rate."""
+
+    def __post_init__(self) -> None:
+        _require(self.warmup_steps >= 0, f"schedule.warmup_steps must be at least 0, got {self.warmup_steps}")
+        _require(
+            0 <= self.minimum_factor <= 1,
+            f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When the run is saved, and which saves are kept. The last step and an interruption always save."""
+
+    interval_steps: int = 500
+    """Steps between checkpoints; 0 saves only at the end and on an interruption."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    keep_every_steps: int = 0
+    """Checkpoints of steps divisible by this are kept for good; 0 keeps none beyond the newest."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("interval_steps", 0), ("keep_last", 1), ("keep_every_steps", 0)):
+            value = getattr(self, name)
+            _require(value >= lowest, f"checkpoint.{name} must be at least {lowest}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateSection:
+    """Loss on validation documents, which training never sees."""
+
+    interval_steps: int = 500
+    """Steps between evaluations; 0 turns them off. The last step always evaluates otherwise."""
+    batches: int = 16
+    """Micro-batches of one evaluation; always the same ones."""
+
+    def __post_init__(self) -> None:
+        _require(self.interval_steps >= 0, f"evaluate.interval_steps must be at least 0, got {self.interval_steps}")
+        _require(self.batches >= 1, f"evaluate.batches must be at least 1, got {self.batches}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSection:
+    """What the run tells while it goes."""
+
+    interval_steps: int = 10
+    """Steps between rows of metrics.jsonl."""
+    sample_interval_steps: int = 0
+    """Steps between samples, written to samples/; 0 turns them off. The last step always samples otherwise."""
+    sample_prompt: str = "def "
+    """Text that a sample continues."""
+    sample_tokens: int = 200
+    """New tokens in a sample."""
+    sample_temperature: float = 0.8
+    """Temperature of a sample; 0 always takes the likeliest token."""
+    heartbeat_seconds: float = 5.0
+    """Time between rows of the heartbeat."""
+    tensorboard: bool = False
+    """Write TensorBoard events into tensorboard/ too; needs the extra of that name."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("interval_steps", 1), ("sample_interval_steps", 0), ("sample_tokens", 1)):
+            value = getattr(self, name)
+            _require(value >= lowest, f"log.{name} must be at least {lowest}, got {value}")
+        _require(bool(self.sample_prompt), "log.sample_prompt must not be empty")
+        _require(
+            self.sample_temperature >= 0,
+            f"log.sample_temperature must be at least 0, got {self.sample_temperature}",
+        )
+        _require(self.heartbeat_seconds > 0, f"log.heartbeat_seconds must be positive, got {self.heartbeat_seconds}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides a training run."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    log: LogSection = field(default_factory=LogSection)

@@ -1,0 +1,94 @@
+"""Loss on validation documents, and samples."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+
+from trifocal.data import Batch, DataConfig, Tokenizer, make_loader
+from trifocal.models import DecoderLM
+from trifocal.train.config import LogSection, RunConfig
+from trifocal.train.step import autocast, batch_loss, valid_targets
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Loss on validation documents.
+
+    Attributes:
+        validation_loss: Nats per token.
+        perplexity: Its exponential.
+        bits_per_byte: Bits for each byte of the text that the targets stand for, which makes tokenizers comparable;
+            None where there is no text.
+    """
+
+    validation_loss: float
+    perplexity: float
+    bits_per_byte: float | None
+
+    def row(self) -> dict[str, float | None]:
+        """The fields of a metrics row."""
+        return asdict(self)
+
+
+def read_validation_batches(config: RunConfig, tokenizer: Tokenizer) -> list[Batch]:
+    """The first batches of the validation split: the same in every evaluation, also of a resumed run."""
+    with make_loader(
+        config.data,
+        tokenizer=tokenizer,
+        sequence_length=config.train.sequence_length,
+        batch_size=config.train.micro_batch_size,
+        vocab_size=config.model.vocab_size,
+        split="validation",
+    ) as loader:
+        return [next(loader) for _ in range(config.evaluate.batches)]
+
+
+@torch.no_grad()
+def evaluate(
+    model: DecoderLM,
+    batches: Sequence[Batch],
+    *,
+    tokenizer: Tokenizer,
+    data: DataConfig,
+    device: torch.device,
+    precision: str,
+) -> Evaluation:
+    """Mean loss over the valid targets of some batches.
+
+    Args:
+        model: The model.
+        batches: At least one valid target among them.
+        tokenizer: Counts the bytes.
+        data: Tells whether the tokens stand for text at all.
+        device: Where the model is.
+        precision: As in training.
+    """
+    nats, targets, text_bytes = 0.0, 0, 0
+    for batch in batches:
+        count = valid_targets(batch)
+        with autocast(device, precision):
+            nats += count * batch_loss(model, batch, device).item()
+        targets += count
+        text_bytes += tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy())
+    loss = nats / max(targets, 1)
+    has_text = data.source != "synthetic" and text_bytes > 0
+    bits_per_byte = nats / math.log(2) / text_bytes if has_text else None
+    return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, bits_per_byte)
+
+
+def sample(
+    model: DecoderLM, *, tokenizer: Tokenizer, config: LogSection, seed: int, device: torch.device, precision: str
+) -> str:
+    """Continue the configured prompt; the same seed gives the same draw at every step of the run."""
+    prompt = torch.from_numpy(tokenizer.encode(config.sample_prompt)).long()[None].to(device)
+    with autocast(device, precision):
+        tokens = model.generate(
+            prompt,
+            config.sample_tokens,
+            temperature=config.sample_temperature,
+            seed=seed,
+            stop_token=tokenizer.separator,
+        )
+    return config.sample_prompt + tokenizer.decode(tokens[0, prompt.shape[1] :].tolist())

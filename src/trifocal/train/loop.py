@@ -1,0 +1,339 @@
+"""The training loop: one trainer, for every device and every run."""
+
+import shlex
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from trifocal.data import Batch, Loader, Tokenizer, make_loader
+from trifocal.diagnostics import Heartbeat, MetricsWriter, Progress, StackDump, TensorBoardSink, write_environment
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM, save_weights
+from trifocal.train.checkpoint import (
+    find_checkpoint,
+    load_checkpoint,
+    prune_checkpoints,
+    save_checkpoint,
+    set_aside_later,
+)
+from trifocal.train.config import RunConfig
+from trifocal.train.evaluate import Evaluation, evaluate, read_validation_batches, sample
+from trifocal.train.meter import Meter
+from trifocal.train.nonfinite import stop_non_finite
+from trifocal.train.optimizer import make_optimizer
+from trifocal.train.preflight import choose_device, preflight
+from trifocal.train.random_state import random_state, restore_random_state, seed_everything
+from trifocal.train.run_directory import create_run_directory, load_run, save_config
+from trifocal.train.schedule import learning_rate
+from trifocal.train.step import StepResult, train_step
+from trifocal.train.stop import StopSignals
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        directory: The run.
+        step: Optimizer steps done.
+        finished: Whether all steps are done; False after an interruption.
+        loss: The last training loss known, nats per token.
+        evaluation: The last evaluation of this process.
+        sample: The last sample of this process.
+    """
+
+    directory: Path
+    step: int
+    finished: bool
+    loss: float | None
+    evaluation: Evaluation | None
+    sample: str | None
+
+
+def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
+    """Train a new model.
+
+    Args:
+        config: The configuration.
+        overwrite: Replace a run that is in `config.run.directory` already.
+
+    Returns:
+        How it ended; on SIGINT or SIGTERM with a checkpoint of the step that was under way.
+
+    Raises:
+        UserError: If the run cannot end well, or its data are bad.
+        NonFiniteError: If a loss or gradient is not finite; that update was not applied.
+    """
+    device = choose_device(config.run.device)
+    tokenizer, notes = preflight(config, device, _num_processes())
+    directory = create_run_directory(config, overwrite=overwrite)
+    return _Trainer(config, directory, device, tokenizer).run(notes, None)
+
+
+def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | None = None) -> TrainResult:
+    """Go on with a run from its last complete checkpoint, repeating what an uninterrupted run would have done.
+
+    Args:
+        directory: The run.
+        checkpoint: Name of an earlier checkpoint to go on from; what came after it is set aside.
+        config: Replaces the run's configuration (to train longer, for example); it must describe the same model.
+
+    Returns:
+        As `train`.
+
+    Raises:
+        UserError: If there is no such run or checkpoint, a file of it is damaged, or it is of another model.
+        NonFiniteError: As `train`.
+    """
+    directory = Path(directory)
+    saved = load_run(directory)
+    config = saved if config is None else config
+    # The folder may have been moved since.
+    config = replace(config, run=replace(config.run, directory=str(directory)))
+    found = find_checkpoint(directory, checkpoint, command=resume_command(directory))
+    device = choose_device(config.run.device)
+    tokenizer, notes = preflight(config, device, _num_processes())
+    return _Trainer(config, directory, device, tokenizer).run(notes, found)
+
+
+def resume_command(directory: Path) -> str:
+    """What to type to go on with a run."""
+    return f"trifocal train --resume {shlex.quote(str(directory))}"
+
+
+class _Trainer:
+    """One run in one process. Parallelism wraps `loss_function` around `model` from outside."""
+
+    def __init__(self, config: RunConfig, directory: Path, device: torch.device, tokenizer: Tokenizer) -> None:
+        self.config, self.directory, self.device, self.tokenizer = config, directory, device, tokenizer
+        self.rank, self.num_processes = (dist.get_rank() if dist.is_initialized() else 0), _num_processes()
+        seed_everything(config.run.seed)
+        self.model = DecoderLM(config.model)
+        self.model.init_weights(config.run.seed)
+        self.model.to(device)
+        self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        self.loss_function = torch.compile(self.model) if config.train.compile else self.model
+        self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * self.num_processes)
+        self.step = 0
+        self.pending: StepResult | None = None
+        self.loss: float | None = None
+        self.evaluation: Evaluation | None = None
+        self.sample: str | None = None
+        self.saved_step = 0
+        self.validation_batches: list[Batch] | None = None
+        self.loader: Loader = self._make_loader()
+
+    def run(self, notes: list[str], checkpoint: Path | None) -> TrainResult:
+        """Train to the last step or the first signal."""
+        config, directory, total = self.config, self.directory, self.config.train.steps
+        with ExitStack() as stack:
+            stack.callback(self.loader.close)
+            if checkpoint is not None:
+                self._restore(checkpoint)
+            resume_step = self.step if checkpoint is not None else None
+            tensorboard = directory / "tensorboard"
+            sinks = [TensorBoardSink(tensorboard, resume_step=resume_step)] if config.log.tensorboard else []
+            save_config(config, directory)
+            write_environment(directory / "env.json", (directory / "config.toml").read_text(encoding="utf-8"))
+            self.metrics = stack.enter_context(
+                MetricsWriter(directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks)
+            )
+            self.heartbeat = stack.enter_context(
+                Heartbeat(directory / "heartbeat", self.rank, config.log.heartbeat_seconds, device=self.device)
+            )
+            stack.enter_context(StackDump(directory / "dumps", self.rank))
+            self.progress = stack.enter_context(Progress(total, start_step=self.step, enabled=self.rank == 0))
+            self.meter = Meter(config, self.device, self.num_processes)
+            signals = stack.enter_context(StopSignals())
+            for note in notes:
+                self._say("note", note)
+            self.heartbeat.update(step=self.step)
+            # From here on the random generators are where the checkpoint left them.
+            if checkpoint is not None:
+                restore_random_state(self.restored_random_state)
+            while self.step < total and signals.received is None:
+                self._step()
+            if self.saved_step != self.step:
+                self._save(must_succeed=True)
+            finished = self.step >= total
+            if finished:
+                save_weights(self.model, directory / "weights")
+        return TrainResult(directory, self.step, finished, self.loss, self.evaluation, self.sample)
+
+    def _step(self) -> None:
+        config = self.config
+        step = self.step + 1
+        rate = learning_rate(
+            step,
+            peak=config.optimizer.learning_rate,
+            warmup_steps=config.schedule.warmup_steps,
+            total_steps=config.train.steps,
+            minimum_factor=config.schedule.minimum_factor,
+        )
+        with self.heartbeat.phase("data"):
+            batches = [next(self.loader) for _ in range(self.accumulation)]
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        first_compiled = config.train.compile and self.meter.steps == 0
+        self.pending = train_step(
+            step,
+            batches,
+            loss_function=self.loss_function,
+            optimizer=self.optimizer,
+            device=self.device,
+            config=config.train,
+            heartbeat=self.heartbeat,
+            before_backward=self._check_finite,
+            forward_phase="compile" if first_compiled else "forward",
+        )
+        self.learning_rate = rate
+        self.step = step
+        self.meter.steps += 1
+        self._after_step(self.pending)
+
+    def _after_step(self, result: StepResult) -> None:
+        """Log, evaluate, sample and save where it is time to; each of them first makes sure that the step was sound."""
+        config, step = self.config, self.step
+        last = step == config.train.steps
+        if last or step == 1 or step % config.log.interval_steps == 0:
+            self._check_finite()
+            self._log(result)
+        if _due(step, config.evaluate.interval_steps, last):
+            self._check_finite()
+            with self.meter.paused(), self.heartbeat.phase("evaluate"):
+                self._evaluate()
+        if _due(step, config.log.sample_interval_steps, last):
+            self._check_finite()
+            with self.meter.paused(), self.heartbeat.phase("evaluate"):
+                self._sample()
+        if _due(step, config.checkpoint.interval_steps, last):
+            self._save(must_succeed=last)
+
+    def _check_finite(self) -> None:
+        """Stop if the last step was not finite. Its update was withheld on the device, its gradients are still there.
+
+        Called between the next step's forward and backward: the device has work while the host waits for the flag.
+        """
+        result, self.pending = self.pending, None
+        if result is not None and not result.finite.item():
+            error = stop_non_finite(result, self.model, self.learning_rate, self.directory / "dumps")
+            self.metrics.event(result.step, "non_finite", str(error), severity="error")
+            raise error
+
+    def _log(self, result: StepResult) -> None:
+        self.loss = result.loss.item()
+        row = self.meter.row(self.step, result, self.learning_rate, self.loader.latency())
+        self.metrics.write("train", self.step, loss=self.loss, **row)
+        self.heartbeat.update(step=self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])
+        self.progress.update(self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])
+
+    def _evaluate(self) -> None:
+        if self.validation_batches is None:
+            self.validation_batches = read_validation_batches(self.config, self.tokenizer)
+        self.evaluation = evaluate(
+            self.model,
+            self.validation_batches,
+            tokenizer=self.tokenizer,
+            data=self.config.data,
+            device=self.device,
+            precision=self.config.train.precision,
+        )
+        self.metrics.write("evaluation", self.step, **self.evaluation.row())
+        bits = self.evaluation.bits_per_byte
+        self.progress.message(
+            f"step {self.step}: validation loss {self.evaluation.validation_loss:.4f}"
+            + (f", {bits:.4f} bits per byte" if bits is not None else "")
+        )
+
+    def _sample(self) -> None:
+        self.sample = sample(
+            self.model,
+            tokenizer=self.tokenizer,
+            config=self.config.log,
+            seed=self.config.run.seed,
+            device=self.device,
+            precision=self.config.train.precision,
+        )
+        folder = self.directory / "samples"
+        folder.mkdir(exist_ok=True)
+        (folder / f"step_{self.step:08d}.txt").write_text(self.sample + "\n", encoding="utf-8")
+
+    def _save(self, *, must_succeed: bool) -> None:
+        """Write a checkpoint. A failure on the way is loud and training goes on; the last one must succeed."""
+        self._check_finite()
+        root = self.directory / "checkpoints"
+        with self.meter.paused(), self.heartbeat.phase("checkpoint"):
+            state = {
+                "step": self.step,
+                "loss": self.loss,
+                "data": self.loader.state_dict(),
+                "random": random_state(),
+            }
+            begin = time.perf_counter()
+            try:
+                path = save_checkpoint(
+                    root,
+                    self.step,
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    model_config=self.config.model,
+                    process_state=state,
+                )
+            except OSError as error:
+                message = f"the checkpoint of step {self.step} could not be written: {error}"
+                if must_succeed:
+                    self.metrics.event(self.step, "checkpoint_failed", message, severity="error")
+                    raise UserError(f"{message}; checkpoints that were complete before still are") from error
+                self._say("checkpoint_failed", f"{message}; training goes on, the last complete one stays", "error")
+                return
+            seconds = time.perf_counter() - begin
+            self.saved_step = self.step
+            self.metrics.event(
+                self.step, "checkpoint_saved", f"{path.name} saved in {seconds:.1f} s", save_seconds=seconds
+            )
+            saving = self.config.checkpoint
+            prune_checkpoints(root, keep_last=saving.keep_last, keep_every_steps=saving.keep_every_steps)
+
+    def _restore(self, path: Path) -> None:
+        state = load_checkpoint(path, model=self.model, optimizer=self.optimizer, model_config=self.config.model)
+        self.loader.load_state_dict(state["data"])
+        self.step = self.saved_step = state["step"]
+        self.loss = state["loss"]
+        self.restored_random_state = state["random"]
+        if self.step > self.config.train.steps:
+            raise UserError(f"{path} is of step {self.step}, past train.steps {self.config.train.steps}")
+        set_aside_later(path)
+
+    def _make_loader(self) -> Loader:
+        config = self.config
+        return make_loader(
+            config.data,
+            tokenizer=self.tokenizer,
+            sequence_length=config.train.sequence_length,
+            batch_size=config.train.micro_batch_size,
+            vocab_size=config.model.vocab_size,
+            rank=self.rank,
+            world_size=self.num_processes,
+            on_stall=self._report_stall,
+        )
+
+    def _report_stall(self, seconds: float, activity: str) -> None:
+        message = f"data stall: no batch for {seconds:.0f} s; the data thread is {activity}"
+        self._say("data_stall", message, "warning", stall_seconds=seconds)
+
+    def _say(self, name: str, message: str, severity: str = "info", **values: float) -> None:
+        self.metrics.event(self.step, name, message, severity=severity, **values)
+        self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
+
+
+def _due(step: int, interval: int, last: bool) -> bool:
+    return interval > 0 and (last or step % interval == 0)
+
+
+def _num_processes() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

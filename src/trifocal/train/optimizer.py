@@ -1,0 +1,69 @@
+"""AdamW over a model's parameters, and a step that never applies a gradient which is not finite."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.train.config import OptimizerSection
+
+
+def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
+    """AdamW, fused, in two groups: the matrices of linear maps decay, everything else does not.
+
+    Norms, biases and embeddings (of tokens, also where they are the output projection, and of positions) are spared.
+
+    Args:
+        model: The model, its parameters in fp32 and on their device.
+        config: The hyperparameters.
+
+    Returns:
+        The optimizer. Its learning rate is set before every step.
+    """
+    matrices = {id(module.weight) for module in model.modules() if isinstance(module, nn.Linear)}
+    matrices -= {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    decayed = [parameter for parameter in model.parameters() if id(parameter) in matrices]
+    spared = [parameter for parameter in model.parameters() if id(parameter) not in matrices]
+    groups = [
+        {"params": decayed, "weight_decay": config.weight_decay},
+        {"params": spared, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=(config.beta1, config.beta2),
+        eps=config.epsilon,
+        fused=True,
+    )
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
+    """The 2-norm of the whole gradient, fp32, on the device; NaN or infinite where any entry is."""
+    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+
+
+def guarded_step(
+    optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], norm: Tensor, loss: Tensor, clip_norm: float
+) -> Tensor:
+    """Clip and take one step, unless the loss or the gradient is not finite: then nothing changes.
+
+    The decision is taken on the device, so the host need not wait: the fused kernel skips the update where
+    `found_inf` is set, as it does for a gradient scaler. Gradients that are not finite are left as they are, so
+    that their parameter can still be named.
+
+    Args:
+        optimizer: A fused AdamW.
+        parameters: All parameters with gradients.
+        norm: Norm of the whole gradient, a scalar tensor.
+        loss: Loss of the step, a scalar tensor.
+        clip_norm: Largest norm; 0 does not clip.
+
+    Returns:
+        Whether the step was taken, a boolean scalar tensor on the device.
+    """
+    finite = torch.isfinite(norm) & torch.isfinite(loss)
+    if clip_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, clip_norm, torch.where(finite, norm, 0.0))
+    optimizer.found_inf = (~finite).to(torch.float32)  # type: ignore[attr-defined]
+    optimizer.step()
+    return finite

@@ -1,0 +1,213 @@
+"""Looking before leaping: what cannot end well is refused before any work, what is merely notable is said."""
+
+import os
+import platform
+import shutil
+from pathlib import Path
+
+import torch
+
+from trifocal.data import Tokenizer, make_tokenizer
+from trifocal.errors import UserError
+from trifocal.models import parameter_count
+from trifocal.ops.backends import resolve
+from trifocal.train.checkpoint import list_checkpoints
+from trifocal.train.config import RunConfig
+
+LONG_RUN_STEPS = 1000
+"""A run of more steps than this must save checkpoints on the way."""
+# Weights and the two moments of AdamW, each fp32.
+CHECKPOINT_BYTES_PER_PARAMETER = 12
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device that `run.device` or `--device` names: "auto", "cpu" or "cuda".
+
+    Raises:
+        UserError: If it asks for a GPU and PyTorch sees none.
+    """
+    available = torch.cuda.is_available()
+    if wanted == "cuda" and not available:
+        raise UserError('the device is to be "cuda", but PyTorch sees no GPU here; use "cpu" or "auto"')
+    return torch.device("cuda" if available and wanted != "cpu" else "cpu")
+
+
+def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -> tuple[Tokenizer, list[str]]:
+    """Check that the parts of a configuration fit one another and this machine.
+
+    Args:
+        config: The configuration; each section was checked by itself when it was made.
+        device: From `choose_device`.
+        num_processes: Processes that train together.
+
+    Returns:
+        The tokenizer, and notes on what is fine but worth knowing.
+
+    Raises:
+        UserError: If the run cannot end well; says which fields to change.
+    """
+    config.data.validate()
+    tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
+    _check_batches(config, num_processes)
+    _check_saving(config)
+    _check_text(config, tokenizer)
+    _check_precision(config, device)
+    _check_layers(config)
+    _check_backend(config, device)
+    _check_compiler(config, device)
+    _check_disk(config)
+    return tokenizer, _notes(config)
+
+
+def _check_batches(config: RunConfig, num_processes: int) -> None:
+    whole, micro = config.train.global_batch_size, config.train.micro_batch_size
+    if whole % (micro * num_processes):
+        processes = f" times {num_processes} processes" if num_processes > 1 else ""
+        raise UserError(
+            f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}"
+        )
+
+
+def _check_saving(config: RunConfig) -> None:
+    steps, interval = config.train.steps, config.checkpoint.interval_steps
+    if steps > LONG_RUN_STEPS and (interval == 0 or interval >= steps):
+        raise UserError(
+            f"checkpoint.interval_steps is {interval}: a run of {steps} steps would lose everything in a crash; "
+            f"save at least once on the way (runs of up to {LONG_RUN_STEPS} steps need not)"
+        )
+
+
+def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
+    if config.data.source == "synthetic":
+        if config.log.sample_interval_steps:
+            raise UserError(
+                'data.source is "synthetic": there is no text to sample; set log.sample_interval_steps to 0'
+            )
+        return
+    if config.model.vocab_size < tokenizer.vocab_size:
+        raise UserError(
+            f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
+            f'data.tokenizer "{config.data.tokenizer}"; set it to at least {tokenizer.vocab_size}'
+        )
+    if config.evaluate.interval_steps and config.data.validation_fraction == 0:
+        raise UserError(
+            "data.validation_fraction is 0, so there is nothing to evaluate on; raise it, or set "
+            "evaluate.interval_steps to 0"
+        )
+    if config.log.sample_interval_steps:
+        prompt_tokens = len(tokenizer.encode(config.log.sample_prompt))
+        if prompt_tokens >= config.train.sequence_length:
+            raise UserError(
+                f"log.sample_prompt has {prompt_tokens} tokens; it must be shorter than train.sequence_length, "
+                f"{config.train.sequence_length}"
+            )
+
+
+def _check_precision(config: RunConfig, device: torch.device) -> None:
+    if config.train.precision != "bf16":
+        return
+    if device.type == "cuda":
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+        # Below 8.0 the arithmetic is emulated; AMD's devices that PyTorch supports all have it.
+        supported = torch.version.hip is not None or capability >= (8, 0)
+    else:
+        name, supported = f"this CPU ({platform.machine()})", _cpu_has_bf16()
+    if not supported:
+        raise UserError(f'train.precision is "bf16", but {name} has no bf16 arithmetic; use --train.precision fp32')
+
+
+def _cpu_has_bf16() -> bool:
+    capabilities = torch.cpu.get_capabilities()
+    return any(
+        capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16")
+    )
+
+
+def _check_layers(config: RunConfig) -> None:
+    layers = config.model.num_layers
+    _, last = config.train.checkpointed_layers(layers)
+    if last > layers:
+        raise UserError(
+            f'train.activation_checkpointing is "{config.train.activation_checkpointing}", but the model has '
+            f"{layers} layers"
+        )
+
+
+def _check_backend(config: RunConfig, device: torch.device) -> None:
+    model = config.model
+    if model.attention != "nsa" or model.backend == "auto":
+        return
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
+    v = torch.empty(1, 1, model.num_kv_groups, model.value_dim, dtype=dtype, device=device)
+    try:
+        resolve("preflight", model.backend, q, v, model.geometry)
+    except ValueError as error:
+        raise UserError(f'model.backend is "{model.backend}": {error}; use "auto" or "reference"') from error
+
+
+def _check_compiler(config: RunConfig, device: torch.device) -> None:
+    if not config.train.compile:
+        return
+    candidates = [os.environ.get("CXX" if device.type == "cpu" else "CC", ""), "g++", "gcc", "clang++", "clang"]
+    if not any(name and shutil.which(name) for name in candidates):
+        raise UserError("train.compile needs a C++ compiler, and this machine has none; use --train.compile false")
+
+
+def _check_disk(config: RunConfig) -> None:
+    folder = Path(config.run.directory).absolute()
+    existing = folder
+    while not existing.exists():
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UserError(f"run.directory {config.run.directory}: {existing} is not a folder")
+    if not os.access(existing, os.W_OK):
+        raise UserError(f"run.directory {config.run.directory}: no permission to write in {existing}")
+    needed = disk_bytes(config) - _bytes_of_checkpoints(folder / "checkpoints")
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise UserError(
+            f"the checkpoints need {needed / 1e9:.1f} GB, and {existing} has {free / 1e9:.1f} GB free; "
+            "lower checkpoint.keep_last, raise checkpoint.keep_every_steps, or choose another run.directory"
+        )
+
+
+def disk_bytes(config: RunConfig) -> int:
+    """Most bytes that the checkpoints of a run take at a time, one being written included."""
+    steps, saving = config.train.steps, config.checkpoint
+    saves = steps // saving.interval_steps + 1 if saving.interval_steps else 1
+    kept = min(saving.keep_last, saves) + 1
+    if saving.keep_every_steps:
+        kept += steps // saving.keep_every_steps
+    return kept * parameter_count(config.model) * CHECKPOINT_BYTES_PER_PARAMETER
+
+
+def _bytes_of_checkpoints(root: Path) -> int:
+    return sum(file.stat().st_size for path in list_checkpoints(root) for file in path.rglob("*") if file.is_file())
+
+
+def _notes(config: RunConfig) -> list[str]:
+    notes = []
+    length, geometry = config.train.sequence_length, config.model.geometry
+    if config.model.attention == "nsa":
+        if length <= geometry.window_size:
+            notes.append(
+                f"train.sequence_length {length} does not exceed the window of {geometry.window_size}: the window "
+                "branch alone sees everything"
+            )
+        if length <= geometry.num_selected_blocks * geometry.selection_block_size:
+            notes.append(
+                f"{geometry.num_selected_blocks} selected blocks of {geometry.selection_block_size} tokens cover the "
+                f"whole sequence of {length}: nothing is left out by the choice"
+            )
+        if length < geometry.compression_block_size:
+            notes.append(
+                f"train.sequence_length {length} is shorter than a compressed block of "
+                f"{geometry.compression_block_size}: the compressed branch sees nothing"
+            )
+    if config.schedule.warmup_steps >= config.train.steps:
+        notes.append(
+            f"schedule.warmup_steps {config.schedule.warmup_steps} reaches to the end of {config.train.steps} steps: "
+            "the peak learning rate comes last or never"
+        )
+    return notes

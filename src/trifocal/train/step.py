@@ -1,0 +1,126 @@
+"""One optimizer step: forward and backward over the micro-batches of a global batch, then the guarded update."""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trifocal.data import Batch
+from trifocal.diagnostics import Heartbeat
+from trifocal.models.decoder import IGNORED_TARGET
+from trifocal.ops import Documents
+from trifocal.train.config import TrainSection
+from trifocal.train.optimizer import gradient_norm, guarded_step
+
+LossFunction = Callable[..., Tensor]
+
+
+@dataclass
+class StepResult:
+    """What a step leaves behind; its tensors stay on the device until somebody asks.
+
+    Attributes:
+        step: Which step it was, from 1.
+        batches: The micro-batches it saw, on the host.
+        loss: Mean loss over all valid targets of the global batch, nats per token.
+        gradient_norm: 2-norm of the whole gradient before clipping.
+        finite: Whether both are finite; if not, the update was not applied.
+    """
+
+    step: int
+    batches: Sequence[Batch]
+    loss: Tensor
+    gradient_norm: Tensor
+    finite: Tensor
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[None]:
+    """bf16 matrix products for "bf16"; nothing for "fp32". The weights are fp32 either way."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def batch_loss(loss_function: LossFunction, batch: Batch, device: torch.device) -> Tensor:
+    """Mean loss over the valid targets of one micro-batch.
+
+    Rows that hold document borders are passed as one row of packed documents.
+
+    Args:
+        loss_function: The model, or what wraps it.
+        batch: The micro-batch, on the host.
+        device: Where the model is.
+
+    Returns:
+        A scalar, fp32.
+    """
+    tokens, targets = _move(batch.tokens, device), _move(batch.targets, device)
+    if batch.cu_seqlens is None:
+        return loss_function(tokens, targets)
+    # The borders are checked here, on the host, so that the model need not wait for the device to look at them.
+    documents = Documents.from_cu_seqlens(batch.cu_seqlens, batch.tokens.numel())
+    documents = Documents(*(_move(part, device) for part in documents))
+    return loss_function(tokens.view(1, -1), targets.view(1, -1), cu_seqlens=documents)
+
+
+def valid_targets(batch: Batch) -> int:
+    """Targets of a micro-batch that count."""
+    return int((batch.targets != IGNORED_TARGET).sum())
+
+
+def train_step(
+    step: int,
+    batches: Sequence[Batch],
+    *,
+    loss_function: LossFunction,
+    optimizer: torch.optim.AdamW,
+    device: torch.device,
+    config: TrainSection,
+    heartbeat: Heartbeat,
+    before_backward: Callable[[], None],
+    forward_phase: str = "forward",
+) -> StepResult:
+    """Take one step.
+
+    Each micro-batch weighs as many targets as it has valid ones, so the gradient is that of the mean over the whole
+    global batch, however it is cut.
+
+    Args:
+        step: Its number, from 1.
+        batches: The micro-batches of the global batch.
+        loss_function: The model, or what wraps it: called as `DecoderLM` with targets.
+        optimizer: A fused AdamW, its learning rate set.
+        device: Where the model is.
+        config: Precision and clipping.
+        heartbeat: Told the phases.
+        before_backward: Called once between the first forward and the first backward, while the gradients of the
+            step before still exist: the place to find out whether it went wrong without an idle device.
+        forward_phase: The heartbeat's name of the forward pass; "compile" for the first step of a compiled model.
+
+    Returns:
+        The results, not waited for.
+    """
+    counts = [valid_targets(batch) for batch in batches]
+    total = max(sum(counts), 1)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+    for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+        with heartbeat.phase(forward_phase), autocast(device, config.precision):
+            loss = batch_loss(loss_function, batch, device)
+        if index == 0:
+            before_backward()
+            optimizer.zero_grad(set_to_none=True)
+        with heartbeat.phase("backward"):
+            weighted = loss * (count / total)
+            weighted.backward()
+            loss_sum += weighted.detach()
+    with heartbeat.phase("optimizer"):
+        norm = gradient_norm(parameters)
+        finite = guarded_step(optimizer, parameters, norm, loss_sum, config.gradient_clip_norm)
+    return StepResult(step, batches, loss_sum, norm, finite)
+
+
+def _move(tensor: Tensor, device: torch.device) -> Tensor:
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
