@@ -1,0 +1,235 @@
+"""The attention layers: against dense attention, no future, packed documents, positions, arguments."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trifocal.nn.attention as attention_module
+from trifocal.nn import DenseAttention, NSAttention
+from trifocal.ops import Documents, Geometry
+
+DIM = 24
+SIZES: dict[str, Any] = {"dim": DIM, "num_heads": 4, "num_kv_groups": 2, "head_dim": 8, "value_dim": 6}
+SMALL = Geometry(
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=8,
+    num_selected_blocks=3,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+    window_size=7,
+)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"compressor": "mlp"},
+    {"gate": "softmax"},
+    {"shared_kv": True},
+]
+# Shorter than a compressed block, one token, exactly one block, and longer than n selection blocks.
+LENGTHS = [3, 1, 4, 37, 1, 1, 9, 16, 2]
+
+
+def sparse(geometry: Geometry = SMALL, **options: Any) -> NSAttention:
+    torch.manual_seed(0)
+    return NSAttention(geometry=geometry, **SIZES, **options).double()
+
+
+def dense() -> DenseAttention:
+    torch.manual_seed(0)
+    return DenseAttention(**SIZES).double()
+
+
+def covering(length: int, block_size: int = 1) -> Geometry:
+    """All blocks selected and a window over everything: these two are dense attention.
+
+    With blocks of one token the compressed branch is dense attention too.
+    """
+    return Geometry(
+        compression_block_size=block_size,
+        compression_stride=block_size,
+        selection_block_size=block_size,
+        num_selected_blocks=-(-length // block_size),
+        num_initial_blocks=1,
+        num_local_blocks=1,
+        window_size=length,
+    )
+
+
+def equalise(layer: NSAttention, twin: DenseAttention, shares: tuple[float, float, float]) -> None:
+    """Give every branch the twin's projections, and the branches fixed shares."""
+    with torch.no_grad():
+        layer.q_proj.weight.copy_(twin.q_proj.weight)
+        layer.o_proj.weight.copy_(twin.o_proj.weight)
+        layer.k_proj.weight.copy_(twin.k_proj.weight.repeat(3, 1))
+        layer.v_proj.weight.copy_(twin.v_proj.weight.repeat(3, 1))
+        layer.gate.proj.weight.zero_()
+        layer.gate.proj.bias.copy_(torch.logit(torch.tensor(shares, dtype=torch.float64)).repeat(layer.num_heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize(
+    ("block_size", "shares"),
+    [
+        (1, (1.0, 0.0, 0.0)),
+        (1, (0.0, 1.0, 0.0)),
+        (1, (0.0, 0.0, 1.0)),
+        (1, (0.2, 0.5, 0.3)),
+        (8, (0.0, 0.25, 0.75)),
+    ],
+)
+@pytest.mark.parametrize("packed", [False, True])
+def test_full_coverage_equals_dense(
+    dtype: torch.dtype, block_size: int, shares: tuple[float, float, float], packed: bool
+) -> None:
+    layer, twin = sparse(covering(45, block_size)).to(dtype), dense().to(dtype)
+    equalise(layer, twin, shares)
+    torch.manual_seed(1)
+    x = torch.randn(1 if packed else 2, 45, DIM, dtype=dtype)
+    cu_seqlens = torch.tensor([0, 1, 20, 22, 45]) if packed else None
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
+    outputs = [layer(inputs[0], cu_seqlens=cu_seqlens), twin(inputs[1], cu_seqlens=cu_seqlens)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=tolerance)
+    probe = torch.randn_like(x)
+    gradients = [
+        torch.autograd.grad((output * probe).sum(), given) for output, given in zip(outputs, inputs, strict=True)
+    ]
+    torch.testing.assert_close(*gradients, rtol=0, atol=tolerance)
+
+
+def test_dense_is_plain_causal_attention() -> None:
+    layer = dense()
+    x = torch.randn(2, 13, DIM, dtype=torch.float64)
+    q = layer.q_proj(x).unflatten(-1, (4, 8))
+    k = layer.k_proj(x).unflatten(-1, (2, 8)).repeat_interleave(2, dim=2)
+    v = layer.v_proj(x).unflatten(-1, (2, 6)).repeat_interleave(2, dim=2)
+    tables = attention_module.rotary_tables(torch.arange(13), 8, 10000.0, torch.float64)
+    q, k = attention_module.rotate(q, *tables), attention_module.rotate(k, *tables)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5
+    scores = scores.masked_fill(torch.ones(13, 13).triu(1).bool(), -torch.inf)
+    expected = layer.o_proj(torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v).flatten(2))
+    torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"attention": "dense"}], ids=str)
+def test_no_output_sees_the_future(options: dict[str, Any]) -> None:
+    layer = dense() if "attention" in options else sparse(**options)
+    length = 40
+    x = torch.randn(1, length, DIM, dtype=torch.float64)
+    # One row of the batch for each changed token: row t differs from the original from token t on.
+    changed = x.repeat(length, 1, 1)
+    later = torch.arange(length) >= torch.arange(length)[:, None]
+    changed[later] += torch.randn(int(later.sum()), DIM, dtype=torch.float64)
+    with torch.no_grad():
+        difference = (layer(changed) - layer(x)).abs().amax(-1)
+    # The size of the batch may change the order of sums: rounding is allowed, a leak is far larger.
+    assert difference[~later].max() < 1e-13
+    assert difference.diagonal().min() > 1e-3
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"attention": "dense"}], ids=str)
+def test_packed_documents_equal_separate_ones(options: dict[str, Any]) -> None:
+    layer = dense() if "attention" in options else sparse(**options)
+    borders = torch.tensor([0, *LENGTHS]).cumsum(0)
+    x = torch.randn(1, sum(LENGTHS), DIM, dtype=torch.float64, requires_grad=True)
+    probe = torch.randn(1, sum(LENGTHS), DIM, dtype=torch.float64)
+    wanted = [x, *layer.parameters()]
+
+    packed = layer(x, cu_seqlens=borders)
+    packed_gradients = torch.autograd.grad((packed * probe).sum(), wanted)
+    separate = torch.cat([layer(document) for document in x.split(LENGTHS, dim=1)], dim=1)
+    separate_gradients = torch.autograd.grad((separate * probe).sum(), wanted)
+
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-12)
+    for given, expected in zip(packed_gradients, separate_gradients, strict=True):
+        torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, {"attention": "dense"}], ids=str)
+@pytest.mark.parametrize("lengths", [[1], [3], [4], [40], [1, 1, 1], [3, 1, 2], [1, 20, 1]], ids=str)
+def test_every_parameter_gets_a_gradient(options: dict[str, Any], lengths: list[int]) -> None:
+    layer = dense() if "attention" in options else sparse(**options)
+    x = torch.randn(1, sum(lengths), DIM, dtype=torch.float64)
+    borders = torch.tensor([0, *lengths]).cumsum(0) if len(lengths) > 1 else None
+    layer(x, cu_seqlens=borders).sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+def test_documents_are_checked_once_and_reused() -> None:
+    layer = sparse()
+    x = torch.randn(1, 30, DIM, dtype=torch.float64)
+    borders = torch.tensor([0, 11, 30], dtype=torch.int32)
+    documents = Documents.from_cu_seqlens(borders, 30)
+    assert torch.equal(layer(x, cu_seqlens=borders), layer(x, cu_seqlens=documents))
+
+
+@pytest.mark.parametrize("compressor", ["mean", "mlp"])
+def test_compressed_scores_depend_on_distance_alone(compressor: Any) -> None:
+    layer = sparse(compressor=compressor)
+    q = torch.randn(1, 12, 4, 8, dtype=torch.float64)
+    k, v = torch.randn(1, 12, 2, 8, dtype=torch.float64), torch.randn(1, 12, 2, 6, dtype=torch.float64)
+
+    def scores(shift: int) -> Tensor:
+        q_rotated = attention_module.rotate(q, *layer._rotary_tables(torch.arange(12) + shift, q))
+        k_cmp, _ = layer._compress(k, v, shift)
+        return torch.einsum("bthd,bchd->bhtc", q_rotated[:, :, ::2], k_cmp)
+
+    for shift in (1, 2, 1000):
+        torch.testing.assert_close(scores(shift), scores(0), rtol=0, atol=1e-10)
+
+
+def test_products_run_in_autocast_type_and_gates_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Tensor] = []
+
+    def record(*tensors: Any, **options: Any) -> Tensor:
+        seen.extend(tensor for tensor in tensors if isinstance(tensor, Tensor))
+        return original(*tensors, **options)
+
+    original = attention_module.nsa_attention
+    monkeypatch.setattr(attention_module, "nsa_attention", record)
+    for options in OPTIONS:
+        seen.clear()
+        layer = sparse(**options).float()
+        with torch.autocast("cpu", torch.bfloat16):
+            layer(torch.randn(1, 20, DIM))
+        *q_k_v, gates = seen
+        assert [tensor.dtype for tensor in q_k_v] == [torch.bfloat16] * 7
+        assert gates.dtype == torch.float32
+
+
+def test_branches_have_their_own_projections() -> None:
+    layer = sparse()
+    assert layer.k_proj.weight.shape == (3 * 2 * 8, DIM)
+    assert layer.v_proj.weight.shape == (3 * 2 * 6, DIM)
+    x = torch.randn(1, 40, DIM, dtype=torch.float64)
+    layer(x).square().sum().backward()
+    for projection in (layer.k_proj, layer.v_proj):
+        assert projection.weight.grad is not None
+        for rows in projection.weight.grad.chunk(3):
+            assert rows.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_kv_groups": 3}, "num_heads must be a multiple of num_kv_groups, got 4 and 3"),
+        ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
+        ({"compressor": "max"}, "compressor must be 'mean' or 'mlp', got 'max'"),
+        ({"gate": "tanh"}, "gate must be 'sigmoid' or 'softmax', got 'tanh'"),
+    ],
+)
+def test_wrong_sizes_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NSAttention(**{**SIZES, "geometry": SMALL, **change})
+
+
+def test_wrong_packing_is_refused() -> None:
+    layer = sparse()
+    with pytest.raises(ValueError, match="needs a batch of 1"):
+        layer(torch.randn(2, 5, DIM, dtype=torch.float64), cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match="must end at the number of tokens"):
+        layer(torch.randn(1, 5, DIM, dtype=torch.float64), cu_seqlens=torch.tensor([0, 4]))

@@ -1,0 +1,43 @@
+"""Norm, SwiGLU and the residual stream."""
+
+import torch
+
+from trifocal.nn import Block, DenseAttention, RMSNorm, SwiGLU
+
+
+def test_norm_formula_and_types() -> None:
+    torch.manual_seed(0)
+    norm = RMSNorm(16, eps=1e-3)
+    torch.nn.init.normal_(norm.weight)
+    x = 3 * torch.randn(2, 5, 16)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+    torch.testing.assert_close(norm(x), expected)
+    assert norm.double()(x.double()).dtype == torch.float64
+
+
+def test_norm_of_bf16_is_computed_in_fp32() -> None:
+    torch.manual_seed(0)
+    norm = RMSNorm(16).bfloat16()
+    x = torch.randn(2, 5, 16, dtype=torch.bfloat16)
+    assert torch.equal(norm(x), RMSNorm(16)(x.float()).bfloat16())
+
+
+def test_norm_gives_the_type_of_the_products_that_follow() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert RMSNorm(16)(torch.randn(2, 5, 16)).dtype == torch.bfloat16
+
+
+def test_swiglu_formula() -> None:
+    torch.manual_seed(0)
+    mlp = SwiGLU(6, 10).double()
+    x = torch.randn(3, 6, dtype=torch.float64)
+    gate = x @ mlp.gate_proj.weight.T
+    expected = (gate * torch.sigmoid(gate) * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+    torch.testing.assert_close(mlp(x), expected, rtol=0, atol=1e-13)
+
+
+def test_residual_stream_stays_fp32_under_autocast() -> None:
+    attention = DenseAttention(dim=16, num_heads=2, num_kv_groups=1, head_dim=8, value_dim=8)
+    block = Block(attention, dim=16, mlp_dim=24)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert block(torch.randn(1, 4, 16)).dtype == torch.float32

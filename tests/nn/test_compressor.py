@@ -1,0 +1,92 @@
+"""φ against a loop over blocks, with and without documents, and where no block fits."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from trifocal.nn import MeanCompressor, MLPCompressor
+from trifocal.ops import Documents, Geometry
+
+# Overlapping blocks (8 every 4), and strides that the lengths below do not divide.
+GEOMETRY = Geometry(
+    compression_block_size=8, compression_stride=4, selection_block_size=8, num_selected_blocks=3, window_size=6
+)
+FEATURES = 6
+
+
+def make(kind: str) -> MeanCompressor | MLPCompressor:
+    torch.manual_seed(0)
+    compressor = MeanCompressor(GEOMETRY) if kind == "mean" else MLPCompressor(GEOMETRY, FEATURES)
+    return compressor.double()
+
+
+def compress_one(compressor: MeanCompressor | MLPCompressor, block: Tensor) -> Tensor:
+    """φ of one block [l, D], written out."""
+    mean = block.mean(0)
+    if isinstance(compressor, MeanCompressor):
+        return mean
+    hidden = compressor.up_proj.weight @ (block + compressor.positions).reshape(-1)
+    return mean + compressor.down_proj.weight @ (hidden * torch.sigmoid(hidden))
+
+
+def compress_by_loop(compressor: MeanCompressor | MLPCompressor, x: Tensor) -> Tensor:
+    starts = range(0, x.shape[1] - 8 + 1, 4)
+    return torch.stack(
+        [
+            torch.stack([compress_one(compressor, x[0, start : start + 8, group]) for group in range(x.shape[2])])
+            for start in starts
+        ]
+    )[None]
+
+
+@pytest.mark.parametrize("kind", ["mean", "mlp"])
+@pytest.mark.parametrize("length", [8, 9, 11, 12, 33])
+def test_matches_a_loop_over_blocks(kind: str, length: int) -> None:
+    compressor = make(kind)
+    x = torch.randn(1, length, 2, FEATURES, dtype=torch.float64)
+    torch.testing.assert_close(compressor(x), compress_by_loop(compressor, x), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["mean", "mlp"])
+def test_documents_have_their_own_grids(kind: str) -> None:
+    compressor = make(kind)
+    # Shorter than a block, one token, exactly a block, not divided by the stride.
+    lengths = [5, 1, 8, 21, 7, 13]
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    total = sum(lengths)
+    x = torch.randn(1, total, 2, FEATURES, dtype=torch.float64)
+    packed = compressor(x, Documents.from_cu_seqlens(borders, total))
+    assert packed.shape[1] == total // 4
+    alone = [
+        compress_by_loop(compressor, x[:, start:end])
+        for start, end in zip(borders[:-1].tolist(), borders[1:].tolist(), strict=True)
+        if end - start >= 8
+    ]
+    expected = torch.cat(alone, dim=1)
+    torch.testing.assert_close(packed[:, : expected.shape[1]], expected, rtol=0, atol=1e-13)
+    assert packed.isfinite().all()
+
+
+@pytest.mark.parametrize("length", [1, 7])
+def test_no_block_gives_no_row_and_a_zero_gradient(length: int) -> None:
+    compressor = make("mlp")
+    x = torch.randn(2, length, 2, FEATURES, dtype=torch.float64, requires_grad=True)
+    compressed = compressor(x)
+    assert compressed.shape == (2, 0, 2, FEATURES)
+    compressed.sum().backward()
+    for tensor in (x, *compressor.parameters()):
+        assert tensor.grad is not None
+        assert not tensor.grad.any()
+
+
+def test_learned_compressor_knows_places_in_the_block() -> None:
+    compressor = make("mlp")
+    block = torch.randn(1, 8, 1, FEATURES, dtype=torch.float64)
+    assert (compressor(block) - compressor(block.flip(1))).abs().max() > 1e-6
+
+
+def test_learned_compressor_starts_near_the_mean() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(1, 64, 2, 16)
+    learned, mean = MLPCompressor(GEOMETRY, 16)(x), MeanCompressor(GEOMETRY)(x)
+    assert (learned - mean).square().mean() < 0.1 * mean.square().mean()
