@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from trifocal.data.files import find_files, sizes
 from trifocal.data.remote import HttpClient, HttpFile
+from trifocal.data.retry import TransientError
 from trifocal.data.sources import Cursor, Document, fingerprint
 from trifocal.errors import UserError
 
@@ -140,7 +141,9 @@ class ParquetSource:
                     if text:
                         yield number, text
                 row += len(batch)
-        except (self._arrow.ArrowInvalid, UnicodeDecodeError) as error:
+        except TransientError:
+            raise
+        except (self._arrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
             raise UserError(f"{self._places[shard]}: row group {group} cannot be read: {_one_line(error)}") from error
 
 

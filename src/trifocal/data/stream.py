@@ -148,12 +148,16 @@ class DocumentStream:
         documents: list[Document] = []
         characters = 0
         name = f"{self._source.name} ({self._source.shards[shard]})"
-        for document, after in self._retry.iterate(name, lambda cursor: self._source.read(shard, cursor), start):
-            documents.append(document)
-            characters += len(document.text)
-            if len(documents) == self._block_documents or characters >= _BLOCK_CHARACTERS:
-                yield start, documents
-                documents, characters, start = [], 0, after
+        try:
+            for document, after in self._retry.iterate(name, lambda cursor: self._source.read(shard, cursor), start):
+                documents.append(document)
+                characters += len(document.text)
+                if len(documents) == self._block_documents or characters >= _BLOCK_CHARACTERS:
+                    yield start, documents
+                    documents, characters, start = [], 0, after
+        except OSError as error:
+            # A file that has gone, or may not be read: transient failures end in a DataError before this.
+            raise UserError(f"{name} cannot be read: {error}") from error
         if documents:
             yield start, documents
 

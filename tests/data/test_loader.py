@@ -1,0 +1,329 @@
+"""The loader: exact state, any number of processes, bounded work ahead, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trifocal.data import Batch, DataConfig, DataError, Loader, make_loader, make_tokenizer
+from trifocal.data.text import JsonlSource
+from trifocal.errors import UserError
+
+TOKENIZER = make_tokenizer("bytes")
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Three files of documents; an epoch is about 6,000 tokens."""
+    folder = tmp_path_factory.mktemp("lines")
+    for file in range(3):
+        lines = [json.dumps({"text": f"{file} {line} " + "abc " * (line * 7 % 23)}) for line in range(37)]
+        (folder / f"{file}.jsonl").write_text("\n".join(lines))
+    return f"jsonl:{folder}"
+
+
+def open_loader(source: str, *, length: int = 48, batch_size: int = 2, **settings) -> Loader:
+    names = ("rank", "world_size", "split", "on_stall")
+    arguments = {name: settings.pop(name) for name in names if name in settings}
+    config = DataConfig(source=source, **{"shuffle_documents": 8, "validation_fraction": 0.1} | settings)
+    return make_loader(
+        config,
+        tokenizer=TOKENIZER,
+        sequence_length=length,
+        batch_size=batch_size,
+        vocab_size=257,
+        **arguments,
+    )
+
+
+def same(a: Batch, b: Batch) -> bool:
+    borders = (a.cu_seqlens is None) == (b.cu_seqlens is None) and (
+        a.cu_seqlens is None or torch.equal(a.cu_seqlens, b.cu_seqlens)
+    )
+    return borders and torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) and a[3:] == b[3:]
+
+
+def take(loader: Loader, count: int) -> list[Batch]:
+    return [next(loader) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(source: str) -> list[Batch]:
+    with open_loader(source) as loader:
+        batches = take(loader, 150)
+    assert batches[-1].epoch >= 1
+    return batches
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    first=st.integers(0, 70),
+    second=st.integers(0, 70),
+    depths=st.tuples(st.integers(1, 8), st.integers(1, 8), st.integers(1, 8)),
+)
+def test_two_resumes_repeat_the_uninterrupted_run(
+    source: str, uninterrupted: list[Batch], first: int, second: int, depths: tuple[int, int, int]
+) -> None:
+    at = 0
+    state = None
+    for depth, count in zip(depths, (first, second, 5), strict=True):
+        with open_loader(source, prefetch_batches=depth) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            assert loader.state_dict()["sample_index"] == 2 * at
+            for batch in take(loader, count):
+                assert same(batch, uninterrupted[at])
+                at += 1
+            state = json.loads(json.dumps(loader.state_dict()))
+
+
+def test_state_is_small_and_ignores_the_prefetch(source: str) -> None:
+    states = []
+    for depth in (1, 8):
+        with open_loader(source, prefetch_batches=depth) as loader:
+            take(loader, 7)
+            time.sleep(0.05)
+            states.append(loader.state_dict())
+    assert states[0] == states[1]
+    assert len(json.dumps(states[0])) < 500
+
+
+def test_a_running_loader_can_be_set_back(source: str, uninterrupted: list[Batch]) -> None:
+    with open_loader(source) as loader:
+        start = loader.state_dict()
+        take(loader, 9)
+        loader.load_state_dict(start)
+        assert all(map(same, take(loader, 9), uninterrupted))
+
+
+@pytest.mark.parametrize("kind", ["lines", "synthetic"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_processes_share_what_one_would_see(source: str, kind: str, world_size: int) -> None:
+    name = source if kind == "lines" else "synthetic"
+    with open_loader(name, batch_size=2 * world_size) as loader:
+        whole = take(loader, 20)
+        state = loader.state_dict()
+    for rank in range(world_size):
+        with open_loader(name, rank=rank, world_size=world_size) as loader:
+            for batch, global_batch in zip(take(loader, 20), whole, strict=True):
+                rows = slice(2 * rank, 2 * rank + 2)
+                assert torch.equal(batch.tokens, global_batch.tokens[rows])
+                assert torch.equal(batch.targets, global_batch.targets[rows])
+                assert batch.sample_index == global_batch.sample_index + 2 * rank
+                assert batch.epoch == global_batch.epoch
+            assert loader.state_dict() == state
+
+
+def test_resume_on_another_number_of_processes(source: str, uninterrupted: list[Batch]) -> None:
+    with open_loader(source, batch_size=1, rank=1, world_size=4) as loader:
+        take(loader, 5)
+        state = loader.state_dict()
+    with open_loader(source) as loader:
+        loader.load_state_dict(state)
+        assert all(map(same, take(loader, 5), uninterrupted[10:]))
+
+
+def test_synthetic_resumes_and_keeps_its_splits_apart() -> None:
+    with open_loader("synthetic", length=512) as loader:
+        batches = take(loader, 6)
+        assert torch.equal(batches[0].tokens[:, 1:], batches[0].targets[:, :-1])
+    counts = torch.bincount(torch.cat([b.tokens.reshape(-1) for b in batches]), minlength=257)
+    # 6,144 draws over 257 tokens: every mean of 24 within six standard deviations.
+    assert len(counts) == 257 and abs(counts - 6144 / 257).max() < 6 * (6144 / 257) ** 0.5
+    with open_loader("synthetic", length=512) as loader:
+        take(loader, 2)
+        state = loader.state_dict()
+        loader.load_state_dict(state)
+        assert all(map(same, take(loader, 4), batches[2:]))
+    with open_loader("synthetic", length=512, split="validation") as loader:
+        assert not torch.equal(next(loader).tokens, batches[0].tokens)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"validation_fraction": 0.2}, {"shuffle_documents": 9}, {"length": 64}, {"split": "validation"}],
+)
+def test_other_data_settings_refuse_the_state(source: str, change: dict[str, object]) -> None:
+    with open_loader(source) as loader:
+        state = loader.state_dict()
+    with open_loader(source, **change) as loader, pytest.raises(UserError, match="data position belongs to"):
+        loader.load_state_dict(state)
+
+
+def test_other_files_refuse_the_state(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("some text " * 50)
+    with open_loader(f"text:{path}", validation_fraction=0.0) as loader:
+        state = loader.state_dict()
+    path.write_text("other text " * 51)
+    with open_loader(f"text:{path}", validation_fraction=0.0) as loader:
+        with pytest.raises(UserError, match=r"belongs to text:.*a\.txt.*resume with those of the first run"):
+            loader.load_state_dict(state)
+        with pytest.raises(UserError, match="version 99"):
+            loader.load_state_dict(state | {"version": 99})
+
+
+@pytest.mark.parametrize("depth", [1, 3, 8])
+def test_work_ahead_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+    made = []
+    original = Loader._produce
+
+    def counted(self: Loader):
+        made.append(None)
+        return original(self)
+
+    monkeypatch.setattr(Loader, "_produce", counted)
+    with open_loader(source, prefetch_batches=depth) as loader:
+        for taken in (1, 2, 3):
+            next(loader)
+            deadline = time.monotonic() + 5
+            while len(made) < taken + depth and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.05)
+            # The queue is full and one batch more waits for room.
+            assert taken + depth <= len(made) <= taken + depth + 1
+
+
+def broken_read(self: JsonlSource, shard: int, cursor: object) -> Iterator[object]:
+    raise ZeroDivisionError("a bug in a source")
+    yield
+
+
+def test_an_error_in_the_thread_reaches_the_consumer(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(JsonlSource, "read", broken_read)
+    with open_loader(source) as loader:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="ZeroDivisionError: a bug in a source") as info:
+                next(loader)
+            cause = info.value.__cause__
+            assert isinstance(cause, ZeroDivisionError)
+            frames = []
+            trace = cause.__traceback__
+            while trace is not None:
+                frames.append(trace.tb_frame.f_code.co_name)
+                trace = trace.tb_next
+            assert frames[-1] == "broken_read"
+
+
+def test_good_batches_before_a_bad_line_are_given_and_the_error_keeps_its_kind(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "%s"}\nbroken\n' % ("x" * 95))
+    with open_loader(f"jsonl:{path}", validation_fraction=0.0, shuffle_documents=1) as loader:
+        assert next(loader).tokens.numel() == 96
+        with pytest.raises(UserError, match=r"a\.jsonl:2: not JSON") as info:
+            next(loader)
+        assert isinstance(info.value.__cause__, UserError)
+
+
+class Blocked:
+    """Reading that hangs until it is let go."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release = threading.Event()
+        original = JsonlSource.read
+
+        def read(source: JsonlSource, shard: int, cursor: object) -> Iterator[object]:
+            self.release.wait(20)
+            yield from original(source, shard, cursor)
+
+        monkeypatch.setattr(JsonlSource, "read", read)
+        monkeypatch.setattr(JsonlSource, "close", lambda _: self.release.set())
+
+
+def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = Blocked(monkeypatch)
+    reports: list[tuple[float, str]] = []
+
+    def on_stall(age: float, activity: str) -> None:
+        reports.append((age, activity))
+        if len(reports) == 3:
+            blocked.release.set()
+
+    with open_loader(source, stall_seconds=0.05, on_stall=on_stall) as loader:
+        next(loader)
+    assert len(reports) == 3
+    for number, (age, activity) in enumerate(reports, start=1):
+        assert 0.05 * number <= age < 0.05 * number + 2
+        assert activity.startswith("reading jsonl:")
+    assert loader.latency().p95 >= 0.15
+
+
+def test_a_stall_past_the_limit_is_an_error(
+    source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Blocked(monkeypatch)
+    begin = time.monotonic()
+    with (
+        open_loader(source, stall_seconds=0.05, stall_limit_seconds=0.2) as loader,
+        pytest.raises(DataError, match=r"data stall: no batch for 0 s, the limit .* reading jsonl:"),
+    ):
+        next(loader)
+    assert time.monotonic() - begin < 5
+    assert "data stall: no batch for" in caplog.text
+
+
+def test_closing_ends_the_thread_and_the_loader(source: str) -> None:
+    before = threading.active_count()
+    loader = open_loader(source)
+    next(loader)
+    assert threading.active_count() == before + 1
+    loader.close()
+    assert threading.active_count() == before
+    loader.close()
+    assert loader.state_dict()["sample_index"] == 2
+    with pytest.raises(ValueError, match="closed"):
+        next(loader)
+
+
+def test_latency_is_of_the_waits(source: str) -> None:
+    with open_loader(source) as loader:
+        assert loader.latency() == (0.0, 0.0)
+        take(loader, 50)
+        p50, p95 = loader.latency()
+        assert 0 < p50 <= p95 < 5
+
+
+def test_fast_enough_for_a_gpu() -> None:
+    loader = make_loader(DataConfig(), tokenizer=TOKENIZER, sequence_length=2048, batch_size=4, vocab_size=257)
+    with loader:
+        next(loader)
+        begin = time.perf_counter()
+        tokens = sum(next(loader).tokens.numel() for _ in range(200))
+        rate = tokens / (time.perf_counter() - begin)
+    assert rate > 400_000, f"{rate:.0f} tokens/s"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"sequence_length": 0}, "must be positive"),
+        ({"batch_size": 0}, "must be positive"),
+        ({"rank": 2, "world_size": 2}, r"rank 2 in \[0, world_size\)"),
+        ({"split": "valid"}, "the nearest of train, validation is validation"),
+        ({"vocab_size": 256}, "tokenizer bytes has 257 tokens"),
+    ],
+)
+def test_impossible_arguments(arguments: dict[str, object], message: str) -> None:
+    given = {"tokenizer": TOKENIZER, "sequence_length": 8, "batch_size": 1, "vocab_size": 257} | arguments
+    with pytest.raises(ValueError, match=message):
+        make_loader(DataConfig(), **given)
+
+
+def test_epochs_of_the_splits_have_orders_of_their_own(texts: Callable[..., list[str]], tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(60)))
+    with open_loader(f"jsonl:{path}", length=256, split="validation", validation_fraction=0.5) as loader:
+        orders: dict[int, list[str]] = {}
+        for batch in loader:
+            if batch.epoch > 3:
+                break
+            orders.setdefault(batch.epoch, []).extend(batch.document_ids)
+    assert len({tuple(order) for order in orders.values()}) == 4

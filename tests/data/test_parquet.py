@@ -1,0 +1,122 @@
+"""Parquet on disk: rows, places, and files that are not what they should be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.data.parquet import ParquetSource
+from trifocal.data.remote import HttpClient
+from trifocal.data.retry import Activity
+from trifocal.data.sources import Document
+from trifocal.errors import UserError
+
+pytest.importorskip("pyarrow")
+import pyarrow
+import pyarrow.parquet
+
+Write = Callable[..., Path]
+
+
+def open_source(path: object, field: str = "text") -> ParquetSource:
+    return ParquetSource.from_path(f"parquet:{path}#{field}", str(path), field, HttpClient(5.0, Activity()))
+
+
+def error_of(path: object, field: str = "text") -> str:
+    config = DataConfig(source=f"parquet:{path}#{field}")
+    with (
+        pytest.raises(UserError) as info,
+        make_loader(
+            config, tokenizer=make_tokenizer("bytes"), sequence_length=16, batch_size=1, vocab_size=257
+        ) as loader,
+    ):
+        next(loader)
+    assert "\n" not in str(info.value)
+    return str(info.value)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 16, 1000])
+def test_every_row_once_and_from_every_place(write_parquet: Write, texts: Callable[..., list[str]], rows: int) -> None:
+    content: list[str | None] = [*texts(50)]
+    content[0] = content[7] = content[31] = content[49] = None
+    content[8] = content[32] = ""
+    path = write_parquet("a.parquet", content, field="body", rows=rows)
+    source = open_source(path, "body")
+    whole = list(source.read(0, None))
+    assert [document for document, _ in whole] == [
+        Document(f"a.parquet#{row}", text) for row, text in enumerate(content) if text
+    ]
+    for index, (_, cursor) in enumerate(whole):
+        assert list(source.read(0, cursor)) == whole[index + 1 :]
+
+
+def test_more_rows_in_a_group_than_are_decoded_at_once(write_parquet: Write) -> None:
+    source = open_source(write_parquet("a.parquet", [f"{i}" for i in range(5000)], rows=5000))
+    whole = list(source.read(0, None))
+    assert [document.text for document, _ in whole] == [f"{i}" for i in range(5000)]
+    for index in (0, 1022, 1023, 1024, 1025, 3000, 4998):
+        assert next(source.read(0, whole[index][1])) == whole[index + 1]
+
+
+def test_folders_and_globs(write_parquet: Write, tmp_path: Path) -> None:
+    for name in ("b.parquet", "sample/a.parquet"):
+        write_parquet(name, [name])
+    assert open_source(tmp_path).shards == ["b.parquet", "sample/a.parquet"]
+    assert open_source(f"{tmp_path}/*/*.parquet").shards == ["a.parquet"]
+
+
+def test_other_string_types(tmp_path: Path) -> None:
+    for number, kind in enumerate([pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())]):
+        path = tmp_path / f"{number}.parquet"
+        pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array(["one", "two", "one"]).cast(kind)}), path)
+        assert [document.text for document, _ in open_source(path).read(0, None)] == ["one", "two", "one"]
+
+
+def test_a_missing_field_names_those_there_are(write_parquet: Write) -> None:
+    path = write_parquet("a.parquet", ["x"], field="content")
+    assert f"{path} has no field 'text'; its fields are id, content" in error_of(path)
+    assert f"{path}: field 'id' must hold strings, it holds int64" in error_of(path, "id")
+
+
+def test_files_that_are_broken(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:
+    assert f"no .parquet file in folder {tmp_path}" in error_of(tmp_path)
+    path = write_parquet("a.parquet", texts(100))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    assert f"{path} is not a readable parquet file: " in error_of(path)
+    path.write_bytes(b"")
+    assert f"{path} is empty" in error_of(path)
+    # The footer is fine, the first pages are not.
+    path.write_bytes(whole[:4] + b"\xff" * 200 + whole[204:])
+    assert f"{path}: row group 0 cannot be read: " in error_of(path)
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    broken = pyarrow.array([b"fine", b"caf\xe9"]).cast(pyarrow.string(), safe=False)
+    pyarrow.parquet.write_table(pyarrow.table({"text": broken}), path)
+    assert f"{path}: row group 0 cannot be read: " in error_of(path)
+
+
+def test_resume_within_a_row_group(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:
+    for number in range(3):
+        write_parquet(f"{number}.parquet", [*texts(100, seed=number)])
+
+    def batches(state: dict[str, object] | None) -> Iterator[tuple[list[list[int]], dict[str, object]]]:
+        config = DataConfig(source=f"parquet:{tmp_path}", shuffle_documents=24)
+        with make_loader(
+            config, tokenizer=make_tokenizer("bytes"), sequence_length=200, batch_size=2, vocab_size=257
+        ) as loader:
+            if state is not None:
+                loader.load_state_dict(state)
+            for batch in loader:
+                yield batch.tokens.tolist(), loader.state_dict()
+
+    whole = [item for item, _ in zip(batches(None), range(150), strict=False)]
+    for index in (0, 3, 17, 60, 110):
+        _, state = whole[index]
+        following = [item for item, _ in zip(batches(state), range(30), strict=False)]
+        assert following == whole[index + 1 : index + 31]

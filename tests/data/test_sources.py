@@ -1,0 +1,277 @@
+"""What is read from files, and what is said when they cannot be read."""
+
+from __future__ import annotations
+
+import json
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.data.builtin import BuiltinSource
+from trifocal.data.sources import Document, Source, parse_source
+from trifocal.data.text import JsonlSource, TextSource
+from trifocal.errors import UserError
+
+
+def read_all(source: Source) -> list[Document]:
+    return [document for shard in range(len(source.shards)) for document, _ in source.read(shard, None)]
+
+
+def check_cursors(source: Source) -> None:
+    """From every cursor on come the very documents that came after it."""
+    for shard in range(len(source.shards)):
+        whole = list(source.read(shard, None))
+        for index, (_, cursor) in enumerate(whole):
+            assert list(source.read(shard, cursor)) == whole[index + 1 :]
+
+
+def first_error(source: str, **settings: object) -> str:
+    """The message of what goes wrong up to the first batch: one line."""
+    config = DataConfig(source=source, **settings)
+    with (
+        pytest.raises(UserError) as info,
+        make_loader(
+            config, tokenizer=make_tokenizer("bytes"), sequence_length=16, batch_size=1, vocab_size=257
+        ) as loader,
+    ):
+        next(loader)
+    message = str(info.value)
+    assert "\n" not in message
+    return message
+
+
+def test_builtin_is_the_standard_library_without_its_tests() -> None:
+    source = BuiltinSource()
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents = {document.id: document.text for document in read_all(source)}
+    assert documents["json/decoder.py"] == (root / "json" / "decoder.py").read_bytes().decode()
+    assert len(documents) > 300 and sum(map(len, documents.values())) > 5_000_000
+    assert not [name for name in documents if {"test", "tests", "site-packages"} & set(name.split("/"))]
+    again = BuiltinSource()
+    assert (again.shards, again.fingerprint) == (source.shards, source.fingerprint)
+    ((_, cursor),) = source.read(0, None)
+    assert list(source.read(0, cursor)) == []
+
+
+def test_builtin_with_site_packages_reads_more() -> None:
+    small, large = BuiltinSource(), BuiltinSource(include_site_packages=True)
+    added = set(large.shards) - set(small.shards)
+    assert set(small.shards) < set(large.shards)
+    assert "site-packages/torch/nn/functional.py" in added
+    assert all(name.startswith("site-packages/") for name in added)
+    assert large.fingerprint != small.fingerprint
+
+
+def test_builtin_without_a_library_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), str(tmp_path)))
+    assert "no Python files under" in first_error("builtin")
+
+
+def test_builtin_leaves_out_what_is_not_utf8(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_bytes(b"# caf\xe9\n")
+    (tmp_path / "b.py").write_text("pass\n")
+    (tmp_path / "empty.py").write_text("")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), str(tmp_path)))
+    assert read_all(BuiltinSource()) == [Document("b.py", "pass\n")]
+
+
+@pytest.mark.parametrize("document_bytes", [0, 64, 100, 1000])
+def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(
+    tmp_path: Path, texts: Callable[..., list[str]], document_bytes: int
+) -> None:
+    text = "\n".join(texts(60)) + "\r\nlast ☃"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    source = TextSource(str(tmp_path / "a.txt"), document_bytes)
+    documents = read_all(source)
+    assert "".join(document.text for document in documents) == text
+    assert len({document.id for document in documents}) == len(documents)
+    if document_bytes == 0:
+        assert [document.id for document in documents] == ["a.txt"]
+    else:
+        assert len(documents) > 1
+        for document in documents[:-1]:
+            assert document_bytes <= len(document.text.encode()) <= 2 * document_bytes
+        # Lines are shorter than the limit here (but for a few at 64), so every cut is at one's end.
+        if document_bytes == 1000:
+            assert all(document.text.endswith("\n") for document in documents[:-1])
+    check_cursors(source)
+
+
+@pytest.mark.parametrize("character", ["a", "é", "☃", "𝄞"])
+@pytest.mark.parametrize("shift", range(4))
+def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path, character: str, shift: int) -> None:
+    text = "x" * shift + character * 500
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
+    source = TextSource(str(tmp_path / "a.txt"), 64)
+    assert "".join(document.text for document in read_all(source)) == text
+    check_cursors(source)
+
+
+def test_folders_and_globs(tmp_path: Path) -> None:
+    for name in ("b.txt", "a/c.txt", "a/d.md", "a/e.rst", ".git/f.txt", "a/.hidden.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert TextSource(str(tmp_path), 0).shards == ["a/c.txt", "a/d.md", "b.txt"]
+    assert TextSource(f"{tmp_path}/**/*.txt", 0).shards == ["a/c.txt", "b.txt"]
+    assert TextSource(f"{tmp_path}/a/*", 0).shards == ["c.txt", "d.md", "e.rst"]
+    # Moved data are the same data.
+    moved = tmp_path.with_name("moved")
+    before = TextSource(str(tmp_path), 0).fingerprint
+    tmp_path.rename(moved)
+    assert TextSource(str(moved), 0).fingerprint == before
+    moved.rename(tmp_path)
+
+
+def test_jsonl_reads_the_field(tmp_path: Path) -> None:
+    records = [{"body": "one ☃", "id": 1}, {"body": ""}, {"body": "two\nlines"}]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n  \n" + '{"body": "last"}')
+    source = JsonlSource(str(path), "body")
+    assert read_all(source) == [
+        Document("a.jsonl:1", "one ☃"),
+        Document("a.jsonl:3", "two\nlines"),
+        Document("a.jsonl:6", "last"),
+    ]
+    check_cursors(source)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("builtin", ("builtin", "", "text")),
+        ("fineweb-edu", ("fineweb-edu", "", "text")),
+        ("fineweb-edu:/data/fw", ("fineweb-edu", "/data/fw", "text")),
+        ("text:a#b.txt", ("text", "a#b.txt", "text")),
+        ("jsonl:dir/*.jsonl#body", ("jsonl", "dir/*.jsonl", "body")),
+        ("parquet:http://host/a.parquet#content", ("parquet", "http://host/a.parquet", "content")),
+    ],
+)
+def test_source_names(source: str, expected: tuple[str, str, str]) -> None:
+    assert parse_source(source) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("builtn", "unknown data.source 'builtn'; the nearest is builtin (known: synthetic, builtin"),
+        ("FineWeb", "the nearest is fineweb-edu"),
+        ("", "unknown data.source ''"),
+        ("text", "data.source 'text' lacks its path; write text:PATH"),
+        ("parquet:", "data.source 'parquet:' lacks its path"),
+        ("synthetic:5", "synthetic takes no path"),
+        ("jsonl:a.jsonl#", "empty field after #"),
+        ("text:/no/such/file.txt", "no such file or folder: /no/such/file.txt"),
+        ("jsonl:/no/such/*.jsonl", "no file matches /no/such/*.jsonl"),
+        ("parquet:/no/such/folder", "no such file or folder: /no/such/folder"),
+        ("fineweb-edu:/no/such/folder", "no such file or folder: /no/such/folder"),
+        ("parquet:http://host/a.parquet,b.parquet", "'b.parquet' is no URL"),
+    ],
+)
+def test_bad_sources(source: str, message: str) -> None:
+    assert message in first_error(source)
+
+
+def test_a_path_without_its_kind_gets_a_hint(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    path.write_text("text")
+    assert f"for this path write text:{path}" in first_error(str(path))
+    path = path.rename(tmp_path / "a.parquet")
+    assert f"for this path write parquet:{path}" in first_error(str(path))
+
+
+def test_empty_data(tmp_path: Path) -> None:
+    assert f"no .txt or .md file in folder {tmp_path}" in first_error(f"text:{tmp_path}")
+    (tmp_path / "a.txt").write_text("")
+    assert f"{tmp_path}/a.txt is empty" in first_error(f"text:{tmp_path}/a.txt")
+    (tmp_path / "b.txt").write_text("")
+    assert f"all 2 files of {tmp_path} are empty" in first_error(f"text:{tmp_path}")
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n\n')
+    assert "has no document to train on" in first_error(f"jsonl:{tmp_path}")
+
+
+def test_a_file_that_goes_away(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("text " * 20)
+    with make_loader(
+        DataConfig(source=f"text:{tmp_path}", validation_fraction=0.0),
+        tokenizer=make_tokenizer("bytes"),
+        sequence_length=16,
+        batch_size=1,
+        vocab_size=257,
+    ) as loader:
+        (tmp_path / "b.txt").unlink()
+        with pytest.raises(UserError, match=r"\(b\.txt\) cannot be read: .*No such file"):
+            for _ in range(20):
+                next(loader)
+
+
+def test_text_that_is_not_utf8(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    for offset in (0, 5, 700, 1499):
+        content = bytearray(b"line of text\n" * 200)[:1500]
+        content[offset] = 0xE9
+        path.write_bytes(content)
+        for document_bytes in (0, 64):
+            message = first_error(f"text:{path}", text_document_bytes=document_bytes, shuffle_documents=10_000)
+            assert f"{path} is not UTF-8: byte {offset} is 0xe9" in message
+    path.write_bytes("utf-16 from elsewhere".encode("utf-16"))
+    assert f"{path} is not UTF-8: byte 0 is 0xff" in first_error(f"text:{path}")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{broken", "not JSON: Expecting property name enclosed in double quotes at column 2"),
+        (b'["a"]', "expected an object with 'text', got list"),
+        (b'{"body": "x", "id": 1}', "no field 'text'; it has 'body', 'id'"),
+        (b'{"text": 5}', "field 'text' must be a string, got int"),
+        (b'{"text": "caf\xe9"}', "not UTF-8 at byte 13 of the line"),
+        (b'{"text": "a \\ud800 b"}', "field 'text' holds half a surrogate pair at character 2"),
+    ],
+)
+def test_broken_jsonl_lines(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "fine"}\n\n' + line + b"\n")
+    assert f"{path}:3: {message}" in first_error(f"jsonl:{path}")
+
+
+def test_an_empty_validation_split(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("a single document")
+
+    def error(fraction: float) -> str:
+        config = DataConfig(source=f"text:{path}", validation_fraction=fraction)
+        with (
+            make_loader(
+                config,
+                tokenizer=make_tokenizer("bytes"),
+                sequence_length=16,
+                batch_size=1,
+                vocab_size=257,
+                split="validation",
+            ) as loader,
+            pytest.raises(UserError) as info,
+        ):
+            next(loader)
+        return str(info.value)
+
+    assert "validation split is empty; set data.validation_fraction above 0" in error(0.0)
+    assert "none of its documents falls into data.validation_fraction 1e-09" in error(1e-9)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seed": -1}, "data.seed is -1; it must be at least 0"),
+        ({"prefetch_batches": 0}, "data.prefetch_batches is 0; it must be at least 1"),
+        ({"retry_attempts": 0}, "data.retry_attempts is 0"),
+        ({"stall_seconds": 0.0}, "data.stall_seconds is 0.0; it must be above 0"),
+        ({"validation_fraction": 1.0}, "data.validation_fraction is 1.0; it must be at least 0 and below 1"),
+        ({"text_document_bytes": 3}, "data.text_document_bytes is 3; it must be 0 (never cut) or at least 64"),
+    ],
+)
+def test_bad_settings(settings: dict[str, object], message: str) -> None:
+    assert message in first_error("synthetic", **settings)

@@ -1,0 +1,149 @@
+"""Tokenizers: there and back, byte counts, and what is said when there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.errors import UserError
+
+TEXT = "Hello wörld, ☃ and 𝄞.\n\tdef f(x): return x\n" * 3
+
+
+@pytest.fixture(params=["ByteLevel", "Metaspace"])
+def tokenizer_file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A small vocabulary trained on the spot, of the kind of GPT-2 or of Llama."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=request.param == "Metaspace"))
+    alphabet: list[str] = []
+    special = ["<|endoftext|>"]
+    if request.param == "ByteLevel":
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    else:
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="never")
+        tokenizer.decoder = tokenizers.decoders.Sequence(
+            [
+                tokenizers.decoders.ByteFallback(),
+                tokenizers.decoders.Fuse(),
+                tokenizers.decoders.Metaspace(prepend_scheme="never"),
+            ]
+        )
+        special += [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["Hello world, this is some text to learn from. def f(x): return x"], trainer)
+    if request.param == "Metaspace":
+        # Bytes are ordinary tokens: only the separator is special.
+        content = json.loads(tokenizer.to_str())
+        content["added_tokens"] = [token for token in content["added_tokens"] if token["content"] == special[0]]
+        tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=64)
+    path = tmp_path / "tokenizer.json"
+    tokenizer.save(str(path))
+    return path
+
+
+def test_bytes_there_and_back() -> None:
+    tokenizer = make_tokenizer("bytes")
+    ids = tokenizer.encode(TEXT)
+    assert ids.tolist() == list(TEXT.encode())
+    assert tokenizer.decode([*ids, tokenizer.separator]) == TEXT
+    assert (tokenizer.vocab_size, tokenizer.separator) == (257, 256)
+    assert tokenizer.decode([0xE2, 0x98]) == "�"
+    assert tokenizer.count_bytes(np.array([[1, 255, 256], [-100, 0, 256]])) == 3
+
+
+def test_a_tokenizer_file_there_and_back(tokenizer_file: Path) -> None:
+    tokenizer = make_tokenizer(str(tokenizer_file))
+    ids = tokenizer.encode(TEXT)
+    # Neither the cutting nor the padding that the file asks for.
+    assert len(ids) > 64
+    assert tokenizer.decode([*ids, tokenizer.separator]) == TEXT
+    assert ids.max() < tokenizer.vocab_size and tokenizer.separator < tokenizer.vocab_size
+    assert tokenizer.count_bytes([*ids.tolist(), tokenizer.separator, -100]) == len(TEXT.encode())
+    assert make_tokenizer(str(tokenizer_file.parent)).encode(TEXT).tolist() == ids.tolist()
+
+
+def test_a_separator_spelled_in_a_text_does_not_end_it(tokenizer_file: Path) -> None:
+    tokenizer = make_tokenizer(str(tokenizer_file))
+    assert tokenizer.separator not in tokenizer.encode("before <|endoftext|> after")
+
+
+def test_training_rows_from_a_tokenizer_file(tokenizer_file: Path, tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(str(tokenizer_file))
+    (tmp_path / "a.txt").write_text(TEXT, encoding="utf-8")
+    whole = [*tokenizer.encode(TEXT).tolist(), tokenizer.separator]
+    with make_loader(
+        DataConfig(source=f"text:{tmp_path}/a.txt", validation_fraction=0.0),
+        tokenizer=tokenizer,
+        sequence_length=len(whole),
+        batch_size=2,
+        vocab_size=tokenizer.vocab_size,
+    ) as loader:
+        assert next(loader).tokens.tolist() == [whole, whole]
+
+
+def test_separators_by_name(tokenizer_file: Path) -> None:
+    given = make_tokenizer(str(tokenizer_file), separator="e")
+    assert given.separator != make_tokenizer(str(tokenizer_file)).separator
+    assert given.fingerprint != make_tokenizer(str(tokenizer_file)).fingerprint
+    with pytest.raises(UserError, match=r"has no token '<x>'; name the token .* in data\.separator"):
+        make_tokenizer(str(tokenizer_file), separator="<x>")
+    tokenizer_file.write_text(tokenizer_file.read_text().replace("<|endoftext|>", "<|other|>"))
+    with pytest.raises(UserError, match=r"has none of <\|endoftext\|>, .* data\.separator"):
+        make_tokenizer(str(tokenizer_file))
+    assert make_tokenizer(str(tokenizer_file), separator="<|other|>").separator == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("byte", "unknown tokenizer 'byte'; the nearest is bytes"),
+        ("gpt-2", "the nearest is gpt2"),
+        ("/no/such/tokenizer.json", "no such file"),
+        ("missing.json", "no such file"),
+    ],
+)
+def test_unknown_tokenizers(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        make_tokenizer(name)
+
+
+def test_a_folder_without_and_a_file_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"no such file; give the path of a tokenizer\.json"):
+        make_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"model": 1}')
+    with pytest.raises(UserError, match=r"is not a tokenizer\.json: "):
+        make_tokenizer(str(tmp_path))
+    with pytest.raises(UserError, match="tokenizer bytes has its own"):
+        make_tokenizer("bytes", separator="x")
+
+
+def test_gpt2_without_a_hub_is_a_clear_error(tmp_path: Path) -> None:
+    code = "from trifocal.data import make_tokenizer; make_tokenizer('gpt2')"
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    last = done.stderr.strip().splitlines()[-1]
+    assert "UserError: tokenizer gpt2: neither the hub nor its cache on this machine answers" in last
+    assert done.returncode == 1
+
+
+def test_importing_the_room_loads_no_optional_library() -> None:
+    code = (
+        "import sys, trifocal.data; "
+        "print([m for m in ('datasets', 'pyarrow', 'tokenizers', 'huggingface_hub', 'fsspec') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    # torch itself looks at fsspec where it is installed.
+    assert done.stdout.strip() in ("[]", "['fsspec']")
