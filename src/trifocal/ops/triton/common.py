@@ -116,6 +116,22 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def tma_fits(*tensors: Tensor) -> bool:
+    """Whether the tensor copy engine of this device, if it has one, can read these: 16-byte alignment everywhere.
+
+    fp32 stays with pointers: its small tiles gain nothing.
+    """
+    if tensors[0].device.type != "cuda" or torch.cuda.get_device_capability(tensors[0].device)[0] < 9:
+        return False
+    return all(
+        x.dtype != torch.float32
+        and x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
+        for x in tensors
+    )
+
+
 def strides(x: Tensor) -> tuple[int, int, int]:
     """Strides of batch, position and head. One batch has none: its value would only force a compilation."""
     return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)

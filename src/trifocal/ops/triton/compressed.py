@@ -12,8 +12,9 @@ from torch import Tensor
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
 from trifocal.ops.triton.combine import row_sums
-from trifocal.ops.triton.common import Tile
-from trifocal.ops.triton.interval import Branch, launch_backward, launch_forward
+from trifocal.ops.triton.interval import Branch
+from trifocal.ops.triton.interval_backward import launch_backward
+from trifocal.ops.triton.interval_forward import launch_forward
 
 
 def compressed_forward(
@@ -24,7 +25,7 @@ def compressed_forward(
     num_keys: int,
     scale: float,
     documents: Documents | None,
-    tile: Tile | None = None,
+    **configuration: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the compressed blocks in each query's past.
 
@@ -37,13 +38,13 @@ def compressed_forward(
         scale: Factor on the scores.
         documents: Packed documents, or None; then blocks lie document after document, and slots past the last one
             are never read.
-        tile: Configuration instead of the table's, for measurements.
+        **configuration: See `interval_forward.launch_forward`, for measurements.
 
     Returns:
         o, [B, T, H, V], in q's type, zero where no block is visible; lse, [B, T, H], fp32, natural log, -inf there.
     """
     branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=False)
-    return launch_forward(q, k_cmp, v_cmp, scale, branch, tile)
+    return launch_forward(q, k_cmp, v_cmp, scale, branch, **configuration)
 
 
 def compressed_backward(
@@ -71,7 +72,7 @@ def compressed_backward(
         d_lse: Gradient of lse, [B, T, H], or None; not together with delta.
         delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
         gate: This branch's weight in the mixed output, [B, T, H], or None.
-        **configuration: See `interval.launch_backward`, for measurements.
+        **configuration: See `interval_backward.launch_backward`, for measurements.
 
     Returns:
         d_q, d_k_cmp, d_v_cmp in the types of q, k_cmp, v_cmp; zero for slots that no document fills.

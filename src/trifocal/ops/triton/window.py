@@ -5,13 +5,16 @@ FLOPs: forward `2 * T * w * H * (D + V)`, backward 2.5 times as many, and 7/5 of
 make the scores each for itself.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.combine import row_sums
-from trifocal.ops.triton.common import Tile
-from trifocal.ops.triton.interval import Branch, launch_backward, launch_forward
+from trifocal.ops.triton.interval import Branch
+from trifocal.ops.triton.interval_backward import launch_backward
+from trifocal.ops.triton.interval_forward import launch_forward
 
 
 def window_forward(
@@ -21,7 +24,7 @@ def window_forward(
     window_size: int,
     scale: float,
     documents: Documents | None,
-    tile: Tile | None = None,
+    **configuration: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the last `window_size` keys.
 
@@ -32,12 +35,12 @@ def window_forward(
         window_size: Keys that a query sees, its own included.
         scale: Factor on the scores.
         documents: Packed documents, or None.
-        tile: Configuration instead of the table's, for measurements.
+        **configuration: See `interval_forward.launch_forward`, for measurements.
 
     Returns:
         o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log.
     """
-    return launch_forward(q, k, v, scale, _branch(q, k, window_size, documents), tile)
+    return launch_forward(q, k, v, scale, _branch(q, k, window_size, documents), **configuration)
 
 
 def window_backward(
@@ -52,7 +55,7 @@ def window_backward(
     documents: Documents | None,
     delta: Tensor | None = None,
     gate: Tensor | None = None,
-    **configuration: Tile,
+    **configuration: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of window attention.
 
@@ -62,7 +65,7 @@ def window_backward(
         o, lse: From forward; o may be None when delta is given.
         delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
         gate: This branch's weight in the mixed output, [B, T, H], or None.
-        **configuration: See `interval.launch_backward`, for measurements.
+        **configuration: See `interval_backward.launch_backward`, for measurements.
 
     Returns:
         d_q, d_k, d_v in the types of q, k, v.
