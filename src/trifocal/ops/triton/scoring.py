@@ -1,0 +1,285 @@
+"""Scoring and top-n: which blocks each query group attends to.
+
+Two kernels, over chunks of queries so that memory stays bounded at any length:
+
+| kernel | a program holds | it loops over | memory |
+|---|---|---|---|
+| importance | compressed keys, a tile of queries × those keys | the heads of the group | q in; importance in fp32 out |
+| choice | the importance of all blocks of one or more rows | halvings of the threshold | importance in; choice out |
+
+Importance. A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two.
+The sum over heads, `acc += exp2(q_h k - lse_h)`, needs no exchange between threads; the mask, the same for
+every head, comes after it. A compressed block overlaps the selection block that it starts in, and at most the next: each
+selection block's importance is written in two parts, what starts in it (`own`) and what reaches over from the block
+before (`carried`), so that no tile needs its neighbour.
+
+Choice. The bits of non-negative floats order like integers: halving finds the largest threshold that n values
+reach, exactly; of the values equal to it, the lower indices are taken.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.layout import Documents, compressed_layout
+from trifocal.ops.triton.choice_index import documents_or
+from trifocal.ops.triton.common import Tile, load_tile, split_width, strides, unit_stride
+
+LOG2_E = 1.4426950408889634
+# Bytes of importance that are kept at a time.
+BUFFER_BYTES = 2**28
+# Compressed blocks of one selection block that a tile holds; geometries with more are summed in parts.
+MOST_TAPS = 64
+INFINITY_BITS = tl.constexpr(0x7F800000)
+
+
+@triton.jit(do_not_specialize=["first_query", "end_query", "query_shift", "num_blocks", "num_compressed"])
+def importance_kernel(
+    q, k_cmp, lse, own, carried, ids, positions, first_compressed,
+    q_batch_stride, q_time_stride, q_head_stride,
+    k_batch_stride, k_time_stride, k_head_stride,
+    lse_batch_stride, lse_time_stride, lse_head_stride,
+    first_query, end_query, query_shift, num_blocks, num_compressed, column_tiles, score_scale,
+    GROUPS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, PLACES: tl.constexpr,
+    TAPS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """Importance of `column_tiles` tiles of selection blocks for one tile of queries.
+
+    `own` and `carried` are [B, queries of the chunk, G, num_blocks]. Queries that may take all their candidates
+    need no importance; tiles of such queries do nothing.
+    """
+    COLUMNS: tl.constexpr = BLOCKS * TAPS
+    query = first_query + tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
+    batch = (tl.program_id(2) // GROUPS).to(tl.int64)
+    group = tl.program_id(2) % GROUPS
+    exists = query < end_query
+    token = query + query_shift
+    first_document = 0
+    last_document = 0
+    if PACKED:
+        position = tl.load(positions + token, mask=exists, other=0)
+        document_of_query = tl.load(ids + token, mask=exists, other=-1)
+        first_document = tl.load(ids + first_query + tl.program_id(1) * QUERIES + query_shift)
+        last_document = tl.max(document_of_query)
+    else:
+        position = token
+    q += batch * q_batch_stride + group * REP * q_head_stride
+    k_cmp += batch * k_batch_stride + group * k_head_stride
+    lse += batch * lse_batch_stride + group * REP * lse_head_stride
+    q_offsets = query.to(tl.int64) * q_time_stride
+    lse_offsets = query.to(tl.int64) * lse_time_stride
+    out_row = (batch * (end_query - first_query) + (query - first_query)) * GROUPS + group
+
+    column = tl.arange(0, COLUMNS)
+    block_of_column = column // TAPS
+    for document in range(first_document, last_document + 1):
+        in_document = exists
+        first = 0 * document
+        last = first + num_compressed
+        if PACKED:
+            in_document = exists & (document_of_query == document)
+            first = tl.load(first_compressed + document)
+        # What is visible to a query lies in its document, so the document's count need not be known.
+        candidates = tl.max(tl.where(in_document, position // SELECTION + 1, 0))
+        first_tile = tl.program_id(0) * column_tiles
+        end_tile = tl.minimum(first_tile + column_tiles, tl.cdiv(candidates, BLOCKS))
+        end_tile = tl.where(candidates > PLACES, end_tile, first_tile)
+        for tile in range(first_tile, end_tile):
+            first_block = tile * BLOCKS
+            own_sum = tl.zeros([QUERIES, BLOCKS], tl.float32)
+            carried_sum = own_sum
+            for part in tl.static_range(PARTS):
+                tap = part * TAPS + column % TAPS
+                compressed = (first_block + block_of_column) * (SELECTION // STRIDE) + tap
+                column_exists = (tap < SELECTION // STRIDE) & (first + compressed < last)
+                k_offsets = (first + compressed).to(tl.int64) * k_time_stride
+                k_1 = load_tile(k_cmp, k_offsets, column_exists, 0, D_1, D, True)
+                k_2 = k_1
+                if D_2 > 0:
+                    k_2 = load_tile(k_cmp, k_offsets, column_exists, D_1, D_2, D, True)
+                p = tl.zeros([QUERIES, COLUMNS], tl.float32)
+                for head in tl.range(0, REP):
+                    q_head = q + head * q_head_stride
+                    q_1 = load_tile(q_head, q_offsets, exists, 0, D_1, D, True)
+                    scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+                    if D_2 > 0:
+                        q_2 = load_tile(q_head, q_offsets, exists, D_1, D_2, D, True)
+                        scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+                    lse_of_head = tl.load(lse + lse_offsets + head * lse_head_stride, mask=exists, other=0.0)
+                    p += tl.exp2(scores * score_scale - (lse_of_head * 1.4426950408889634)[:, None])
+                last_token = compressed * STRIDE + (COMPRESSION - 1)
+                visible = column_exists[None, :] & (last_token[None, :] <= position[:, None])
+                p = tl.where(visible, p, 0.0)
+                # Overlaps in units of the stride: with the block that the compressed one starts in, and the next.
+                own_weight = tl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(tl.float32) / STRIDE
+                own_sum += tl.sum(tl.reshape(p * own_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
+                if COMPRESSION > STRIDE:
+                    next_weight = COMPRESSION / STRIDE - own_weight
+                    carried_sum += tl.sum(tl.reshape(p * next_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
+            block = first_block + tl.arange(0, BLOCKS)
+            out = out_row[:, None].to(tl.int64) * num_blocks + block[None, :]
+            tl.store(own + out, own_sum, mask=in_document[:, None] & (block < num_blocks)[None, :])
+            if COMPRESSION > STRIDE:
+                tl.store(carried + out + 1, carried_sum, mask=in_document[:, None] & (block + 1 < num_blocks)[None, :])
+
+
+@triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "num_blocks", "rows"])
+def choice_kernel(
+    own, carried, selected_blocks, positions,
+    first_query, end_query, num_queries, query_shift, num_blocks, rows,
+    GROUPS: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
+    PLACES: tl.constexpr, PLACES_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The choice of some rows (batch, query of the chunk, group) from the importance of all their blocks."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    exists = row < rows
+    row = tl.where(exists, row, 0)
+    chunk_queries = end_query - first_query
+    query = first_query + ((row // GROUPS) % chunk_queries).to(tl.int32)
+    position = query + query_shift
+    if PACKED:
+        position = tl.load(positions + position)
+    candidates = position // SELECTION + 1
+    block = tl.arange(0, BLOCKS)[None, :]
+    is_candidate = block < candidates[:, None]
+    forced = is_candidate & ((block < INITIAL) | (block >= candidates[:, None] - LOCAL))
+    free = is_candidate & (forced == 0)
+    total = tl.minimum(candidates, PLACES)
+    wanted = total - tl.sum(forced.to(tl.int32), 1)
+
+    place = row[:, None] * num_blocks + block
+    needed = free & (candidates > PLACES)[:, None]
+    importance = tl.load(own + place, mask=needed, other=0.0)
+    if COMPRESSION > STRIDE:
+        importance += tl.load(carried + place, mask=needed & (block > 0), other=0.0)
+    bits = tl.minimum(tl.maximum(importance.to(tl.int32, bitcast=True), 0), INFINITY_BITS)
+    bits = tl.where(free, bits, -1)
+
+    # Invariant: at least `wanted` values reach `low`; fewer reach `high`, or none is wanted.
+    low = tl.zeros([ROWS], tl.int32)
+    high = tl.max(bits, 1) + 1
+    done = (tl.sum(free.to(tl.int32), 1) == wanted) | (high <= 1)
+    while tl.min(done.to(tl.int32), 0) == 0:
+        middle = low + (high - low) // 2
+        reach = tl.sum((bits >= middle[:, None]).to(tl.int32), 1)
+        enough = reach >= wanted
+        low = tl.where(enough & (done == 0), middle, low)
+        high = tl.where(enough, high, middle)
+        done = done | (enough & (reach == wanted)) | (high - low <= 1)
+    above = bits > low[:, None]
+    equal = bits == low[:, None]
+    spare = wanted - tl.sum(above.to(tl.int32), 1)
+    chosen = forced | above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= spare[:, None]))
+    slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
+    # Rows of all chunks: [B, T, G].
+    batch = row // GROUPS // chunk_queries
+    out = selected_blocks + ((batch * num_queries + query) * GROUPS + row % GROUPS)[:, None] * PLACES
+    tl.store(out + slot, tl.broadcast_to(block, [ROWS, BLOCKS]), mask=chosen & exists[:, None])
+    pad = tl.arange(0, PLACES_PAD)[None, :]
+    empty = exists[:, None] & (pad >= total[:, None]) & (pad < PLACES)
+    tl.store(out + pad, tl.full([ROWS, PLACES_PAD], -1, tl.int32), mask=empty)
+
+
+def select_blocks_forward(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: Geometry,
+    num_keys: int,
+    scale: float,
+    documents: Documents | None,
+    *,
+    tile: Tile | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> Tensor:
+    """Choose the selection blocks of every query and group.
+
+    Args:
+        q: Queries, [B, T, H, D].
+        k_cmp: Compressed keys, [B, C, G, D]; with documents C may be padded.
+        lse: Log-sum-exp of the compressed scores, [B, T, H], natural log, fp32.
+        geometry: Block sizes, in tokens.
+        num_keys: Tokens, S.
+        scale: Factor on the scores.
+        documents: Packed documents; None for one sequence a batch entry.
+        tile: A configuration instead of the device's: queries, compressed blocks, warps, stages.
+        buffer_bytes: Importance that may be held at a time.
+
+    Returns:
+        Block indices, [B, T, G, N], int32, ascending; -1 pads.
+    """
+    q, k_cmp = unit_stride(q), unit_stride(k_cmp)
+    batch, num_queries, num_heads, dim = q.shape
+    num_compressed, groups = k_cmp.shape[1:3]
+    rep, widths = num_heads // groups, split_width(dim)
+    places = geometry.num_selected_blocks
+    selected_blocks = torch.empty(batch, num_queries, groups, places, dtype=torch.int32, device=q.device)
+    shift = num_keys - num_queries
+    sizes = dict(
+        GROUPS=groups, COMPRESSION=geometry.compression_block_size, STRIDE=geometry.compression_stride,
+        SELECTION=geometry.selection_block_size, PLACES=places, PACKED=documents is not None,
+    )  # fmt: skip
+    ids, positions, _ = documents_or(documents, selected_blocks)
+    first_compressed = selected_blocks
+    if documents is not None:
+        first_compressed = compressed_layout(documents, 0, geometry).first_blocks.to(torch.int32)
+    taps = triton.next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
+    parts = max(1, taps // MOST_TAPS)
+    taps //= parts
+    tile = tile or _importance_tile(q.dtype, rep, widths.padded)
+    blocks_of_tile = max(1, tile.keys // taps)
+
+    num_blocks = geometry.num_selection_blocks(num_keys)
+    row_bytes = 2 * 4 * batch * groups * num_blocks
+    scored = num_blocks > places
+    chunk_queries = num_queries if not scored else min(num_queries, max(tile.rows, buffer_bytes // row_bytes))
+    if chunk_queries < num_queries:
+        chunk_queries = chunk_queries // tile.rows * tile.rows
+    size = batch * chunk_queries * groups * num_blocks if scored else 1
+    own, carried = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
+    for first_query in range(0, num_queries, chunk_queries):
+        end_query = min(first_query + chunk_queries, num_queries)
+        # Blocks that the chunk's last query can choose from; a document's own count is not known here.
+        reachable = (
+            num_blocks if documents is not None else min(num_blocks, geometry.num_selection_blocks(shift + end_query))
+        )
+        if reachable > places:
+            column_tiles = triton.cdiv(reachable, blocks_of_tile)
+            # A program with few heads takes several tiles, or it would end before its loads are under way.
+            tiles_of_program = max(1, min(8 // rep, column_tiles))
+            grid = (
+                triton.cdiv(column_tiles, tiles_of_program),
+                triton.cdiv(end_query - first_query, tile.rows),
+                batch * groups,
+            )
+            importance_kernel[grid](
+                q, k_cmp, lse, own, carried, ids, positions, first_compressed,
+                *strides(q), *strides(k_cmp), *strides(lse),
+                first_query, end_query, shift, num_blocks, num_compressed, tiles_of_program, scale * LOG2_E,
+                **sizes, REP=rep, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
+                QUERIES=tile.rows, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+        rows = batch * (end_query - first_query) * groups
+        columns = max(16, triton.next_power_of_2(reachable))
+        rows_of_program = max(1, 1024 // columns)
+        choice_kernel[(triton.cdiv(rows, rows_of_program),)](
+            own, carried, selected_blocks, positions,
+            first_query, end_query, num_queries, shift, num_blocks, rows,
+            **sizes, PLACES_PAD=triton.next_power_of_2(places), INITIAL=geometry.num_initial_blocks,
+            LOCAL=geometry.num_local_blocks, ROWS=rows_of_program, BLOCKS=columns,
+            num_warps=max(1, min(8, columns // 1024)),
+        )  # fmt: skip
+    return selected_blocks
+
+
+def _importance_tile(dtype: torch.dtype, rep: int, dim: int) -> Tile:
+    """Fixed configurations; `keys` counts compressed blocks."""
+    if dtype == torch.float32:
+        return Tile(rows=32, keys=32, warps=4, stages=1)
+    if dim > 128:
+        return Tile(rows=64, keys=64, warps=4, stages=2)
+    return Tile(rows=64, keys=128 if rep > 2 else 64, warps=4, stages=2)

@@ -1,0 +1,527 @@
+"""Selected attention, forward: three loop orders, chosen by shape alone.
+
+| order | when | a program holds | it loops over | traffic of a query's head and block |
+|---|---|---|---|---|
+| keys outside | the usual | one block's k and v | the queries that chose it | q in; a partial o out and in again |
+| masked tiles | a query chooses much of what there is | a tile of queries | all blocks; bits say who chose | k and v, shared by the tile |
+| query by query | few queries (decoding) | one query | its own blocks | k and v |
+
+Keys outside: a block's slots (see `choice_index`) come in pieces; the tile's rows are the heads of the group of
+consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in the inputs' type,
+and its log-sum-exp; a second kernel adds a query's slots in order. The partials of all rows would be N times as large as
+o, so rows go in chunks.
+
+Masked tiles: FlashAttention over the whole past; a block that a row did not choose leaves the row as it is, by one
+number a row.
+
+Sums have one order in each: two runs give equal bits.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.layout import Documents
+from trifocal.ops.triton.choice_index import (
+    block_place,
+    build_choice_index,
+    choice_bits,
+    documents_or,
+    find_piece,
+    row_token,
+    split_blocks,
+)
+from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
+
+LOWEST = tl.constexpr(-1.0e30)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = 1.4426950408889634
+# Larger blocks are cut into equal parts of at most this many tokens, each with a slot of its own.
+LARGEST_BLOCK = 64
+# Partial results of this many bytes are kept at a time.
+BUFFER_BYTES = 2**31
+# Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen.
+MASKED_UP_TO = 4
+# With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
+FEWEST_SHARERS = 2
+
+
+@triton.jit
+def slot_rows(first, end, slots, REP: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, ROWS: tl.constexpr):
+    """A tile's rows, the heads of consecutive slots: which exist, their slots, sequence rows and heads."""
+    row = tl.arange(0, ROWS)
+    number = first + row // REP
+    head = row % REP
+    exists = (row < (ROWS // REP) * REP) & (number < end)
+    slot = tl.load(slots + number, mask=exists, other=0).to(tl.int32)
+    return exists, slot, slot // SLOTS_OF_ROW, head
+
+
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "chunk", "num_blocks", "keys_per_chunk"])
+def gathered_forward_kernel(
+    q, k, v, o_slots, lse_slots, slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
+    q_batch_stride, q_time_stride, q_head_stride,
+    k_batch_stride, k_time_stride, k_head_stride,
+    v_batch_stride, v_time_stride, v_head_stride,
+    num_queries, query_shift, num_keys, chunk, chunk_rows, num_blocks, keys_per_chunk, score_scale,
+    GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """Partial o and lse (base 2) of the slots of one piece."""
+    _, begin, end, batch, group, block = find_piece(
+        tl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
+    )
+    if begin < end:
+        first_slot_of_chunk = chunk * chunk_rows * (GROUPS * PLACES)
+        any_slot = tl.load(slots + begin).to(tl.int32)
+        first_token, first_position = block_place(
+            block, any_slot, num_queries, query_shift, ids, cu_seqlens, GROUPS * PLACES, BLOCK, PACKED
+        )
+        in_block = tl.arange(0, KEYS)
+        key_exists = (in_block < BLOCK) & (first_token + in_block < num_keys)
+        q += batch.to(tl.int64) * q_batch_stride + group * REP * q_head_stride
+        k += batch.to(tl.int64) * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
+        v += batch.to(tl.int64) * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
+        k_1 = load_tile(k, in_block * k_time_stride, key_exists, 0, D_1, D, True)
+        v_1 = load_tile(v, in_block * v_time_stride, key_exists, 0, V_1, V, True)
+        k_2 = k_1
+        v_2 = v_1
+        if D_2 > 0:
+            k_2 = load_tile(k, in_block * k_time_stride, key_exists, D_1, D_2, D, True)
+        if V_2 > 0:
+            v_2 = load_tile(v, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
+
+        for first in tl.range(begin, end, ROWS // REP, num_stages=STAGES):
+            exists, slot, row, head = slot_rows(first, end, slots, REP, GROUPS * PLACES, ROWS)
+            query = row - batch * num_queries
+            position = query + query_shift
+            if PACKED:
+                position = tl.load(positions + position, mask=exists, other=0)
+            q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
+            q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
+            scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+            if D_2 > 0:
+                q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+            visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
+            scores = tl.where(visible, scores * score_scale, float("-inf"))
+            # Every slot sees its block's first key; rows without a slot may not see any.
+            top = tl.maximum(tl.max(scores, 1), LOWEST)
+            p = tl.exp2(scores - top[:, None])
+            total = tl.maximum(tl.sum(p, 1), 1.0e-30)
+            inverse = 1.0 / total
+            p = p.to(v_1.dtype)
+            place = (slot - first_slot_of_chunk).to(tl.int64) * REP + head
+            o_1 = tl.dot(p, v_1, input_precision="ieee")
+            store_tile(o_slots, place * V, exists, o_1 * inverse[:, None], 0, V_1, V)
+            if V_2 > 0:
+                o_2 = tl.dot(p, v_2, input_precision="ieee")
+                store_tile(o_slots, place * V, exists, o_2 * inverse[:, None], V_1, V_2, V)
+            tl.store(lse_slots + place, top + tl.log2(total), mask=exists)
+
+
+@triton.jit(do_not_specialize=["first_row", "end_row", "unused"])
+def reduce_slots_kernel(
+    parts, lse_slots, keys, out, lse, first_row, end_row, unused, factor,
+    GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
+    V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """Add the slots of rows in order: weighted by their share of the softmax, or as they are, times `factor`."""
+    first_head = first_row.to(tl.int64) * (GROUPS * REP)
+    local = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    number = first_head + local
+    exists = number < end_row.to(tl.int64) * (GROUPS * REP)
+    row_group = tl.where(exists, number // REP, 0)
+    head = local % REP
+    # Partials are stored from the chunk's first row on.
+    first_slot = tl.where(exists, local // REP, 0) * PLACES
+    columns = tl.arange(0, V_PAD)
+    inside = (columns < V)[None, :]
+    top = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    inverse = total
+    if WEIGHTED:
+        for place in tl.range(0, PLACES, loop_unroll_factor=UNROLL):
+            used = exists & (tl.load(keys + row_group * PLACES + place) != unused)
+            part_lse = tl.load(lse_slots + (first_slot + place) * REP + head, mask=used, other=float("-inf"))
+            new_top = tl.maximum(top, part_lse)
+            total = total * tl.exp2(top - new_top) + tl.exp2(part_lse - new_top)
+            top = new_top
+        inverse = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
+    result = tl.zeros([ROWS, V_PAD], tl.float32)
+    for place in tl.range(0, PLACES, loop_unroll_factor=UNROLL):
+        used = exists & (tl.load(keys + row_group * PLACES + place) != unused)
+        source = (first_slot + place) * REP + head
+        part = tl.load(parts + source[:, None] * V + columns[None, :], mask=used[:, None] & inside, other=0.0)
+        if WEIGHTED:
+            part_lse = tl.load(lse_slots + source, mask=used, other=float("-inf"))
+            result += part.to(tl.float32) * (tl.exp2(part_lse - top) * inverse)[:, None]
+        else:
+            result += part.to(tl.float32)
+    result = result * factor
+    tl.store(
+        out + number[:, None] * V + columns[None, :], result.to(out.dtype.element_ty), mask=exists[:, None] & inside
+    )
+    if WEIGHTED:
+        natural = tl.where(total > 0, (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN_2, float("-inf"))
+        tl.store(lse + number, natural, mask=exists)
+
+
+@triton.jit
+def either(a, b):
+    return a | b
+
+
+@triton.jit
+def _attend_blocks(
+    o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+    bits, tile_bits, position, document_start, document_end, first_block, end_block, score_scale,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Take a run of blocks, all in the word `bits`, into the running softmax of the rows that chose them.
+
+    A block that no row of the tile chose (`tile_bits`) is not read: what no query sees must not reach a product.
+    """
+    in_block = tl.arange(0, KEYS)
+    for block in tl.range(first_block, end_block):
+        first_position = block * BLOCK
+        first_token = document_start + first_position
+        keep = (in_block >= 0) & (((tile_bits >> (block & 31)) & 1) != 0)
+        if MASKED:
+            keep = keep & (in_block < BLOCK) & (first_token + in_block < document_end)
+        k_base = k + first_token.to(tl.int64) * k_time_stride
+        v_base = v + first_token.to(tl.int64) * v_time_stride
+        k_1 = load_tile(k_base, in_block * k_time_stride, keep, 0, D_1, D, True)
+        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+        if D_2 > 0:
+            k_2 = load_tile(k_base, in_block * k_time_stride, keep, D_1, D_2, D, True)
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+        scores = scores * score_scale
+        if MASKED:
+            visible = keep[None, :] & (first_position + in_block[None, :] <= position[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        chosen = ((bits >> (block & 31)) & 1) != 0
+        new_max = tl.where(chosen, tl.maximum(running_max, tl.max(scores, 1)), running_max)
+        # Rows that did not choose the block subtract infinity, and so add nothing.
+        p = tl.exp2(scores - tl.where(chosen, new_max, float("inf"))[:, None])
+        decay = tl.exp2(running_max - new_max)
+        running_max = new_max
+        running_sum = running_sum * decay + tl.sum(p, 1)
+        v_1 = load_tile(v_base, in_block * v_time_stride, keep, 0, V_1, V, True)
+        p = p.to(v_1.dtype)
+        o_1 = tl.dot(p, v_1, o_1 * decay[:, None], input_precision="ieee")
+        if V_2 > 0:
+            v_2 = load_tile(v_base, in_block * v_time_stride, keep, V_1, V_2, V, True)
+            o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
+    return o_1, o_2, running_max, running_sum
+
+
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words"])
+def masked_forward_kernel(
+    q, k, v, o, lse, bits, ids, positions, cu_seqlens,
+    q_batch_stride, q_time_stride, q_head_stride,
+    k_batch_stride, k_time_stride, k_head_stride,
+    v_batch_stride, v_time_stride, v_head_stride,
+    num_queries, query_shift, num_keys, num_words, score_scale,
+    GROUPS: tl.constexpr, REP: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """o and lse of one tile of rows; tiles with the longest past start first."""
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    batch = (tl.program_id(1) // GROUPS).to(tl.int64)
+    group = tl.program_id(1) % GROUPS
+    row = first_row + tl.arange(0, ROWS)
+    exists = row < num_queries * REP
+    row = tl.where(exists, row, 0)
+    query = row // REP
+    head = row % REP
+    last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
+    first_document = 0
+    last_document = 0
+    if PACKED:
+        position = tl.load(positions + query + query_shift)
+        document_of_row = tl.load(ids + query + query_shift)
+        first_document = tl.load(ids + first_row // REP + query_shift)
+        last_document = tl.load(ids + last_query + query_shift)
+    else:
+        position = query + query_shift
+    q += batch * q_batch_stride + group * REP * q_head_stride
+    k += batch * k_batch_stride + group * k_head_stride
+    v += batch * v_batch_stride + group * v_head_stride
+    q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
+    q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
+    q_2 = q_1
+    if D_2 > 0:
+        q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+    running_max = tl.full([ROWS], LOWEST, tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    o_1 = tl.zeros([ROWS, V_1], tl.float32)
+    o_2 = running_sum
+    if V_2 > 0:
+        o_2 = tl.zeros([ROWS, V_2], tl.float32)
+    for document in range(first_document, last_document + 1):
+        in_document = exists
+        document_start = 0 * document
+        document_end = document_start + num_keys
+        if PACKED:
+            in_document = exists & (document_of_row == document)
+            document_start = tl.load(cu_seqlens + document)
+            document_end = tl.load(cu_seqlens + document + 1)
+        last_position = tl.max(tl.where(in_document, position, 0))
+        # Blocks that end at or before the first row's position need no mask by key.
+        lowest_position = tl.min(tl.where(in_document, position, last_position))
+        end_block = last_position // BLOCK + 1
+        first_masked = (lowest_position + 1) // BLOCK
+        if BLOCK < KEYS:
+            first_masked = 0 * end_block
+        for word in range(0, (end_block + 31) // 32):
+            word_place = (tl.program_id(1).to(tl.int64) * num_words + word) * num_queries
+            chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
+            tile_bits = tl.reduce(chosen_bits, 0, either)
+            first = word * 32
+            middle = tl.minimum(tl.maximum(first_masked, first), first + 32)
+            end = tl.minimum(end_block, first + 32)
+            o_1, o_2, running_max, running_sum = _attend_blocks(
+                o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+                chosen_bits, tile_bits, position, document_start, document_end, first, middle, score_scale,
+                D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, False,
+            )  # fmt: skip
+            o_1, o_2, running_max, running_sum = _attend_blocks(
+                o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
+                chosen_bits, tile_bits, position, document_start, document_end, middle, end, score_scale,
+                D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True,
+            )  # fmt: skip
+    _finish_rows(
+        o, lse, o_1, o_2, running_max, running_sum, exists, (batch * num_queries + query) * (GROUPS * REP) + group * REP + head,
+        V, V_1, V_2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _finish_rows(
+    o, lse, o_1, o_2, running_max, running_sum, exists, place,
+    V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+):  # fmt: skip
+    """Normalise and store rows; o and lse are contiguous. Rows that saw nothing get zeros and -inf."""
+    sees = running_sum > 0
+    safe_sum = tl.where(sees, running_sum, 1.0)
+    inverse = tl.where(sees, 1.0 / safe_sum, 0.0)
+    place = place.to(tl.int64)
+    store_tile(o, place * V, exists, o_1 * inverse[:, None], 0, V_1, V)
+    if V_2 > 0:
+        store_tile(o, place * V, exists, o_2 * inverse[:, None], V_1, V_2, V)
+    natural = tl.where(sees, (running_max + tl.log2(safe_sum)) * LN_2, float("-inf"))
+    tl.store(lse + place, natural, mask=exists)
+
+
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys"])
+def query_forward_kernel(
+    q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens,
+    q_batch_stride, q_time_stride, q_head_stride,
+    k_batch_stride, k_time_stride, k_head_stride,
+    v_batch_stride, v_time_stride, v_head_stride,
+    num_queries, query_shift, num_keys, score_scale,
+    GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr, PLACES_PAD: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """o and lse of the heads of one query and group, over its blocks one after the other."""
+    row_group = tl.program_id(0)
+    row = row_group // GROUPS
+    group = row_group % GROUPS
+    batch = (row // num_queries).to(tl.int64)
+    query = (row % num_queries).to(tl.int64)
+    _, position, document_start, _ = row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED)
+    head = tl.arange(0, ROWS)
+    exists = head < REP
+    q += batch * q_batch_stride + query * q_time_stride + group * REP * q_head_stride
+    k += batch * k_batch_stride + document_start.to(tl.int64) * k_time_stride + group * k_head_stride
+    v += batch * v_batch_stride + document_start.to(tl.int64) * v_time_stride + group * v_head_stride
+    q_1 = load_tile(q, head * q_head_stride, exists, 0, D_1, D, True)
+    q_2 = q_1
+    if D_2 > 0:
+        q_2 = load_tile(q, head * q_head_stride, exists, D_1, D_2, D, True)
+    running_max = tl.full([ROWS], LOWEST, tl.float32)
+    running_sum = tl.zeros([ROWS], tl.float32)
+    o_1 = tl.zeros([ROWS, V_1], tl.float32)
+    o_2 = running_sum
+    if V_2 > 0:
+        o_2 = tl.zeros([ROWS, V_2], tl.float32)
+    in_block = tl.arange(0, KEYS)
+    choice = selected_blocks + row_group.to(tl.int64) * PLACES
+    places = tl.arange(0, PLACES_PAD)
+    for place in tl.range(0, PLACES):
+        block = tl.load(choice + place)
+        # A choice is a set: what an earlier place holds too was taken there.
+        repeated = tl.sum((tl.load(choice + places, mask=places < place, other=-1) == block).to(tl.int32)) > 0
+        used = (block >= 0) & (block <= position // BLOCK) & (repeated == 0)
+        first_position = tl.where(used, block, 0) * BLOCK
+        key_exists = used & (in_block < BLOCK) & (first_position + in_block <= position)
+        k_base = k + first_position.to(tl.int64) * k_time_stride
+        v_base = v + first_position.to(tl.int64) * v_time_stride
+        k_1 = load_tile(k_base, in_block * k_time_stride, key_exists, 0, D_1, D, True)
+        scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+        if D_2 > 0:
+            k_2 = load_tile(k_base, in_block * k_time_stride, key_exists, D_1, D_2, D, True)
+            scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+        scores = tl.where(key_exists[None, :], scores * score_scale, float("-inf"))
+        new_max = tl.maximum(running_max, tl.max(scores, 1))
+        p = tl.exp2(scores - new_max[:, None])
+        decay = tl.exp2(running_max - new_max)
+        running_max = new_max
+        running_sum = running_sum * decay + tl.sum(p, 1)
+        v_1 = load_tile(v_base, in_block * v_time_stride, key_exists, 0, V_1, V, True)
+        p = p.to(v_1.dtype)
+        o_1 = tl.dot(p, v_1, o_1 * decay[:, None], input_precision="ieee")
+        if V_2 > 0:
+            v_2 = load_tile(v_base, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
+            o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
+    _finish_rows(o, lse, o_1, o_2, running_max, running_sum, exists, row_group * REP + head, V, V_1, V_2)
+
+
+def choose_order(batch: int, num_queries: int, num_keys: int, places: int, block_size: int) -> str:
+    """The loop order for a shape: `"masked"`, `"query"` or `"gathered"`."""
+    num_blocks = -(-num_keys // block_size)
+    sharers = num_queries * min(places, num_blocks) / num_blocks
+    if sharers < FEWEST_SHARERS:
+        return "query"
+    return "masked" if num_blocks <= MASKED_UP_TO * places else "gathered"
+
+
+def selected_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected_blocks: Tensor,
+    geometry: Geometry,
+    scale: float,
+    documents: Documents | None,
+    *,
+    order: str | None = None,
+    tile: Tile | None = None,
+    buffer_bytes: int = BUFFER_BYTES,
+) -> tuple[Tensor, Tensor]:
+    """Attention over the tokens of the chosen blocks.
+
+    Args:
+        q: Queries, [B, T, H, D].
+        k: Keys, [B, S, G, D].
+        v: Values, [B, S, G, V].
+        selected_blocks: Block indices, [B, T, G, N]; negative pads, any order, repetitions count once.
+        geometry: Block sizes, in tokens.
+        scale: Factor on the scores.
+        documents: Packed documents; None for one sequence a batch entry.
+        order: A loop order instead of the one that the shape asks for.
+        tile: A configuration instead of the device's; `keys` is how many slots a piece has.
+        buffer_bytes: Partial results that keys-outside may hold at a time.
+
+    Returns:
+        o, [B, T, H, V], in the type of q, and lse, [B, T, H], natural log, fp32; zeros and -inf where a query sees
+        nothing.
+    """
+    q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    batch, num_queries, num_heads, _ = q.shape
+    num_keys, groups, value_dim = v.shape[1:]
+    selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, LARGEST_BLOCK)
+    places = selected_blocks.shape[-1]
+    order = order or choose_order(batch, num_queries, num_keys, places, block_size)
+    rep = num_heads // groups
+    widths, value_widths = split_width(q.shape[-1]), split_width(value_dim)
+    o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
+    lse = torch.empty(batch, num_queries, num_heads, dtype=torch.float32, device=q.device)
+    shape = dict(
+        GROUPS=groups, REP=rep, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
+        V=value_widths.size, V_1=value_widths.part_1, V_2=value_widths.part_2,
+        BLOCK=block_size, KEYS=max(16, triton.next_power_of_2(block_size)), PACKED=documents is not None,
+    )  # fmt: skip
+    all_strides = (*strides(q), *strides(k), *strides(v))
+    shift = num_queries, num_keys - num_queries, num_keys
+    score_scale = scale * LOG2_E
+    tile = tile or _forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded)
+    if order == "query":
+        ids, positions, cu_seqlens = documents_or(documents, lse)
+        query_forward_kernel[(batch * num_queries * groups,)](
+            q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens, *all_strides, *shift, score_scale,
+            **shape, PLACES=places, PLACES_PAD=triton.next_power_of_2(places), ROWS=max(16, triton.next_power_of_2(rep)),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return o, lse
+    ids, positions, cu_seqlens = documents_or(documents, lse)
+    if order == "masked":
+        bits = choice_bits(selected_blocks, block_size, num_keys, documents)
+        masked_forward_kernel[(triton.cdiv(num_queries * rep, tile.rows), batch * groups)](
+            q, k, v, o, lse, bits, ids, positions, cu_seqlens, *all_strides, *shift, bits.shape[2], score_scale,
+            **shape, ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return o, lse
+
+    row_slots = groups * places
+    chunk_rows = rows_of_chunk(row_slots * rep * value_dim * q.element_size(), batch * num_queries, buffer_bytes)
+    index = build_choice_index(
+        selected_blocks, block_size, num_keys, documents, chunk_rows=chunk_rows, piece_slots=tile.keys
+    )
+    slots_of_chunk = index.chunk_rows * row_slots
+    o_slots = torch.empty(slots_of_chunk * rep, value_dim, dtype=q.dtype, device=q.device)
+    lse_slots = torch.empty(slots_of_chunk * rep, dtype=torch.float32, device=q.device)
+    for chunk in range(index.num_chunks):
+        gathered_forward_kernel[(index.pieces_per_chunk,)](
+            q, k, v, o_slots, lse_slots, index.slots, index.starts, index.first_pieces, index.piece_keys,
+            ids, positions, cu_seqlens, *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks,
+            index.keys_per_chunk, score_scale, **shape, PLACES=places, PIECE=tile.keys, ROWS=tile.rows,
+            STAGES=tile.stages, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        first_row = chunk * index.chunk_rows
+        end_row = min(first_row + index.chunk_rows, batch * num_queries)
+        reduce_slots(o_slots, lse_slots, index.keys, o, lse, first_row, end_row, index.unused, 1.0, rep, places)
+    return o, lse
+
+
+def rows_of_chunk(bytes_of_row: int, rows: int, buffer_bytes: int) -> int:
+    """Rows whose partial results fit into the buffer: a multiple of 64, at least 64, or all of them."""
+    return min(rows, max(64, buffer_bytes // bytes_of_row // 64 * 64))
+
+
+def reduce_slots(
+    parts: Tensor,
+    lse_slots: Tensor | None,
+    keys: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    first_row: int,
+    end_row: int,
+    unused: int,
+    factor: float,
+    rep: int,
+    places: int,
+    tile: Tile | None = None,
+) -> None:
+    """Add the slots of a chunk's rows into `out` [B, T, H, *]: weighted by `lse_slots`, or plainly without them."""
+    width = out.shape[-1]
+    columns = triton.next_power_of_2(width)
+    tile = tile or Tile(rows=max(4, 2048 // columns), keys=4, warps=4, stages=1)
+    groups = out.shape[2] // rep
+    placeholder = parts
+    reduce_slots_kernel[(triton.cdiv((end_row - first_row) * out.shape[2], tile.rows),)](
+        parts, placeholder if lse_slots is None else lse_slots, keys, out, placeholder if lse is None else lse,
+        first_row, end_row, unused, factor,
+        GROUPS=groups, REP=rep, PLACES=places, V=width, V_PAD=columns, ROWS=tile.rows,
+        WEIGHTED=lse_slots is not None, UNROLL=tile.keys, num_warps=tile.warps,
+    )  # fmt: skip
+
+
+def _forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
+    """Fixed configurations; `keys` is the number of slots of a piece."""
+    if dtype == torch.float32:
+        return Tile(rows=max(32, triton.next_power_of_2(rep)), keys=64, warps=4, stages=1)
+    if order == "query":
+        return Tile(rows=16, keys=0, warps=4, stages=2)
+    wide = max(dim, value_dim) > 128
+    if order == "masked":
+        return Tile(rows=128, keys=0, warps=8, stages=2 if wide else 3)
+    return Tile(rows=128, keys=max(32, 512 // rep), warps=8, stages=2)
