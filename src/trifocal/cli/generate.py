@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import tyro
@@ -25,7 +25,7 @@ from trifocal.train.step import autocast
 class GenerateArguments:
     """Continue a text with the model of a run; the text goes to standard output."""
 
-    run_directory: tyro.conf.Positional[str]
+    run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run."""
     prompt: str
     """The text to continue."""

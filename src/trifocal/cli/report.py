@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import tyro
 
@@ -15,7 +16,7 @@ from trifocal.train.run_directory import load_run
 class ReportArguments:
     """Write one self-contained HTML page of a run."""
 
-    run_directory: tyro.conf.Positional[str]
+    run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
     """The run."""
     compare: tuple[str, ...] = ()
     """Further runs to show beside it."""

@@ -24,7 +24,7 @@ _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}
 class TrainArguments(RunConfig):
     """Train a model from a TOML config, or go on with a run. Flags override the fields of the config."""
 
-    config: tyro.conf.Positional[str] = ""
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml")] = ""
     """The TOML file, such as configs/showcase.toml. Not with --resume."""
     resume: str = ""
     """Go on with the run in this folder, from its newest checkpoint."""
@@ -41,7 +41,7 @@ def run(args: Sequence[str]) -> int:
         UserError: If an argument, the config, the data or a checkpoint is bad.
     """
     if "--help" in args or "-h" in args:
-        parse_arguments(TrainArguments, ["--help"], prog="trifocal train")
+        parse_arguments(TrainArguments, ["--help"], prog="trifocal train", use_underscores=True)
     valid = dotted_fields(RunConfig) | _OWN_FLAGS
     paths, own, overrides = _split(check_flags(valid, args, switches=("overwrite",)))
     try:

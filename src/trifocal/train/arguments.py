@@ -42,11 +42,16 @@ def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     for argument in check_flags(dotted_fields(RunConfig), overrides)[::2]:
         if not argument.startswith("--"):
             raise UserError(f"expected a flag like --train.steps, got {argument!r}")
-    return parse_arguments(RunConfig, overrides, default=config)  # type: ignore[no-any-return]
+    return parse_arguments(RunConfig, overrides, default=config, use_underscores=True)  # type: ignore[no-any-return]
 
 
 def parse_arguments(
-    cls: Any, args: Sequence[str], *, prog: str = "trifocal", default: Any = tyro.MISSING_NONPROP
+    cls: Any,
+    args: Sequence[str],
+    *,
+    prog: str = "trifocal",
+    default: Any = tyro.MISSING_NONPROP,
+    use_underscores: bool = False,
 ) -> Any:
     """Parse flags into a dataclass; `--help` prints every field with its docstring and exits with status 0.
 
@@ -55,6 +60,7 @@ def parse_arguments(
         args: The arguments, without the program's name.
         prog: What the help calls the program.
         default: An instance whose values hold where no flag is given.
+        use_underscores: Write flags as the config's keys in the help and in messages; both ways are read.
 
     Raises:
         UserError: If a flag is unknown (names the nearest valid one) or a value does not fit.
@@ -63,7 +69,14 @@ def parse_arguments(
     output = io.StringIO()
     try:
         with contextlib.redirect_stderr(output):
-            return tyro.cli(cls, prog=prog, args=flags, default=default, config=(tyro.conf.FlagConversionOff,))
+            return tyro.cli(
+                cls,
+                prog=prog,
+                args=flags,
+                default=default,
+                use_underscores=use_underscores,
+                config=(tyro.conf.FlagConversionOff,),
+            )
     except SystemExit as error:
         if not error.code:
             raise
@@ -108,8 +121,22 @@ def check_flags(valid: Mapping[str, Any], args: Sequence[str], switches: Collect
     return checked
 
 
+# What tyro says, and how a person would.
+_REWORDINGS = (
+    (r"Error parsing (--\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be an integer, got \2"),
+    (r"Error parsing (--\S+): could not convert string to float: (.*)", r"\1 must be a number, got \2"),
+    (r"invalid choice (.*) for argument '(--\S+)'. Expected one of \((.*)\)\.?", r"\2 must be one of \3, got \1"),
+    (r"Error parsing \S+: (.*)", r"\1"),
+    (r"Missing from [^:]*: (.*?) \(required\).*", r"missing argument: \1"),
+)
+
+
 def _one_line(box: str) -> str:
     """The message in tyro's drawn box, without the frame, the title and the help that follows."""
     rows = [row.strip("│ ").strip() for row in box.splitlines() if row and row[0] not in "╭╰"]
-    message = " ".join(rows).partition("────")[0]
-    return re.sub(r"\s+", " ", message).strip() or re.sub(r"\s+", " ", box).strip()
+    message = re.sub(r"\s+", " ", " ".join(rows).partition("────")[0]).strip()
+    for pattern, wording in _REWORDINGS:
+        match = re.fullmatch(pattern, message)
+        if match:
+            return match.expand(wording).replace("'True', 'False'", "true, false")
+    return message or re.sub(r"\s+", " ", box).strip()
