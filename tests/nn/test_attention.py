@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import trifocal.nn.attention as attention_module
+from tests.tolerances import FULL_COVERAGE
 from trifocal.nn import DenseAttention, NSAttention
 from trifocal.ops import Documents, Geometry
 
@@ -88,7 +89,7 @@ def test_full_coverage_equals_dense(
     torch.manual_seed(1)
     x = torch.randn(1 if packed else 2, 45, DIM, dtype=dtype)
     cu_seqlens = torch.tensor([0, 1, 20, 22, 45]) if packed else None
-    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    tolerance = FULL_COVERAGE[dtype]
     inputs = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     outputs = [layer(inputs[0], cu_seqlens=cu_seqlens), twin(inputs[1], cu_seqlens=cu_seqlens)]
     torch.testing.assert_close(*outputs, rtol=0, atol=tolerance)

@@ -1,0 +1,138 @@
+"""Sampling: distributions, seeds, stops, chunks, and greedy decoding against the model without a cache."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from trifocal.generate import sample
+from trifocal.models import DecoderLM
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+
+
+def frequencies(draws: int = 20_000, **options: Any) -> torch.Tensor:
+    given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options}
+    drawn = sample(LOGITS.expand(draws, -1), **given, generator=torch.Generator().manual_seed(0))
+    return torch.bincount(drawn, minlength=5) / draws
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 1}, [1]),
+        ({"top_k": 9}, [0, 1, 2, 3, 4]),
+        # Probabilities .64 .24 .09 .03 .01 in the order 1 3 2 0 4.
+        ({"top_p": 0.6}, [1]),
+        ({"top_p": 0.7}, [1, 3]),
+        ({"top_p": 0.9}, [1, 2, 3]),
+        ({"top_p": 1e-9}, [1]),
+        ({"top_k": 3, "top_p": 0.8}, [1, 3]),
+    ],
+)
+@pytest.mark.parametrize("temperature", [1.0])
+def test_draws_follow_the_kept_probabilities(options: dict[str, Any], kept: list[int], temperature: float) -> None:
+    expected = torch.zeros(5)
+    expected[kept] = (LOGITS[kept] / temperature).softmax(-1)
+    found = frequencies(temperature=temperature, **options)
+    # Five standard errors of a frequency from 20,000 draws.
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_temperature_divides_logits(temperature: float) -> None:
+    expected = (LOGITS / temperature).softmax(-1)
+    found = frequencies(temperature=temperature)
+    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
+
+
+def test_temperature_zero_takes_the_most_likely() -> None:
+    assert frequencies(100, temperature=0)[1] == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"shared_kv": True}], ids=str)
+def test_greedy_equals_the_model_without_a_cache(make_model: Callable[..., DecoderLM], options: dict[str, Any]) -> None:
+    model = make_model(**options)
+    expected = torch.randint(31, (3, 5), generator=torch.Generator().manual_seed(0))
+    prompt = expected
+    with torch.no_grad():
+        for _ in range(30):
+            expected = torch.cat((expected, model(expected)[:, -1:].argmax(-1)), dim=1)
+    for chunk in (0, 1, 2, 3, 100):
+        given = model.generate(prompt, 30, temperature=0, prefill_chunk_size=chunk)
+        assert torch.equal(given, expected)
+
+
+def test_seed_repeats_and_leaves_the_global_generator_alone(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model()
+    prompt = torch.randint(31, (2, 4))
+    state = torch.get_rng_state()
+    first = model.generate(prompt, 20, seed=1)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(first, model.generate(prompt, 20, seed=1))
+    assert not torch.equal(first, model.generate(prompt, 20, seed=2))
+    torch.manual_seed(0)
+    unseeded = model.generate(prompt, 20)
+    assert not torch.equal(unseeded, model.generate(prompt, 20))
+
+
+def test_rows_stop_by_themselves(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model()
+    prompt = torch.randint(31, (4, 6), generator=torch.Generator().manual_seed(0))
+    free = model.generate(prompt, 40, seed=3)
+    # A token that one row draws early and another does not.
+    stop = int(free[0, 10])
+    stopped = model.generate(prompt, 40, seed=3, stop_token=stop)
+    assert stopped.shape == free.shape
+    assert torch.equal(stopped[:, :6], prompt)
+    for row in range(4):
+        hits = (stopped[row, 6:] == stop).nonzero()
+        end = 46 if len(hits) == 0 else 6 + int(hits[0])
+        assert torch.equal(stopped[row, :end], free[row, :end])
+        assert (stopped[row, end:] == stop).all()
+    assert (stopped[0, 10:] == stop).all()
+
+
+def test_nothing_is_computed_after_the_last_stop(
+    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    prompt = torch.randint(31, (1, 6), generator=torch.Generator().manual_seed(0))
+    first = int(model.generate(prompt, 1, temperature=0)[0, -1])
+    calls = []
+    original = model.hidden_states
+    monkeypatch.setattr(model, "hidden_states", lambda *a, **k: calls.append(1) or original(*a, **k))
+    stopped = model.generate(prompt, 50, temperature=0, stop_token=first)
+    assert len(calls) == 1
+    assert (stopped[0, 6:] == first).all()
+
+
+def test_result_is_an_ordinary_tensor(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model()
+    tokens = model.generate(torch.randint(31, (1, 3)), 5)
+    assert tokens.shape == (1, 8)
+    assert not tokens.is_inference()
+    model(tokens, tokens).backward()
+    assert torch.equal(model.generate(tokens, 0), tokens)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
+        ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
+        ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"prefill_chunk_size": -2}, "prefill_chunk_size must be at least 0, got -2"),
+        ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, r"at least one token a row, got \[2, 0\]"),
+    ],
+)
+def test_bad_arguments_are_refused(make_model: Callable[..., DecoderLM], options: dict[str, Any], message: str) -> None:
+    given = {"tokens": torch.zeros(1, 2, dtype=torch.int64), "max_new_tokens": 2, **options}
+    with pytest.raises(ValueError, match=message):
+        make_model().generate(given.pop("tokens"), given.pop("max_new_tokens"), **given)

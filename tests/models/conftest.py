@@ -1,0 +1,53 @@
+"""Small models, deep enough to tell their layers apart."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.ops import Geometry
+
+GEOMETRY = Geometry(
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=8,
+    num_selected_blocks=3,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+    window_size=7,
+)
+SIZES: dict[str, Any] = {
+    "vocab_size": 31,
+    "dim": 24,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_groups": 2,
+    "head_dim": 8,
+    "value_dim": 6,
+    "mlp_dim": 40,
+    "geometry": GEOMETRY,
+}
+
+
+@pytest.fixture
+def make_config() -> Callable[..., ModelConfig]:
+    """A small configuration, changed by keywords."""
+    return lambda **changes: ModelConfig(**{**SIZES, **changes})
+
+
+@pytest.fixture
+def make_model(make_config: Callable[..., ModelConfig]) -> Callable[..., DecoderLM]:
+    """A small fp64 model, changed by keywords; weights large enough for attention to be far from uniform."""
+
+    def make(**changes: Any) -> DecoderLM:
+        model = DecoderLM(make_config(**changes))
+        model.init_weights(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(8)
+        return model.double()
+
+    return make

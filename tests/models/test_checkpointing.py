@@ -1,0 +1,121 @@
+"""Activation checkpointing gives the very gradients of the plain backward, and chooses blocks once."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from trifocal.models import DecoderLM
+from trifocal.ops import reference
+
+
+def gradients(
+    model: DecoderLM, tokens: torch.Tensor, cu_seqlens: torch.Tensor | None = None, autocast: bool = False
+) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(tokens, tokens.roll(-1, 1), cu_seqlens=cu_seqlens)
+    loss.backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        found[name] = parameter.grad.clone()
+    return found
+
+
+def assert_same(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    different = [name for name in expected if not torch.equal(given[name], expected[name])]
+    assert not different
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "layers"),
+    [(1, (0, 1)), (5, (0, 5)), (5, (0, 1)), (5, (4, 5)), (5, (1, 4)), (5, (2, 2))],
+)
+@pytest.mark.parametrize("options", [{}, {"compressor": "mlp", "gate": "softmax"}, {"attention": "dense"}], ids=str)
+def test_gradients_are_those_of_the_plain_backward(
+    make_model: Callable[..., DecoderLM],
+    num_layers: int,
+    layers: tuple[int, int],
+    options: dict[str, Any],
+) -> None:
+    model = make_model(num_layers=num_layers, **options)
+    tokens = torch.randint(31, (2, 40))
+    plain = gradients(model, tokens)
+    model.set_activation_checkpointing(*layers)
+    assert_same(gradients(model, tokens), plain)
+
+
+def test_gradients_of_packed_documents(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model(num_layers=3)
+    tokens = torch.randint(31, (1, 40))
+    borders = torch.tensor([0, 1, 4, 30, 37, 40])
+    plain = gradients(model, tokens, borders)
+    model.set_activation_checkpointing(0, 3)
+    assert_same(gradients(model, tokens, borders), plain)
+
+
+def test_gradients_under_autocast(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model(num_layers=3).float()
+    tokens = torch.randint(31, (2, 40))
+    plain = gradients(model, tokens, autocast=True)
+    model.set_activation_checkpointing(0, 3)
+    assert_same(gradients(model, tokens, autocast=True), plain)
+
+
+def test_blocks_are_chosen_once_and_all_else_again(
+    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+
+    def count(name: str) -> None:
+        original = getattr(reference, name)
+
+        def counted(*arguments: Any) -> Any:
+            calls[name] += 1
+            return original(*arguments)
+
+        monkeypatch.setattr(reference, name, counted)
+
+    count("select_blocks")
+    count("compressed_attention")
+    model = make_model(num_layers=5)
+    model.set_activation_checkpointing(1, 5)
+    gradients(model, torch.randint(31, (1, 40)))
+    assert calls == {"select_blocks": 5, "compressed_attention": 5 + 4}
+
+
+def test_activations_are_not_kept(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model(num_layers=4)
+    tokens = torch.randint(31, (1, 40))
+
+    def kept_bytes() -> int:
+        sizes: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(tokens, tokens).backward()
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        return sum(size for pointer, size in sizes.items() if pointer not in weights)
+
+    plain = kept_bytes()
+    model.set_activation_checkpointing(0, 4)
+    assert kept_bytes() < plain / 4
+
+
+def test_no_gradient_no_checkpoint(make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("checkpointed without gradients")
+
+    monkeypatch.setattr("trifocal.models.decoder.checkpoint", refuse)
+    model = make_model()
+    model.set_activation_checkpointing(0, 2)
+    with torch.no_grad():
+        model(torch.randint(31, (1, 9)))
+    with pytest.raises(AssertionError, match="checkpointed"):
+        model(torch.randint(31, (1, 9)))

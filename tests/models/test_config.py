@@ -1,0 +1,62 @@
+"""The model's configuration: what it refuses, and its way through plain values."""
+
+import json
+import tomllib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from trifocal.errors import UserError
+from trifocal.models import ModelConfig
+from trifocal.ops import Geometry
+
+
+def test_plain_values_and_back() -> None:
+    config = ModelConfig(dim=64, geometry=Geometry(window_size=128), gate="softmax", shared_kv=True)
+    assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_from_toml() -> None:
+    text = 'dim = 128\nattention = "dense"\n[geometry]\nwindow_size = 64\nnum_selected_blocks = 8\n'
+    config = ModelConfig.from_dict(tomllib.loads(text))
+    assert config == ModelConfig(dim=128, attention="dense", geometry=Geometry(window_size=64, num_selected_blocks=8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_heads": 6, "num_kv_groups": 4}, "num_heads must be a multiple of model.num_kv_groups, got 6 and 4"),
+        ({"head_dim": 5}, "head_dim must be even for rotary positions, got 5"),
+        ({"vocab_size": 0}, "model.vocab_size must be a positive integer, got 0"),
+        ({"dim": 12.5}, "model.dim must be a positive integer, got 12.5"),
+        ({"num_layers": True}, "model.num_layers must be a positive integer, got True"),
+        ({"attention": "sparse"}, "model.attention must be one of nsa, dense, got 'sparse'"),
+        ({"compressor": "max"}, "model.compressor must be one of mean, mlp, got 'max'"),
+        ({"gate": "relu"}, "model.gate must be one of sigmoid, softmax, got 'relu'"),
+        ({"backend": "cuda"}, "model.backend must be one of auto, reference, triton, got 'cuda'"),
+        ({"shared_kv": 1}, "model.shared_kv must be true or false, got 1"),
+        ({"rope_theta": 0.0}, "model.rope_theta must be a positive number, got 0.0"),
+        ({"norm_eps": float("nan")}, "model.norm_eps must be a positive number, got nan"),
+    ],
+)
+def test_bad_values_are_named(make_config: Callable[..., ModelConfig], changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace("(", r"\(")):
+        make_config(**changes)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"num_layer": 2}, "unknown key model.num_layer; the nearest valid one is model.num_layers"),
+        (
+            {"geometry": {"window": 3}},
+            "unknown key model.geometry.window; the nearest valid one is model.geometry.window_size",
+        ),
+        ({"geometry": {"window_size": 0}}, "model.geometry: Geometry.window_size must be at least 1, got 0"),
+        ({"geometry": 3}, "model.geometry must be a Geometry, got int"),
+    ],
+)
+def test_bad_keys_are_named(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        ModelConfig.from_dict(values)

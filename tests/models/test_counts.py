@@ -1,0 +1,109 @@
+"""Counts by formula against the model itself and against PyTorch's counter of matrix products."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_count
+from trifocal.models.counts import attended_keys
+from trifocal.ops import Geometry
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"compressor": "mlp"},
+    {"gate": "softmax", "shared_kv": True, "num_layers": 3},
+    {"compressor": "mlp", "gate": "softmax", "tie_embeddings": True},
+    {"attention": "dense"},
+    {"attention": "dense", "tie_embeddings": True},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_parameter_count(make_config: Callable[..., ModelConfig], options: dict[str, Any]) -> None:
+    config = make_config(**options)
+    assert parameter_count(config) == sum(parameter.numel() for parameter in DecoderLM(config).parameters())
+
+
+@pytest.mark.parametrize(
+    "geometry",
+    [
+        Geometry(4, 2, 8, 3, 1, 1, 7),
+        Geometry(4, 4, 4, 2, 0, 2, 1),
+        Geometry(8, 4, 8, 2, 1, 0, 20),
+        Geometry(),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("length", [1, 3, 4, 24, 25, 26, 99, 1500])
+def test_attended_keys_sum_over_positions(geometry: Geometry, length: int) -> None:
+    expected = sum(geometry.keys_read_per_step(position) for position in range(length))
+    assert attended_keys(geometry, length) == expected
+
+
+def counted_flops(model: DecoderLM, tokens: torch.Tensor) -> tuple[int, int]:
+    """What PyTorch counts in the forward, and in forward and backward together."""
+    with FlopCounterMode(display=False) as forward:
+        loss = model(tokens, tokens)
+    with FlopCounterMode(display=False) as backward:
+        loss.backward()
+    return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
+
+
+def attention_tiles(config: ModelConfig, length: int) -> int:
+    """Pairs of query and key that the code multiplies in one layer: whole tiles, masked afterwards."""
+    if config.attention == "dense":
+        return length * length
+    return length * (2 * length + config.geometry.num_compressed_blocks(length))
+
+
+def attention_pairs(config: ModelConfig, length: int) -> int:
+    """Pairs of query and key that the mathematics needs in one layer."""
+    if config.attention == "dense":
+        return length * (length + 1) // 2
+    return sum(config.geometry.keys_read_per_step(position) for position in range(length))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("length", [3, 48])
+def test_flops_match_the_counter(make_config: Callable[..., ModelConfig], options: dict[str, Any], length: int) -> None:
+    config = make_config(**options)
+    batch = 2
+    with sdpa_kernel(SDPBackend.MATH):
+        forward, training = counted_flops(DecoderLM(config), torch.randint(31, (batch, length)))
+
+    formula = flops_per_token(config, length)
+    # The formula counts needed pairs, the counter whole tiles: exchange one for the other, all else must agree.
+    excess = (
+        batch
+        * config.num_layers
+        * config.num_heads
+        * (attention_tiles(config, length) - attention_pairs(config, length))
+    )
+    pair_forward = 2 * (config.head_dim + config.value_dim)
+    assert forward == pytest.approx(formula.executed_forward * batch * length + pair_forward * excess, rel=1e-12)
+
+    expected_training = formula.executed_training * batch * length + 3 * pair_forward * excess
+    if config.attention == "nsa":
+        # Our backward makes the scores again: one more product of D for every pair of the tiles.
+        pairs = batch * config.num_layers * config.num_heads * attention_tiles(config, length)
+        expected_training += 2 * config.head_dim * pairs
+    assert training == pytest.approx(expected_training, rel=1e-12)
+
+
+def test_dense_equivalent_is_the_dense_twin(make_config: Callable[..., ModelConfig]) -> None:
+    sparse = flops_per_token(make_config(), 500)
+    dense = flops_per_token(make_config(attention="dense"), 500)
+    assert sparse.dense_equivalent_forward == dense.executed_forward == dense.dense_equivalent_forward
+    assert sparse.dense_equivalent_training == dense.executed_training == 3 * dense.executed_forward
+    assert sparse.executed_training == 3 * sparse.executed_forward
+
+
+def test_sparse_attention_needs_less_at_length() -> None:
+    config = ModelConfig()
+    short, long = flops_per_token(config, 512), flops_per_token(config, 65536)
+    assert short.executed_forward > short.dense_equivalent_forward
+    assert long.executed_forward < long.dense_equivalent_forward / 3

@@ -1,0 +1,173 @@
+"""The decoder: loss, initialisation, gradients, no future, packed documents, precision."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.nn import DenseAttention, NSAttention
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"compressor": "mlp", "gate": "softmax"},
+    {"shared_kv": True, "tie_embeddings": True},
+    {"attention": "dense"},
+]
+LENGTHS = [3, 1, 4, 21, 1, 9]
+
+
+def test_loss_is_the_mean_over_targets_that_count(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model()
+    tokens = torch.randint(31, (2, 9))
+    targets = torch.randint(31, (2, 9))
+    targets[0, 3:6] = -100
+    log_p = model(tokens).log_softmax(-1)
+    expected = -torch.stack(
+        [
+            log_p[row, column, targets[row, column]]
+            for row in range(2)
+            for column in range(9)
+            if targets[row, column] != -100
+        ]
+    ).mean()
+    torch.testing.assert_close(model(tokens, targets), expected, rtol=0, atol=1e-12)
+
+
+def test_no_target_gives_zero_loss_and_zero_gradients(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model()
+    loss = model(torch.randint(31, (1, 5)), torch.full((1, 5), -100))
+    loss.backward()
+    assert loss.item() == 0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name
+
+
+@pytest.mark.parametrize("tie_embeddings", [False, True])
+def test_untrained_loss_is_near_that_of_guessing(tie_embeddings: bool) -> None:
+    config = ModelConfig(
+        vocab_size=256, dim=128, num_layers=12, num_heads=8, head_dim=16, value_dim=16, mlp_dim=344,
+        tie_embeddings=tie_embeddings,
+    )  # fmt: skip
+    model = DecoderLM(config)
+    model.init_weights(0)
+    tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        loss = model(tokens[:, :-1], tokens[:, 1:]).item()
+    assert abs(loss - math.log(256)) < 0.1
+
+
+def test_initial_weights(make_config: Callable[..., ModelConfig]) -> None:
+    model = DecoderLM(make_config(num_layers=8, dim=128, mlp_dim=256, compressor="mlp"))
+    again = DecoderLM(model.config)
+    model.init_weights(3)
+    again.init_weights(torch.Generator().manual_seed(3))
+    for (name, parameter), other in zip(model.named_parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, other), name
+        assert parameter.dtype == torch.float32
+        if name.endswith("norm.weight"):
+            assert (parameter == 1).all(), name
+        elif name.endswith("bias"):
+            assert not parameter.any(), name
+        else:
+            residual = name.endswith(("attention.o_proj.weight", "mlp.down_proj.weight"))
+            expected = 0.02 / 4 if residual else 0.02
+            # Five standard errors of an estimate from this many draws.
+            error = 5 / (2 * parameter.numel()) ** 0.5
+            assert parameter.std().item() == pytest.approx(expected, rel=error), name
+    again.init_weights(4)
+    assert not torch.equal(model.embedding.weight, again.embedding.weight)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("lengths", [[1], [2], [3], [40], [1, 1, 1], [2, 1, 30, 3]], ids=str)
+def test_every_parameter_gets_a_gradient(
+    make_model: Callable[..., DecoderLM], options: dict[str, Any], lengths: list[int]
+) -> None:
+    model = make_model(**options)
+    tokens = torch.randint(31, (1, sum(lengths)))
+    borders = torch.tensor([0, *lengths]).cumsum(0) if len(lengths) > 1 else None
+    model(tokens, tokens.roll(-1, 1), cu_seqlens=borders).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_no_logit_sees_the_future(make_model: Callable[..., DecoderLM], options: dict[str, Any]) -> None:
+    model, length = make_model(**options), 40
+    torch.manual_seed(0)
+    tokens = torch.randint(31, (1, length))
+    later = torch.arange(length) >= torch.arange(length)[:, None]
+    changed = torch.where(later, (tokens + torch.randint(1, 31, (length, length))) % 31, tokens)
+    with torch.no_grad():
+        difference = (model(changed) - model(tokens)).abs().amax(-1)
+    assert difference[~later].max() < 1e-12
+    assert difference.diagonal().min() > 1e-3
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_packed_documents_equal_separate_ones(make_model: Callable[..., DecoderLM], options: dict[str, Any]) -> None:
+    model = make_model(**options)
+    torch.manual_seed(0)
+    tokens, targets = torch.randint(31, (2, 1, sum(LENGTHS)))
+    parameters = list(model.parameters())
+    packed = model(tokens, targets, cu_seqlens=torch.tensor([0, *LENGTHS]).cumsum(0))
+    packed_gradients = torch.autograd.grad(packed, parameters)
+    separate = sum(
+        model(*document) * document[0].shape[1] / sum(LENGTHS)
+        for document in zip(tokens.split(LENGTHS, 1), targets.split(LENGTHS, 1), strict=True)
+    )
+    separate_gradients = torch.autograd.grad(separate, parameters)
+    torch.testing.assert_close(packed, separate, rtol=0, atol=1e-12)
+    for given, expected in zip(packed_gradients, separate_gradients, strict=True):
+        torch.testing.assert_close(given, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_autocast_keeps_weights_gradients_and_loss_in_fp32(
+    make_model: Callable[..., DecoderLM], options: dict[str, Any]
+) -> None:
+    exact = make_model(**options)
+    model = make_model(**options).float()
+    tokens, targets = torch.randint(31, (2, 2, 40))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(tokens).dtype == torch.bfloat16
+        loss = model(tokens, targets)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    # bf16 keeps 8 bits; the products of two layers together err by a few of their units.
+    torch.testing.assert_close(loss.double(), exact(tokens, targets), rtol=2**-6, atol=0)
+    for parameter in model.parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.grad is not None
+        assert parameter.grad.dtype == torch.float32
+
+
+def test_the_dense_twin_differs_in_the_attention_alone(make_model: Callable[..., DecoderLM]) -> None:
+    sparse, dense = make_model(), make_model(attention="dense")
+    assert all(isinstance(layer, NSAttention) for layer in sparse.attention_layers())
+    assert all(isinstance(layer, DenseAttention) for layer in dense.attention_layers())
+
+    def others(model: DecoderLM) -> dict[str, torch.Size]:
+        return {name: p.shape for name, p in model.named_parameters() if ".attention." not in name}
+
+    assert others(sparse) == others(dense)
+
+
+def test_wrong_arguments_are_refused(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model()
+    tokens = torch.randint(31, (2, 5))
+    with pytest.raises(ValueError, match=r"targets must have the shape of tokens, \[2, 5\], got \[2, 4\]"):
+        model(tokens, tokens[:, 1:])
+    with pytest.raises(ValueError, match=r"tokens must be \[B, T\] of int64 or int32 and not empty, got \[5\]"):
+        model(tokens[0])
+    with pytest.raises(ValueError, match=r"got \[2, 5\] of torch.float32"):
+        model(tokens.float())
+    with pytest.raises(ValueError, match="one entry for each of 2 layers, got 1"):
+        model(tokens, cache=[None])
+    with pytest.raises(ValueError, match="0 <= first <= last <= 2, got 1, 3"):
+        model.set_activation_checkpointing(1, 3)

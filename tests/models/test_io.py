@@ -1,0 +1,73 @@
+"""Weights as safetensors: there and back, and what does not fit is named."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM, ModelConfig, load_model, save_weights
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"tie_embeddings": True}, {"attention": "dense"}, {"compressor": "mlp"}], ids=str
+)
+def test_there_and_back(make_config: Callable[..., ModelConfig], tmp_path: Path, options: dict[str, Any]) -> None:
+    model = DecoderLM(make_config(**options))
+    save_weights(model, tmp_path / "export")
+    before = torch.get_rng_state()
+    loaded = load_model(tmp_path / "export")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert loaded.config == model.config
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    tokens = torch.randint(31, (1, 20))
+    assert torch.equal(loaded(tokens), model(tokens))
+    loaded(tokens, tokens).backward()
+    assert all(parameter.grad is not None for parameter in loaded.parameters())
+
+
+def test_saving_replaces(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
+    save_weights(DecoderLM(make_config(num_layers=1)), tmp_path)
+    save_weights(DecoderLM(make_config(num_layers=2)), tmp_path)
+    assert load_model(tmp_path).config.num_layers == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_first_wrong_tensor_is_named(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
+    def refusal(**changes: Any) -> str:
+        save_weights(DecoderLM(make_config()), tmp_path)
+        other = tmp_path / "other"
+        save_weights(DecoderLM(make_config(**changes)), other)
+        (other / "config.json").replace(tmp_path / "config.json")
+        with pytest.raises(UserError) as caught:
+            load_model(tmp_path)
+        return str(caught.value)
+
+    assert "lacks the tensor blocks.2.attention_norm.weight" in refusal(num_layers=3)
+    assert "does not know: blocks.1.attention.gate.proj.bias" in refusal(num_layers=1)
+    message = refusal(mlp_dim=41)
+    assert "tensor blocks.0.mlp.gate_proj.weight has the shape [40, 24]" in message
+    assert "makes it [41, 24]" in message
+
+
+def test_missing_and_broken_files_are_named(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*config\.json: No such file or directory"):
+        load_model(tmp_path)
+    save_weights(DecoderLM(make_config()), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match=r"model\.safetensors is not a whole safetensors file"):
+        load_model(tmp_path)
+    weights.unlink()
+    with pytest.raises(UserError, match=r"model\.safetensors do not exist"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(UserError, match="is not valid JSON"):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text("[]", encoding="utf-8")
+    with pytest.raises(UserError, match="must hold one JSON object, got list"):
+        load_model(tmp_path)
