@@ -1,0 +1,46 @@
+"""The pages of the project and what stands in them."""
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    """The fenced blocks of a language."""
+    return [body for found, body in _FENCE.findall(text_of(page)) if found == language]
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return _FENCE.sub("", text_of(page))
+
+
+def inline_code(page: Path) -> list[str]:
+    """What stands between single backticks in the prose."""
+    return re.findall(r"`([^`\n]+)`", prose(page))
+
+
+def headings(page: Path) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The command lines of bash blocks and of inline code, as words; comments and prompts are left out."""
+    lines = [line for body in blocks(page, "bash") for line in body.replace("\\\n", " ").splitlines()]
+    lines += [code for code in inline_code(page) if re.match(r"(trifocal|make|pip install) \S", code)]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line for line in words if line]

@@ -1,0 +1,78 @@
+"""Every command of the docs is one that the programs take; nothing is run."""
+
+import importlib
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import trifocal.cli.train as train_command
+from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of
+from trifocal.cli import COMMANDS
+from trifocal.train.arguments import load_config, override, parse_arguments
+from trifocal.train.config import RunConfig
+from trifocal.train.toml import from_table
+
+CASES = [(name_of(page), line) for page in PAGES for line in commands(page)]
+# How the pages write something for the reader to fill in.
+PLACEHOLDER = re.compile(r"[A-Z_]+(\.toml)?|…|\[.*|.*\]")
+
+
+def take_train(arguments, monkeypatch):
+    """The train command up to the point where training would start."""
+    if arguments == ["--help"]:
+        return
+    showcase = load_config(ROOT / "configs/showcase.toml")
+    started = []
+    monkeypatch.setattr(train_command, "load_run", lambda directory: showcase)
+    monkeypatch.setattr(train_command, "load_config", load_of_repository)
+    monkeypatch.setattr(train_command, "_summary", lambda result: "")
+    for name in ("train", "resume"):
+        monkeypatch.setattr(train_command, name, lambda *args, **settings: started.append(args))
+    assert train_command.run(arguments) == 0
+    assert len(started) == 1
+
+
+def load_of_repository(path, overrides):
+    return override(load_config(ROOT / path), overrides)
+
+
+def take_other(name, arguments):
+    module = importlib.import_module(f"trifocal.cli.{name}")
+    parse_arguments(getattr(module, f"{name.capitalize()}Arguments"), arguments, prog=f"trifocal {name}")
+
+
+@pytest.mark.parametrize("page, line", CASES, ids=[" ".join(line)[:60] for _, line in CASES])
+def test_command_is_taken(page, line, monkeypatch):
+    program, *arguments = line
+    if program == "trifocal":
+        name, *rest = arguments
+        if name.startswith("--"):
+            assert name in ("--help", "--version")
+            return
+        assert name in COMMANDS
+        if any(PLACEHOLDER.fullmatch(word) for word in rest):
+            return
+        if name == "train" and rest:
+            take_train(rest, monkeypatch)
+        elif rest:
+            take_other(name, rest)
+    elif program == "make":
+        targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert arguments[0] in targets
+    elif line[:2] == ["pip", "install"]:
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+        for extra in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):
+            assert set(extra.split(",")) <= project["optional-dependencies"].keys()
+    else:
+        # Shell commands and scripts: the files of the repository that they name exist.
+        for word in line:
+            if re.match(r"(src|tests|docs|configs|benchmarks|\.ci)/", word):
+                assert Path(ROOT / word.partition("::")[0]).exists(), word
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=name_of)
+def test_toml_blocks_are_configs(page):
+    for body in blocks(page, "toml"):
+        from_table(RunConfig, tomllib.loads(body), name_of(page))

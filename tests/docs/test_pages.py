@@ -1,0 +1,74 @@
+"""The pages tell the truth: their code runs, their links lead somewhere, what they name exists."""
+
+import contextlib
+import io
+import re
+import shutil
+
+import pytest
+
+from tests.docs.pages import PAGES, ROOT, blocks, headings, inline_code, name_of, prose, text_of
+from trifocal import ops
+from trifocal.train.config import RunConfig
+from trifocal.train.toml import dotted_fields
+
+KEYS = dotted_fields(RunConfig)
+SECTIONS = {key.rpartition(".")[0] for key in KEYS}
+OUTPUT_MARK = "#>"
+PATH = re.compile(r"(?:src|tests|docs|configs|benchmarks)/[\w./-]*\w")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
+def test_python_blocks_run_and_print_what_the_page_says(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "configs", tmp_path / "configs")
+    # One page is one session: a later block uses the names of an earlier one.
+    names = {"__name__": "page"}
+    for body in blocks(page, "python"):
+        promised = [line[len(OUTPUT_MARK) :].strip() for line in body.splitlines() if line.startswith(OUTPUT_MARK)]
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(body, name_of(page), "exec"), names)
+        if promised:
+            assert [line.strip() for line in printed.getvalue().splitlines()] == promised, body
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{name_of(page)} links to {target}"
+        if anchor:
+            assert anchor in headings(file), f"{name_of(page)} links to {target}, headings: {sorted(headings(file))}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_files_that_are_named_exist(page):
+    for code in inline_code(page):
+        for path in PATH.findall(code):
+            found = code != path or (ROOT / path).exists() or (ROOT / "src/trifocal" / path).exists()
+            assert found, f"{name_of(page)} names {path}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_config_keys_that_are_named_exist(page):
+    for code in inline_code(page):
+        key = re.match(r"(?:--)?((?:run|model|data|train|optimizer|schedule|checkpoint|evaluate|log)\.[\w.]+)", code)
+        if key and not key[1].endswith((".py", ".md", ".json")):
+            assert key[1] in KEYS or key[1] in SECTIONS, f"{name_of(page)} names the key {key[1]}"
+
+
+def test_training_page_names_every_section_and_every_preset():
+    page = ROOT / "docs/training.md"
+    assert set(inline_code(page)) >= SECTIONS
+    linked = re.findall(r"\(\.\./configs/(\w+\.toml)\)", text_of(page))
+    assert set(linked) == {path.name for path in ROOT.glob("configs/*.toml")}
+
+
+def test_attention_page_runs_every_public_operation():
+    code = "\n".join(blocks(ROOT / "docs/nsa.md", "python"))
+    missing = [name for name in ops.__all__ if not re.search(rf"\b{name}\b", code)]
+    assert missing == []
