@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+import select
 import time
 
 import pytest
@@ -45,7 +46,9 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
                 progress.update(step, loss=1.5, tokens_per_second=2000)
             progress.message("sample: [bold] is text")
         stream.flush()
-        shown = os.read(parent, 65536).decode()
+        shown = ""
+        while select.select([parent], [], [], 0.2)[0]:
+            shown += os.read(parent, 65536).decode()
     os.close(parent)
     assert "\x1b[" in shown
     assert "10/10" in shown and "loss 1.5000" in shown and "2,000 tokens/s" in shown

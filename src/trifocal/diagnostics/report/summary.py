@@ -1,0 +1,197 @@
+"""The report in words: did it learn, is it healthy, is it fast for its hardware, what to change.
+
+Every threshold stands here, with a name.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trifocal.diagnostics.run import Run
+from trifocal.diagnostics.verdict import judge
+
+Mark = Literal["good", "watch", "bad", "unknown"]
+
+OVERFIT_RISE = 0.02
+"""Validation loss this much above its best, as a share, at the end: overfitting."""
+STILL_FALLING = 0.01
+"""Validation loss fell by this share in the last quarter of the run: it was not done."""
+SPIKE_FACTOR = 10.0
+"""A gradient norm this many times its median is a spike."""
+SPIKE_SHARE = 0.01
+"""Share of logged steps with a spike that is worth a word."""
+GOOD_MFU, FAIR_MFU = 0.4, 0.2
+"""Executed model FLOPs utilisation."""
+DATA_SHARE = 0.1
+"""Share of the time spent waiting for data that is worth a word."""
+OVERHEAD_SHARE = 0.2
+"""The same for checkpoints, and for evaluation."""
+SLOWDOWN = 0.8
+"""Last tenth's median tokens/s as a share of the whole run's."""
+
+
+@dataclass
+class Finding:
+    """The answer to one question."""
+
+    question: str
+    mark: Mark
+    text: str
+    changes: list[str] = field(default_factory=list)
+    """What to change because of it, one sentence each."""
+
+
+def summarise(run: Run) -> list[Finding]:
+    """Answer the questions that a person has about a run.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Learned, healthy, fast, and what to change; in this order.
+    """
+    findings = [_learned(run), _healthy(run), _fast(run)]
+    changes = [change for finding in findings for change in finding.changes]
+    text = " ".join(changes) if changes else "Nothing stands out in these figures."
+    return [*findings, Finding("What to change?", "watch" if changes else "good", text)]
+
+
+def _learned(run: Run) -> Finding:
+    question = "Did it learn?"
+    eval_steps, evaluations = run.series("evaluation", "validation_loss")
+    losses = run.series("train", "loss")[1]
+    if len(losses) < 2 and len(evaluations) < 2:
+        return Finding(question, "unknown", "Too few rows to tell yet.")
+    if len(evaluations) < 2:
+        first, last = _ends(losses)
+        evidence = f"the training loss went from {first:.3f} to {last:.3f} nats per token"
+    else:
+        first, last = evaluations[0], evaluations[-1]
+        best = min(evaluations)
+        evidence = (
+            f"the validation loss went from {first:.3f} at step {eval_steps[0]:,} "
+            f"to {last:.3f} nats per token at step {eval_steps[-1]:,}"
+        )
+        bits = run.series("evaluation", "bits_per_byte")[1]
+        if bits:
+            evidence += f", {bits[-1]:.3f} bits per byte"
+        if last > best * (1 + OVERFIT_RISE):
+            best_step = eval_steps[evaluations.index(best)]
+            return Finding(
+                question,
+                "watch",
+                f"It did, and then lost some of it: {evidence}, but the best was {best:.3f} at step {best_step:,}.",
+                [f"Stop near step {best_step:,}, or train on more text: the model overfits after it."],
+            )
+    vocabulary = run.config.get("model", {}).get("vocab_size")
+    chance = math.log(vocabulary) if isinstance(vocabulary, int) and vocabulary > 1 else None
+    if run.config.get("data", {}).get("source") == "synthetic":
+        text = f"There was nothing to learn: the tokens are random. {_sentence(evidence)}"
+        return Finding(question, "unknown", text)
+    if chance is not None and last >= chance:
+        text = f"No: {evidence}; guessing every token alike gives {chance:.3f}."
+        return Finding(question, "bad", text, ["Look for a learning rate far too high or labels that are wrong."])
+    if last >= first:
+        return Finding(question, "bad", f"No: {evidence}.", ["Lower the learning rate, or check the data."])
+    if len(evaluations) >= 5:
+        quarter = evaluations[-max(2, len(evaluations) // 4)]
+        if last < quarter * (1 - STILL_FALLING):
+            text = f"Yes: {evidence}. It was still falling at the end."
+            return Finding(question, "good", text, ["Train longer: the validation loss had not settled."])
+    return Finding(question, "good", f"Yes: {evidence}.")
+
+
+def _healthy(run: Run) -> Finding:
+    question = "Is it healthy?"
+    worries: list[str] = []
+    changes: list[str] = []
+    mark: Mark = "good"
+    for rank, rows in run.heartbeats.items():
+        verdict = judge(rows[-1])
+        if verdict.state in ("failed", "dead", "stalled"):
+            mark = "bad"
+            worries.append(f"rank {rank} is {verdict.state}: {verdict.reason}")
+        elif verdict.state == "slow":
+            mark = "watch" if mark == "good" else mark
+            worries.append(f"rank {rank} is slow: {verdict.reason}")
+    events = run.of_kind("event")
+    for severity, worse in (("error", "bad"), ("warning", "watch")):
+        messages = [event["message"] for event in events if event.get("severity") == severity]
+        if messages:
+            mark = "bad" if worse == "bad" or mark == "bad" else "watch"
+            worries.append(f"{_count(len(messages), severity)}, the last one: {messages[-1]}")
+    norms = run.series("train", "gradient_norm")[1]
+    if len(norms) >= 20:
+        median = statistics.median(norms)
+        spikes = sum(norm > SPIKE_FACTOR * median for norm in norms)
+        if spikes > SPIKE_SHARE * len(norms):
+            mark = "watch" if mark == "good" else mark
+            worries.append(
+                f"the gradient norm spikes in {spikes / len(norms):.0%} of the logged steps (median {median:.2g})"
+            )
+            changes.append("Lengthen the warm-up, or lower the peak learning rate: gradients spike.")
+    lost = [row["step"] for row in run.of_kind("train") if isinstance(loss := row.get("loss"), float) and loss != loss]
+    if lost:
+        mark = "bad"
+        worries.append(f"the loss is not a number at step {lost[0]:,}")
+    if worries:
+        return Finding(question, mark, _sentence("; ".join(worries)), changes)
+    if not run.heartbeats and not run.of_kind("train"):
+        return Finding(question, "unknown", "No heartbeat and no training rows.")
+    return Finding(question, "good", "Yes: no warnings, no spikes in the gradient, nothing stalled.")
+
+
+def _fast(run: Run) -> Finding:
+    question = "Is it fast for its hardware?"
+    rates = run.series("train", "tokens_per_second")[1]
+    if not rates:
+        return Finding(question, "unknown", "No throughput was logged yet.")
+    rate = statistics.median(rates)
+    text = [f"{rate:,.0f} tokens/s (median)"]
+    changes: list[str] = []
+    mark: Mark = "good"
+    executed = run.series("train", "executed_mfu")[1]
+    if executed:
+        share = statistics.median(executed)
+        mark = "good" if share >= GOOD_MFU else "watch" if share >= FAIR_MFU else "bad"
+        words = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}[mark]
+        text.append(f"{share:.1%} of the GPU's peak (executed FLOPs): it is {words}")
+        if mark != "good":
+            changes.append("Try a larger micro batch, bf16, and torch.compile: the GPU has room.")
+    elif run.environment.get("gpus"):
+        text.append("the peak of this GPU is not known, so no utilisation is claimed")
+    else:
+        text.append("on a CPU, where no peak is known to compare with")
+    phases = run.phase_seconds()
+    total = sum(seconds for phase, seconds in phases.items() if phase not in ("start", "compile"))
+    for phase, limit, advice in (
+        ("data", DATA_SHARE, "Raise data.prefetch_batches, or bring the data closer: training waits for it."),
+        ("checkpoint", OVERHEAD_SHARE, "Save less often: checkpoints take a good part of the time."),
+        ("evaluate", OVERHEAD_SHARE, "Evaluate less often or on fewer batches: it takes a good part of the time."),
+    ):
+        share = phases.get(phase, 0.0) / total if total > 0 else 0.0
+        if share > limit:
+            mark = "watch" if mark == "good" else mark
+            text.append(f"{share:.0%} of the time goes to {phase}")
+            changes.append(advice)
+    tail = rates[-max(1, len(rates) // 10) :]
+    if len(rates) >= 20 and statistics.median(tail) < SLOWDOWN * rate:
+        mark = "watch" if mark == "good" else mark
+        text.append(f"it slowed down to {statistics.median(tail):,.0f} towards the end")
+        changes.append("Look at the throughput chart: something took speed away late in the run.")
+    return Finding(question, mark, _sentence("; ".join(text)), changes)
+
+
+def _ends(values: list[float]) -> tuple[float, float]:
+    """Means of the first and the last twentieth: single batches are noisy."""
+    share = max(1, len(values) // 20)
+    return statistics.fmean(values[:share]), statistics.fmean(values[-share:])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

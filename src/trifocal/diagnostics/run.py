@@ -1,0 +1,117 @@
+"""What a run directory holds, read from the files alone: of a finished run, a running one or a broken one."""
+
+import itertools
+import json
+import math
+import re
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trifocal.diagnostics.jsonl import Row, read_lines
+from trifocal.diagnostics.metrics import read_metrics
+from trifocal.errors import UserError
+
+# A heartbeat row is well under 2 KiB; its last row is found without reading a day of beats.
+_TAIL_BYTES = 65536
+
+
+@dataclass
+class Run:
+    """A run as its files tell it."""
+
+    directory: Path
+    name: str
+    rows: list[Row]
+    """All metric rows in order."""
+    config: dict[str, Any] = field(default_factory=dict)
+    config_text: str = ""
+    environment: dict[str, Any] = field(default_factory=dict)
+    heartbeats: dict[int, list[Row]] = field(default_factory=dict)
+    """Rows of every rank; the last row alone if read with `whole_heartbeats=False`."""
+    samples: list[tuple[int, str]] = field(default_factory=list)
+    """Step and text, in order of steps."""
+
+    def of_kind(self, kind: str) -> list[Row]:
+        """The metric rows of one kind."""
+        return [row for row in self.rows if row.get("kind") == kind]
+
+    def series(self, kind: str, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, where it exists and is finite."""
+        rows = [row for row in self.of_kind(kind) if is_number(row.get(name))]
+        return [row["step"] for row in rows], [float(row[name]) for row in rows]
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps that the config asks for."""
+        steps = self.config.get("train", {}).get("steps")
+        return steps if isinstance(steps, int) else None
+
+    @property
+    def last_step(self) -> int:
+        """The last step that any row knows."""
+        beats = [rows[-1]["step"] for rows in self.heartbeats.values() if rows]
+        return max([row["step"] for row in self.rows] + beats, default=0)
+
+    def phase_seconds(self, rank: int = 0) -> dict[str, float]:
+        """Time of a rank by phase, over all of the processes (resumes) that wrote its heartbeat."""
+        totals: dict[str, float] = {}
+        rows = self.heartbeats.get(rank, [])
+        for row, following in itertools.zip_longest(rows, rows[1:]):
+            # A process's last row has its whole time; process ids repeat across hosts and reboots, clocks do not.
+            if following is None or following["pid"] != row["pid"] or following["host"] != row["host"]:
+                for phase, seconds in row["total_seconds"].items():
+                    totals[phase] = totals.get(phase, 0.0) + seconds
+        return totals
+
+
+def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
+    """Read a run directory.
+
+    Args:
+        directory: The run directory.
+        whole_heartbeats: False reads only the last row of every rank: enough to watch.
+
+    Returns:
+        The run. Parts that do not exist are empty.
+
+    Raises:
+        UserError: If there is no run, or one of its files cannot be read.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"no run directory at {directory}")
+    metrics, heartbeat = directory / "metrics.jsonl", directory / "heartbeat"
+    if not metrics.exists() and not heartbeat.is_dir():
+        raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
+    run = Run(directory, directory.resolve().name, read_metrics(metrics) if metrics.exists() else [])
+    config = directory / "config.toml"
+    if config.exists():
+        run.config_text = config.read_text()
+        try:
+            run.config = tomllib.loads(run.config_text)
+        except tomllib.TOMLDecodeError as error:
+            raise UserError(f"{config} is not valid TOML: {error}") from error
+    environment = directory / "env.json"
+    if environment.exists():
+        try:
+            run.environment = json.loads(environment.read_text())
+        except ValueError as error:
+            raise UserError(f"{environment} is not valid JSON: {error}") from error
+    for path in heartbeat.glob("rank*.jsonl"):
+        match = re.fullmatch(r"rank(\d+)\.jsonl", path.name)
+        rows = read_lines(path, last_bytes=None if whole_heartbeats else _TAIL_BYTES) if match else []
+        if match and rows:
+            run.heartbeats[int(match[1])] = rows if whole_heartbeats else rows[-1:]
+    run.heartbeats = dict(sorted(run.heartbeats.items()))
+    for path in (directory / "samples").glob("*.txt"):
+        match = re.search(r"(\d+)", path.stem)
+        run.samples.append((int(match[1]) if match else 0, path.read_text(errors="replace")))
+    run.samples.sort(key=lambda sample: sample[0])
+    return run
+
+
+def is_number(value: object) -> bool:
+    """A finite number, not a flag."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

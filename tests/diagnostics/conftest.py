@@ -1,0 +1,163 @@
+"""A run directory to read, written by the real writers, and a real browser to look at pages with."""
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trifocal.diagnostics import MetricsWriter, write_environment
+from trifocal.diagnostics.heartbeat import Heartbeat
+from trifocal.diagnostics.jsonl import JsonLinesWriter
+
+CONFIG = """\
+[run]
+directory = "{directory}"
+seed = 1337
+
+[model]
+vocab_size = 257
+dim = 128
+num_layers = {layers}
+attention = "nsa"
+
+[model.geometry]
+window_size = 64
+
+[data]
+source = "builtin"
+
+[train]
+steps = {steps}
+
+[optimizer]
+learning_rate = {learning_rate}
+"""
+
+
+def beat(**fields: Any) -> dict[str, Any]:
+    """A heartbeat row as a healthy rank in the middle of training writes it, with some fields replaced."""
+    row = Heartbeat(Path(os.devnull)).snapshot()
+    row |= {
+        "step": 100,
+        "phase": "forward",
+        "phase_seconds": 0.1,
+        "expected_phase_seconds": 0.2,
+        "stall_limit_seconds": 120.0,
+        "typical_seconds": {"data": 0.01, "forward": 0.2, "backward": 0.4, "optimizer": 0.05},
+        "recent_seconds": {"data": 0.01, "forward": 0.2, "backward": 0.4, "optimizer": 0.05},
+        "total_seconds": {"start": 3.0, "data": 9.0, "forward": 200.0, "backward": 410.0, "optimizer": 55.0},
+        "where": "forward (attention.py:190)",
+    }
+    return row | fields
+
+
+def write_run(
+    directory: Path,
+    *,
+    steps: int = 2000,
+    log_every: int = 10,
+    learning_rate: float = 3e-4,
+    final_loss: float = 1.6,
+    layers: int = 4,
+    gpu: bool = False,
+    telemetry: bool = True,
+    samples: int = 4,
+    ranks: int = 1,
+    seed: int = 0,
+) -> Path:
+    """Write a run whose figures look like those of a real one."""
+    rng = random.Random(seed)
+    directory.mkdir(parents=True)
+    text = CONFIG.format(directory=directory.name, layers=layers, steps=steps, learning_rate=learning_rate)
+    (directory / "config.toml").write_text(text)
+    write_environment(directory / "env.json", text)
+    began = time.time() - 700
+    with MetricsWriter(directory / "metrics.jsonl") as metrics:
+        for step in range(log_every, steps + 1, log_every):
+            done = step / steps
+            loss = final_loss + (5.55 - final_loss) * math.exp(-6 * done)
+            rate = (41_000 if not gpu else 410_000) * (1 + rng.gauss(0, 0.02))
+            metrics.write(
+                "train",
+                step,
+                loss=loss + rng.gauss(0, 0.06),
+                learning_rate=learning_rate * min(1, done / 0.05) * (0.55 + 0.45 * math.cos(math.pi * done)),
+                gradient_norm=math.exp(rng.gauss(-0.5 - done, 0.25)),
+                tokens_per_second=rate,
+                step_seconds=1024 / rate,
+                data_wait_seconds_p50=2e-4,
+                data_wait_seconds_p95=9e-4 * (1 + rng.random()),
+                tokens_seen=step * 1024,
+                epoch=0,
+                memory_allocated_bytes=int(0.7e9 + 2e6 * rng.random()),
+                memory_reserved_bytes=int(1.1e9) if gpu else None,
+                executed_mfu=0.41 + rng.gauss(0, 0.01) if gpu else None,
+                dense_equivalent_mfu=0.55 + rng.gauss(0, 0.01) if gpu else None,
+            )
+            if step % (10 * log_every) == 0:
+                metrics.write(
+                    "evaluation",
+                    step,
+                    validation_loss=loss + 0.08,
+                    perplexity=math.exp(loss + 0.08),
+                    bits_per_byte=(loss + 0.08) / math.log(2),
+                )
+                for layer in range(layers if telemetry else 0):
+                    metrics.write("telemetry", step, layer=layer, **telemetry_fields(done, layer, layers))
+        metrics.event(steps // 2, "checkpoint_saved", f"saved checkpoints/step_{steps // 2}")
+        metrics.event(steps, "checkpoint_saved", f"saved checkpoints/step_{steps}")
+    for rank in range(ranks):
+        with JsonLinesWriter(directory / "heartbeat" / f"rank{rank}.jsonl") as writer:
+            totals = {"start": 2.0, "data": 6.0, "forward": 210.0, "backward": 390.0}
+            totals |= {"optimizer": 52.0, "evaluate": 24.0, "checkpoint": 3.0, "other": 4.0}
+            middle = {name: seconds / 2 for name, seconds in totals.items()}
+            writer.append(beat(rank=rank, step=steps // 2, total_seconds=middle, unix_time_seconds=began + 350))
+            writer.append(beat(rank=rank, step=steps, status="finished", total_seconds=totals))
+    (directory / "samples").mkdir()
+    for index in range(samples):
+        step = steps * (index + 1) // samples
+        sample = 'def forward(self, x):\n    """Return <b>x</b> & more."""\n    return x\n' * (index + 1)
+        (directory / "samples" / f"step_{step:08}.txt").write_text(sample)
+    return directory
+
+
+def telemetry_fields(done: float, layer: int, layers: int) -> dict[str, Any]:
+    """One layer's telemetry: compressed gates close with depth, selection learns to look further."""
+    depth = layer / max(1, layers - 1)
+    fields: dict[str, Any] = {}
+    for branch, level in (("cmp", 0.5 - 0.3 * done * depth), ("slc", 0.5 + 0.2 * done), ("win", 0.5 + 0.3 * done)):
+        fields[f"gate_mean_{branch}"] = level
+        fields[f"gate_spread_{branch}"] = 0.05 + 0.1 * done
+        fields[f"gate_entropy_{branch}"] = -level * math.log(level) - (1 - level) * math.log(1 - level)
+        fields[f"heads_ignoring_{branch}"] = max(0.0, 0.3 * done * depth) if branch == "cmp" else 0.0
+    shares = [0.3, 0.2, 0.2, 0.15, 0.1 + 0.03 * done * depth]
+    return fields | {
+        "selected_distance_shares": [*shares, 1 - sum(shares)],
+        "selected_forced_share": 0.375,
+        "importance_covered": 0.6 + 0.25 * done,
+        "neighbour_overlap": 0.7 + 0.1 * depth,
+        "selected_block_entropy": 2.0,
+        "fewer_than_n_share": 0.25,
+    }
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a run directory of this name under the test's own folder."""
+
+    def make(name: str = "showcase", **settings: Any) -> Path:
+        return write_run(tmp_path / name, **settings)
+
+    return make
+
+
+def set_last_beat(run: Path, rank: int = 0, **fields: Any) -> None:
+    """Append a heartbeat row with these fields."""
+    with JsonLinesWriter(run / "heartbeat" / f"rank{rank}.jsonl") as writer:
+        writer.append(json.loads(json.dumps(beat(rank=rank, **fields))))

@@ -1,0 +1,260 @@
+"""The report in a real browser, and its words and figures without one."""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.diagnostics.browser import Browser, find
+from tests.diagnostics.conftest import set_last_beat, write_run
+from trifocal.diagnostics import MetricsWriter
+from trifocal.diagnostics.report import summarise, write_report
+from trifocal.diagnostics.report.attention_charts import distance_labels
+from trifocal.diagnostics.report.charts import smoothed, thin
+from trifocal.diagnostics.run import read_run
+from trifocal.errors import UserError
+
+MakeRun = Callable[..., Path]
+CHARTS_OF_A_CPU_RUN = 8
+ATTENTION_CHARTS = 7
+GPU_ONLY_CHARTS = 1
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    executable = find()
+    if executable is None:
+        pytest.skip("no Chromium is installed")
+    with Browser(executable, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser:
+    """The browser with one report in it; each test that takes it touches another part of the page."""
+    browser.open(write_report(write_run(tmp_path_factory.mktemp("report") / "run", steps=400)))
+    return browser
+
+
+def drawn(browser: Browser) -> int:
+    """Charts in the page whose plot has marks on it."""
+    script = """[...document.querySelectorAll('.js-plotly-plot')].filter(
+        (plot) => plot.querySelector('.scatterlayer .trace, .barlayer .trace, .heatmaplayer image')).length"""
+    return int(browser.evaluate(script))
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+def test_every_chart_is_drawn_without_a_word_on_the_console(
+    make_run: MakeRun, browser: Browser, width: int, theme: str
+) -> None:
+    page = write_report(make_run(steps=300, gpu=True, ranks=2))
+    browser.requests.clear()
+    browser.open(page, width=width, theme=theme)
+    assert browser.problems == []
+    assert drawn(browser) == CHARTS_OF_A_CPU_RUN + GPU_ONLY_CHARTS + ATTENTION_CHARTS
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than its screen"
+    assert browser.evaluate("document.documentElement.dataset.theme") == theme
+    fetched = {url for url in browser.requests if not url.startswith(("data:", "blob:"))}
+    assert fetched == {page.resolve().as_uri()}
+
+
+def test_the_theme_button_repaints_every_chart(opened: Browser) -> None:
+    colour = "document.querySelector('#chart-loss .lines path.js-line:last-of-type').style.stroke"
+    before = opened.evaluate(colour)
+    opened.evaluate("document.getElementById('theme').click()")
+    assert opened.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert opened.evaluate(colour) != before
+    assert drawn(opened) == CHARTS_OF_A_CPU_RUN + ATTENTION_CHARTS
+    assert opened.problems == []
+
+
+def test_hover_shows_values_and_zoom_zooms(opened: Browser) -> None:
+    opened.evaluate("Plotly.Fx.hover('chart-throughput', [{curveNumber: 0, pointNumber: 5}])")
+    assert "tokens" in opened.evaluate("document.querySelector('#chart-throughput .ytitle').textContent")
+    assert opened.evaluate("document.querySelector('#chart-throughput .hoverlayer').textContent") != ""
+    span = "(() => { const r = document.getElementById('chart-loss')._fullLayout.xaxis.range; return r[1] - r[0]; })()"
+    before = opened.evaluate(span)
+    opened.evaluate("document.querySelector('#chart-loss [data-title=\"Zoom in\"]').click()")
+    assert 0 < opened.evaluate(span) < 0.6 * before
+
+
+def test_samples_over_time_can_be_stepped_through(opened: Browser) -> None:
+    shown = (
+        "[...document.querySelectorAll('.sample-box pre')].filter((text) => !text.hidden).map((t) => t.dataset.step)"
+    )
+    assert opened.evaluate(shown) == ["400"]
+    opened.evaluate(
+        "(() => { const s = document.querySelector('.sample-box input'); s.value = 1;"
+        " s.dispatchEvent(new Event('input')); })()"
+    )
+    assert opened.evaluate(shown) == ["200"]
+    assert opened.evaluate("document.querySelector('.sample-box output').textContent") == "step 200"
+
+
+def test_a_comparison_draws_every_run(make_run: MakeRun, browser: Browser) -> None:
+    runs = [make_run("nsa", steps=300), make_run("dense", steps=300, learning_rate=1e-3, telemetry=False)]
+    page = write_report(runs, runs[0].parent / "both.html")
+    browser.open(page)
+    assert browser.problems == []
+    assert browser.evaluate("document.querySelectorAll('#chart-throughput .scatterlayer .trace').length") == 2
+    text = browser.evaluate("document.body.innerText")
+    assert "optimizer.learning_rate" in text and "data.source" not in text.split("Environment and config")[0]
+
+
+class Checker(HTMLParser):
+    """Collects what a page would fetch, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetches: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        for name, value in attributes:
+            if name in ("src", "href") and value is not None and not value.startswith("data:"):
+                self.fetches.append(value)
+
+
+def test_the_page_is_one_file_with_plotly_in_it_once(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    page = write_report(run)
+    assert page == run / "report.html"
+    checker = Checker()
+    checker.feed(page.read_text())
+    assert checker.fetches == []
+    assert checker.scripts == 3
+    assert page.stat().st_size < 7e6
+
+
+def test_text_of_the_run_cannot_become_part_of_the_page(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    evil = "</script><script>alert(1)</script>"
+    (run / "samples" / "step_99999999.txt").write_text(evil)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(300, evil, evil, severity="warning")
+        metrics.write("train", 301, loss=float("nan"))
+    assert "<script>alert" not in write_report(run).read_text()
+
+
+def test_a_run_that_only_began_and_one_that_is_broken(make_run: MakeRun, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    (empty / "heartbeat").mkdir(parents=True)
+    page = write_report(empty).read_text()
+    assert "Too few rows to tell yet" in page and "No heartbeat was written" in page
+    with pytest.raises(UserError, match="no run directory"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is not a run"):
+        write_report(tmp_path)
+    with pytest.raises(UserError, match="at least one"):
+        write_report([])
+    broken = make_run("broken", steps=100)
+    (broken / "config.toml").write_text("[model\n")
+    with pytest.raises(UserError, match=r"config\.toml is not valid TOML"):
+        write_report(broken)
+    fine = make_run("fine", steps=100)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the report"):
+        write_report(fine, tmp_path / "file" / "report.html")
+
+
+def test_without_plotly_the_error_names_the_extra(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UserError, match=r"pip install 'trifocal\[report\]'"):
+        write_report(make_run(steps=100))
+
+
+def marks(run: Path) -> list[str]:
+    return [finding.mark for finding in summarise(read_run(run))]
+
+
+def words(run: Path) -> str:
+    return " ".join(finding.text for finding in summarise(read_run(run)))
+
+
+def test_a_good_run_is_called_good(make_run: MakeRun) -> None:
+    run = make_run(steps=2000, final_loss=1.6, gpu=True)
+    assert marks(run)[:3] == ["good", "good", "good"]
+    assert "1.690 nats per token" in words(run) and "of the GPU's peak (executed FLOPs): it is well used" in words(run)
+
+
+def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["kind"] in ("train", "evaluation"):
+            change(row)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_overfitting_is_named_with_its_step(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+
+    def overfit(row: dict[str, float]) -> None:
+        if row["kind"] == "evaluation":
+            row["validation_loss"] = 2.0 + abs(row["step"] - 800) / 1000
+
+    rewrite_training(run, overfit)
+    assert marks(run)[0] == "watch"
+    assert "Stop near step 800" in words(run)
+
+
+def test_a_run_that_learned_nothing_is_called_bad(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+    rewrite_training(run, lambda row: row.update(loss=5.6, validation_loss=5.6))
+    assert marks(run)[0] == "bad"
+    assert f"{math.log(257):.3f}" in words(run)
+
+
+def test_spikes_warnings_and_lost_losses_are_unhealthy(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+    rewrite_training(run, lambda row: row.update(gradient_norm=100.0 if row["step"] % 300 == 0 else 1.0))
+    assert marks(run)[1] == "watch" and "gradient norm spikes" in words(run)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(2000, "gate_shut", "layer 3: the compressed gate is shut", severity="warning")
+        metrics.write("train", 2001, loss=float("nan"))
+    assert marks(run)[1] == "bad"
+    assert "layer 3: the compressed gate is shut" in words(run) and "not a number at step 2,001" in words(run)
+
+
+def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    totals = {"data": 500.0, "forward": 50.0, "backward": 50.0}
+    set_last_beat(run, pid=2**22 + 5, unix_time_seconds=1.7e9, total_seconds=totals)
+    assert marks(run)[1] == "bad" and "Rank 0 is dead" in words(run)
+    assert marks(run)[2] == "watch" and "time goes to data" in words(run)
+
+
+def test_time_by_phase_adds_up_over_resumes(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    before = read_run(run).phase_seconds()
+    set_last_beat(run, pid=1, status="running", total_seconds={"forward": 5.0})
+    set_last_beat(run, pid=1, status="finished", total_seconds={"forward": 7.0, "data": 1.0})
+    after = read_run(run).phase_seconds()
+    assert after["forward"] == before["forward"] + 7.0
+    assert after["data"] == before["data"] + 1.0
+
+
+def test_thinning_keeps_ends_spikes_and_order() -> None:
+    values = [1.0] * 100_000
+    values[54_321], values[77_777] = 9.0, -9.0
+    steps, kept = thin(list(range(100_000)), values, most=1000)
+    assert len(kept) <= 1100
+    assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == 99_999
+    assert dict(zip(steps, kept, strict=True))[54_321] == 9.0 and dict(zip(steps, kept, strict=True))[77_777] == -9.0
+    assert thin([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+
+
+def test_smoothing_keeps_straight_lines_and_does_not_lag() -> None:
+    line = [3.0 - 0.01 * index for index in range(300)]
+    assert smoothed(line) == pytest.approx(line)
+    assert smoothed([0.0, 3.0, 0.0], width=3) == pytest.approx([0.0, 1.0, 0.0])
+    assert smoothed([]) == []
+
+
+def test_distance_bins_double() -> None:
+    assert distance_labels(5) == ["0", "1", "2-3", "4-7", "8-15"]
+    assert distance_labels(1) == ["0"]

@@ -1,0 +1,78 @@
+"""Running, slow, stalled, finished, dead: each from the rows that it writes."""
+
+import os
+import subprocess
+import time
+from typing import Any
+
+import pytest
+
+from tests.diagnostics.conftest import beat
+from trifocal.diagnostics.verdict import judge
+
+
+def verdict(after_seconds: float = 1.0, **fields: Any) -> tuple[str, str]:
+    row = beat(**fields)
+    answer = judge(row, row["unix_time_seconds"] + after_seconds)
+    return answer.state, answer.reason
+
+
+def test_a_healthy_rank_is_running() -> None:
+    assert verdict() == ("running", "in forward")
+
+
+def test_finished_and_failed_stay_so_for_ever() -> None:
+    assert verdict(1e6, status="finished")[0] == "finished"
+    assert verdict(1e6, status="failed", step=7) == ("failed", "at step 7")
+
+
+def test_three_times_the_median_is_slow_and_names_phase_and_factor() -> None:
+    state, reason = verdict(phase="data", phase_seconds=11.0, expected_phase_seconds=0.5, where="get (queue.py:1)")
+    assert state == "slow"
+    assert "in data for 0:12, 24.0 times its median of 0.5 s, at get (queue.py:1)" in reason
+
+
+def test_a_short_phase_may_jitter() -> None:
+    assert verdict(0.0, phase="data", phase_seconds=0.5, expected_phase_seconds=0.001)[0] == "running"
+
+
+def test_past_the_limit_is_stalled_and_says_where() -> None:
+    state, reason = verdict(phase="backward", phase_seconds=130.0, where="hook (model.py:7)")
+    assert state == "stalled" and "hook (model.py:7)" in reason and "2:11" in reason
+
+
+def test_no_expectation_or_compiling_is_never_stalled() -> None:
+    fields = {"phase_seconds": 9000.0, "expected_phase_seconds": None, "stall_limit_seconds": None}
+    state, reason = verdict(**fields)
+    assert state == "running" and reason.startswith("first forward for 2:30:01")
+    assert verdict(phase_seconds=9000.0, compiling=True) == ("running", "compiling in forward for 2:30:01")
+
+
+def test_a_phase_that_became_slower_is_slow_between_steps_too() -> None:
+    recent = {"data": 0.01, "forward": 0.2, "backward": 1.3, "optimizer": 0.05}
+    state, reason = verdict(phase="data", phase_seconds=0.0, expected_phase_seconds=0.01, recent_seconds=recent)
+    assert state == "slow" and "backward takes 3.2 times its median lately: 1.3 s instead of 0.4 s" in reason
+    small = {"data": 0.03, "forward": 0.2, "backward": 0.4, "optimizer": 0.05}
+    assert verdict(recent_seconds=small)[0] == "running"
+
+
+def test_silence_of_a_process_that_is_gone_is_death() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    state, reason = verdict(60.0, pid=process.pid)
+    assert state == "dead" and f"process {process.pid} is gone" in reason
+    assert verdict(60.0, host="another-host")[0] == "dead"
+
+
+def test_silence_of_a_process_that_exists_is_a_stall() -> None:
+    state, reason = verdict(60.0, pid=os.getpid())
+    assert state == "stalled" and "interpreter's lock" in reason
+
+
+def test_now_is_the_default() -> None:
+    assert judge(beat(unix_time_seconds=time.time())).state == "running"
+
+
+@pytest.mark.parametrize("after_seconds", [0.0, 20.0])
+def test_a_few_missed_beats_are_not_death(after_seconds: float) -> None:
+    assert verdict(after_seconds, host="another-host", phase_seconds=0.0, expected_phase_seconds=30.0)[0] == "running"
