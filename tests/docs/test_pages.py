@@ -15,7 +15,8 @@ from trifocal.train.toml import dotted_fields
 KEYS = dotted_fields(RunConfig)
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}
 OUTPUT_MARK = "#>"
-PATH = re.compile(r"(?:src|tests|docs|configs|benchmarks)/[\w./-]*\w")
+ROOMS = "ops|nn|models|generate|data|distributed|diagnostics|train|checks|cli"
+PATH = re.compile(rf"(?:src|tests|docs|configs|{ROOMS})/[\w./-]*\w")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)
