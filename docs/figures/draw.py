@@ -137,13 +137,14 @@ def draw_reads() -> Figure:
             reads_of_window().sum(1).mean(),
         ),
     )
-    figure = Figure(figsize=(11, 3.6), facecolor="white", layout="constrained")
+    figure = Figure(figsize=(9.5, 3.5), facecolor="white", layout="constrained")
     axes = figure.subplots(1, 4, sharey=True)
     for ax, (name, what, colour, strength, mean) in zip(axes, panels, strict=True):
         seen = strength > 0 if name != "compressed" else compressed > 0
         _draw_map(ax, causal, np.where(seen, 0.18 + 0.82 * strength, 0.0), colour)
-        ax.set_title(name, color=colour, fontweight="bold", pad=20)
-        ax.text(0.5, 1.035, f"{what} · {mean:.0f} keys", transform=ax.transAxes, ha="center", fontsize=8.5, color=QUIET)
+        ax.set_title(name, color=colour, fontweight="bold", pad=31)
+        caption = f"{what}\n{mean:.0f} keys a query"
+        ax.text(0.5, 1.03, caption, transform=ax.transAxes, ha="center", va="bottom", fontsize=9, color=QUIET)
         ax.set_xlabel("key", labelpad=15, color=QUIET)
         _mark_topics(ax)
     axes[0].set_ylabel("query", labelpad=15, color=QUIET)
