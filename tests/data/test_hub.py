@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import SimpleNamespace
+from http.server import BaseHTTPRequestHandler
+from pathlib import Path, PurePosixPath
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
+from tests.data.server import FaultyServer
 from trifocal.data import DataConfig, make_loader, make_tokenizer
 from trifocal.data.hub import open_fineweb
 from trifocal.data.parquet import ParquetSource
@@ -20,7 +23,6 @@ from trifocal.data.retry import Activity, DataError, Retry
 from trifocal.errors import UserError
 
 datasets = pytest.importorskip("datasets")
-huggingface_hub = pytest.importorskip("huggingface_hub")
 
 CARD = """---
 configs:
@@ -37,6 +39,7 @@ configs:
 ---
 """
 REVISION = "0123456789abcdef0123456789abcdef01234567"
+NAME = "HuggingFaceFW/fineweb-edu"
 FILES = (
     "data/CC-MAIN-2024-10/000.parquet",
     "sample/10BT/000.parquet",
@@ -99,12 +102,20 @@ def test_unknown_names(repository: Path, tmp_path: Path) -> None:
         open_source(fineweb_repository=str(tmp_path / "empty"))
 
 
-def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Couldn't reach 'HuggingFaceFW/fineweb-edu' on the Hub (ConnectTimeout)"),
+        # What datasets 5.2 makes of a hub that answers 429 or 500 to every request.
+        FileNotFoundError("Couldn't reach the Hugging Face Hub either: LocalEntryNotFoundError: An error happened"),
+    ],
+)
+def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     calls = []
 
     def unreachable(*args: object, **kwargs: object) -> None:
         calls.append(args)
-        raise ConnectionError("Couldn't reach 'HuggingFaceFW/fineweb-edu' on the Hub (ConnectTimeout)")
+        raise error
 
     monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
     with pytest.raises(DataError, match=r"gave up after 2 attempts .* the hub cannot be reached: Couldn't reach"):
@@ -145,32 +156,88 @@ def test_the_hub_switched_off_is_a_clear_error(tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
-def test_files_on_the_hub_are_read_by_their_pinned_address(
-    repository: Path, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+class StandInHub(FaultyServer):
+    """Answers what `datasets` asks about one repository; its faults count the requests for parquet alone."""
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        path = unquote(urlsplit(handler.path).path)
+        resolve = re.fullmatch(rf"/datasets/{NAME}/resolve/(main|{REVISION})/(.+)", path)
+        if resolve is not None and resolve[2].endswith(".parquet"):
+            super().answer(handler)
+        elif resolve is not None:
+            body = CARD.encode() if resolve[2] == "README.md" else None
+            self._reply(handler, body, {"X-Repo-Commit": REVISION, "ETag": '"card"'})
+        elif path.startswith(f"/api/datasets/{NAME}/tree/{REVISION}"):
+            folder = path.removeprefix(f"/api/datasets/{NAME}/tree/{REVISION}").strip("/")
+            entries = self._list(folder, recursive="recursive=true" in handler.path)
+            self._reply(handler, json.dumps(entries).encode(), {})
+        elif path.startswith(f"/api/datasets/{NAME}"):
+            self._reply(handler, json.dumps({"id": NAME, "sha": REVISION, "siblings": []}).encode(), {})
+        else:
+            self._reply(handler, None, {})
+
+    def _list(self, folder: str, *, recursive: bool) -> list[dict[str, object]]:
+        names = set(FILES)
+        for name in FILES:
+            names |= {str(parent) for parent in PurePosixPath(name).parents}
+        chosen = [
+            PurePosixPath(name)
+            for name in sorted(names - {"."})
+            if PurePosixPath(folder) in (PurePosixPath(name).parents if recursive else [PurePosixPath(name).parent])
+        ]
+        return [
+            {"type": "file" if path.suffix else "directory", "oid": "0" * 40, "size": 1, "path": str(path)}
+            for path in chosen
+        ]
+
+    def _reply(self, handler: BaseHTTPRequestHandler, body: bytes | None, headers: dict[str, str]) -> None:
+        handler.send_response(404 if body is None else 200)
+        if body is None:
+            headers = headers | {"X-Error-Code": "EntryNotFound"}
+        for name, value in (headers | {"Content-Length": str(len(body or b""))}).items():
+            handler.send_header(name, value)
+        handler.end_headers()
+        if body is not None and handler.command != "HEAD":
+            handler.wfile.write(body)
+
+
+READ_FROM_HUB = """
+import json
+from trifocal.data import *
+config = DataConfig(source="fineweb-edu", retry_base_seconds=0.01)
+with make_loader(
+    config, tokenizer=make_tokenizer("bytes"), sequence_length=128, batch_size=4, vocab_size=257
+) as loader:
+    batches = [next(loader).tokens.tolist() for _ in range(20)]
+    print(json.dumps([batches, loader.state_dict()]))
+"""
+
+
+def test_a_hub_that_lists_redirects_refuses_and_breaks_off(
+    repository: Path, serve: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """As `datasets` answers online: `hf://` paths at a commit, served here at the address that they stand for."""
-    prefix = f"datasets/HuggingFaceFW/fineweb-edu/resolve/{REVISION}"
-    server = serve({f"{prefix}/{name}": (repository / name).read_bytes() for name in FILES})
-    server.faults = {2: 429, 5: 500, 7: "cut"}
-
-    files = [f"hf://datasets/HuggingFaceFW/fineweb-edu@{REVISION}/{name}" for name in FILES[1:3]]
-    builder = SimpleNamespace(config=SimpleNamespace(data_files={"train": files}))
-    asked: list[dict[str, object]] = []
-
-    def load_dataset_builder(path: str, **settings: object) -> SimpleNamespace:
-        asked.append({"path": path, **settings})
-        return builder
-
-    monkeypatch.setattr(datasets, "load_dataset_builder", load_dataset_builder)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: "example")
-    address = huggingface_hub.hf_hub_url
-
-    def local_address(*args: Any, **settings: Any) -> str:
-        return re.sub(r"^https?://[^/]+", server.url, address(*args, **settings))
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_url", local_address)
-    ours = first_batches(DataConfig(source="fineweb-edu", retry_base_seconds=0.01))
-    assert ours == first_batches(DataConfig(source=f"fineweb-edu:{repository}/sample/10BT"))
-    assert asked == [{"path": "HuggingFaceFW/fineweb-edu", "name": "sample-10BT", "revision": "main"}]
-    assert set(server.authorizations) == {"Bearer example"}
-    assert REVISION in open_source().name
+    """The whole way as it is online, `datasets` and all, with a server of this test for the hub's address."""
+    prefix = f"datasets/{NAME}/resolve/{REVISION}"
+    store = serve({name: (repository / name).read_bytes() for name in FILES})
+    store.faults = {2: 500, 4: "cut"}
+    hub = serve({}, StandInHub)
+    hub.redirects = {f"/{prefix}/{name}": f"{store.url}/{name}" for name in FILES}
+    hub.faults = {1: 429, 5: "drop"}
+    environment = os.environ | {
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(tmp_path / "home"),
+        "HF_TOKEN": "example",
+        "HF_HUB_OFFLINE": "0",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", READ_FROM_HUB], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    batches, state = json.loads(done.stdout.splitlines()[-1])
+    assert batches == first_batches(DataConfig(source=f"fineweb-edu:{repository}/sample/10BT"))
+    assert state["source"] == f"fineweb-edu ({NAME}@{REVISION}, sample-10BT)"
+    assert len(hub.requests) > 6 and set(hub.authorizations) == {"Bearer example"}
+    assert len(store.requests) > 5 and set(store.authorizations) == {None}
+    # Each retry is said while it happens.
+    for reason in ("HTTP 429", "HTTP 500", "bytes instead of", "RemoteDisconnected"):
+        assert reason in done.stderr

@@ -96,6 +96,8 @@ def _explain(error: Exception, config: DataConfig) -> Exception:
             f"the nearest is {nearest(config.fineweb_name, names)}"
         )
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if isinstance(error, ConnectionError | TimeoutError) or (status is not None and (status == 429 or status >= 500)):
+    # Where every request failed, datasets says that there is no such file and names the hub's error in the text.
+    unreachable = isinstance(error, ConnectionError | TimeoutError) or "LocalEntryNotFoundError" in str(error)
+    if unreachable or (status is not None and (status == 429 or status >= 500)):
         return TransientError(f"the hub cannot be reached: {reason}")
     return UserError(f"fineweb-edu: {repository} {config.fineweb_name} cannot be opened: {reason}")

@@ -1,0 +1,92 @@
+"""A server of files that misbehaves on order."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class FaultyServer:
+    """Serves files by ranges from this machine; `faults[i]` is what happens to request `i`.
+
+    A fault is a status code, `cut` (half of the bytes, then the connection ends), `drop` (ends without a word) or
+    `silence` (nothing until the server is closed, or the client gives up).
+    """
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        self.files = files
+        self.faults: dict[int, int | str] = {}
+        self.always: int | str | None = None
+        self.retry_after: str | None = None
+        self.ranges = True
+        self.requests: list[tuple[str, float]] = []
+        self.authorizations: list[str | None] = []
+        self.redirects: dict[str, str] = {}
+        self._lock = threading.Lock()
+        self._closing = threading.Event()
+        owner = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def log_message(self, *_: object) -> None:
+                """Quiet."""
+
+            def do_GET(self) -> None:
+                owner.answer(self)
+
+            do_HEAD = do_GET
+
+        class Server(ThreadingHTTPServer):
+            daemon_threads = False
+            block_on_close = True
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.01})
+        self._thread.start()
+
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+        with self._lock:
+            number = len(self.requests)
+            self.requests.append((handler.path, time.monotonic()))
+            self.authorizations.append(handler.headers.get("Authorization"))
+        fault = self.faults.get(number, self.always)
+        if fault == "silence":
+            self._closing.wait(20)
+        if fault in ("silence", "drop"):
+            handler.close_connection = True
+            return
+        if isinstance(fault, int):
+            handler.send_response(fault)
+            if self.retry_after is not None:
+                handler.send_header("Retry-After", self.retry_after)
+            handler.end_headers()
+            return
+        if handler.path in self.redirects:
+            handler.send_response(302)
+            handler.send_header("Location", self.redirects[handler.path])
+            handler.end_headers()
+            return
+        body = self.files.get(handler.path.lstrip("/"))
+        if body is None:
+            handler.send_error(404)
+            return
+        match = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", ""))
+        part = body
+        if self.ranges and match is not None:
+            first, last = int(match[1]), min(int(match[2]), len(body) - 1)
+            part = body[first : last + 1]
+            handler.send_response(206)
+            handler.send_header("Content-Range", f"bytes {first}-{last}/{len(body)}")
+        else:
+            handler.send_response(200)
+        handler.send_header("Content-Length", str(len(part)))
+        handler.end_headers()
+        handler.wfile.write(part[: len(part) // 2] if fault == "cut" else part)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
