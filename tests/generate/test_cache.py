@@ -52,8 +52,8 @@ def test_decode_equals_one_pass_after_prefills_of_every_length(
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 @pytest.mark.parametrize("sizes", [[1] * 60, [60], [13] * 4 + [8], [2, 30, 1, 1, 26], [3] * 20], ids=len)
 def test_chunks_equal_one_pass(make_model: Callable[..., DecoderLM], geometry: Geometry, sizes: list[int]) -> None:
-    for shared_kv in (False, True):
-        model = make_model(geometry=geometry, shared_kv=shared_kv)
+    for options in OPTIONS[1:]:
+        model = make_model(geometry=geometry, **options)
         torch.manual_seed(0)
         tokens = torch.randint(31, (1, 60))
         with torch.no_grad():

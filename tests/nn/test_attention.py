@@ -9,7 +9,15 @@ from torch import Tensor
 import trifocal.nn.attention as attention_module
 from tests.tolerances import FULL_COVERAGE
 from trifocal.nn import DenseAttention, NSAttention
-from trifocal.ops import Documents, Geometry
+from trifocal.ops import (
+    Documents,
+    Geometry,
+    compressed_attention,
+    mean_compress,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
 
 DIM = 24
 SIZES: dict[str, Any] = {"dim": DIM, "num_heads": 4, "num_kv_groups": 2, "head_dim": 8, "value_dim": 6}
@@ -212,6 +220,37 @@ def test_branches_have_their_own_projections() -> None:
         assert projection.weight.grad is not None
         for rows in projection.weight.grad.chunk(3):
             assert rows.abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("branch", "share"), [("cmp", (1.0, 0.0, 0.0)), ("slc", (0.0, 1.0, 0.0)), ("win", (0.0, 0.0, 1.0))]
+)
+def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, float, float]) -> None:
+    """The layer written out with the public operations: which projection, which position, which gate."""
+    layer = sparse()
+    with torch.no_grad():
+        layer.gate.proj.weight.zero_()
+        layer.gate.proj.bias.copy_(torch.logit(torch.tensor(share, dtype=torch.float64)).repeat(4))
+    x = torch.randn(1, 40, DIM, dtype=torch.float64)
+    k_rows, v_rows = layer.k_proj.weight.unflatten(0, (3, 2, 8)), layer.v_proj.weight.unflatten(0, (3, 2, 6))
+
+    def at(tensor: Tensor, positions: Tensor) -> Tensor:
+        tables = attention_module.rotary_tables(positions, 8, 10000.0, torch.float64)
+        return attention_module.rotate(tensor, *tables)
+
+    def project(rows: Tensor) -> Tensor:
+        return torch.einsum("bte,gde->btgd", x, rows)
+
+    tokens = torch.arange(40)
+    q = at(layer.q_proj(x).unflatten(-1, (4, 8)), tokens)
+    k_cmp = at(mean_compress(project(k_rows[0]), SMALL), torch.arange(0, 37, 2))
+    o, lse = compressed_attention(q, k_cmp, mean_compress(project(v_rows[0]), SMALL), SMALL, num_keys=40)
+    if branch == "slc":
+        blocks = select_blocks(q, k_cmp, lse, SMALL, num_keys=40)
+        o = selected_attention(q, at(project(k_rows[1]), tokens), project(v_rows[1]), blocks, SMALL)
+    if branch == "win":
+        o = window_attention(q, at(project(k_rows[2]), tokens), project(v_rows[2]), SMALL.window_size)
+    torch.testing.assert_close(layer(x), layer.o_proj(o.flatten(2)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
