@@ -31,8 +31,9 @@ def run(args: Sequence[str]) -> int:
         UserError: If there is no run.
     """
     options: ReportArguments = parse_arguments(ReportArguments, args, prog="trifocal report")
-    directory = Path(options.run_directory)
-    load_run(directory)
-    path = write_report([directory], Path(options.output) if options.output else directory / "report.html")
+    directories = [Path(options.run_directory), *map(Path, options.compare)]
+    for directory in directories:
+        load_run(directory)
+    path = write_report(directories, options.output or None)
     print(path)
     return 0

@@ -7,9 +7,11 @@ from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
 from trifocal.diagnostics.metrics import MetricsWriter, read_metrics
 from trifocal.diagnostics.progress import Progress
 from trifocal.diagnostics.stacks import StackDump
+from trifocal.diagnostics.telemetry import AttentionTelemetry
 from trifocal.diagnostics.tensorboard import TensorBoardSink
 
 __all__ = [
+    "AttentionTelemetry",
     "Heartbeat",
     "MemoryStatistics",
     "MetricsWriter",

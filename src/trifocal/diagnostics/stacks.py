@@ -37,7 +37,7 @@ class StackDump:
         faulthandler.dump_traceback(file=self._file, all_threads=True)
 
     def close(self) -> None:
-        """Give the signal back and close the file; an empty file is removed."""
+        """Give the signal back and close the file; what is empty is removed."""
         if self._file.closed:
             return
         if self._registered:
@@ -45,6 +45,8 @@ class StackDump:
         self._file.close()
         if self.path.exists() and self.path.stat().st_size == 0:
             self.path.unlink()
+            if not any(self.path.parent.iterdir()):
+                self.path.parent.rmdir()
 
     def __enter__(self) -> Self:
         return self
