@@ -69,6 +69,7 @@ class Meter:
             "epoch": result.batches[-1].epoch,
             "memory_allocated_bytes": memory.allocated_bytes,
             "memory_reserved_bytes": memory.reserved_bytes,
+            "memory_peak_bytes": memory.peak_allocated_bytes,
         }
         if self._peak_flops is not None:
             row["executed_mfu"] = tokens_per_second * self._flops.executed_training / self._peak_flops
