@@ -127,9 +127,7 @@ def select_blocks(
     order = order[..., :num_slots].masked_fill(ranked[..., :num_slots] == -torch.inf, num_blocks)
     order = order.sort(dim=-1).values
     chosen = order.masked_fill(order == num_blocks, -1).to(torch.int32)
-    pads = num_slots - chosen.shape[-1]
-    if pads > 0:
-        chosen = torch.nn.functional.pad(chosen, (0, pads), value=-1)
+    chosen = torch.nn.functional.pad(chosen, (0, num_slots - chosen.shape[-1]), value=-1)
     return chosen.transpose(1, 2).contiguous()
 
 

@@ -1,0 +1,85 @@
+"""The checks by name, in the order in which they run, and the failures of earlier systems that each guards against.
+
+| # | what went wrong |
+|---|---|
+| 1 | a step that took minutes and looked like a hang: loops over tokens |
+| 2 | a hang and slowness could not be told apart |
+| 3 | checkpointing recomputed every layer as the last one |
+| 4 | parameters without a gradient |
+| 5 | checkpointing with sharded weights (as 1 and 3) |
+| 6 | tens of gigabytes for a small model: a copy of keys and values per query |
+| 7 | a loss near zero: queries that saw the token after them |
+| 8 | a reference with the bugs of what it judged |
+| 9 | a single query that saw only the first key |
+| 10 | decoding that differed from training |
+| 11 | scores that depended on absolute position |
+| 12 | flags that did nothing |
+| 13 | a failing data source replaced by random tokens |
+| 14 | a resume that restored weights alone |
+| 15 | 16-bit weights without a master copy |
+"""
+
+import difflib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trifocal.checks import attention, cost, model, operation, positions, training
+from trifocal.checks.report import Measurement, Skipped
+from trifocal.errors import UserError
+
+
+@dataclass(frozen=True)
+class Check:
+    """A named check.
+
+    Attributes:
+        name: What `--only` takes.
+        guards: Numbers of the failures above.
+        what: What it proves, in a few words.
+        measure: Takes the device; other arguments are seams, through which a test hands in a fault.
+    """
+
+    name: str
+    guards: tuple[int, ...]
+    what: str
+    measure: Callable[[torch.device], Measurement | Skipped]
+
+
+CHECKS: tuple[Check, ...] = (
+    Check("full-coverage-fp32", (8,), "attention that covers everything is dense", attention.full_coverage_float32),
+    Check("full-coverage-fp64", (8,), "the same, in float64", attention.full_coverage_float64),
+    Check("oracle-fp64", (7, 8), "attention and gradients are an oracle's, in float64", attention.float64_oracle),
+    Check("oracle-fp32", (8,), "attention and gradients, in float32", attention.float32_oracle),
+    Check("backend-parity", (8,), "the kernels give what the reference gives", attention.backend_parity),
+    Check("rope-distance", (11,), "scores depend on distance alone", positions.rope_distance),
+    Check("future-leak", (7,), "no output depends on a later token", model.future_leak),
+    Check("decode-equals-prefill", (9, 10), "decoding gives the logits of one pass", model.decode),
+    Check("checkpointing-gradients", (3, 4, 5), "recomputing changes no gradient", model.checkpointing),
+    Check("parameter-gradients", (4,), "every parameter gets a gradient", model.parameter_gradients),
+    Check("operation-count", (1,), "nothing loops over the sequence", cost.operation_count),
+    Check("stored-memory-growth", (6,), "stored memory is linear in length", cost.stored_memory_growth),
+    Check("stored-memory-per-token", (6,), "no copy of keys per query", cost.stored_memory_per_token),
+    Check("layer-sweep", (1, 2, 4, 5), "time and memory are linear in layers", cost.layer_sweep),
+    Check("random-token-floor", (7,), "random tokens cannot be predicted", training.random_token_floor),
+    Check("resume-bit-for-bit", (14,), "a resumed run is the uninterrupted one", training.resume_bit_for_bit),
+    Check("master-weights", (15,), "weights stay fp32 under bf16", training.master_weights),
+    Check("unknown-flags", (12,), "unknown flags and keys are refused", operation.unknown_flags),
+    Check("heartbeat", (2,), "the heartbeat outlives a long operation", operation.heartbeat),
+    Check("failing-source", (13,), "data that fail stop the run", operation.failing_source),
+)
+
+
+def choose(only: Sequence[str] = ()) -> tuple[Check, ...]:
+    """The checks of these names, in their usual order; all if there are none.
+
+    Raises:
+        UserError: If a name is unknown; names the nearest valid one.
+    """
+    names = [check.name for check in CHECKS]
+    for name in only:
+        if name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
+            raise UserError(f'unknown check "{name}"; the nearest valid one is "{nearest}"')
+    return tuple(check for check in CHECKS if not only or check.name in only)

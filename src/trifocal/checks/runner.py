@@ -1,0 +1,75 @@
+"""Runs checks one after the other and reports; a check that raises has failed, and the others still run."""
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trifocal.checks.registry import Check, choose
+from trifocal.checks.report import CheckResult, Measurement, Report, Skipped, Status
+from trifocal.diagnostics import environment
+from trifocal.train.preflight import choose_device
+from trifocal.train.random_state import random_state, restore_random_state
+
+Started = Callable[[Check, int, int], None]
+Finished = Callable[[CheckResult], None]
+
+
+def run(
+    *,
+    device: str = "auto",
+    only: Sequence[str] = (),
+    on_start: Started | None = None,
+    on_result: Finished | None = None,
+) -> Report:
+    """Run checks on this machine.
+
+    Args:
+        device: `"auto"`, `"cpu"` or `"cuda"`; auto takes a GPU if there is one.
+        only: Names of checks; all if there are none.
+        on_start: Called before each check with it, its number from 1 and how many there are.
+        on_result: Called after each check.
+
+    Returns:
+        The report; `exit_status` is what a command should exit with.
+
+    Raises:
+        UserError: If a name is unknown, or there is no such device.
+    """
+    checks = choose(only)
+    chosen = choose_device(device)
+    results = []
+    for number, check in enumerate(checks, 1):
+        if on_start is not None:
+            on_start(check, number, len(checks))
+        result = run_check(check, chosen)
+        results.append(result)
+        if on_result is not None:
+            on_result(result)
+    return Report(_describe(chosen), tuple(results), environment())
+
+
+def run_check(check: Check, device: torch.device) -> CheckResult:
+    """Run one check; the random generators are left as they were."""
+    state = random_state()
+    begin = time.perf_counter()
+    found: Measurement | Skipped | Exception
+    try:
+        found = check.measure(device)
+    except Exception as error:
+        found = error
+    finally:
+        restore_random_state(state)
+    seconds = time.perf_counter() - begin
+    identity = (check.name, check.guards, check.what)
+    if isinstance(found, Measurement):
+        status: Status = "passed" if found.passed else "failed"
+        return CheckResult(*identity, status, found.figure, found.bound, found.unit, found.details, seconds)
+    if isinstance(found, Skipped):
+        return CheckResult(*identity, "skipped", None, None, "", (found.reason,), seconds)
+    lines = " ".join(str(found).split())
+    return CheckResult(*identity, "failed", None, None, "", (f"{type(found).__name__}: {lines}",), seconds)
+
+
+def _describe(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"

@@ -1,0 +1,129 @@
+"""What the checks run on: the minimal model of the first reports, and inputs of every branch."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.ops import Geometry
+
+MINIMAL = Geometry(
+    compression_block_size=16,
+    compression_stride=8,
+    selection_block_size=32,
+    num_selected_blocks=8,
+    num_initial_blocks=1,
+    num_local_blocks=2,
+    window_size=64,
+)
+"""Of the model that was reported to hang at five layers."""
+
+SMALL = Geometry(
+    compression_block_size=4,
+    compression_stride=2,
+    selection_block_size=8,
+    num_selected_blocks=3,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+    window_size=7,
+)
+"""So small that a short sequence passes every border many times, and that most blocks are not chosen."""
+
+
+def minimal_config(num_layers: int, **changes: Any) -> ModelConfig:
+    """The reported minimal model, on the safe backend unless changed."""
+    values: dict[str, Any] = {
+        "vocab_size": 256,
+        "dim": 128,
+        "num_layers": num_layers,
+        "num_heads": 8,
+        "num_kv_groups": 2,
+        "head_dim": 16,
+        "value_dim": 16,
+        "mlp_dim": 512,
+        "geometry": MINIMAL,
+    }
+    return ModelConfig(**(values | changes))
+
+
+def small_config(**changes: Any) -> ModelConfig:
+    """Two layers of a model that takes milliseconds."""
+    values: dict[str, Any] = {
+        "vocab_size": 64,
+        "dim": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_groups": 2,
+        "head_dim": 8,
+        "value_dim": 12,
+        "mlp_dim": 64,
+        "geometry": SMALL,
+    }
+    return ModelConfig(**(values | changes))
+
+
+def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = torch.float32) -> DecoderLM:
+    """A model with weights larger than at the start of training, so that attention is far from uniform."""
+    model = DecoderLM(config)
+    model.init_weights(0)
+    model.to(device, dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if not name.endswith(("norm.weight", ".bias")):
+                parameter.mul_(5)
+    return model
+
+
+def random_tokens(shape: tuple[int, ...], vocab_size: int, device: torch.device, seed: int = 1) -> Tensor:
+    """Uniformly random tokens, the same on every device."""
+    return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+class Inputs(NamedTuple):
+    """Arguments of `nsa_attention` up to the geometry."""
+
+    q: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor
+
+    def leaves(self) -> "Inputs":
+        """Copies that collect gradients."""
+        return Inputs(*(x.detach().clone().requires_grad_() for x in self))
+
+
+def attention_inputs(
+    geometry: Geometry,
+    length: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    num_blocks: int | None = None,
+    num_heads: int = 4,
+    num_groups: int = 2,
+    dim: int = 16,
+    value_dim: int = 12,
+) -> Inputs:
+    """Unit-normal inputs of one call, the same on every device; gates in (0, 1).
+
+    Args:
+        num_blocks: Compressed blocks; those of one document unless given.
+    """
+    generator = torch.Generator().manual_seed(length)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(1, *shape, generator=generator).to(device, dtype)
+
+    blocks = geometry.num_compressed_blocks(length) if num_blocks is None else num_blocks
+
+    def keys_and_values(count: int) -> tuple[Tensor, Tensor]:
+        return normal(count, num_groups, dim), normal(count, num_groups, value_dim)
+
+    q, gates = normal(length, num_heads, dim), normal(length, num_heads, 3).sigmoid()
+    (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = map(keys_and_values, (blocks, length, length))
+    return Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
