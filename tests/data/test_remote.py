@@ -118,7 +118,7 @@ def test_retry_after_is_respected(
     [
         (429, "HTTP 429 Too Many Requests"),
         (500, "HTTP 500 Internal Server Error"),
-        ("cut", "bytes"),
+        ("cut", "the connection was cut after 0 bytes, 1 too early"),
         ("drop", "RemoteDisconnected: "),
         ("silence", "silent for longer than data.request_timeout_seconds"),
     ],

@@ -120,6 +120,10 @@ def _connection_error(error: Exception, url: str) -> Exception:
         return UserError(f"{url}: the server's certificate is not valid: {reason.verify_message}")
     if isinstance(reason, TimeoutError):
         return TransientError(f"{url}: silent for longer than data.request_timeout_seconds")
+    if isinstance(reason, http.client.IncompleteRead):
+        return TransientError(
+            f"{url}: the connection was cut after {len(reason.partial)} bytes, {reason.expected} too early"
+        )
     return TransientError(f"{url}: {type(reason).__name__}: {reason}")
 
 
