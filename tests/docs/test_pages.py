@@ -9,12 +9,13 @@ import pytest
 
 from tests.docs.pages import PAGES, ROOT, blocks, headings, inline_code, name_of, prose, text_of
 from trifocal import ops
+from trifocal.checks import CHECKS
 from trifocal.train.config import RunConfig
 from trifocal.train.toml import dotted_fields
 
 KEYS = dotted_fields(RunConfig)
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}
-OUTPUT_MARK = "#>"
+OUTPUT_MARK = "# →"
 ROOMS = "ops|nn|models|generate|data|distributed|diagnostics|train|checks|cli"
 PATH = re.compile(rf"(?:src|tests|docs|configs|{ROOMS})/[\w./-]*\w")
 
@@ -30,7 +31,7 @@ def test_python_blocks_run_and_print_what_the_page_says(page, tmp_path, monkeypa
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             exec(compile(body, name_of(page), "exec"), names)
-        if promised:
+        if promised or "print(" in body:
             assert [line.strip() for line in printed.getvalue().splitlines()] == promised, body
 
 
@@ -67,6 +68,13 @@ def test_training_page_names_every_section_and_every_preset():
     assert set(inline_code(page)) >= SECTIONS
     linked = re.findall(r"\(\.\./configs/(\w+\.toml)\)", text_of(page))
     assert set(linked) == {path.name for path in ROOT.glob("configs/*.toml")}
+
+
+def test_training_page_lists_every_check_beside_the_failures_it_guards_against():
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]*) \|$", text_of(ROOT / "docs/training.md"), re.MULTILINE)
+    listed = {int(number): set(re.findall(r"`([\w-]+)`", names)) for number, names in rows}
+    assert listed == {number: {check.name for check in CHECKS if number in check.guards} for number in listed}
+    assert set(listed) == {number for check in CHECKS for number in check.guards}
 
 
 def test_attention_page_runs_every_public_operation():
