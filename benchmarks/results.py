@@ -1,6 +1,7 @@
 """Result files: what was measured, where, by which command, at which commit; JSON for programs, Markdown for people."""
 
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -16,10 +17,13 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def device_name() -> str:
-    """The GPU, or the CPU and how many threads PyTorch uses on it."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+    """The GPU, or the CPU where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+
+
+def cpu_name() -> str:
+    """The kind of CPU and its cores."""
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
 
 
 def commit() -> str:
@@ -41,6 +45,7 @@ def write_results(
     *,
     folder: Path = FOLDER,
     notes: Sequence[str] = (),
+    device: str = "",
     at_commit: str = "",
 ) -> Path:
     """Write `<what>_<device>_<date>.json` and `.md`.
@@ -51,13 +56,14 @@ def write_results(
         rows: One measurement each, with the same keys; units belong into the keys.
         folder: Where to.
         notes: Sentences under the table.
+        device: What it ran on; `device_name()` unless given.
         at_commit: The commit, for a tree without its history.
 
     Returns:
         The Markdown file.
     """
     now = datetime.now(UTC)
-    device = device_name()
+    device = device or device_name()
     head = {
         "title": title,
         "date": now.isoformat(timespec="seconds"),
