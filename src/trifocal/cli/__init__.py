@@ -13,6 +13,7 @@ COMMANDS = {
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
     "check": "prove this installation right on this machine",
     "report": "one self-contained HTML page of a run: RUN_DIR",
+    "watch": "a run live in the terminal: RUN_DIR",
 }
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM}

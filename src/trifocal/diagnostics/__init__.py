@@ -9,6 +9,7 @@ from trifocal.diagnostics.progress import Progress
 from trifocal.diagnostics.stacks import StackDump
 from trifocal.diagnostics.telemetry import AttentionTelemetry
 from trifocal.diagnostics.tensorboard import TensorBoardSink
+from trifocal.diagnostics.watchdog import Watchdog
 
 __all__ = [
     "AttentionTelemetry",
@@ -18,6 +19,7 @@ __all__ = [
     "Progress",
     "StackDump",
     "TensorBoardSink",
+    "Watchdog",
     "environment",
     "memory_statistics",
     "peak_bf16_flops",

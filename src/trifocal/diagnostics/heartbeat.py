@@ -168,6 +168,11 @@ class Heartbeat:
         with JsonLinesWriter(self.path) as writer:
             self._beat(writer, status)
 
+    def current_phase(self) -> tuple[str, float]:
+        """The phase and the `time.perf_counter()` at which it began: together they name one entry into it."""
+        with self._lock:
+            return self._phases[-1]
+
     def snapshot(self, status: str = "running") -> Row:
         """The row that describes this moment; see the module for its fields."""
         now = time.perf_counter()

@@ -16,6 +16,7 @@ exist on this machine (MFU on a CPU) is null or left out.
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable
 from types import TracebackType
@@ -53,6 +54,7 @@ class MetricsWriter:
         self, path: str | os.PathLike[str], *, resume_step: int | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
         self._sinks = list(sinks)
+        self._lock = threading.Lock()
         self._file = JsonLinesWriter(path)
         if resume_step is not None:
             rows_dropped = self._drop_after(resume_step)
@@ -60,7 +62,7 @@ class MetricsWriter:
             self.event(resume_step, "resumed", message, rows_dropped=rows_dropped)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one row.
+        """Append one row; any thread may.
 
         Args:
             kind: `train`, `evaluation`, `event`, `telemetry`, …
@@ -68,13 +70,14 @@ class MetricsWriter:
             values: The fields, JSON types only: numbers on the host, no tensors.
         """
         row: Row = {"kind": kind, "step": step, "unix_time_seconds": round(time.time(), 3), **values}
-        self._file.append(row)
-        for sink in list(self._sinks):
-            try:
-                sink.write(row)
-            except Exception as error:
-                self._sinks.remove(sink)
-                logger.warning("%s fails (%s) and is left out from here on", type(sink).__name__, error)
+        with self._lock:
+            self._file.append(row)
+            for sink in list(self._sinks):
+                try:
+                    sink.write(row)
+                except Exception as error:
+                    self._sinks.remove(sink)
+                    logger.warning("%s fails (%s) and is left out from here on", type(sink).__name__, error)
 
     def event(self, step: int, name: str, message: str, *, severity: str = "info", **values: Any) -> None:
         """Append an event row.

@@ -27,22 +27,22 @@ class StackDump:
     def __init__(self, directory: str | os.PathLike[str], rank: int = 0) -> None:
         self.path = Path(directory) / f"stacks_rank{rank}.txt"
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self.path.open("a")
+        self.file = self.path.open("a")
         self._registered = hasattr(faulthandler, "register")
         if self._registered:
-            faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
+            faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
 
     def dump(self) -> None:
         """Write the stacks now."""
-        faulthandler.dump_traceback(file=self._file, all_threads=True)
+        faulthandler.dump_traceback(file=self.file, all_threads=True)
 
     def close(self) -> None:
         """Give the signal back and close the file; what is empty is removed."""
-        if self._file.closed:
+        if self.file.closed:
             return
         if self._registered:
             faulthandler.unregister(signal.SIGUSR1)
-        self._file.close()
+        self.file.close()
         if self.path.exists() and self.path.stat().st_size == 0:
             self.path.unlink()
             if not any(self.path.parent.iterdir()):

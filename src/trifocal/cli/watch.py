@@ -1,0 +1,62 @@
+"""`trifocal watch`: a run live in the terminal, from its files alone."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+from rich.live import Live
+
+from trifocal.diagnostics.run import read_run
+from trifocal.diagnostics.watch import render, verdicts
+from trifocal.errors import UserError
+from trifocal.train.arguments import parse_arguments
+
+_OVER = {"finished", "failed", "dead"}
+_TROUBLE = {"stalled", "failed", "dead"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchArguments:
+    """Show every rank of a run live: progress, loss, throughput, and whether it runs, is slow or is stuck."""
+
+    run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """The run; from another machine, the same folder over a shared file system."""
+    interval_seconds: float = 2.0
+    """Time between two pictures; 0 shows one and ends, as everywhere but on a terminal."""
+
+    def __post_init__(self) -> None:
+        if not self.interval_seconds >= 0:
+            raise UserError(f"--interval-seconds must be at least 0, got {self.interval_seconds}")
+
+
+def run(args: Sequence[str]) -> int:
+    """Show the run until it is over or Ctrl-C.
+
+    Returns:
+        0, or 1 if a rank is stalled, failed or dead at the end.
+
+    Raises:
+        UserError: If there is no run.
+    """
+    options: WatchArguments = parse_arguments(WatchArguments, args, prog="trifocal watch")
+    console = Console()
+    watched = read_run(Path(options.run_directory), whole_heartbeats=False)
+    if options.interval_seconds == 0 or not console.is_terminal:
+        console.print(render(watched, width=console.width))
+    else:
+        try:
+            with Live(console=console, auto_refresh=False) as live:
+                while True:
+                    live.update(render(watched, width=console.width), refresh=True)
+                    states = {verdict.state for verdict in verdicts(watched).values()}
+                    if states and states <= _OVER:
+                        break
+                    time.sleep(options.interval_seconds)
+                    watched = read_run(Path(options.run_directory), whole_heartbeats=False)
+        except KeyboardInterrupt:
+            pass
+    return int(any(verdict.state in _TROUBLE for verdict in verdicts(watched).values()))

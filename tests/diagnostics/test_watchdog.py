@@ -1,0 +1,163 @@
+"""Stalls made on purpose in real processes: an endless loop is stalled, a sleep is slow, a first step is neither."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trifocal.diagnostics import Heartbeat, Watchdog
+from trifocal.diagnostics.jsonl import read_lines
+from trifocal.diagnostics.run import read_run
+from trifocal.diagnostics.verdict import judge
+
+TRAINING = """
+import sys, time, torch
+from trifocal.diagnostics import Heartbeat, MetricsWriter, Watchdog
+
+run, fault = sys.argv[1], sys.argv[2]
+
+def endless_hook(gradient):
+    while fault == "loop" and step == 3:
+        sum(range(1000))
+    if fault == "sleep" and step == 3:
+        time.sleep(600)
+    return gradient
+
+weight = torch.nn.Parameter(torch.ones(4, 4))
+weight.register_hook(endless_hook)
+with MetricsWriter(run + "/metrics.jsonl") as metrics, Heartbeat(
+    run + "/heartbeat", interval_seconds=0.1, minimum_stall_seconds=1.5 if fault == "loop" else 300
+) as heartbeat, Watchdog(heartbeat, run, on_stall=lambda text, folder: metrics.event(step, "stalled", text)):
+    for step in range(1, 10**9):
+        with heartbeat.phase("forward"):
+            time.sleep(2 if fault == "sleep" and step == 1 else 0.02)
+            loss = (weight @ weight).sum()
+        with heartbeat.phase("backward"):
+            loss.backward()
+        metrics.write("train", step, loss=loss.item())
+        heartbeat.update(step=step, loss=loss.item())
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Callable[[str], subprocess.Popen[bytes]]:
+    """Starts a training process with a fault in it, writing to tmp_path/run."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TRAINING))
+    source = Path(__file__).parents[2] / "src"
+    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
+
+    def begin(fault: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(script), str(tmp_path / "run"), fault]
+        return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+
+    return begin
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.time() + seconds
+    while not condition():
+        assert time.time() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def state_of(run: Path) -> str:
+    path = run / "heartbeat" / "rank0.jsonl"
+    rows = read_lines(path) if path.exists() else []
+    return judge(rows[-1]).state if rows else ""
+
+
+def test_an_endless_loop_in_a_hook_is_stalled_and_the_summary_names_it(
+    start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start("loop")
+    try:
+        wait_for(lambda: state_of(run) == "stalled")
+        wait_for(lambda: any(run.glob("dumps/stalled_*/summary.md")))
+        time.sleep(0.5)
+        reason = judge(read_run(run).heartbeats[0][-1]).reason
+    finally:
+        process.kill()
+        process.wait()
+    assert "in backward" in reason and "endless_hook" in reason
+    (folder,) = run.glob("dumps/stalled_*")
+    summary = (folder / "summary.md").read_text()
+    assert summary.startswith("# Rank 0 is stalled in backward for 0:0")
+    assert "endless_hook (train.py:" in summary and "| 0 | stalled | 2 |" in summary
+    assert "'loss': 64.0" in summary
+    assert "endless_hook" in (folder / "stacks_rank0.txt").read_text()
+    assert [row["name"] for row in read_run(run).of_kind("event")] == ["stalled"]
+    wait_for(lambda: judge(read_run(run).heartbeats[0][-1], time.time() + 60).state == "dead")
+
+
+def test_a_long_first_step_is_neither_and_a_sleep_is_slow_and_leaves_no_dump(
+    start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    process = start("sleep")
+    try:
+        wait_for(lambda: state_of(run) != "")
+        time.sleep(1.2)
+        first = judge(read_run(run).heartbeats[0][-1])
+        wait_for(lambda: state_of(run) == "slow")
+        reason = judge(read_run(run).heartbeats[0][-1]).reason
+        process.send_signal(signal.SIGUSR1)
+        wait_for(lambda: any(run.glob("dumps/asked_*/summary.md")))
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+    assert first.state == "running" and first.reason.startswith("first forward for 0:0")
+    assert "in backward" in reason and "times its median" in reason and "endless_hook" in reason
+    assert not list(run.glob("dumps/stalled_*"))
+    (folder,) = run.glob("dumps/asked_*")
+    assert "endless_hook" in (folder / "stacks_rank0.txt").read_text()
+    assert (folder / "summary.md").read_text().startswith("# Rank 0 was asked for its stacks")
+
+
+def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path) -> None:
+    sentences: list[str] = []
+    heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05, minimum_stall_seconds=0.15)
+    with heartbeat, Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: sentences.append(text)):
+        for seconds in (0.01, 0.01, 0.01, 0.5):
+            with heartbeat.phase("data"):
+                time.sleep(seconds)
+        assert len(sentences) == 1
+        # The limit has learned from the stall: twice its longest time.
+        with heartbeat.phase("data"):
+            time.sleep(0.6)
+        assert len(sentences) == 1
+        with heartbeat.phase("data"):
+            wait_for(lambda: len(sentences) == 2, seconds=10)
+    assert "rank 0 is stalled in data" in sentences[0]
+    assert not (tmp_path / "dumps" / "stacks_rank0.txt").exists()
+
+
+def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path: Path) -> None:
+    healthy = Heartbeat(tmp_path / "heartbeat", 1, interval_seconds=0.05)
+    stuck = Heartbeat(tmp_path / "heartbeat", 0, interval_seconds=0.05, minimum_stall_seconds=0.2)
+    with healthy, Watchdog(healthy, tmp_path), stuck, Watchdog(stuck, tmp_path):
+        with stuck.phase("backward"):
+            pass
+        with stuck.phase("backward"):
+            wait_for(lambda: len(list(tmp_path.glob("dumps/stalled_*/stacks_rank*.txt"))) == 2, seconds=10)
+    (summary,) = tmp_path.glob("dumps/stalled_*/summary.md")
+    assert "| 1 | running |" in summary.read_text()
+
+
+def test_stacks_are_written_even_while_c_code_holds_the_interpreters_lock(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05, minimum_stall_seconds=0.4)
+    with heartbeat, Watchdog(heartbeat, tmp_path):
+        time.sleep(0.3)
+        # PyDLL, unlike CDLL, keeps the lock: no thread of Python's can run, the heartbeat's neither.
+        ctypes.PyDLL(None).usleep(900_000)
+        text = (tmp_path / "dumps" / "stacks_rank0.txt").read_text()
+    assert "test_stacks_are_written_even_while" in text
