@@ -97,7 +97,11 @@ def row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED:
     return token, position, first_token, document
 
 
-@triton.jit(do_not_specialize=["num_slots_of_rows", "num_queries", "query_shift", "num_blocks", "keys_per_chunk"])
+@triton.jit(
+    do_not_specialize=[
+        "num_slots_of_rows", "num_queries", "query_shift", "chunk_rows", "num_blocks", "keys_per_chunk", "unused"
+    ]
+)  # fmt: skip
 def _slot_keys_kernel(
     selected_blocks,
     keys,

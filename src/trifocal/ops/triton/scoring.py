@@ -32,26 +32,31 @@ LOG2_E = 1.4426950408889634
 BUFFER_BYTES = 2**28
 # Compressed blocks of one selection block that a tile holds; geometries with more are summed in parts.
 MOST_TAPS = 64
+# Rows of importance are a multiple of this, so that they are read in whole vectors.
+LINE = tl.constexpr(16)
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
-@triton.jit(do_not_specialize=["first_query", "end_query", "query_shift", "num_blocks", "num_compressed"])
+@triton.jit(
+    do_not_specialize=["first_query", "end_query", "query_shift", "block_lines", "num_compressed", "column_tiles"]
+)
 def importance_kernel(
     q, k_cmp, lse, own, carried, ids, positions, first_compressed,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     lse_batch_stride, lse_time_stride, lse_head_stride,
-    first_query, end_query, query_shift, num_blocks, num_compressed, column_tiles, score_scale,
+    first_query, end_query, query_shift, block_lines, num_compressed, column_tiles, score_scale,
     GROUPS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
     COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, PLACES: tl.constexpr,
     TAPS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Importance of `column_tiles` tiles of selection blocks for one tile of queries.
 
-    `own` and `carried` are [B, queries of the chunk, G, num_blocks]. Queries that may take all their candidates
+    `own` and `carried` are [B, queries of the chunk, G, num_blocks], with blocks in whole lines. Queries that may take all their candidates
     need no importance; tiles of such queries do nothing.
     """
     COLUMNS: tl.constexpr = BLOCKS * TAPS
+    num_blocks = block_lines * LINE
     query = first_query + tl.program_id(1) * QUERIES + tl.arange(0, QUERIES)
     batch = (tl.program_id(2) // GROUPS).to(tl.int64)
     group = tl.program_id(2) % GROUPS
@@ -126,15 +131,16 @@ def importance_kernel(
                 tl.store(carried + out + 1, carried_sum, mask=in_document[:, None] & (block + 1 < num_blocks)[None, :])
 
 
-@triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "num_blocks", "rows"])
+@triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines", "rows"])
 def choice_kernel(
     own, carried, selected_blocks, positions,
-    first_query, end_query, num_queries, query_shift, num_blocks, rows,
+    first_query, end_query, num_queries, query_shift, block_lines, rows,
     GROUPS: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
     PLACES: tl.constexpr, PLACES_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     PACKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The choice of some rows (batch, query of the chunk, group) from the importance of all their blocks."""
+    num_blocks = block_lines * LINE
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     exists = row < rows
     row = tl.where(exists, row, 0)
@@ -151,11 +157,12 @@ def choice_kernel(
     total = tl.minimum(candidates, PLACES)
     wanted = total - tl.sum(forced.to(tl.int32), 1)
 
+    # Whole lines are read; what no tile wrote is dropped before it is used.
     place = row[:, None] * num_blocks + block
-    needed = free & (candidates > PLACES)[:, None]
-    importance = tl.load(own + place, mask=needed, other=0.0)
+    needed = (block // LINE < tl.cdiv(candidates, LINE)[:, None]) & (candidates > PLACES)[:, None]
+    importance = tl.where(free, tl.load(own + place, mask=needed, other=0.0), 0.0)
     if COMPRESSION > STRIDE:
-        importance += tl.load(carried + place, mask=needed & (block > 0), other=0.0)
+        importance += tl.where(free & (block > 0), tl.load(carried + place, mask=needed, other=0.0), 0.0)
     bits = tl.minimum(tl.maximum(importance.to(tl.int32, bitcast=True), 0), INFINITY_BITS)
     bits = tl.where(free, bits, -1)
 
@@ -234,12 +241,13 @@ def select_blocks_forward(
     blocks_of_tile = max(1, tile.keys // taps)
 
     num_blocks = geometry.num_selection_blocks(num_keys)
-    row_bytes = 2 * 4 * batch * groups * num_blocks
+    block_lines = triton.cdiv(num_blocks, LINE.value)
+    row_bytes = 2 * 4 * batch * groups * block_lines * LINE.value
     scored = num_blocks > places
     chunk_queries = num_queries if not scored else min(num_queries, max(tile.rows, buffer_bytes // row_bytes))
     if chunk_queries < num_queries:
         chunk_queries = chunk_queries // tile.rows * tile.rows
-    size = batch * chunk_queries * groups * num_blocks if scored else 1
+    size = chunk_queries * row_bytes // 8 if scored else 1
     own, carried = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
     for first_query in range(0, num_queries, chunk_queries):
         end_query = min(first_query + chunk_queries, num_queries)
@@ -259,16 +267,16 @@ def select_blocks_forward(
             importance_kernel[grid](
                 q, k_cmp, lse, own, carried, ids, positions, first_compressed,
                 *strides(q), *strides(k_cmp), *strides(lse),
-                first_query, end_query, shift, num_blocks, num_compressed, tiles_of_program, scale * LOG2_E,
+                first_query, end_query, shift, block_lines, num_compressed, tiles_of_program, scale * LOG2_E,
                 **sizes, REP=rep, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
                 QUERIES=tile.rows, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         rows = batch * (end_query - first_query) * groups
         columns = max(16, triton.next_power_of_2(reachable))
-        rows_of_program = max(1, 1024 // columns)
+        rows_of_program = max(1, 256 // columns)
         choice_kernel[(triton.cdiv(rows, rows_of_program),)](
             own, carried, selected_blocks, positions,
-            first_query, end_query, num_queries, shift, num_blocks, rows,
+            first_query, end_query, num_queries, shift, block_lines, rows,
             **sizes, PLACES_PAD=triton.next_power_of_2(places), INITIAL=geometry.num_initial_blocks,
             LOCAL=geometry.num_local_blocks, ROWS=rows_of_program, BLOCKS=columns,
             num_warps=max(1, min(8, columns // 1024)),

@@ -59,7 +59,7 @@ def slot_rows(first, end, slots, REP: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, 
     return exists, slot, slot // SLOTS_OF_ROW, head
 
 
-@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "chunk", "num_blocks", "keys_per_chunk"])
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"])
 def gathered_forward_kernel(
     q, k, v, o_slots, lse_slots, slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,

@@ -45,7 +45,7 @@ LOG2_E = 1.4426950408889634
 LOG2_E_KERNEL = tl.constexpr(LOG2_E)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "num_queries"])
 def delta_kernel(
     o, d_o, delta, num_rows, num_queries, num_heads,
     o_batch_stride, o_time_stride, o_head_stride, d_batch_stride, d_time_stride, d_head_stride,
@@ -77,7 +77,7 @@ def _row_numbers(lse, delta, gate, place, exists, GATED: tl.constexpr):
     return lse_2, delta_row, gate_row
 
 
-@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "chunk", "num_blocks", "keys_per_chunk"])
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"])
 def gathered_backward_kernel(
     q, k, v, d_o, lse, delta, gate, d_q_slots, d_k_parts, d_v_parts,
     slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
