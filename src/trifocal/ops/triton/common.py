@@ -22,12 +22,14 @@ class Tile(NamedTuple):
         keys: Keys in a tile.
         warps: Warps of a program.
         stages: Depth of the software pipeline of loads.
+        registers: Most registers a thread may take, to fit another program on the multiprocessor; None: as it comes.
     """
 
     rows: int
     keys: int
     warps: int
     stages: int
+    registers: int | None = None
 
 
 class Widths(NamedTuple):
@@ -98,9 +100,9 @@ _TILES: dict[tuple[str, str], dict[int, Tile]] = {
     ("small", "forward"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 2)},
     ("small", "d_q"): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
     ("small", "d_k_d_v"): {64: Tile(32, 64, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
-    ("fp32", "forward"): {64: Tile(32, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
-    ("fp32", "d_q"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
-    ("fp32", "d_k_d_v"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    ("fp32", "forward"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    ("fp32", "d_q"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 2), 256: Tile(16, 16, 4, 1)},
+    ("fp32", "d_k_d_v"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 2), 256: Tile(16, 16, 4, 1)},
 }
 
 

@@ -413,6 +413,7 @@ def launch_d_q(
         TMA=tma,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
     )
     return d_q
 
@@ -483,6 +484,7 @@ def launch_d_k_d_v(
             TMA=tma,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            maxnreg=tile.registers,
         )
     if not split:
         return d_k[0], d_v[0]

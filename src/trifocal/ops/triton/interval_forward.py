@@ -184,5 +184,6 @@ def launch_forward(
         TMA=tma,
         num_warps=tile.warps,
         num_stages=tile.stages,
+        maxnreg=tile.registers,
     )
     return o, lse
