@@ -39,8 +39,9 @@ def headings(page: Path) -> set[str]:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The command lines of bash blocks and of inline code, as words; comments and prompts are left out."""
-    lines = [line for body in blocks(page, "bash") for line in body.replace("\\\n", " ").splitlines()]
+    """The command lines of bash and sh blocks and of inline code, as words; comments are left out."""
+    shells = [*blocks(page, "bash"), *blocks(page, "sh")]
+    lines = [line for body in shells for line in body.replace("\\\n", " ").splitlines()]
     lines += [code for code in inline_code(page) if re.match(r"(trifocal|make|pip install) \S", code)]
     words = [shlex.split(line, comments=True) for line in lines]
     return [line for line in words if line]
