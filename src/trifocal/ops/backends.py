@@ -9,7 +9,6 @@ A named backend runs or raises; nothing is replaced behind a caller's back.
 from collections import Counter
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
@@ -54,11 +53,14 @@ def resolve(operation: str, requested: str, q: Tensor, v: Tensor, geometry: Geom
     return chosen
 
 
-# Not a side effect of the compiled graph, which activation checkpointing inside one would refuse.
-@torch.compiler.assume_constant_result
 def _count(operation: str, chosen: str, reason: str) -> None:
     """Count one choice; compiled code counts when it is compiled, not when it runs."""
     _choices[operation, chosen, reason] += 1
+
+
+# Not a side effect of the compiled graph, which activation checkpointing inside one would refuse. This is all that
+# `torch.compiler.assume_constant_result` does, after importing the compiler, and Triton with it.
+_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _triton_obstacle(q: Tensor, v: Tensor, geometry: Geometry | None) -> str | None:
