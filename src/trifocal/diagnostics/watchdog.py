@@ -43,7 +43,7 @@ class Watchdog:
         heartbeat: The heartbeat of this process; its thread does the watching.
         run_directory: Dumps go to `dumps` in it.
         on_stall: Called in the heartbeat's thread with a sentence and the dump's folder, once for each stall: the
-            place to write an event.
+            place to write an event. Without it the sentence is logged as a warning.
     """
 
     def __init__(
@@ -87,8 +87,9 @@ class Watchdog:
         )
         folder = self._dump("stalled", what, row)
         sentence = f"rank {self._rank} {what}, at {row['where']}; see {folder / 'summary.md'}"
-        logger.warning("%s", sentence)
-        if self._on_stall is not None:
+        if self._on_stall is None:
+            logger.warning("%s", sentence)
+        else:
             self._on_stall(sentence, folder)
 
     def _dump(self, reason: str, what: str, row: Row) -> Path:

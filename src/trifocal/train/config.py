@@ -172,13 +172,20 @@ class LogSection:
     """New tokens in a sample."""
     sample_temperature: float = 0.8
     """Temperature of a sample; 0 always takes the likeliest token."""
+    telemetry_interval_steps: int = 100
+    """Steps between looks at gates and chosen blocks, on one sequence; 0 turns them off."""
     heartbeat_seconds: float = 5.0
     """Time between rows of the heartbeat."""
     tensorboard: bool = False
     """Write TensorBoard events into tensorboard/ too; needs the extra of that name."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("interval_steps", 1), ("sample_interval_steps", 0), ("sample_tokens", 1)):
+        for name, lowest in (
+            ("interval_steps", 1),
+            ("sample_interval_steps", 0),
+            ("sample_tokens", 1),
+            ("telemetry_interval_steps", 0),
+        ):
             value = getattr(self, name)
             _require(value >= lowest, f"log.{name} must be at least {lowest}, got {value}")
         _require(bool(self.sample_prompt), "log.sample_prompt must not be empty")

@@ -1,6 +1,7 @@
 """The training loop: one trainer, for every device and every run."""
 
 import shlex
+import shutil
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -10,7 +11,15 @@ import torch
 import torch.distributed as dist
 
 from trifocal.data import Batch, Loader, Tokenizer, make_loader
-from trifocal.diagnostics import Heartbeat, MetricsWriter, Progress, StackDump, TensorBoardSink, write_environment
+from trifocal.diagnostics import (
+    AttentionTelemetry,
+    Heartbeat,
+    MetricsWriter,
+    Progress,
+    TensorBoardSink,
+    Watchdog,
+    write_environment,
+)
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
 from trifocal.train.checkpoint import (
@@ -29,7 +38,7 @@ from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.run_directory import create_run_directory, load_run, save_config
 from trifocal.train.schedule import learning_rate
-from trifocal.train.step import StepResult, train_step
+from trifocal.train.step import StepResult, autocast, train_step
 from trifocal.train.stop import StopSignals
 
 
@@ -70,8 +79,16 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
     """
     device = choose_device(config.run.device)
     tokenizer, notes = preflight(config, device, _num_processes())
+    # The data are opened before a folder is made, or an earlier run deleted.
+    trainer = _Trainer(config, Path(config.run.directory), device, tokenizer)
     directory = create_run_directory(config, overwrite=overwrite)
-    return _Trainer(config, directory, device, tokenizer).run(notes, None)
+    try:
+        return trainer.run(notes, None)
+    except UserError:
+        if trainer.step == 0:
+            # Nothing was learnt: the folder would only stand in the way of the next try.
+            shutil.rmtree(directory)
+        raise
 
 
 def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | None = None) -> TrainResult:
@@ -116,6 +133,7 @@ class _Trainer:
         self.model.init_weights(config.run.seed)
         self.model.to(device)
         self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
+        self.telemetry = AttentionTelemetry(self.model)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.loss_function = torch.compile(self.model) if config.train.compile else self.model
         self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * self.num_processes)
@@ -146,7 +164,7 @@ class _Trainer:
             self.heartbeat = stack.enter_context(
                 Heartbeat(directory / "heartbeat", self.rank, config.log.heartbeat_seconds, device=self.device)
             )
-            stack.enter_context(StackDump(directory / "dumps", self.rank))
+            stack.enter_context(Watchdog(self.heartbeat, directory, on_stall=self._report_stalled_phase))
             self.progress = stack.enter_context(Progress(total, start_step=self.step, enabled=self.rank == 0))
             self.meter = Meter(config, self.device, self.num_processes)
             signals = stack.enter_context(StopSignals())
@@ -194,6 +212,7 @@ class _Trainer:
         self.learning_rate = rate
         self.step = step
         self.meter.steps += 1
+        self.heartbeat.update(step=step)
         self._after_step(self.pending)
 
     def _after_step(self, result: StepResult) -> None:
@@ -207,6 +226,10 @@ class _Trainer:
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("evaluate"):
                 self._evaluate()
+        if self.telemetry.layers and _due(step, config.log.telemetry_interval_steps, last):
+            self._check_finite()
+            with self.meter.paused(), self.heartbeat.phase("evaluate"):
+                self._measure_attention(result.batches[0])
         if _due(step, config.log.sample_interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("evaluate"):
@@ -249,6 +272,11 @@ class _Trainer:
             f"step {self.step}: validation loss {self.evaluation.validation_loss:.4f}"
             + (f", {bits:.4f} bits per byte" if bits is not None else "")
         )
+
+    def _measure_attention(self, batch: Batch) -> None:
+        tokens = batch.tokens[:1].to(self.device)
+        with autocast(self.device, self.config.train.precision):
+            self.telemetry.log(self.metrics, self.step, tokens, cu_seqlens=batch.cu_seqlens)
 
     def _sample(self) -> None:
         self.sample = sample(
@@ -325,6 +353,9 @@ class _Trainer:
     def _report_stall(self, seconds: float, activity: str) -> None:
         message = f"data stall: no batch for {seconds:.0f} s; the data thread is {activity}"
         self._say("data_stall", message, "warning", stall_seconds=seconds)
+
+    def _report_stalled_phase(self, message: str, folder: Path) -> None:
+        self._say("stalled", message, "warning")
 
     def _say(self, name: str, message: str, severity: str = "info", **values: float) -> None:
         self.metrics.event(self.step, name, message, severity=severity, **values)
