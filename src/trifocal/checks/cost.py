@@ -22,7 +22,24 @@ DEPTHS = (1, 2, 4, 5, 12, 24)
 LENGTHS = (64, 256, 512)
 
 
-def layer_sweep(device: torch.device, *, make_model: MakeModel = DecoderLM) -> Measurement:
+def step_seconds(model: DecoderLM, tokens: Tensor, device: torch.device) -> float:
+    """Wall time of one forward and backward pass."""
+    _wait(device)
+    begin = time.perf_counter()
+    _step(model, tokens)
+    _wait(device)
+    seconds = time.perf_counter() - begin
+    model.zero_grad(set_to_none=True)
+    return seconds
+
+
+def layer_sweep(
+    device: torch.device,
+    *,
+    make_model: MakeModel = DecoderLM,
+    step_seconds: Callable[[DecoderLM, Tensor, torch.device], float] = step_seconds,
+    rounds: int = 5,
+) -> Measurement:
     """Step time and memory of the minimal model at 1 to 24 layers: nothing special happens at five.
 
     The figure is the exponent with which time or stored bytes grow from 12 to 24 layers, or from 1 to 24. Bound:
@@ -33,9 +50,9 @@ def layer_sweep(device: torch.device, *, make_model: MakeModel = DecoderLM) -> M
     memory = {depth: _stored_bytes(partial(model, tokens, tokens)) for depth, model in models.items()}
     best = dict.fromkeys(DEPTHS, math.inf)
     # The fastest of interleaved rounds: another process's burst hits one round, not one depth.
-    for _ in range(5):
+    for _ in range(rounds):
         for depth, model in models.items():
-            best[depth] = min(best[depth], _step_seconds(model, tokens, device))
+            best[depth] = min(best[depth], step_seconds(model, tokens, device))
     exponents = {
         f"{what}, {low} to {high} layers": math.log(values[high] / values[low]) / math.log(high / low)
         for what, values in (("time", best), ("memory", memory))
@@ -93,16 +110,6 @@ def operation_count(device: torch.device, *, make_model: MakeModel = DecoderLM) 
 
 def _step(model: DecoderLM, tokens: Tensor) -> None:
     model(tokens, tokens).backward()
-
-
-def _step_seconds(model: DecoderLM, tokens: Tensor, device: torch.device) -> float:
-    _wait(device)
-    begin = time.perf_counter()
-    _step(model, tokens)
-    _wait(device)
-    seconds = time.perf_counter() - begin
-    model.zero_grad(set_to_none=True)
-    return seconds
 
 
 def _wait(device: torch.device) -> None:

@@ -83,8 +83,8 @@ class Report:
         return 1 if self.failed else 0
 
     def table(self) -> Table:
-        """All results, 80 columns wide; `guards` are the failures that `trifocal.checks.registry` numbers."""
-        table = Table(title=f"trifocal check on {self.device}", title_justify="left", box=box.SIMPLE, pad_edge=False)
+        """All results, at most 80 columns wide; `guards` are the failures that `trifocal.checks.registry` numbers."""
+        table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("check", no_wrap=True)
         table.add_column("guards", no_wrap=True)
         table.add_column("figure", justify="right", no_wrap=True)

@@ -56,7 +56,7 @@ def run(args: Sequence[str]) -> int:
         report = checks.run(device=options.device, only=options.only, on_start=on_start, on_result=on_result)
     if options.json:
         Path(options.json).write_text(report.to_json(), encoding="utf-8")
-    console.print()
+    console.print(f"\n{report.device}", markup=False, highlight=False)
     console.print(report.table())
     console.print(report.summary(), markup=False, highlight=False)
     return report.exit_status

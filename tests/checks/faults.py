@@ -1,0 +1,165 @@
+"""Faults that were really made once, to be put into healthy code: each has to make its check fail."""
+
+from __future__ import annotations
+
+import types
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from trifocal.models import DecoderLM
+from trifocal.nn import DenseAttention, NSAttention
+from trifocal.nn import attention as nn_attention
+from trifocal.ops import compressed_attention, nsa_attention, select_blocks, window_attention
+
+
+def masked_attention(q, k, v, mask):
+    """Plain attention under a mask [T, S]; the material that the faults are made of."""
+    heads = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(heads, 2), v.repeat_interleave(heads, 2)
+    scores = torch.einsum("bthd,bshd->bhts", q, k) / q.shape[-1] ** 0.5
+    p = scores.masked_fill(~mask, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("bhts,bshv->bthv", p, v)
+
+
+def distances(q, k):
+    """Position of each query less that of each key, [T, S]."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    queries = torch.arange(num_keys - num_queries, num_keys)
+    return queries[:, None] - torch.arange(num_keys)
+
+
+def replacing_window(window):
+    """`nsa_attention` with another window branch: `window(q, k, v, w)`."""
+
+    def attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, **rules):
+        shut = torch.cat((gates[..., :2], torch.zeros_like(gates[..., 2:])), -1)
+        rest = nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, shut, geometry, **rules)
+        return rest + gates[..., 2:] * window(q, k_win, v_win, geometry.window_size)
+
+    return attention
+
+
+def leaking_window(q, k, v, window_size):
+    """The window was cut before it was sliced: a query sees the token after it."""
+    distance = distances(q, k)
+    return masked_attention(q, k, v, (distance >= -1) & (distance < window_size))
+
+
+def narrow_window(q, k, v, window_size):
+    """Off by one: `w - 1` keys with the query's own."""
+    return window_attention(q, k, v, max(1, window_size - 1))
+
+
+def top_left_window(q, k, v, window_size):
+    """The mask is aligned to the first key instead of the last, as `is_causal=True` does."""
+    distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
+    return masked_attention(q, k, v, (distance >= 0) & (distance < window_size))
+
+
+def ignoring_documents(*inputs, cu_seqlens=None, **rules):
+    """Packed documents that see one another: right for everything else."""
+    if cu_seqlens is None:
+        return nsa_attention(*inputs, **rules)
+    q, *_, k_win, v_win, gates, geometry = inputs
+    o = nsa_attention(*inputs, cu_seqlens=cu_seqlens, **rules)
+    leak = window_attention(q, k_win, v_win, geometry.window_size)
+    exact = window_attention(q, k_win, v_win, geometry.window_size, cu_seqlens=cu_seqlens)
+    return o + gates[..., 2:] * (leak - exact)
+
+
+def softmax_over_future_blocks(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, **rules):
+    """The compressed branch sees every block, complete or not."""
+    shut = torch.cat((torch.zeros_like(gates[..., :1]), gates[..., 1:]), -1)
+    rest = nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, shut, geometry, **rules)
+    if not k_cmp.shape[1]:
+        return rest
+    everything = torch.ones(q.shape[1], k_cmp.shape[1], dtype=torch.bool)
+    return rest + gates[..., :1] * masked_attention(q, k_cmp, v_cmp, everything)
+
+
+def unscaled_importance(q, k_cmp, v_cmp, *rest, cu_seqlens=None, selected_blocks=None, **rules):
+    """Blocks are chosen by scores without their scale."""
+    geometry = rest[-1]
+    num_keys = rest[0].shape[1]
+    if selected_blocks is None:
+        _, lse = compressed_attention(q, k_cmp, v_cmp, geometry, num_keys=num_keys, scale=1.0, cu_seqlens=cu_seqlens)
+        selected_blocks = select_blocks(q, k_cmp, lse, geometry, num_keys=num_keys, scale=1.0, cu_seqlens=cu_seqlens)
+    return nsa_attention(q, k_cmp, v_cmp, *rest, cu_seqlens=cu_seqlens, selected_blocks=selected_blocks, **rules)
+
+
+class LostGradient(torch.autograd.Function):
+    """Passes values on and halves the gradient of one tensor."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream / 2
+
+
+def halved_value_gradient(q, k_cmp, v_cmp, k_slc, v_slc, *rest, **rules):
+    """Right output, wrong gradient of one input."""
+    return nsa_attention(q, k_cmp, v_cmp, k_slc, LostGradient.apply(v_slc), *rest, **rules)
+
+
+def copies_per_query(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, **rules):
+    """The selected branch gathers every query's keys and values and keeps them for backward."""
+    o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, geometry)
+    chosen = select_blocks(q, k_cmp, lse, geometry).long()
+    size, num_keys = geometry.selection_block_size, k_slc.shape[1]
+    tokens = (chosen.clamp(min=0)[..., None] * size + torch.arange(size)).flatten(-2).clamp(max=num_keys - 1)
+    seen = tokens <= torch.arange(num_keys)[:, None, None]
+    seen &= (chosen >= 0).repeat_interleave(size, -1)
+    group = torch.arange(k_slc.shape[2])[:, None]
+    heads = q.shape[2] // k_slc.shape[2]
+    k, v = (x[0, tokens[0], group] for x in (k_slc, v_slc))  # [T, G, n * l', D]
+    scores = torch.einsum("tgrd,tgsd->tgrs", q[0].unflatten(1, (-1, heads)), k) / q.shape[-1] ** 0.5
+    p = scores.masked_fill(~seen[0, :, :, None], -torch.inf).softmax(-1)
+    o_slc = torch.einsum("tgrs,tgsv->tgrv", p, v).flatten(1, 2)[None]
+    o_win = window_attention(q, k_win, v_win, geometry.window_size)
+    return (torch.stack((o_cmp, o_slc, o_win), -2) * gates[..., None]).sum(-2)
+
+
+def with_attention(model: DecoderLM, function) -> DecoderLM:
+    """Let the sparse layers of one model call another function; other models are left alone."""
+    for layer in model.attention_layers():
+        code = NSAttention.forward
+        namespace = dict(vars(nn_attention), nsa_attention=function)
+        layer.forward = types.MethodType(
+            types.FunctionType(code.__code__, namespace, code.__name__, code.__defaults__, code.__closure__), layer
+        )
+        layer.forward.__func__.__kwdefaults__ = code.__kwdefaults__
+    return model
+
+
+def late_bound_checkpointing(model: DecoderLM) -> None:
+    """`checkpoint(lambda x: block(x), x)` in a loop: every layer is computed again as the last one."""
+
+    def hidden_states(self, tokens, *, cu_seqlens=None, cache=None):
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = checkpoint(lambda inp: block(inp), x, use_reentrant=False)  # noqa: B023
+        return self.norm(x)
+
+    model.hidden_states = types.MethodType(hidden_states, model)
+
+
+def one_query_sees_the_first_key(model: DecoderLM) -> DecoderLM:
+    """`is_causal=True` with a single query, in the dense twin."""
+
+    def attention(q, k, v, documents):
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+    for layer in model.attention_layers():
+        if isinstance(layer, DenseAttention):
+            code = DenseAttention.forward
+            namespace = dict(vars(nn_attention), _dense_attention=attention)
+            forward = types.FunctionType(code.__code__, namespace, code.__name__, code.__defaults__, code.__closure__)
+            forward.__kwdefaults__ = code.__kwdefaults__
+            layer.forward = types.MethodType(forward, layer)
+    return model

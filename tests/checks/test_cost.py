@@ -1,0 +1,140 @@
+"""The checks of what a step costs: healthy ones pass, each fault fails."""
+
+import pytest
+import torch
+
+from tests.checks import faults
+from trifocal.checks import cost
+from trifocal.checks.seeds import SMALL, attention_inputs
+from trifocal.models import DecoderLM
+from trifocal.ops import nsa_attention
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("check", [cost.stored_memory_growth, cost.stored_memory_per_token, cost.operation_count])
+def test_healthy(check):
+    found = check(CPU)
+    assert found.passed, found
+
+
+def test_layer_sweep_passes_and_prints_time_and_memory_of_every_depth():
+    found = cost.layer_sweep(CPU)
+    assert found.passed, found
+    assert [int(line.split()[0]) for line in found.details[:-1]] == [1, 2, 4, 5, 12, 24]
+    assert all(" ms," in line and line.endswith(" MiB") for line in found.details[:-1])
+
+
+def test_layer_sweep_finds_time_that_grows_with_the_square_of_depth():
+    """Every layer makes each other one more expensive."""
+
+    def slower(model, tokens, device):
+        return cost.step_seconds(model, tokens, device) * len(model.blocks)
+
+    found = cost.layer_sweep(CPU, step_seconds=slower, rounds=2)
+    assert not found.passed
+    assert "time" in found.details[-1]
+
+
+def test_layer_sweep_finds_a_cliff_at_five_layers():
+    """What was reported: four layers work, five hang."""
+
+    def cliff(model, tokens, device):
+        return cost.step_seconds(model, tokens, device) * (100 if len(model.blocks) >= 5 else 1)
+
+    assert not cost.layer_sweep(CPU, step_seconds=cliff, rounds=2).passed
+
+
+def test_layer_sweep_finds_memory_that_grows_with_the_square_of_depth():
+    class Keep(torch.autograd.Function):
+        """Stores copies for backward, as many as there are layers before."""
+
+        @staticmethod
+        def forward(ctx, x, copies):
+            ctx.save_for_backward(*(x.repeat(1, 1, 8) for _ in range(copies)))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return upstream, None
+
+    def make_model(config):
+        model = DecoderLM(config)
+        for depth, layer in enumerate(model.blocks):
+            layer.register_forward_hook(lambda _m, _x, out, depth=depth: Keep.apply(out, depth))
+        return model
+
+    found = cost.layer_sweep(CPU, make_model=make_model, rounds=1)
+    assert not found.passed
+    assert "memory" in found.details[-1]
+
+
+def test_stored_memory_growth_finds_scores_that_are_kept():
+    """Dense scores, T * S a head, kept by autograd."""
+
+    def make_model(config):
+        def attention(q, *rest, **rules):
+            k_win, v_win = rest[4:6]
+            mask = torch.ones(q.shape[1], k_win.shape[1], dtype=torch.bool).tril()
+            return nsa_attention(q, *rest, **rules) + 0 * faults.masked_attention(q, k_win, v_win, mask)
+
+        return faults.with_attention(DecoderLM(config), attention)
+
+    assert not cost.stored_memory_growth(CPU, make_model=make_model).passed
+
+
+def test_stored_memory_growth_finds_a_boolean_mask_that_is_kept():
+    class KeepMask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(torch.ones(x.shape[1], x.shape[1], dtype=torch.bool))
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, upstream):
+            return upstream
+
+    def make_model(config):
+        return faults.with_attention(
+            DecoderLM(config), lambda q, *rest, **rules: nsa_attention(KeepMask.apply(q), *rest, **rules)
+        )
+
+    assert not cost.stored_memory_growth(CPU, make_model=make_model).passed
+
+
+def test_stored_memory_per_token_finds_a_copy_of_keys_per_query():
+    found = cost.stored_memory_per_token(CPU, attention=lambda *x, backend: faults.copies_per_query(*x))
+    assert not found.passed
+    assert found.figure > 10
+
+
+def test_the_copying_fault_is_right_otherwise():
+    """It is what it claims: the same attention, stored badly."""
+    inputs = attention_inputs(SMALL, 40, CPU, torch.float64)
+    torch.testing.assert_close(faults.copies_per_query(*inputs, SMALL), nsa_attention(*inputs, SMALL))
+
+
+def test_operation_count_finds_a_loop_over_tokens():
+    def looped(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, **rules):
+        o = nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, **rules)
+        return torch.cat([o[:, t : t + 1] for t in range(o.shape[1])], 1)
+
+    def make_model(config):
+        return faults.with_attention(DecoderLM(config), looped)
+
+    found = cost.operation_count(CPU, make_model=make_model)
+    assert not found.passed
+    assert found.figure >= 2 * (512 - 64)
+
+
+def test_operation_count_finds_a_loop_inside_the_choice_of_blocks(monkeypatch):
+    """`select_blocks` is one operator to the dispatcher; the check looks into it."""
+    healthy = cost.reference.select_blocks
+
+    def looped(q, k_cmp, lse, *rest):
+        for t in range(q.shape[1]):
+            q[:, t].sum()
+        return healthy(q, k_cmp, lse, *rest)
+
+    monkeypatch.setattr(cost.reference, "select_blocks", looped)
+    assert not cost.operation_count(CPU).passed

@@ -1,0 +1,187 @@
+"""The runner, the report and the command around the checks."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+from trifocal import checks
+from trifocal.checks import registry, runner
+from trifocal.cli import main
+from trifocal.errors import UserError
+
+CPU = torch.device("cpu")
+
+
+def check(name, measure):
+    return checks.Check(name, (1, 8), "is for a test", measure)
+
+
+def raising(_device):
+    raise RuntimeError("out of\nluck")
+
+
+PASSING = check("passing", lambda _: checks.Measurement(0.5, 1.0, "s", ("fine",)))
+FAILING = check("failing", lambda _: checks.Measurement(2.0, 1.0, "s", ("half of it", "the other half")))
+SKIPPING = check("skipping", lambda _: checks.Skipped("no such device"))
+RAISING = check("raising", raising)
+
+
+@pytest.fixture
+def four_checks(monkeypatch):
+    monkeypatch.setattr(registry, "CHECKS", (PASSING, FAILING, SKIPPING, RAISING))
+
+
+@pytest.mark.parametrize(
+    ("figure", "passed"), [(1.0, True), (1.1, False), (-5.0, True), (float("nan"), False), (float("-inf"), False)]
+)
+def test_what_passes(figure, passed):
+    assert checks.Measurement(figure, 1.0, "").passed is passed
+
+
+@pytest.mark.usefixtures("four_checks")
+def test_all_run_whatever_happens_to_one():
+    started, ended = [], []
+    report = checks.run(
+        device="cpu",
+        on_start=lambda check, number, total: started.append((check.name, number, total)),
+        on_result=ended.append,
+    )
+    assert started == [("passing", 1, 4), ("failing", 2, 4), ("skipping", 3, 4), ("raising", 4, 4)]
+    assert tuple(ended) == report.results
+    assert [result.status for result in report.results] == ["passed", "failed", "skipped", "failed"]
+    assert report.results[3].details == ("RuntimeError: out of luck",)
+    assert report.exit_status == 1
+    assert report.summary().startswith("1 passed, 2 failed, 1 skipped in ")
+
+
+@pytest.mark.usefixtures("four_checks")
+def test_exit_status_is_zero_unless_something_failed():
+    assert checks.run(device="cpu", only=["passing", "skipping"]).exit_status == 0
+    assert checks.run(device="cpu", only=["skipping"]).exit_status == 0
+    assert checks.run(device="cpu", only=["raising"]).exit_status == 1
+
+
+@pytest.mark.usefixtures("four_checks")
+def test_only_keeps_the_usual_order():
+    report = checks.run(device="cpu", only=["skipping", "passing"])
+    assert [result.name for result in report.results] == ["passing", "skipping"]
+
+
+def test_an_unknown_name_is_refused_with_the_nearest():
+    with pytest.raises(UserError, match='unknown check "rope"; the nearest valid one is "rope-distance"'):
+        checks.run(device="cpu", only=["rope"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused():
+    with pytest.raises(UserError, match="no GPU"):
+        checks.run(device="cuda")
+
+
+def test_random_generators_are_left_as_they_were():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    runner.run_check(check("drawing", lambda _: checks.Measurement(float(torch.rand(())), 2.0, "")), CPU)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.usefixtures("four_checks")
+def test_table_fits_a_terminal():
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    report = checks.run(device="cpu")
+    console.print(report.table())
+    console.file.close()
+    lines = console.export_text().splitlines()
+    rows = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
+    assert rows["passing"] == ["1,8", "0.5", "≤", "1", "s", "passed"]
+    assert rows["failing"] == ["1,8", "2", "≤", "1", "s", "FAILED"]
+    assert rows["raising"] == ["1,8", "FAILED"]
+
+
+def test_the_real_table_fits_a_terminal():
+    """The longest names, units and figures, in 80 columns without a cut."""
+    results = tuple(
+        checks.CheckResult(c.name, c.guards, c.what, "failed", -1.2e-11, 3.4e-12, "std. errors", (), 1.0)
+        for c in checks.CHECKS
+    )
+    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
+    console.print(checks.Report("cpu", results, {}).table())
+    console.file.close()
+    text = console.export_text()
+    assert "…" not in text
+    assert all(c.name in text for c in checks.CHECKS)
+
+
+@pytest.mark.usefixtures("four_checks")
+def test_json_holds_everything():
+    content = json.loads(checks.run(device="cpu").to_json())
+    assert content["exit_status"] == 1
+    assert content["environment"]["packages"]["torch"] == torch.__version__
+    first = content["results"][0]
+    assert {key: first[key] for key in ("name", "guards", "status", "figure", "bound", "unit", "details")} == {
+        "name": "passing",
+        "guards": [1, 8],
+        "status": "passed",
+        "figure": 0.5,
+        "bound": 1.0,
+        "unit": "s",
+        "details": ["fine"],
+    }
+    assert content["results"][2]["figure"] is None
+    assert content["results"][2]["details"] == ["no such device"]
+
+
+def test_json_takes_figures_that_are_not_finite(monkeypatch):
+    monkeypatch.setattr(registry, "CHECKS", (check("endless", lambda _: checks.Measurement(float("inf"), 1.0, "")),))
+    assert json.loads(checks.run(device="cpu").to_json())["results"][0]["figure"] == "inf"
+
+
+@pytest.mark.usefixtures("four_checks")
+def test_command(capsys, tmp_path):
+    assert main(["check", "--device", "cpu", "--only", "passing", "skipping", "--json", str(tmp_path / "c.json")]) == 0
+    out = capsys.readouterr().out
+    assert "[1/2] passing: is for a test" in out
+    assert "skipped skipping" in out
+    assert "no such device" in out
+    assert "1 passed, 0 failed, 1 skipped in 0 s" in out
+    assert json.loads((tmp_path / "c.json").read_text())["exit_status"] == 0
+    assert main(["check", "--device", "cpu"]) == 1
+    assert "half of it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "rope"], 'unknown check "rope"; the nearest valid one is "rope-distance"'),
+        (["--onyl", "rope-distance"], 'unknown flag "--onyl"; the nearest valid one is "--only"'),
+        (["--device", "tpu"], "tpu"),
+    ],
+)
+def test_command_with_bad_arguments(arguments, message, capsys):
+    assert main(["check", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_every_check_has_a_name_a_failure_and_a_test_that_breaks_it():
+    """Each function of the registry is called with a fault, or on a patched part, in a test named `..._find(s)...`."""
+    names = [c.name for c in checks.CHECKS]
+    assert len(set(names)) == len(names) >= 19
+    assert all(c.guards and set(c.guards) <= set(range(1, 16)) for c in checks.CHECKS)
+    broken = set()
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and ("_find" in node.name):
+                source = ast.unparse(node)
+                broken |= {c.name for c in checks.CHECKS if f".{c.measure.__name__}(" in source}
+                # Tests that take their checks from a tuple of them.
+                broken |= {
+                    c.name for c in checks.CHECKS if "check(CPU" in source and c.name.startswith(("full", "ora"))
+                }
+    assert broken == set(names)
