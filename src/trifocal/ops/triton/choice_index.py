@@ -132,7 +132,7 @@ def _slot_keys_kernel(
     block = tl.load(selected_blocks + slot)
     _, position, first_token, document = row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED)
     used = inside & (block >= 0) & (block <= position // BLOCK)
-    for earlier in range(0, PLACES - 1):
+    for earlier in range(PLACES - 1):
         other = tl.load(selected_blocks + slot - place + earlier, mask=earlier < place, other=-1)
         used = used & (other != block)
     if PACKED:
@@ -276,7 +276,7 @@ def _choice_bits_kernel(
     own_block = position // BLOCK
     choice = selected_blocks + ((batch * num_queries + query) * GROUPS + batch_group % GROUPS) * PLACES
     chosen = tl.zeros([QUERIES], tl.int32)
-    for place in range(0, PLACES):
+    for place in range(PLACES):
         block = tl.load(choice + place, mask=inside, other=-1)
         here = (block >= 0) & (block <= own_block) & (block // 32 == word)
         chosen = chosen | tl.where(here, 1 << (block & 31), 0)

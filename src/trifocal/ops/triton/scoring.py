@@ -9,9 +9,9 @@ Two kernels, over chunks of queries so that memory stays bounded at any length:
 
 Importance. A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two.
 The sum over heads, `acc += exp2(q_h k - lse_h)`, needs no exchange between threads; the mask, the same for
-every head, comes after it. A compressed block overlaps the selection block that it starts in, and at most the next: each
-selection block's importance is written in two parts, what starts in it (`own`) and what reaches over from the block
-before (`carried`), so that no tile needs its neighbour.
+every head, comes after it. A compressed block overlaps the selection block that it starts in, and at most the
+next: each selection block's importance is written in two parts, what starts in it (`own`) and what reaches over from
+the block before (`carried`), so that no tile needs its neighbour.
 
 Choice. The bits of non-negative floats order like integers: halving finds the largest threshold that n values
 reach, exactly; of the values equal to it, the lower indices are taken.
@@ -52,8 +52,8 @@ def importance_kernel(
 ):  # fmt: skip
     """Importance of `column_tiles` tiles of selection blocks for one tile of queries.
 
-    `own` and `carried` are [B, queries of the chunk, G, num_blocks], with blocks in whole lines. Queries that may take all their candidates
-    need no importance; tiles of such queries do nothing.
+    `own` and `carried` are [B, queries of the chunk, G, num_blocks], with blocks in whole lines. Queries that may take
+    all their candidates need no importance; tiles of such queries do nothing.
     """
     COLUMNS: tl.constexpr = BLOCKS * TAPS
     num_blocks = block_lines * LINE
@@ -226,10 +226,10 @@ def select_blocks_forward(
     places = geometry.num_selected_blocks
     selected_blocks = torch.empty(batch, num_queries, groups, places, dtype=torch.int32, device=q.device)
     shift = num_keys - num_queries
-    sizes = dict(
-        GROUPS=groups, COMPRESSION=geometry.compression_block_size, STRIDE=geometry.compression_stride,
-        SELECTION=geometry.selection_block_size, PLACES=places, PACKED=documents is not None,
-    )  # fmt: skip
+    sizes = {
+        "GROUPS": groups, "COMPRESSION": geometry.compression_block_size, "STRIDE": geometry.compression_stride,
+        "SELECTION": geometry.selection_block_size, "PLACES": places, "PACKED": documents is not None,
+    }  # fmt: skip
     ids, positions, _ = documents_or(documents, selected_blocks)
     first_compressed = selected_blocks
     if documents is not None:

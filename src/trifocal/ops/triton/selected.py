@@ -1,15 +1,15 @@
 """Selected attention, forward: three loop orders, chosen by shape alone.
 
-| order | when | a program holds | it loops over | traffic of a query's head and block |
+| order | when | a program holds | it loops over | traffic of a query and block |
 |---|---|---|---|---|
-| keys outside | the usual | one block's k and v | the queries that chose it | q in; a partial o out and in again |
-| masked tiles | a query chooses much of what there is | a tile of queries | all blocks; bits say who chose | k and v, shared by the tile |
+| keys outside | the usual | a block's k and v | the queries that chose it | q in; a partial o out and in again |
+| masked tiles | most blocks are chosen | a tile of queries | all blocks | k and v, shared by the tile |
 | query by query | few queries (decoding) | one query | its own blocks | k and v |
 
 Keys outside: a block's slots (see `choice_index`) come in pieces; the tile's rows are the heads of the group of
 consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in the inputs' type,
-and its log-sum-exp; a second kernel adds a query's slots in order. The partials of all rows would be N times as large as
-o, so rows go in chunks.
+and its log-sum-exp; a second kernel adds a query's slots in order. The partials of all rows would be N times as large
+as o, so rows go in chunks.
 
 Masked tiles: FlashAttention over the whole past; a block that a row did not choose leaves the row as it is, by one
 number a row.
@@ -59,7 +59,11 @@ def slot_rows(first, end, slots, REP: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, 
     return exists, slot, slot // SLOTS_OF_ROW, head
 
 
-@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"])
+@triton.jit(
+    do_not_specialize=[
+        "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
+    ]
+)  # fmt: skip
 def gathered_forward_kernel(
     q, k, v, o_slots, lse_slots, slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
@@ -280,7 +284,7 @@ def masked_forward_kernel(
         first_masked = (lowest_position + 1) // BLOCK
         if BLOCK < KEYS:
             first_masked = 0 * end_block
-        for word in range(0, (end_block + 31) // 32):
+        for word in range((end_block + 31) // 32):
             word_place = (tl.program_id(1).to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
             tile_bits = tl.reduce(chosen_bits, 0, either)
@@ -297,10 +301,8 @@ def masked_forward_kernel(
                 chosen_bits, tile_bits, position, document_start, document_end, middle, end, score_scale,
                 D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True,
             )  # fmt: skip
-    _finish_rows(
-        o, lse, o_1, o_2, running_max, running_sum, exists, (batch * num_queries + query) * (GROUPS * REP) + group * REP + head,
-        V, V_1, V_2,
-    )  # fmt: skip
+    place = (batch * num_queries + query) * (GROUPS * REP) + group * REP + head
+    _finish_rows(o, lse, o_1, o_2, running_max, running_sum, exists, place, V, V_1, V_2)
 
 
 @triton.jit
@@ -435,11 +437,11 @@ def selected_forward(
     widths, value_widths = split_width(q.shape[-1]), split_width(value_dim)
     o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_queries, num_heads, dtype=torch.float32, device=q.device)
-    shape = dict(
-        GROUPS=groups, REP=rep, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
-        V=value_widths.size, V_1=value_widths.part_1, V_2=value_widths.part_2,
-        BLOCK=block_size, KEYS=max(16, triton.next_power_of_2(block_size)), PACKED=documents is not None,
-    )  # fmt: skip
+    shape = {
+        "GROUPS": groups, "REP": rep, "D": widths.size, "D_1": widths.part_1, "D_2": widths.part_2,
+        "V": value_widths.size, "V_1": value_widths.part_1, "V_2": value_widths.part_2,
+        "BLOCK": block_size, "KEYS": max(16, triton.next_power_of_2(block_size)), "PACKED": documents is not None,
+    }  # fmt: skip
     all_strides = (*strides(q), *strides(k), *strides(v))
     shift = num_queries, num_keys - num_queries, num_keys
     score_scale = scale * LOG2_E
@@ -448,8 +450,8 @@ def selected_forward(
         ids, positions, cu_seqlens = documents_or(documents, lse)
         query_forward_kernel[(batch * num_queries * groups,)](
             q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens, *all_strides, *shift, score_scale,
-            **shape, PLACES=places, PLACES_PAD=triton.next_power_of_2(places), ROWS=max(16, triton.next_power_of_2(rep)),
-            num_warps=tile.warps, num_stages=tile.stages,
+            **shape, PLACES=places, PLACES_PAD=triton.next_power_of_2(places),
+            ROWS=max(16, triton.next_power_of_2(rep)), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return o, lse
     ids, positions, cu_seqlens = documents_or(documents, lse)

@@ -2,11 +2,11 @@
 
 | order | kernel | a program holds | it loops over | out |
 |---|---|---|---|---|
-| keys outside | gathered | a block's k, v, and d_k, d_v in fp32 | the slots of a piece | d_k, d_v of the piece; d_q of each slot |
+| keys outside | gathered | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece; d_q of each slot |
 | | reduction | a row's d_q | its slots, in order | d_q |
 | | reduction | a block's d_k, d_v | its pieces, in order | d_k, d_v |
 | masked tiles | d_q | a tile of queries, q, d_o, d_q | blocks | d_q |
-| | d_k, d_v | a block's k, v, and d_k, d_v in fp32 | all later queries, all heads of the group | d_k, d_v |
+| | d_k, d_v | a block's k, v, d_k, d_v | all later queries, all heads of the group | d_k, d_v |
 
 No atomics, every sum has one order. A piece is bounded, so the first block, which everyone chose, is many programs'
 work; its pieces meet in the reduction.
@@ -77,7 +77,11 @@ def _row_numbers(lse, delta, gate, place, exists, GATED: tl.constexpr):
     return lse_2, delta_row, gate_row
 
 
-@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"])
+@triton.jit(
+    do_not_specialize=[
+        "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
+    ]
+)  # fmt: skip
 def gathered_backward_kernel(
     q, k, v, d_o, lse, delta, gate, d_q_slots, d_k_parts, d_v_parts,
     slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
@@ -191,7 +195,7 @@ def reduce_pieces_kernel(
     total = tl.zeros([KEYS, WIDTH_PAD], tl.float32)
     any_piece = 0
     any_slot = 0
-    for chunk in range(0, num_chunks):
+    for chunk in range(num_chunks):
         key = chunk * keys_per_chunk + number
         first_piece = tl.load(first_pieces + key)
         end_piece = tl.load(first_pieces + key + 1)
@@ -320,7 +324,7 @@ def masked_d_q_kernel(
         first_masked = (lowest_position + 1) // BLOCK
         if BLOCK < KEYS:
             first_masked = 0 * end_block
-        for word in range(0, (end_block + 31) // 32):
+        for word in range((end_block + 31) // 32):
             word_place = (tl.program_id(1).to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
             tile_bits = tl.reduce(chosen_bits, 0, either)
@@ -504,12 +508,12 @@ def selected_backward(
     gates = delta if gate is None else gate.contiguous()
     lse = lse.contiguous()
     d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    shape = dict(
-        GROUPS=groups, REP=rep, D=widths.size, D_1=widths.part_1, D_2=widths.part_2,
-        V=value_widths.size, V_1=value_widths.part_1, V_2=value_widths.part_2,
-        BLOCK=block_size, KEYS=max(16, triton.next_power_of_2(block_size)),
-        PACKED=documents is not None, GATED=gate is not None,
-    )  # fmt: skip
+    shape = {
+        "GROUPS": groups, "REP": rep, "D": widths.size, "D_1": widths.part_1, "D_2": widths.part_2,
+        "V": value_widths.size, "V_1": value_widths.part_1, "V_2": value_widths.part_2,
+        "BLOCK": block_size, "KEYS": max(16, triton.next_power_of_2(block_size)),
+        "PACKED": documents is not None, "GATED": gate is not None,
+    }  # fmt: skip
     all_strides = (*strides(q), *strides(k), *strides(v), *strides(d_o))
     shift = num_queries, num_keys - num_queries, num_keys
     score_scale = scale * LOG2_E

@@ -1,0 +1,173 @@
+"""Selected attention's kernels against the float64 oracle: values, log-sum-exp and every gradient, fp32."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.ops import oracle
+from tests.ops.cases import geometry
+from tests.tolerances import assert_close
+
+pytest.importorskip("triton")
+
+SMALL = geometry(8, 4, 16, 3, 1, 1, 11)
+TWO_TILES = geometry(32, 16, 128, 2, 1, 1, 11)  # a block larger than a tile, cut into two
+NO_POWER = geometry(16, 16, 48, 2, 1, 1, 11)  # a block padded to 64 keys
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem; `why` says what only it covers."""
+
+    why: str
+    queries: int
+    keys: int
+    heads: int = 2
+    groups: int = 1
+    dim: int = 16
+    value_dim: int = 16
+    batch: int = 1
+    geometry: object = SMALL
+    lengths: tuple[int, ...] | None = None
+    places: int = 3
+
+
+CASES = (
+    Case("three heads a group, two batch entries, dims that fill no tile", 37, 37, 6, 2, 24, 40, batch=2),
+    Case("fewer queries than keys, dims of two parts", 21, 60, 4, 1, 48, 16),
+    Case("packed: long, 1 token, exactly a block, a block and one", 59, 59, 4, 2, lengths=(25, 1, 16, 17)),
+    Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, places=2),
+    Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, places=2),
+    Case("more places than there are blocks", 20, 20, places=5),
+)
+ORDERS = ("gathered", "masked", "query")
+
+
+def draw(case: Case, seed: int = 0):
+    """q, k, v, the gradient of o, and a choice with pads, repetitions, future blocks and no order."""
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(case.batch, case.queries, case.heads, case.dim, generator=generator)
+    k = torch.randn(case.batch, case.keys, case.groups, case.dim, generator=generator)
+    v = torch.randn(case.batch, case.keys, case.groups, case.value_dim, generator=generator)
+    d_o = torch.randn(case.batch, case.queries, case.heads, case.value_dim, generator=generator)
+    blocks = case.geometry.num_selection_blocks(case.keys)
+    shape = (case.batch, case.queries, case.groups, case.places)
+    chosen = torch.randint(-1, blocks + 1, shape, generator=generator, dtype=torch.int32)
+    return q, k, v, d_o, chosen
+
+
+def documents_of(case: Case, device: str):
+    from trifocal.ops.layout import Documents
+
+    if case.lengths is None:
+        return None
+    borders = torch.tensor([0, *case.lengths], device=device).cumsum(0)
+    return Documents.from_cu_seqlens(borders, case.keys)
+
+
+def exact(case: Case, q, k, v, d_o, chosen):
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    blocks = case.geometry.num_selection_blocks(case.keys)
+    chosen = chosen.masked_fill(chosen >= blocks, -1)
+    o = oracle.selected_attention(*leaves, chosen, case.geometry, lengths=case.lengths and list(case.lengths))
+    return [o, *torch.autograd.grad(o, leaves, d_o.double())]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
+def test_values_and_gradients(case: Case, order: str, device: str) -> None:
+    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_backward import selected_backward
+
+    inputs = draw(case)
+    expected = exact(case, *inputs)
+    q, k, v, d_o, chosen = (x.to(device) for x in inputs)
+    documents, scale = documents_of(case, device), case.dim**-0.5
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents, order=order)
+    got = [o]
+    if order != "query":
+        got += selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents, order=order)
+    for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), got, expected, strict=False):
+        assert_close(name, actual, wanted, torch.float32)
+    nothing = expected[0].abs().sum(-1) == 0
+    assert torch.equal(lse.cpu() == -math.inf, nothing)
+
+
+@pytest.mark.parametrize("lengths", [None, (60, 17, 23)], ids=["two batch entries", "packed"])
+def test_chunks_of_rows_and_pieces_of_blocks(lengths: tuple[int, ...] | None, device: str) -> None:
+    """A buffer of one chunk's least size and pieces of a few slots give the same sums as one of each."""
+    from trifocal.ops.triton.common import Tile
+    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_backward import selected_backward
+
+    case = Case("chunks", 100, 100, heads=2, batch=1 if lengths else 2, lengths=lengths)
+    q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
+    # Everybody chooses the first block, as with a forced one: many pieces.
+    chosen[..., 0] = 0
+    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o, chosen)))
+    documents = documents_of(case, device)
+    tile = Tile(rows=16, keys=16, warps=4, stages=1)
+    options = {"order": "gathered", "buffer_bytes": 1, "tile": tile}
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents, **options)
+    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents, **options)
+    for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), (o, *got), expected, strict=True):
+        assert_close(name, actual, wanted, torch.float32)
+    split = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents, **options, tile_d_q=tile)
+    assert all(torch.equal(one, other) for one, other in zip(got, split, strict=True))
+
+
+@pytest.mark.parametrize("order", ["gathered", "masked"])
+def test_gate_is_a_factor_on_the_gradient(order: str, device: str) -> None:
+    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_backward import selected_backward
+
+    case = Case("gate", 24, 24, heads=4, groups=2)
+    q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
+    gate = torch.rand(1, 24, 4, generator=torch.Generator().manual_seed(3)).to(device)
+    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o * gate[..., None], chosen)))[1:]
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None, order=order)
+    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None, order=order, gate=gate)
+    for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, expected, strict=True):
+        assert_close(name, actual, wanted, torch.float32)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_strides_and_what_no_query_sees(order: str, device: str) -> None:
+    """Views of wider tensors give what copies give, and NaN in blocks that nobody chose reaches nothing."""
+    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_backward import selected_backward
+
+    case = Case("strides", 40, 60, heads=4, groups=2, batch=2)
+    q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
+    chosen = chosen.masked_fill(chosen == 1, 0)
+    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o, chosen)))
+    wide_q = torch.full((2, 4, 40, 20), math.nan, device=device)
+    wide_q[..., :16] = q.transpose(1, 2)
+    q = wide_q[..., :16].transpose(1, 2)
+    kv = torch.full((2, 60, 2, 40), math.nan, device=device)
+    kv[..., :16], kv[..., 20:36] = k, v
+    kv[:, 16:32] = math.nan
+    k, v = kv[..., :16], kv[..., 20:36]
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None, order=order)
+    assert_close("o", o, expected[0], torch.float32)
+    if order != "query":
+        got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None, order=order)
+        assert_close("d_q", got[0], expected[1], torch.float32)
+        for name, actual, wanted in zip(("d_k", "d_v"), got[1:], expected[2:], strict=True):
+            seen = torch.ones(60, dtype=torch.bool)
+            seen[16:32] = False
+            assert_close(name, actual[:, seen.to(device)], wanted[:, seen], torch.float32)
+
+
+def test_order_follows_from_the_shape() -> None:
+    from trifocal.ops.triton.selected import choose_order
+
+    assert choose_order(1, 1, 65536, 16, 64) == "query"
+    assert choose_order(1, 1, 64, 16, 64) == "query"
+    assert choose_order(16, 2048, 2048, 16, 64) == "masked"
+    assert choose_order(1, 65536, 65536, 16, 64) == "gathered"
+    assert choose_order(1, 512, 65536, 16, 64) == "gathered"
