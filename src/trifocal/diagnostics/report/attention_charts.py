@@ -27,7 +27,7 @@ def attention_charts(run: Run) -> list[Chart]:
         return []
     charts = [
         _gates(rows),
-        *(_gate_map(rows, branch) for branch in BRANCHES),
+        *(_gate_map(rows, branch) for branch in BRANCHES if any(row["layer"] > 0 for row in rows)),
         _shut_heads(rows),
         _distances(rows),
         _selection(rows),
@@ -108,6 +108,7 @@ def _distances(rows: list[dict[str, Any]]) -> Chart:
                 "x": distance_labels(bins),
                 "y": [row["layer"] for row in last],
                 "z": [row["selected_distance_shares"] for row in last],
+                "zmin": 0,
                 "colorscale": "@sequential",
                 "colorbar": {"thickness": 10, "outlinewidth": 0, "tickformat": ".0%"},
                 "hovertemplate": "layer %{y}, %{x} blocks back: %{z:.1%}<extra></extra>",

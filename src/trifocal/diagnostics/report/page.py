@@ -184,7 +184,8 @@ def _samples(run: Run) -> str:
         f'<pre data-step="{step:,}"{"" if index == last else " hidden"}>{escape(text)}</pre>'
         for index, (step, text) in enumerate(run.samples)
     )
-    slider = f'<input type="range" min="0" max="{last}" value="{last}" aria-label="Which sample">'
+    hidden = " hidden" if last == 0 else ""
+    slider = f'<input type="range" min="0" max="{last}" value="{last}" aria-label="Which sample"{hidden}>'
     return (
         f'<div class="card sample-box"><div class="samples">{slider}<output class="soft"></output></div>{texts}</div>'
     )
