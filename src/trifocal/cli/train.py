@@ -58,17 +58,14 @@ def _split(flags: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
     paths: list[str] = []
     own: dict[str, str] = {}
     overrides: list[str] = []
-    rest = iter(flags)
-    for argument in rest:
-        name = argument.removeprefix("--")
+    for argument in flags:
+        name, _, value = argument.removeprefix("--").partition("=")
         if not argument.startswith("--"):
             paths.append(argument)
-        elif name == "overwrite":
-            own[name] = "True"
         elif name in _OWN_FLAGS:
-            own[name] = next(rest)
+            own[name] = value
         else:
-            overrides += [argument, next(rest)]
+            overrides.append(argument)
     return paths, own, overrides
 
 

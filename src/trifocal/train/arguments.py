@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -39,7 +40,7 @@ def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
     """
     if not overrides:
         return config
-    for argument in check_flags(dotted_fields(RunConfig), overrides)[::2]:
+    for argument in check_flags(dotted_fields(RunConfig), overrides):
         if not argument.startswith("--"):
             raise UserError(f"expected a flag like --train.steps, got {argument!r}")
     return parse_arguments(RunConfig, overrides, default=config, use_underscores=True)  # type: ignore[no-any-return]
@@ -92,7 +93,8 @@ def check_flags(valid: Mapping[str, Any], args: Sequence[str], switches: Collect
         switches: Flags that take no value.
 
     Returns:
-        The arguments as `--flag`, `value`, underscores in names, booleans capitalised as tyro reads them.
+        The arguments, flags as `--flag=value` (a value may begin with a dash), underscores in their names, booleans
+        capitalised as tyro reads them.
 
     Raises:
         UserError: If a flag is unknown or its value is missing; names it.
@@ -107,17 +109,19 @@ def check_flags(valid: Mapping[str, Any], args: Sequence[str], switches: Collect
         name = flag[2:].replace("-", "_")
         if name not in valid:
             raise UserError(f'unknown flag "{flag}"; the nearest valid one is "--{nearest(name, valid)}"')
-        checked.append(f"--{name}")
         if name in switches:
             if equals:
                 raise UserError(f"{flag} takes no value, got {value!r}")
+            checked.append(f"--{name}")
             continue
         if not equals:
             try:
                 value = next(rest)
             except StopIteration:
                 raise UserError(f"{flag} needs a value") from None
-        checked.append(value.capitalize() if valid[name] is bool and value in ("true", "false") else value)
+        if valid[name] is bool and value in ("true", "false"):
+            value = value.capitalize()
+        checked.append(f"--{name}={value}")
     return checked
 
 
@@ -132,11 +136,13 @@ _REWORDINGS = (
 
 
 def _one_line(box: str) -> str:
-    """The message in tyro's drawn box, without the frame, the title and the help that follows."""
-    rows = [row.strip("│ ").strip() for row in box.splitlines() if row and row[0] not in "╭╰"]
-    message = re.sub(r"\s+", " ", " ".join(rows).partition("────")[0]).strip()
+    """The message in the box that tyro draws, without frame, title and the help below it."""
+    rows = [row.strip("│ ") for row in box.splitlines()]
+    # The title is in the frame's first row; where the terminal cannot show frames, it has two rows of its own.
+    rows = rows[1:] if box.startswith("╭") else rows[2:]
+    message = " ".join(itertools.takewhile(lambda row: not re.match("╰|[─-]{4}", row), rows)).strip()
     for pattern, wording in _REWORDINGS:
         match = re.fullmatch(pattern, message)
         if match:
             return match.expand(wording).replace("'True', 'False'", "true, false")
-    return message or re.sub(r"\s+", " ", box).strip()
+    return message

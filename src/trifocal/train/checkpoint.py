@@ -249,7 +249,7 @@ def _save_weights(state: dict[str, Any], folder: Path) -> None:
         # Not an Exception, and it wraps what went wrong in each process.
         causes = [cause for cause, _ in error.failures.values()]
         for cause in causes:
-            if isinstance(cause, OSError):
+            if isinstance(cause, OSError) or not isinstance(cause, Exception):
                 raise cause from None
         raise OSError("; ".join(str(cause) for cause in causes)) from error
 

@@ -18,8 +18,7 @@ def create_run_directory(config: RunConfig, *, overwrite: bool) -> Path:
         overwrite: Delete the run that is there already.
 
     Raises:
-        UserError: If the folder holds anything and `overwrite` is not given, or holds something that is not a run.
-        OSError: If it cannot be written.
+        UserError: If the folder holds a run and `overwrite` is not given, or anything else, or cannot be made.
     """
     folder = Path(config.run.directory)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
@@ -32,8 +31,11 @@ def create_run_directory(config: RunConfig, *, overwrite: bool) -> Path:
                 "(--overwrite), or choose another --run.directory"
             )
         shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config(config, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config(config, folder)
+    except OSError as error:
+        raise UserError(f"cannot make run.directory {folder}: {error.strerror}") from error
     return folder
 
 

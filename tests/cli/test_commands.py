@@ -1,0 +1,305 @@
+"""The commands as a person types them: what they print, what they return, and bad input in one clear line."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import trifocal
+from tests.train.tiny import TOML, before_step, write_config, write_documents
+from trifocal._version import __version__
+from trifocal.cli import COMMANDS, main
+from trifocal.train import loop
+
+# The package under test, wherever the process runs.
+SOURCE = Path(trifocal.__file__).parents[1]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCE)}
+Capture = pytest.CaptureFixture[str]
+
+
+def refused(capsys: Capture, *arguments: str) -> str:
+    """Run a command that must refuse: exit status 2, one line on standard error, no traceback."""
+    capsys.readouterr()
+    assert main(arguments) == 2
+    output = capsys.readouterr()
+    assert re.fullmatch(r"trifocal: [^\n]+\n", output.err), output.err
+    assert "Traceback" not in output.err + output.out
+    return output.err
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished tiny run."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert main(["train", str(write_config(folder))]) == 0
+    return folder / "run"
+
+
+def test_help_and_version(capsys: Capture) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in COMMANDS)
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.endswith(f"trifocal {__version__}\n")
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "report"])
+def test_every_command_has_help(capsys: Capture, command: str) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"usage: trifocal {command}" in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_pytorch() -> None:
+    code = "import sys, trifocal.cli as c; c.main(['--help']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, timeout=60).returncode == 0
+
+
+def test_a_run_from_start_to_page(tmp_path: Path, capsys: Capture) -> None:
+    config = write_config(tmp_path)
+    directory = tmp_path / "other"
+    flags = ["--run.directory", str(directory), "--log.sample_interval_steps", "6", "--log.sample_tokens", "5"]
+    assert main(["train", *flags, str(config)]) == 0
+    text = capsys.readouterr().out
+    assert f"finished 6 steps in {directory}" in text
+    assert "validation loss" in text and "bits per byte" in text and "a sample:\n  | def " in text
+    for advice in (
+        f"trifocal generate {directory} --prompt",
+        f"trifocal report {directory}",
+        f"trifocal train --resume {directory} --train.steps 12",
+        "trifocal check",
+    ):
+        assert advice in text
+    assert main(["train", "--resume", str(directory), "--train.steps", "8"]) == 0
+    assert "finished 8 steps" in capsys.readouterr().out
+    assert main(["train", str(config), *flags, "--overwrite"]) == 0
+    capsys.readouterr()
+    assert main(["report", str(directory)]) == 0
+    assert (directory / "report.html").stat().st_size > 1000
+    assert str(directory / "report.html") in capsys.readouterr().out
+
+
+def test_generate_continues_the_prompt(run: Path, capsys: Capture) -> None:
+    base = ["generate", str(run), "--prompt", "the dog", "--max-new-tokens", "12", "--stop-at-document-end", "false"]
+    assert main(base) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("the dog") and len(first) > len("the dog\n")
+    assert main(base) == 0
+    assert capsys.readouterr().out == first, "the seed makes it repeatable"
+    assert main([*base, "--seed", "5"]) == 0
+    assert capsys.readouterr().out != first
+    assert main([*base, "--temperature", "0"]) == 0
+    greedy = capsys.readouterr().out
+    for options in (["--top-k", "1"], ["--top-p", "1e-6"], ["--temperature", "0", "--prefill-chunk-size", "3"]):
+        assert main([*base, *options]) == 0
+        assert capsys.readouterr().out == greedy, options
+    assert main([*base, "--samples", "2", "--checkpoint", "step_00000004"]) == 0
+    assert capsys.readouterr().out.count("the dog") == 2
+    assert main(["generate", str(run), "--prompt", "-x", "--max-new-tokens", "40"]) == 0
+    assert "up to 42 tokens, the model was trained on 32" in capsys.readouterr().err
+
+
+BAD_TRAIN = [
+    ([], "takes one CONFIG.toml, got none"),
+    (["a.toml", "b.toml"], "takes one CONFIG.toml, got a.toml b.toml"),
+    (["absent.toml"], "config file absent.toml does not exist"),
+    (["CONFIG", "--train.stepz", "5"], 'unknown flag "--train.stepz"; the nearest valid one is "--train.steps"'),
+    (["CONFIG", "--resum", "x"], 'unknown flag "--resum"; the nearest valid one is "--resume"'),
+    (["CONFIG", "--precision", "bf16"], 'the nearest valid one is "--train.precision"'),
+    (["CONFIG", "--train.steps", "many"], "--train.steps must be an integer, got 'many'"),
+    (["CONFIG", "--overwrite=yes"], "--overwrite takes no value"),
+    (["CONFIG", "--checkpoint", "step_1"], "--checkpoint goes with --resume"),
+    (["CONFIG", "--resume", "RUN"], "--resume takes the run's own config"),
+    (["--resume", "RUN", "--overwrite"], "contradict each other"),
+    (["--resume", "/nowhere"], "there is no run at /nowhere: no such folder"),
+    (["--resume", "/"], "there is no run at /: it has no config.toml"),
+    (["--resume", "RUN", "--checkpoint", "step_7"], "has no checkpoint 'step_7'; it has step_00000004, step_00000006"),
+    (["--resume", "RUN", "--train.steps", "9", "--model.dim", "32"], "of another model: dim is 16 there, 32 here"),
+    (["CONFIG", "--run.directory", "RUN"], "holds a run already; go on with it (trifocal train --resume"),
+    (["CONFIG", "--data.tokenizer", "bites"], "unknown tokenizer 'bites'; the nearest is bytes"),
+    (["CONFIG", "--data.source", "text:/nowhere"], "/nowhere"),
+    (["CONFIG", "--data.source", "text:EMPTY"], "no .txt or .md file"),
+    (["CONFIG", "--data.source", "text:BLANK"], "BLANK"),
+    (["CONFIG", "--data.source", "text:LATIN"], "UTF-8"),
+    (["CONFIG", "--data.source", "parquet:PARQUET#body"], "body"),
+    (["CONFIG", "--data.source", "jsonl:JSONL#body"], "body"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "expected"), BAD_TRAIN, ids=lambda value: str(value)[:60])
+def test_train_refuses_bad_input(
+    tmp_path: Path, run: Path, capsys: Capture, arguments: list[str], expected: str
+) -> None:
+    places = {"CONFIG": write_config(tmp_path), "RUN": run}
+    for name in ("EMPTY", "BLANK", "LATIN", "PARQUET", "JSONL"):
+        (tmp_path / name).mkdir()
+        places[name] = tmp_path / name
+    (tmp_path / "BLANK" / "a.txt").touch()
+    (tmp_path / "LATIN" / "a.txt").write_bytes("naïve café ".encode("latin-1") * 40)
+    (tmp_path / "JSONL" / "a.jsonl").write_text('{"text": "words"}\n' * 40)
+    if any("PARQUET" in argument for argument in arguments):
+        pyarrow = pytest.importorskip("pyarrow")
+        parquet = pytest.importorskip("pyarrow.parquet")
+        parquet.write_table(pyarrow.table({"text": ["words"] * 40}), tmp_path / "PARQUET" / "a.parquet")
+    filled = []
+    for argument in arguments:
+        for name, path in places.items():
+            argument = argument.replace(name, str(path))
+        filled.append(argument)
+    before = (run / "config.toml").read_text()
+    assert expected in refused(capsys, "train", *filled)
+    assert (run / "config.toml").read_text() == before
+    assert not (tmp_path / "run").exists(), "what was refused leaves no folder in the way of the next try"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["generate", "/nowhere", "--prompt", "x"], "there is no run at /nowhere"),
+        (["generate", "--prompt", "x"], "missing argument: RUN_DIR"),
+        (["generate", "RUN"], "missing argument: --prompt"),
+        (["generate", "RUN", "--prompt", ""], "--prompt is empty"),
+        (["generate", "RUN", "--prompt", "x" * 33], "--prompt has 33 tokens, more than the 32"),
+        (["generate", "RUN", "--prompt", "\udcff"], "--prompt is not UTF-8 text"),
+        (["generate", "RUN", "--prompt", "x", "--top-p", "0"], "--top-p must lie in (0, 1], got 0.0"),
+        (["generate", "RUN", "--prompt", "x", "--top-k", "-1"], "--top-k must be at least 0, got -1"),
+        (["generate", "RUN", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
+        (["generate", "RUN", "--prompt", "x", "--prefill-chunk-size=-1"], "--prefill-chunk-size must be at least 0"),
+        (["generate", "RUN", "--prompt", "x", "--checkpoint", "last"], "has no checkpoint 'last'"),
+        (["generate", "RUN", "--prompt", "x", "--temprature", "1"], 'the nearest valid one is "--temperature"'),
+        (["report", "/nowhere"], "there is no run at /nowhere"),
+        (["report"], "missing argument: RUN_DIR"),
+        (["trian"], 'unknown command "trian"; the nearest one is "train"'),
+        (["--train"], 'unknown command "--train"; the nearest one is "train"'),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_other_commands_refuse_bad_input(run: Path, capsys: Capture, arguments: list[str], expected: str) -> None:
+    assert expected in refused(capsys, *(str(run) if argument == "RUN" else argument for argument in arguments))
+
+
+def test_generate_without_a_checkpoint_or_with_a_damaged_one(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "checkpoints" / "step_00000006" / "rank0.json").unlink()
+    message = refused(capsys, "generate", str(copy), "--prompt", "a b")
+    assert "rank0.json is missing" in message
+    assert message.endswith(f"trifocal generate {copy} --prompt 'a b' --checkpoint step_00000004\n")
+    message = refused(capsys, "train", "--resume", str(copy))
+    assert message.endswith(
+        f"go on from the one before with: trifocal train --resume {copy} --checkpoint step_00000004\n"
+    )
+    shutil.rmtree(copy / "checkpoints")
+    assert "has no checkpoint" in refused(capsys, "generate", str(copy), "--prompt", "x")
+    assert "has no checkpoint" in refused(capsys, "train", "--resume", str(copy))
+    (copy / "config.toml").write_text("[run\n")
+    assert "is not valid TOML" in refused(capsys, "generate", str(copy), "--prompt", "x")
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "run" / "env.json"))
+
+    config = write_config(tmp_path)
+    monkeypatch.setattr(loop, "write_environment", full)
+    assert "No space left on device" in refused(capsys, "train", str(config))
+    monkeypatch.undo()
+    monkeypatch.setattr(loop, "save_checkpoint", full)
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    message = refused(capsys, "train", str(config))
+    assert "the checkpoint of step 6 could not be written" in message and "No space left" in message
+
+
+def test_a_run_that_goes_wrong_is_one_line_and_status_1(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(step: int, arguments: dict[str, object]) -> None:
+        if step == 3:
+            next(arguments["loss_function"].parameters()).data.fill_(float("inf"))  # type: ignore[attr-defined]
+
+    before_step(monkeypatch, explode)
+    assert main(["train", str(write_config(tmp_path))]) == 1
+    error = capsys.readouterr().err
+    assert re.fullmatch(r"trifocal: step 3: loss nan is not finite; first parameter [^\n]+; dump in [^\n]+\n", error)
+
+
+def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
+    command = [sys.executable, *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def wait_for_step(run: Path, step: int, process: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        metrics = run / "metrics.jsonl"
+        if metrics.exists() and f'"step":{step},' in metrics.read_text():
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step}: {process.communicate()}")
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_a_real_process_stops_saves_and_goes_on(tmp_path: Path) -> None:
+    write_documents(tmp_path / "text")
+    text = TOML.format(directory="run", text="text").replace("steps = 6", "steps = 900", 1)
+    (tmp_path / "tiny.toml").write_text(text)
+    process = start(tmp_path, "-m", "trifocal", "train", "tiny.toml")
+    wait_for_step(tmp_path / "run", 3, process)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "go on with:\n  trifocal train --resume run" in out
+    stopped = int(re.search(r"stopped at step (\d+)", out)[1])  # type: ignore[index]
+    assert (tmp_path / "run" / "checkpoints" / f"step_{stopped:08d}" / "manifest.json").exists()
+
+    process = start(tmp_path, "-m", "trifocal", "train", "--resume", "run", "--train.steps", str(stopped + 2))
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    assert f"finished {stopped + 2} steps" in out
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, stopped + 3))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
+def test_a_second_signal_ends_a_real_process_at_once(tmp_path: Path) -> None:
+    """The step that is under way never ends."""
+    code = """
+import time, trifocal.train.loop as loop
+from trifocal.cli import main
+step = loop.train_step
+def hang(number, *args, **kwargs):
+    if number == 3:
+        print("hanging", flush=True)
+        time.sleep(600)
+    return step(number, *args, **kwargs)
+loop.train_step = hang
+raise SystemExit(main(["train", "run.toml"]))
+"""
+    write_config(tmp_path)
+    process = start(tmp_path, "-c", code)
+    wait_for_step(tmp_path / "run", 2, process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert "hanging" in out
+    assert process.returncode == 128 + signal.SIGINT
+    assert "SIGINT: saving at the end of this step" in err and "Traceback" not in err
+
+
+def test_the_module_runs_and_refuses_in_a_real_process(tmp_path: Path) -> None:
+    process = start(tmp_path, "-m", "trifocal", "train", "absent.toml")
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (2, "", "trifocal: config file absent.toml does not exist\n")

@@ -1,0 +1,230 @@
+"""Configuration: exact round trips, refusals that name the nearest key, presets that leave nothing out."""
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.train.tiny import make_config, write_config
+from trifocal.errors import UserError
+from trifocal.train import RunConfig, load_config
+from trifocal.train.toml import dotted_fields, from_table, nearest, to_toml
+
+ROOT = Path(__file__).parents[2]
+PRESETS = sorted((ROOT / "configs").glob("*.toml"))
+FIELDS = dotted_fields(RunConfig)
+
+
+def preset(name: str) -> RunConfig:
+    return load_config(ROOT / "configs" / f"{name}.toml")
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    number: int = 1
+    text: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Everything:
+    text: str
+    number: int
+    real: float
+    truth: bool
+    choice: Literal["a", "b"] = "a"
+    inner: Inner = dataclasses.field(default_factory=Inner)
+
+
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"])),
+    number=st.integers(-(2**63), 2**63 - 1),
+    real=st.floats(allow_nan=False),
+    truth=st.booleans(),
+)
+def test_what_is_written_loads_back_equal(text: str, number: int, real: float, truth: bool) -> None:
+    value = Everything(text, number, real, truth, inner=Inner(number, text))
+    table = tomllib.loads(to_toml(value))
+    loaded = from_table(Everything, table, "test")
+    assert loaded == value
+    assert [type(getattr(loaded, name)) for name in ("number", "real", "truth")] == [int, float, bool]
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_writes_every_field_out_with_a_comment(path: Path) -> None:
+    section = ""
+    found = []
+    previous = ""
+    for line in path.read_text().splitlines():
+        if match := re.fullmatch(r"\[(.+)\]", line):
+            section = match[1]
+        elif match := re.fullmatch(r"(\w+) = .+", line):
+            found.append(f"{section}.{match[1]}")
+            assert previous.startswith("# ") and len(previous) > 10, f"{found[-1]} has no comment above it"
+        previous = line
+    assert sorted(found) == sorted(FIELDS)
+
+
+@pytest.mark.parametrize("path", PRESETS, ids=lambda path: path.stem)
+def test_a_preset_loads_and_its_resolved_copy_is_identical(path: Path, tmp_path: Path) -> None:
+    config = load_config(path)
+    (tmp_path / "config.toml").write_text(to_toml(config))
+    assert load_config(tmp_path / "config.toml") == config
+    assert config.run.directory == f"runs/{path.stem}"
+
+
+def test_the_presets_are_the_seed_configurations() -> None:
+    """The table of the earlier system's configurations, which are what every comparison starts from."""
+    small, minimal = preset("showcase"), preset("minimal")
+    for config in (small, minimal):
+        model, geometry = config.model, config.model.geometry
+        assert (model.dim, model.num_heads, model.num_kv_groups, model.head_dim, model.value_dim) == (128, 8, 2, 16, 16)
+        sizes = dataclasses.astuple(geometry)
+        assert (*sizes[:4], sizes[6]) == (16, 8, 32, 8, 64)
+        assert config.train.sequence_length == 128
+    assert (small.model.num_layers, small.train.precision, small.train.global_batch_size) == (1, "fp32", 8)
+    assert (small.optimizer.learning_rate, small.data.tokenizer, small.data.source) == (3e-4, "bytes", "builtin")
+    assert (minimal.model.vocab_size, minimal.train.global_batch_size) == (256, 1)
+
+    production = preset("m7c_125m")
+    model, train = production.model, production.train
+    assert (model.dim, model.num_layers, model.num_heads, model.num_kv_groups) == (768, 12, 12, 2)
+    assert (model.head_dim, model.value_dim) == (64, 64)
+    assert dataclasses.astuple(model.geometry) == (32, 16, 64, 16, 1, 2, 512)
+    assert (train.precision, train.activation_checkpointing, train.sequence_length) == ("bf16", "all", 2048)
+    assert (train.micro_batch_size, train.global_batch_size, train.steps) == (2, 4, 50_000)
+    assert (production.optimizer.learning_rate, production.optimizer.weight_decay) == (2e-4, 0.01)
+    assert (production.schedule.warmup_steps, train.gradient_clip_norm, production.run.seed) == (2000, 1.0, 1337)
+    intervals = (production.log, production.evaluate, production.checkpoint)
+    assert [section.interval_steps for section in intervals] == [20, 1000, 5000]
+
+    for name in ("m7c_2k_test", "m7c_shake", "m7c_long"):
+        assert preset(name).model == model
+        assert preset(name).train.precision == "bf16"
+    assert (preset("m7c_2k_test").train.steps, preset("m7c_2k_test").train.global_batch_size) == (100, 4)
+    assert (preset("m7c_shake").train.steps, preset("m7c_shake").data.source) == (200, "synthetic")
+    assert preset("m7c_long").train.sequence_length >= 4096
+
+    paper = preset("paper_layer").model
+    assert (paper.dim, paper.num_heads, paper.num_kv_groups, paper.head_dim, paper.value_dim) == (2560, 64, 4, 192, 128)
+    assert paper.geometry == model.geometry
+
+
+def test_every_field_is_read_somewhere() -> None:
+    """A field that nothing reads is a bug: each must be an attribute that some code outside its class asks for."""
+    sources = [path.read_text() for path in (ROOT / "src").rglob("*.py") if path.name != "config.py"]
+    code = "\n".join(sources)
+    unread = [name for name in FIELDS if not re.search(rf"\.{name.rpartition('.')[2]}\b", code)]
+    assert not unread
+
+
+def test_every_field_is_documented_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    from trifocal.cli import main
+
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    # Frames are drawn where the terminal's encoding has them.
+    text = "\n".join(
+        line.strip("│╭╰╮╯─- ") if line.strip(" │")[:2] != "--" else line.strip("│ ") for line in text.splitlines()
+    )
+    blocks = re.split(r"\n(?=--)", text)
+    described = {block.split()[0]: block for block in blocks if block.startswith("--")}
+    for name in FIELDS:
+        words = " ".join(described[f"--{name}"].splitlines()[1:])
+        assert len(words) > 10, f"--{name} has no description: {words}"
+    for flag in ("--resume", "--checkpoint", "--overwrite"):
+        assert flag in described
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) -> None:
+    flags = [
+        "--train.steps",
+        "9",
+        "--model.geometry.window-size=16",
+        "--train.compile",
+        "true",
+        "--run.directory",
+        "-x",
+    ]
+    config = load_config(write_config(tmp_path), flags)
+    assert (config.train.steps, config.model.geometry.window_size, config.train.compile) == (9, 16, True)
+    assert config.run.directory == "-x"
+    assert (config.train.global_batch_size, config.optimizer.beta2) == (4, 0.95)
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (("steps = 6", "stepz = 6"), 'unknown key "train.stepz"; the nearest valid one is "train.steps"'),
+        (("[schedule]", "[scedule]"), 'unknown key "scedule"; the nearest valid one is "schedule"'),
+        (("window_size", "windowsize"), '"model.geometry.windowsize"; the nearest valid one is "model.geometry.window'),
+        (("steps = 6", 'steps = "six"'), "train.steps must be an integer, got 'six'"),
+        (("steps = 6", "steps = 6.5"), "train.steps must be an integer, got 6.5"),
+        (("steps = 6", "steps = true"), "train.steps must be an integer, got True"),
+        (("steps = 6", "steps = 0"), "train.steps must be at least 1, got 0"),
+        (('device = "cpu"', 'device = "gpu"'), "run.device must be one of 'auto', 'cpu', 'cuda', got 'gpu'"),
+        (("window_size = 8", "window_size = 0"), "Geometry.window_size must be at least 1"),
+        (("num_heads = 4", "num_heads = 5"), "model.num_heads must be a multiple of model.num_kv_groups"),
+        (("seed = 7", "seed = "), "is not valid TOML"),
+        (("[train]", "train = 3\n[x]"), "train must be a table, got 3"),
+    ],
+)
+def test_a_bad_file_is_refused_by_name(tmp_path: Path, edit: tuple[str, str], expected: str) -> None:
+    path = write_config(tmp_path)
+    text = path.read_text()
+    if edit[0] == "[train]":
+        text = "train = 3\n" + text.replace("[train]", "[log.x]")
+    path.write_text(text.replace(*edit, 1))
+    with pytest.raises(UserError, match=re.escape(expected)) as caught:
+        load_config(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="not UTF-8"):
+        load_config(tmp_path / "binary.toml")
+    with pytest.raises(UserError, match="does not exist"):
+        load_config(tmp_path / "absent.toml")
+    with pytest.raises(UserError, match="cannot read"):
+        load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--train.stepz", "5"], 'unknown flag "--train.stepz"; the nearest valid one is "--train.steps"'),
+        (["--steps", "5"], 'the nearest valid one is "--train.steps"'),
+        (["--precision=bf16"], 'the nearest valid one is "--train.precision"'),
+        (["--override", "5"], 'unknown flag "--override"'),
+        (["--train.steps"], "--train.steps needs a value"),
+        (["--train.steps", "five"], "--train.steps must be an integer, got 'five'"),
+        (["--optimizer.learning_rate", "fast"], "--optimizer.learning_rate must be a number, got 'fast'"),
+        (["--train.precision", "fp8"], "--train.precision must be one of 'fp32', 'bf16', got 'fp8'"),
+        (["--train.compile", "maybe"], "--train.compile must be one of true, false, got 'maybe'"),
+        (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate must be positive, got -1.0"),
+        (["--train.activation_checkpointing", "some"], 'a range of layers like "0:6", got "some"'),
+        (["steps", "5"], "expected a flag like --train.steps, got 'steps'"),
+    ],
+)
+def test_bad_flags_are_refused_in_one_line(tmp_path: Path, flags: list[str], expected: str) -> None:
+    path = write_config(tmp_path)
+    with pytest.raises(UserError, match=re.escape(expected)) as caught:
+        load_config(path, flags)
+    assert "\n" not in str(caught.value) and "─" not in str(caught.value)
+
+
+def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:
+    assert nearest("train.learning_rate", FIELDS) == "optimizer.learning_rate"
+    assert nearest("train.sequence_lenght", FIELDS) == "train.sequence_length"
+    assert nearest("window", FIELDS) == "model.geometry.window_size"
+
+
+@pytest.mark.parametrize(("text", "expected"), [("none", (0, 0)), ("all", (0, 4)), ("1:3", (1, 3))])
+def test_layers_to_checkpoint(tmp_path: Path, text: str, expected: Any) -> None:
+    config = make_config(tmp_path, "--train.activation_checkpointing", text)
+    assert config.train.checkpointed_layers(4) == expected

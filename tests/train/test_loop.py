@@ -1,0 +1,251 @@
+"""What a run writes, and what it does when something goes wrong on the way."""
+
+import errno
+import functools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.tiny import before_step, make_config, read_checkpoint
+from trifocal.data import make_tokenizer
+from trifocal.diagnostics import read_metrics
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM, load_model
+from trifocal.train import NonFiniteError, load_config, resume, train
+from trifocal.train import loop as loop_module
+from trifocal.train.evaluate import evaluate, read_validation_batches
+
+
+def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(
+        tmp_path, "--log.sample_tokens", "8", "--train.steps", "40",
+        "--log.interval_steps", "10", "--evaluate.interval_steps", "20", "--checkpoint.interval_steps", "10",
+        "--checkpoint.keep_every_steps", "20", "--checkpoint.keep_last", "1", "--log.sample_interval_steps", "20",
+    )  # fmt: skip
+    result = train(config)
+    run = tmp_path / "run"
+    assert (result.finished, result.step, result.directory) == (True, 40, run)
+    assert load_config(run / "config.toml") == config
+    assert json.loads((run / "env.json").read_text())["packages"]["torch"] == torch.__version__
+
+    rows = read_metrics(run / "metrics.jsonl", "train")
+    assert [row["step"] for row in rows] == [1, 10, 20, 30, 40]
+    assert rows[-1]["loss"] < rows[0]["loss"] - 1.5, "forty steps on words must teach something"
+    assert rows[0]["loss"] == pytest.approx(math.log(257), abs=0.2)
+    assert rows[-1]["tokens_seen"] == 40 * 4 * 32
+    assert rows[-1]["learning_rate"] == pytest.approx(1e-3)
+    assert rows[-1]["epoch"] > 0
+    for name in ("gradient_norm", "tokens_per_second", "step_seconds", "memory_allocated_bytes"):
+        assert rows[-1][name] > 0
+    assert 0 <= rows[-1]["data_wait_seconds_p50"] <= rows[-1]["data_wait_seconds_p95"]
+    assert "executed_mfu" not in rows[-1], "no peak is known of a CPU"
+
+    evaluations = read_metrics(run / "metrics.jsonl", "evaluation")
+    assert [row["step"] for row in evaluations] == [20, 40]
+    last = evaluations[-1]
+    assert last["perplexity"] == pytest.approx(math.exp(last["validation_loss"]))
+    assert result.evaluation is not None and result.evaluation.validation_loss == last["validation_loss"]
+
+    assert [path.name for path in sorted((run / "samples").iterdir())] == ["step_00000020.txt", "step_00000040.txt"]
+    assert result.sample is not None and result.sample.startswith("def ")
+    assert (run / "samples" / "step_00000040.txt").read_text() == result.sample + "\n"
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == ["step_00000020", "step_00000040"]
+
+    heartbeat = [json.loads(line) for line in (run / "heartbeat" / "rank0.jsonl").read_text().splitlines()]
+    assert (heartbeat[-1]["status"], heartbeat[-1]["step"]) == ("finished", 40)
+    assert {"data", "forward", "backward", "optimizer", "checkpoint", "evaluate"} <= heartbeat[-1][
+        "total_seconds"
+    ].keys()
+    assert "step 40/40" in capsys.readouterr().out
+
+
+def test_exported_weights_load_back_as_the_checkpoint_and_give_the_reported_loss(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    result = train(config)
+    model = load_model(tmp_path / "run" / "weights")
+    saved = read_checkpoint(tmp_path / "run" / "checkpoints" / "step_00000006")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, saved[f"model.{name}"])
+    tokenizer = make_tokenizer("bytes")
+    batches = read_validation_batches(config, tokenizer)
+    again = evaluate(
+        model, batches, tokenizer=tokenizer, data=config.data, device=torch.device("cpu"), precision="fp32"
+    )
+    assert again == result.evaluation
+    # By hand: nats of every valid target, over the bytes that the targets are.
+    nats, count, text_bytes = 0.0, 0, 0
+    for batch in batches:
+        documents = batch.cu_seqlens
+        with torch.no_grad():
+            shape = (1, -1) if documents is not None else batch.tokens.shape
+            log_p = model(batch.tokens.view(shape), cu_seqlens=documents).double().log_softmax(-1).flatten(0, 1)
+        for row, target in zip(log_p, batch.targets.flatten().tolist(), strict=True):
+            if target >= 0:
+                nats -= row[target].item()
+                count += 1
+                text_bytes += target < 256
+    assert again.validation_loss == pytest.approx(nats / count, rel=1e-5)
+    assert again.bits_per_byte == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-5)
+
+
+def poison(step: int, name: str, value: float) -> Any:
+    """Make one entry of a parameter's gradient not finite in one step."""
+
+    def action(now: int, arguments: dict[str, Any]) -> None:
+        parameter = dict(arguments["loss_function"].named_parameters())[name]
+        if now == step:
+            handle = parameter.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([1]), value))
+            action.handle = handle  # type: ignore[attr-defined]
+        elif hasattr(action, "handle"):
+            action.handle.remove()
+
+    return action
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("log_interval", ["1", "100"])
+def test_a_bad_gradient_stops_the_run_before_it_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float, log_interval: str
+) -> None:
+    """Whether or not the host would have looked at the step for its own sake (a log interval of 100)."""
+    bad = "blocks.1.mlp.up_proj.weight"
+    flags = ("--log.interval_steps", log_interval, "--checkpoint.interval_steps", "4", "--evaluate.interval_steps", "0")
+    before_step(monkeypatch, poison(5, bad, value))
+    with pytest.raises(NonFiniteError) as caught:
+        train(make_config(tmp_path, *flags))
+    run = tmp_path / "run"
+    message = str(caught.value)
+    assert message.startswith("step 5: gradient norm ")
+    assert f"first parameter with a non-finite gradient: {bad} (1 in all)" in message
+    summary = json.loads((run / "dumps" / "step_00000005" / "summary.json").read_text())
+    assert summary["parameters_with_non_finite_gradient"] == [bad]
+    assert summary["document_ids"] and summary["document_ids"][0] in message
+    assert summary["sample_indices"] == [16, 18]
+    # The weights are still those that step 4 left behind.
+    after = load_model(run / "dumps" / "step_00000005" / "weights").state_dict()
+    saved = read_checkpoint(run / "checkpoints" / "step_00000004")
+    for name, tensor in after.items():
+        assert torch.equal(tensor, saved[f"model.{name}"]), name
+    micro = torch.load(run / "dumps" / "step_00000005" / "batch.pt")
+    assert [batch["sample_index"] for batch in micro] == [16, 18]
+    event = read_metrics(run / "metrics.jsonl", "event")[-1]
+    assert (event["name"], event["severity"], event["message"]) == ("non_finite", "error", message)
+    assert json.loads((run / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["status"] == "failed"
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000004"]
+
+
+def test_a_bad_gradient_in_the_last_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before_step(monkeypatch, poison(6, "norm.weight", math.nan))
+    with pytest.raises(NonFiniteError, match="step 6"):
+        train(make_config(tmp_path, "--checkpoint.interval_steps", "0", "--evaluate.interval_steps", "0"))
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert not (tmp_path / "run" / "weights").exists()
+
+
+def test_a_bad_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = DecoderLM.forward
+    calls = []
+
+    def broken(self: DecoderLM, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(1)
+        loss = forward(self, *args, **kwargs)
+        # Two micro-batches a step: the second of step 2.
+        return loss + math.inf if len(calls) == 4 else loss
+
+    monkeypatch.setattr(DecoderLM, "forward", broken)
+    with pytest.raises(NonFiniteError, match="step 2: loss inf is not finite; all gradients are finite"):
+        train(make_config(tmp_path))
+
+
+def failing_save(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
+    original = loop_module.save_checkpoint
+
+    def save(root: Path, step: int, **kwargs: Any) -> Path:
+        if step in steps:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return original(root, step, **kwargs)
+
+    monkeypatch.setattr(loop_module, "save_checkpoint", save)
+
+
+def test_a_full_disk_at_a_checkpoint_is_loud_and_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_save(monkeypatch, {4})
+    assert train(make_config(tmp_path)).finished
+    assert "ERROR: the checkpoint of step 4 could not be written: [Errno 28] No space left" in capsys.readouterr().out
+    events = {row["name"]: row for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")}
+    assert events["checkpoint_failed"]["severity"] == "error"
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == [
+        "step_00000002",
+        "step_00000006",
+    ]
+
+
+def test_a_full_disk_at_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failing_save(monkeypatch, {4, 6})
+    with pytest.raises(UserError, match=r"checkpoint of step 6 could not be written: .*No space left"):
+        train(make_config(tmp_path))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+    monkeypatch.undo()
+    assert resume(tmp_path / "run").finished
+
+
+def test_an_existing_run_is_safe(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    train(config)
+    weights = (tmp_path / "run" / "weights" / "model.safetensors").read_bytes()
+    with pytest.raises(UserError, match=r"holds a run already.*--resume \S+/run.*--overwrite"):
+        train(config)
+    assert (tmp_path / "run" / "weights" / "model.safetensors").read_bytes() == weights
+    (tmp_path / "run" / "samples").mkdir(exist_ok=True)
+    (tmp_path / "run" / "samples" / "old.txt").touch()
+    assert train(config, overwrite=True).finished
+    assert not (tmp_path / "run" / "samples" / "old.txt").exists()
+
+
+def test_a_folder_that_is_not_a_run_is_never_deleted(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.tex").touch()
+    with pytest.raises(UserError, match="exists and is not a run"):
+        train(config, overwrite=True)
+    assert (tmp_path / "run" / "thesis.tex").exists()
+
+
+# PyTorch's tracer warns of what it does itself.
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile with the eager backend: the wiring is ours, the code generator is not."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    losses = {}
+    for name, flags in {
+        "plain": (),
+        "compiled": ("--train.compile", "true"),
+        "checkpointed": ("--train.activation_checkpointing", "all"),
+        "a range": ("--train.activation_checkpointing", "0:1"),
+    }.items():
+        train(make_config(tmp_path, *flags, "--train.steps", "2", "--model.num_layers", "1", name=name))
+        losses[name] = [row["loss"] for row in read_metrics(tmp_path / name / "metrics.jsonl", "train")]
+    assert losses["checkpointed"] == losses["plain"] == losses["a range"]
+    assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-5)
+    heartbeat = (tmp_path / "compiled" / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1]
+    assert "compile" in json.loads(heartbeat)["total_seconds"]
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    train(make_config(tmp_path, "--log.tensorboard", "true", "--train.steps", "2"))
+    assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
+
+
+def test_random_tokens_train_without_text(tmp_path: Path) -> None:
+    result = train(make_config(tmp_path, "--data.source", "synthetic", "--train.steps", "3"))
+    assert result.evaluation is not None
+    assert result.evaluation.bits_per_byte is None
+    assert result.evaluation.validation_loss == pytest.approx(math.log(257), abs=0.3)

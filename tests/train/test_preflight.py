@@ -1,0 +1,132 @@
+"""What cannot end well is refused before any work; what is notable is said."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.tiny import make_config
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM
+from trifocal.train import preflight as module
+from trifocal.train import train
+from trifocal.train.preflight import choose_device, disk_bytes, preflight
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--train.global_batch_size", "5"), r"global_batch_size 5 is not a multiple of train\.micro_batch_size 2"),
+        (("--train.steps", "1001", "--checkpoint.interval_steps", "0"), "would lose everything in a crash"),
+        (("--train.steps", "1001", "--checkpoint.interval_steps", "1001"), "would lose everything in a crash"),
+        (("--model.vocab_size", "256"), r"vocab_size 256 is smaller than the 257 tokens of data\.tokenizer \"bytes\""),
+        (("--data.validation_fraction", "0"), "nothing to evaluate on"),
+        (("--data.validation_fraction", "2"), r"data\.validation_fraction is 2\.0"),
+        (("--data.tokenizer", "byte"), "unknown tokenizer 'byte'; the nearest is bytes"),
+        (("--train.activation_checkpointing", "1:3"), "the model has 2 layers"),
+        (("--model.backend", "triton"), r"model\.backend is \"triton\": .*use \"auto\" or \"reference\""),
+        (("--log.sample_interval_steps", "1", "--log.sample_prompt", "x" * 32), "sample_prompt has 32 tokens"),
+        (("--log.sample_interval_steps", "1", "--data.source", "synthetic"), "there is no text to sample"),
+        (("--run.directory", __file__ + "/run"), r"run\.directory .*/test_preflight\.py is not a folder"),
+        (("--data.source", "text:/nowhere/at/all"), "nowhere"),
+        (("--data.source", "bultin"), "nearest is builtin"),
+    ],
+)
+def test_a_run_that_cannot_end_well_is_refused_before_any_work(
+    tmp_path: Path, flags: tuple[str, ...], expected: str
+) -> None:
+    config = make_config(tmp_path, *flags)
+    with pytest.raises(UserError, match=expected):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
+def test_processes_share_the_global_batch(tmp_path: Path) -> None:
+    preflight(make_config(tmp_path), CPU, num_processes=2)
+    with pytest.raises(UserError, match=r"global_batch_size 4 is not a multiple of .* 2 times 3 processes"):
+        preflight(make_config(tmp_path), CPU, num_processes=3)
+
+
+def test_bf16_needs_hardware_that_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, "--train.precision", "bf16")
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": True})
+    preflight(config, CPU)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx2": True, "avx512_bf16": False})
+    with pytest.raises(UserError, match=r"has no bf16 arithmetic; use --train.precision fp32"):
+        preflight(config, CPU)
+
+
+@pytest.mark.parametrize(("capability", "allowed"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
+def test_bf16_on_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], allowed: bool
+) -> None:
+    config = make_config(tmp_path, "--train.precision", "bf16")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    if allowed:
+        preflight(config, torch.device("cuda"))
+    else:
+        with pytest.raises(UserError, match="Some GPU has no bf16"):
+            preflight(config, torch.device("cuda"))
+
+
+def test_compiling_needs_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path, "--train.compile", "true")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(UserError, match="needs a C\\+\\+ compiler"):
+        preflight(config, CPU)
+
+
+def test_a_disk_too_small_for_the_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config(tmp_path)
+    needed = disk_bytes(config)
+    # Two that are kept and one being written, of 12 bytes a parameter.
+    assert needed == 3 * 12 * sum(parameter.numel() for parameter in DecoderLM(config.model).parameters())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed))
+    preflight(config, CPU)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed - 1))
+    with pytest.raises(UserError, match="the checkpoints need"):
+        preflight(config, CPU)
+
+
+def test_the_disk_estimate_covers_what_a_run_leaves(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "--checkpoint.keep_every_steps", "4", "--model.dim", "128", "--model.mlp_dim", "512")
+    train(config)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    left = sum(file.stat().st_size for file in checkpoints.rglob("*") if file.is_file())
+    assert len(list(checkpoints.iterdir())) == 2
+    assert left < disk_bytes(config)
+
+
+def test_a_gpu_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert choose_device("auto") == choose_device("cpu") == CPU
+    with pytest.raises(UserError, match="PyTorch sees no GPU"):
+        choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert choose_device("auto").type == choose_device("cuda").type == "cuda"
+    assert choose_device("cpu") == CPU
+
+
+def test_notes_say_what_is_fine_but_notable(tmp_path: Path) -> None:
+    assert preflight(make_config(tmp_path), CPU)[1] == []
+    flags = ("--train.sequence_length", "8", "--schedule.warmup_steps", "6")
+    notes = preflight(make_config(tmp_path, *flags), CPU)[1]
+    assert len(notes) == 3
+    assert "does not exceed the window of 8" in notes[0]
+    assert "3 selected blocks of 8 tokens cover the whole sequence of 8" in notes[1]
+    assert "the peak learning rate comes last or never" in notes[2]
+    notes = preflight(make_config(tmp_path, "--train.sequence_length", "3"), CPU)[1]
+    assert "shorter than a compressed block of 4" in notes[-1]
+    assert preflight(make_config(tmp_path, "--train.sequence_length", "3", "--model.attention", "dense"), CPU)[1] == []
+
+
+def test_a_long_run_that_saves_is_fine(tmp_path: Path) -> None:
+    preflight(
+        make_config(tmp_path, "--train.steps", str(module.LONG_RUN_STEPS), "--checkpoint.interval_steps", "0"), CPU
+    )
+    preflight(make_config(tmp_path, "--train.steps", "1001", "--checkpoint.interval_steps", "1000"), CPU)

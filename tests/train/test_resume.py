@@ -1,0 +1,159 @@
+"""A resumed run repeats the uninterrupted one bit for bit."""
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.train.tiny import before_step, make_config, read_checkpoint
+from trifocal.diagnostics import read_metrics
+from trifocal.errors import UserError
+from trifocal.train import RunConfig, load_config, resume, train
+from trifocal.train.random_state import random_state, restore_random_state, seed_everything
+
+STEPS = ("--train.steps", "9")
+# Not part of what must be equal: they measure time and memory, or name the moment.
+MEASURED = ("seconds", "bytes", "tokens_per_second")
+
+
+def rows(run: Path, kind: str) -> list[dict[str, Any]]:
+    found = read_metrics(run / "metrics.jsonl", kind)
+    exact = {"bits_per_byte"}
+    return [
+        {name: value for name, value in row.items() if name in exact or not any(word in name for word in MEASURED)}
+        for row in found
+    ]
+
+
+def assert_same_run(run: Path, other: Path, last: int = 9) -> None:
+    """Every weight, every moment, every loss, the data's position and the generators."""
+    name = f"step_{last:08d}"
+    mine, theirs = read_checkpoint(run / "checkpoints" / name), read_checkpoint(other / "checkpoints" / name)
+    assert mine.keys() == theirs.keys()
+    assert sum("exp_avg" in key for key in mine) > 20
+    for key in mine:
+        assert torch.equal(mine[key], theirs[key]), key
+    states = [json.loads((path / "checkpoints" / name / "rank0.json").read_text()) for path in (run, other)]
+    assert states[0] == states[1]
+    assert states[0]["data"]["sample_index"] == 4 * last
+    for kind in ("train", "evaluation"):
+        assert rows(run, kind) == rows(other, kind)
+    assert [row["step"] for row in rows(run, "train")] == list(range(1, last + 1))
+    weights = [path / "weights" / "model.safetensors" for path in (run, other)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.fixture
+def uninterrupted(tmp_path: Path) -> Path:
+    config = make_config(tmp_path, *STEPS, name="whole")
+    assert train(config).finished
+    return tmp_path / "whole"
+
+
+def signal_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, step: int) -> None:
+    before_step(monkeypatch, lambda now, _: os.kill(os.getpid(), number) if now == step else None)
+
+
+def test_two_interruptions_change_nothing(
+    tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped by SIGTERM in step 3 (no checkpoint was due) and by Ctrl-C in step 7, other random numbers in between."""
+    config = make_config(tmp_path, *STEPS)
+    with monkeypatch.context() as patch:
+        signal_at(patch, signal.SIGTERM, 3)
+        result = train(config)
+        assert (result.finished, result.step) == (False, 3)
+    assert "SIGTERM: saving at the end of this step" in capfd.readouterr().err
+    torch.rand(5), random.random(), np.random.rand()
+    with monkeypatch.context() as patch:
+        signal_at(patch, signal.SIGINT, 7)
+        result = resume(tmp_path / "run")
+        assert (result.finished, result.step) == (False, 7)
+    result = resume(tmp_path / "run")
+    assert (result.finished, result.step) == (True, 9)
+    assert_same_run(uninterrupted, tmp_path / "run")
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_crash_between_checkpoints_changes_nothing(
+    tmp_path: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in step 6, after rows of step 5 that no checkpoint covers; they are written once, not twice."""
+
+    def crash(step: int, _: Any) -> None:
+        if step == 6:
+            raise MemoryError
+
+    with monkeypatch.context() as patch:
+        before_step(patch, crash)
+        with pytest.raises(MemoryError):
+            train(make_config(tmp_path, *STEPS))
+    assert [row["step"] for row in rows(tmp_path / "run", "train")] == [1, 2, 3, 4, 5]
+    assert resume(tmp_path / "run").finished
+    assert_same_run(uninterrupted, tmp_path / "run")
+
+
+def test_going_on_from_an_earlier_checkpoint_sets_the_later_one_aside(tmp_path: Path, uninterrupted: Path) -> None:
+    train(make_config(tmp_path, *STEPS))
+    newest = tmp_path / "run" / "checkpoints" / "step_00000009"
+    (newest / "rank0.json").write_text("{}")
+    with pytest.raises(UserError, match=r"rank0\.json.*--resume \S+/run --checkpoint step_00000008"):
+        resume(tmp_path / "run")
+    assert resume(tmp_path / "run", checkpoint="step_00000008").finished
+    assert_same_run(uninterrupted, tmp_path / "run")
+    assert (tmp_path / "run" / "checkpoints" / "superseded_step_00000009").is_dir()
+
+
+def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    train(config)
+    assert resume(tmp_path / "run").step == 6
+    longer = make_config(tmp_path, "--train.steps", "8")
+    assert resume(tmp_path / "run", config=longer).step == 8
+    assert load_config(tmp_path / "run" / "config.toml").train.steps == 8
+    with pytest.raises(UserError, match=r"of step 8, past train\.steps 6"):
+        resume(tmp_path / "run", config=config)
+
+
+def test_a_moved_run_goes_on(tmp_path: Path) -> None:
+    train(make_config(tmp_path))
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    assert resume(tmp_path / "elsewhere").directory == tmp_path / "elsewhere"
+    assert load_config(tmp_path / "elsewhere" / "config.toml").run.directory == str(tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--model.mlp_dim", "48"), r"is of another model: mlp_dim is 32 there, 48 here"),
+        (("--train.sequence_length", "16"), "data position belongs to"),
+        (("--data.seed", "8"), "data position belongs to"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_other_data_is_refused(
+    tmp_path: Path, flags: tuple[str, ...], expected: str
+) -> None:
+    train(make_config(tmp_path))
+    before = (tmp_path / "run" / "config.toml").read_text()
+    other: RunConfig = make_config(tmp_path, "--train.steps", "8", *flags)
+    with pytest.raises(UserError, match=expected):
+        resume(tmp_path / "run", config=other)
+    assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+def test_all_generators_come_back() -> None:
+    seed_everything(11)
+    torch.rand(3), random.gauss(0, 1), np.random.randn()
+    state = json.loads(json.dumps(random_state()))
+    expected = [torch.rand(3).tolist(), random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()]
+    seed_everything(12)
+    restore_random_state(state)
+    drawn = [torch.rand(3).tolist(), random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()]
+    assert drawn == expected

@@ -1,0 +1,122 @@
+"""The gradient of a step is that of the mean over the whole global batch, however the batch is cut."""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.tiny import make_config
+from trifocal.data import Batch, make_loader, make_tokenizer
+from trifocal.diagnostics import Heartbeat
+from trifocal.models import DecoderLM
+from trifocal.train import RunConfig
+from trifocal.train.config import TrainSection
+from trifocal.train.optimizer import make_optimizer
+from trifocal.train.step import train_step, valid_targets
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
+    with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
+        yield heartbeat
+
+
+def read_batches(config: RunConfig, micro_batch_size: int, count: int) -> list[Batch]:
+    with make_loader(
+        config.data,
+        tokenizer=make_tokenizer("bytes"),
+        sequence_length=config.train.sequence_length,
+        batch_size=micro_batch_size,
+        vocab_size=257,
+    ) as loader:
+        return [next(loader) for _ in range(count)]
+
+
+def gradients(
+    config: RunConfig, batches: list[Batch], heartbeat: Heartbeat, train: TrainSection
+) -> tuple[float, float, dict[str, torch.Tensor]]:
+    model = DecoderLM(config.model)
+    model.init_weights(5)
+    result = train_step(
+        1,
+        batches,
+        loss_function=model,
+        optimizer=make_optimizer(model, config.optimizer),
+        device=CPU,
+        config=train,
+        heartbeat=heartbeat,
+        before_backward=lambda: None,
+    )
+    assert result.finite
+    collected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert len(collected) == len(list(model.parameters())), "every parameter gets a gradient"
+    return result.loss.item(), result.gradient_norm.item(), collected
+
+
+def test_micro_batches_of_unequal_weight_add_up_to_the_whole_batch(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    config = make_config(tmp_path, "--train.gradient_clip_norm", "0")
+    micro = read_batches(config, 1, 4)
+    assert len({valid_targets(batch) for batch in micro}) > 1, "equal weights would not tell a mean of means apart"
+    assert any(batch.cu_seqlens is not None for batch in micro)
+    whole = read_batches(config, 4, 1)
+    loss, norm, expected = gradients(config, whole, heartbeat, config.train)
+    for batches in (micro, read_batches(config, 2, 2)):
+        cut_loss, cut_norm, cut = gradients(config, batches, heartbeat, config.train)
+        # Sums in another order: a few roundings of fp32.
+        assert cut_loss == pytest.approx(loss, rel=1e-6)
+        assert cut_norm == pytest.approx(norm, rel=1e-5)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(cut[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    """Against float64 and one document at a time."""
+    config = make_config(tmp_path, "--train.gradient_clip_norm", "0")
+    batches = read_batches(config, 2, 2)
+    loss, _, computed = gradients(config, batches, heartbeat, config.train)
+    exact = DecoderLM(config.model)
+    exact.init_weights(5)
+    exact.double()
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    for batch in batches:
+        tokens, targets = batch.tokens.flatten(), batch.targets.flatten()
+        length = batch.tokens.shape[1]
+        borders = list(range(0, tokens.numel() + 1, length)) if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
+        for start, end in itertools.pairwise(borders):
+            log_p = exact(tokens[None, start:end]).log_softmax(-1)[0]
+            for position, target in enumerate(targets[start:end].tolist()):
+                if target >= 0:
+                    total = total - log_p[position, target]
+                    count += 1
+    (total / count).backward()
+    assert loss == pytest.approx((total / count).item(), rel=1e-6)
+    for name, parameter in exact.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(computed[name].double(), parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_bf16_keeps_weights_and_gradients_in_fp32(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    config = make_config(tmp_path)
+    batches = read_batches(config, 2, 2)
+    loss, _, exact = gradients(config, batches, heartbeat, config.train)
+    rounded_loss, _, rounded = gradients(config, batches, heartbeat, replace(config.train, precision="bf16"))
+    assert rounded_loss != loss, "bf16 arithmetic must leave a trace"
+    assert rounded_loss == pytest.approx(loss, rel=1e-2)
+    assert all(gradient.dtype == torch.float32 for gradient in rounded.values())
+    error = sum((rounded[name] - exact[name]).square().sum() for name in exact) ** 0.5
+    norm = sum(exact[name].square().sum() for name in exact) ** 0.5
+    # bf16 carries 8 bits: an error of a few times 2^-8 of the whole gradient.
+    assert error < 0.05 * norm
+
+
+def test_clipping_bounds_the_applied_gradient_and_reports_the_true_norm(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    config = make_config(tmp_path, "--train.gradient_clip_norm", "0.01")
+    _, norm, clipped = gradients(config, read_batches(config, 4, 1), heartbeat, config.train)
+    applied = sum(gradient.square().sum() for gradient in clipped.values()) ** 0.5
+    assert norm > 0.1
+    assert float(applied) == pytest.approx(0.01, rel=1e-3)

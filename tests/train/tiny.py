@@ -1,0 +1,118 @@
+"""The smallest run that has every part: two layers, packed documents of real words, accumulation, checkpoints."""
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from trifocal.train import RunConfig, load_config
+from trifocal.train import loop as loop_module
+
+WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dog", "seven", "wizards", "liquid", "ink", "a")
+
+TOML = """
+[run]
+directory = "{directory}"
+seed = 7
+device = "cpu"
+
+[model]
+dim = 16
+num_layers = 2
+num_heads = 4
+num_kv_groups = 2
+head_dim = 8
+value_dim = 8
+mlp_dim = 32
+
+[model.geometry]
+compression_block_size = 4
+compression_stride = 2
+selection_block_size = 8
+num_selected_blocks = 3
+num_initial_blocks = 1
+num_local_blocks = 1
+window_size = 8
+
+[data]
+source = "text:{text}"
+validation_fraction = 0.3
+shuffle_documents = 4
+
+[train]
+steps = 6
+sequence_length = 32
+global_batch_size = 4
+micro_batch_size = 2
+
+[optimizer]
+learning_rate = 1e-2
+
+[schedule]
+warmup_steps = 2
+
+[checkpoint]
+interval_steps = 2
+keep_last = 2
+
+[evaluate]
+interval_steps = 3
+batches = 2
+
+[log]
+interval_steps = 1
+heartbeat_seconds = 60.0
+"""
+
+
+def write_documents(folder: Path, count: int = 24) -> Path:
+    """Text files of 10 to 60 random words each: some longer than a row of 32 bytes, some border inside most rows."""
+    generator = random.Random(3)
+    folder.mkdir(parents=True, exist_ok=True)
+    for index in range(count):
+        words = generator.choices(WORDS, k=generator.randint(4, 30))
+        (folder / f"{index:02}.txt").write_text(" ".join(words) + "\n")
+    return folder
+
+
+def write_config(folder: Path, name: str = "run") -> Path:
+    """A TOML file of the tiny run, its documents beside it, its run directory `folder/name`."""
+    text = write_documents(folder / "text")
+    path = folder / f"{name}.toml"
+    path.write_text(TOML.format(directory=folder / name, text=text))
+    return path
+
+
+def make_config(folder: Path, *overrides: str, name: str = "run") -> RunConfig:
+    """The tiny run's configuration with overrides."""
+    return load_config(write_config(folder, name), overrides)
+
+
+def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, by name, without building a model."""
+    reader = dcp.FileSystemReader(path / "weights")
+    metadata = reader.read_metadata().state_dict_metadata
+    tensors: dict[str, Any] = {
+        name: torch.empty(item.size, dtype=item.properties.dtype)
+        for name, item in metadata.items()
+        if hasattr(item, "properties")
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    return tensors
+
+
+def before_step(monkeypatch: Any, action: Callable[..., None]) -> None:
+    """Call `action(step, arguments)` before every training step of the loop."""
+    original = loop_module.train_step
+
+    def wrapped(step: int, *args: Any, **kwargs: Any) -> Any:
+        action(step, kwargs)
+        return original(step, *args, **kwargs)
+
+    monkeypatch.setattr(loop_module, "train_step", wrapped)
