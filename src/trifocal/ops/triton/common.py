@@ -118,14 +118,17 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether a device copies tensor tiles on its own (TMA)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+
+
 def tma_fits(*tensors: Tensor) -> bool:
     """Whether the tensor copy engine of this device, if it has one, can read these: 16-byte alignment everywhere.
 
     fp32 stays with pointers: its small tiles gain nothing.
     """
-    if tensors[0].device.type != "cuda" or torch.cuda.get_device_capability(tensors[0].device)[0] < 9:
-        return False
-    return all(
+    return has_copy_engine(tensors[0].device) and all(
         x.dtype != torch.float32
         and x.numel() > 0
         and x.data_ptr() % 16 == 0

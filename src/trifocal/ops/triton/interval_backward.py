@@ -43,6 +43,13 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 # fmt: off
 
 @triton.jit
+def log2_sum(pointers):
+    """Log-sum-exp in base 2; +inf where nothing is seen, so that every probability of the row comes out as 0."""
+    lse = tl.load(pointers)
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E)
+
+
+@triton.jit
 def _gather_d_q(
     d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, lse, delta, gate, k_source_1, k_source_2, v_source_1, v_source_2,
     batch, group, k_stride, v_stride, key_origin, key_limit, row_begin, row_end, count, split, jump, score_scale,
@@ -136,7 +143,7 @@ def interval_d_q_kernel(
             V_1, V_2, V, ROWS, REP, False)
     first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * REP
     place = (query - first_query) * (GROUPS * REP) + head
-    row_lse = tl.load(lse + first_place + place) * LOG2_E
+    row_lse = log2_sum(lse + first_place + place)
     row_delta = tl.load(delta + first_place + place)
     row_gate = row_delta
     if GATED:
@@ -190,7 +197,7 @@ def _gather_d_k_d_v(
                 q_source_2, batch, group, first_query, query, head, q_time_stride, q_head_stride,
                 D_1, D_2, D, ROWS, REP, TMA)
             scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision="ieee")
-        row_lse = tl.load(lse + place) * LOG2_E
+        row_lse = log2_sum(lse + place)
         p = tl.exp2(scores * score_scale - row_lse[None, :])
         if GATED:
             row_gate = tl.load(gate + query.to(tl.int64) * gate_time_stride + head * gate_head_stride)

@@ -1,0 +1,139 @@
+"""Compile what a call would launch, for a GPU that need not be there, and read what the compiler says of it.
+
+Run as a program it needs an environment without TRITON_INTERPRET: interpreted kernels cannot be compiled.
+
+    python -m tests.ops_triton.compilation MODULE
+
+calls `MODULE.calls()`, a list of (name, architecture, function), and prints one line of JSON for each kernel that a
+function launches. Tensors are on the meta device: only shapes, strides and types matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+CAPABILITIES = {"hopper": 90, "ampere": 80, "small": 86}
+# Shared memory that one program may have, in bytes.
+SHARED_MEMORY = {"hopper": 227 * 1024, "ampere": 163 * 1024, "small": 99 * 1024}
+
+
+def compile_in_subprocess(module: str) -> list[dict[str, Any]]:
+    """Rows of the kernels that `module.calls()` launch; see `compile_launches`."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops_triton.compilation", module]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+
+
+def compile_launches(name: str, architecture: str, call: Callable[[], Any]) -> Iterator[dict[str, Any]]:
+    """Run a call with every launch recorded instead of made, and compile each kernel for the architecture.
+
+    Yields:
+        call, kernel, architecture, registers (a thread), spill_bytes (a thread), shared_bytes (a program).
+    """
+    for kernel, arguments, options in _record(architecture, call):
+        compiled = _compile(kernel, arguments, options, CAPABILITIES[architecture])
+        yield {
+            "call": name,
+            "kernel": kernel.__name__,
+            "architecture": architecture,
+            "shared_bytes": compiled.metadata.shared,
+            **_usage(compiled.asm["cubin"]),
+        }
+
+
+def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
+    from triton.runtime.jit import JITFunction
+
+    from trifocal.ops.triton import common
+
+    launches = []
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in kwargs}
+        arguments = inspect.signature(self.fn).bind(*args, **kwargs).arguments
+        launches.append((self, dict(arguments), options))
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(JITFunction, "run", run))
+        stack.enter_context(mock.patch.object(common, "architecture", lambda device: architecture))
+        stack.enter_context(mock.patch.object(common, "has_copy_engine", lambda device: architecture == "hopper"))
+        call()
+    return launches
+
+
+def _compile(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], capability: int) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constants: dict[str, Any] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for parameter in kernel.params:
+        value = arguments[parameter.name]
+        plain = parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not plain):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name] = _type_of(value)
+        aligned = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0 and not plain)
+        if aligned:
+            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def _type_of(value: Any) -> str:
+    names = {
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float32: "fp32",
+        torch.int32: "i32",
+        torch.int64: "i64",
+        torch.uint8: "u8",
+        torch.bool: "i1",
+    }
+    if isinstance(value, torch.Tensor):
+        return "*" + names[value.dtype]
+    if hasattr(value, "block_shape"):
+        return f"tensordesc<{names[value.base.dtype]}{json.dumps(value.block_shape).replace(' ', '')}>"
+    if isinstance(value, float):
+        return "fp32"
+    assert type(value) is int, value
+    return "i32" if -(2**31) <= value < 2**31 else "i64"
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    from triton.backends import nvidia
+
+    tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert found, report
+    return {"registers": int(found[1]), "spill_bytes": int(found[2])}
+
+
+if __name__ == "__main__":
+    for call_name, call_architecture, function in importlib.import_module(sys.argv[1]).calls():
+        for row in compile_launches(call_name, call_architecture, function):
+            print(json.dumps(row), flush=True)

@@ -1,0 +1,78 @@
+"""Every kernel compiles for sm_80 and sm_90 without a GPU, fits its shared memory, and spills little."""
+
+import pytest
+import torch
+
+from tests.ops_triton.compilation import SHARED_MEMORY, compile_in_subprocess
+from trifocal.ops.geometry import Geometry
+
+# A few spilled words outside the inner loop cost nothing; a spilled accumulator would be thousands of bytes.
+MOST_SPILLED_BYTES = 256
+
+
+def calls():
+    """What to compile: each kernel of the two interval branches, at the widths that configurations are chosen by."""
+    from trifocal.ops.layout import Documents
+    from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
+    from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
+    from trifocal.ops.triton.window import window_backward, window_forward
+
+    def empty(*shape, dtype=torch.bfloat16):
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    def attention(heads, groups, dim, value_dim, branch, dtype=torch.bfloat16, packed=False):
+        geometry, length = Geometry(), 1024
+        documents = None
+        if packed:
+            documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length)))
+        q, d_o = empty(1, length, heads, dim, dtype=dtype), empty(1, length, heads, value_dim, dtype=dtype)
+        size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
+        size = length if branch == "win" else size
+        k, v = empty(1, size, groups, dim, dtype=dtype), empty(1, size, groups, value_dim, dtype=dtype)
+        gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
+        if branch == "win":
+            window_forward(q, k, v, 512, 0.1, documents)
+            window_backward(d_o, q, k, v, None, lse, 512, 0.1, documents, delta=lse, gate=gate)
+        else:
+            compressed_forward(q, k, v, geometry, length, 0.1, documents)
+            compressed_backward(d_o, q, k, v, None, lse, geometry, length, 0.1, documents, delta=lse, gate=gate)
+
+    def combination():
+        o = [empty(2, 64, 12, 128) for _ in range(4)]
+        combine_forward(*o[:3], empty(2, 64, 12, 3))
+        combine_backward(*o, torch.bfloat16)
+        row_sums(o[0], o[1], empty(2, 64, 12, dtype=torch.float32))
+
+    result = [("combination", "ampere", combination)]
+    for architecture in ("hopper", "ampere"):
+        result += [
+            ("cmp 128", architecture, lambda: attention(64, 4, 128, 128, "cmp")),
+            ("win 64", architecture, lambda: attention(12, 2, 64, 64, "win")),
+        ]
+    result += [
+        ("win 192/128", "hopper", lambda: attention(64, 4, 192, 128, "win")),
+        ("cmp 256 packed", "hopper", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
+        ("win fp32", "ampere", lambda: attention(8, 2, 64, 64, "win", torch.float32)),
+    ]
+    return result
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return compile_in_subprocess("tests.ops_triton.test_compile")
+
+
+def test_every_kernel_is_compiled(rows):
+    kernels = {(row["kernel"], row["architecture"]) for row in rows}
+    names = ("interval_forward_kernel", "interval_d_q_kernel", "interval_d_k_d_v_kernel", "sum_parts_kernel")
+    assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
+
+
+def test_shared_memory_fits(rows):
+    for row in rows:
+        assert row["shared_bytes"] <= SHARED_MEMORY[row["architecture"]], row
+
+
+def test_little_is_spilled(rows):
+    for row in rows:
+        assert row["spill_bytes"] <= MOST_SPILLED_BYTES, row
