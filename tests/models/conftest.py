@@ -45,9 +45,9 @@ def make_model(make_config: Callable[..., ModelConfig]) -> Callable[..., Decoder
         model = DecoderLM(make_config(**changes))
         model.init_weights(0)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim > 1:
-                    parameter.mul_(8)
+            for name, parameter in model.named_parameters():
+                if "attention." in name and parameter.ndim > 1:
+                    parameter.mul_(2)
         return model.double()
 
     return make

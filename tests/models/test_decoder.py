@@ -57,7 +57,8 @@ def test_untrained_loss_is_near_that_of_guessing(tie_embeddings: bool) -> None:
     tokens = torch.randint(256, (2, 65), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         loss = model(tokens[:, :-1], tokens[:, 1:]).item()
-    assert abs(loss - math.log(256)) < 0.1
+    # Logits of variance 1 cost half a nat on top of guessing.
+    assert abs(loss - (math.log(256) + 0.5)) < 0.15
 
 
 def test_initial_weights(make_config: Callable[..., ModelConfig]) -> None:
@@ -73,8 +74,11 @@ def test_initial_weights(make_config: Callable[..., ModelConfig]) -> None:
         elif name.endswith("bias"):
             assert not parameter.any(), name
         else:
-            residual = name.endswith(("attention.o_proj.weight", "mlp.down_proj.weight"))
-            expected = 0.02 / 4 if residual else 0.02
+            expected = parameter.shape[1] ** -0.5
+            if name.endswith(("attention.o_proj.weight", "mlp.down_proj.weight")):
+                expected /= (2 * 8) ** 0.5
+            if name.endswith(("positions", "compressor.down_proj.weight", "embedding.weight")):
+                expected = 0.02
             # Five standard errors of an estimate from this many draws.
             error = 5 / (2 * parameter.numel()) ** 0.5
             assert parameter.std().item() == pytest.approx(expected, rel=error), name

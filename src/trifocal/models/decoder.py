@@ -13,7 +13,7 @@ from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm
 from trifocal.ops import Documents
 
 IGNORED_TARGET = -100
-INIT_STD = 0.02
+SMALL_STD = 0.02
 
 
 class DecoderLM(nn.Module):
@@ -41,8 +41,11 @@ class DecoderLM(nn.Module):
     def init_weights(self, seed: int | torch.Generator | None = None) -> None:
         """Draw all weights anew.
 
-        Matrices are normal with a standard deviation of 0.02, those that write into the residual stream less by
-        `sqrt(2 * num_layers)`, so that its variance does not grow with depth. Norms start at 1, biases at 0.
+        Matrices are normal with a variance of 1 / inputs, so that what they make of a normed token is of size 1;
+        those that write into the residual stream have less by `2 * num_layers`, so that its variance does not grow
+        with depth. An embedding that is not the output projection too starts smaller, at a standard deviation of
+        0.02: Adam's first steps move it visibly then. So do the positions and the output of a learned compressor,
+        which starts as the mean. Norms start at 1, biases at 0.
 
         Args:
             seed: A number, which gives the same weights on every device; or a generator; or None for PyTorch's
@@ -50,7 +53,6 @@ class DecoderLM(nn.Module):
         """
         generator = torch.Generator().manual_seed(seed) if isinstance(seed, int) else seed
         device = "cpu" if generator is None else generator.device
-        residual_std = INIT_STD / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
@@ -59,12 +61,20 @@ class DecoderLM(nn.Module):
                 drawn.fill_(1.0)
             elif name.endswith(".bias"):
                 drawn.zero_()
-            elif name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")):
-                drawn.normal_(std=residual_std, generator=generator)
             else:
-                drawn.normal_(std=INIT_STD, generator=generator)
+                drawn.normal_(std=self._initial_std(name, parameter), generator=generator)
             with torch.no_grad():
                 parameter.copy_(drawn)
+
+    def _initial_std(self, name: str, matrix: Tensor) -> float:
+        if name.endswith(("_compressor.positions", "_compressor.down_proj.weight")):
+            return SMALL_STD
+        if name == "embedding.weight" and not self.config.tie_embeddings:
+            return SMALL_STD
+        std = matrix.shape[1] ** -0.5
+        if name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")):
+            std /= (2 * self.config.num_layers) ** 0.5
+        return std
 
     def forward(
         self,
