@@ -131,7 +131,7 @@ _STATUSES: tuple[Status, ...] = ("passed", "failed", "skipped")
 
 
 def shown(value: float) -> str:
-    """A number as the table shows it: whole ones whole, others with two digits."""
+    """A number as the table shows it: whole ones whole, others with three digits."""
     if not math.isfinite(value):
         return str(value)
-    return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.2g}"
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e6 else f"{value:.3g}"
