@@ -8,6 +8,7 @@ and, as JSON, to `$OUT/probe_selected.json` (or the current folder).
 """
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -43,7 +44,7 @@ SHAPES = {
     "D": (16, 2048, 12, 2, 64, 64),
     "P": (1, 16384, 64, 4, 192, 128),
 }
-WORKERS = 10
+WORKERS = 12
 START = time.monotonic()
 results: dict[str, Any] = {}
 
@@ -169,8 +170,11 @@ def importance_gap(q: Tensor, k_cmp: Tensor, lse: Tensor, chosen: Tensor, geomet
     return max(0.0, gap.nan_to_num(nan=0.0, neginf=0.0).max().item())
 
 
-def check() -> None:
+def check(worker: int) -> None:
+    """A worker's share of the checks."""
     from tests.tolerances import cost_in_torch
+
+    number = -1
 
     usual = Geometry(16, 8, 32, 4, 1, 2, 64)
     wide = Geometry(32, 16, 128, 3, 1, 1, 64)
@@ -187,12 +191,15 @@ def check() -> None:
         ("64 heads a group", 1, 150, 150, 64, 1, 128, 64, usual, None, ("gathered", "masked")),
     ]
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        allowed = 2 * cost_in_torch(dtype)
         for why, batch, queries, keys, heads, groups, dim, value_dim, geometry, lengths, orders in cases:
             if dtype == torch.float16 and why != "small group":
                 continue
             if dtype == torch.float32 and why not in ("small group", "packed", "odd heads, dims"):
                 continue
+            number += 1
+            if number % WORKERS != worker:
+                continue
+            allowed = 2 * cost_in_torch(dtype)
             generator = torch.Generator("cuda").manual_seed(2)
 
             def normal(*shape: int, generator: torch.Generator = generator, dtype: torch.dtype = dtype) -> Tensor:
@@ -417,21 +424,31 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--only", default="check,index,scoring,forward,backward,profile")
     parser.add_argument("--shapes", default="A,C,D,B,P")
-    parser.add_argument("--precompile", type=int, default=None)
+    parser.add_argument("--worker", type=int, default=None, help="a share of the checks and compilations")
     arguments = parser.parse_args()
-    if arguments.precompile is not None:
-        precompile(arguments.precompile)
-        return
     stages = arguments.only.split(",")
-    out = Path(os.environ.get("OUT", ".")) / "probe_selected.json"
-    workers = [subprocess.Popen([sys.executable, __file__, "--precompile", str(worker)]) for worker in range(WORKERS)]
-    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    try:
+    out = Path(os.environ.get("OUT", "."))
+    if arguments.worker is not None:
         if "check" in stages:
-            check()
+            check(arguments.worker)
+            (out / f"probe_check_{arguments.worker}.json").write_text(json.dumps(results, indent=1))
+        precompile(arguments.worker)
+        return
+    say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
+    command = [sys.executable, __file__, "--only", arguments.only, "--worker"]
+    workers = [subprocess.Popen([*command, str(worker)]) for worker in range(WORKERS)]
+    try:
         for worker in workers:
-            worker.wait(timeout=max(1.0, arguments.seconds - (time.monotonic() - START)))
-        say("configurations compiled")
+            # What is not compiled by then is compiled where it is timed.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                worker.wait(timeout=max(1.0, 0.5 * arguments.seconds - (time.monotonic() - START)))
+            worker.kill()
+        say("checked and compiled")
+        for number in range(WORKERS):
+            part = out / f"probe_check_{number}.json"
+            if part.exists():
+                results.update(json.loads(part.read_text()))
+                part.unlink()
         if "index" in stages:
             index_times()
         for shape in arguments.shapes.split(","):
@@ -440,12 +457,12 @@ def main() -> None:
             except Exception:
                 say(f"{shape} FAIL\n{traceback.format_exc(limit=-4)[-1500:]}")
             torch.cuda.empty_cache()
-            out.write_text(json.dumps(results, indent=1))
+            (out / "probe_selected.json").write_text(json.dumps(results, indent=1))
     finally:
         for worker in workers:
             worker.kill()
-        out.write_text(json.dumps(results, indent=1))
-        say(f"wrote {out}")
+        (out / "probe_selected.json").write_text(json.dumps(results, indent=1))
+        say(f"wrote {out / 'probe_selected.json'}")
 
 
 if __name__ == "__main__":

@@ -520,7 +520,11 @@ def reduce_slots(
 def _forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
     """Fixed configurations; `keys` is the number of slots of a piece."""
     if dtype == torch.float32:
-        return Tile(rows=max(32, triton.next_power_of_2(rep)), keys=64, warps=4, stages=1)
+        # Exact products run on the ordinary units, fully unrolled: large tiles would spill.
+        if order == "masked":
+            return Tile(rows=32, keys=0, warps=8, stages=1)
+        rows = max(16, triton.next_power_of_2(rep))
+        return Tile(rows=rows, keys=64, warps=4 if rows == 16 else 8, stages=1)
     if order == "query":
         return Tile(rows=16, keys=0, warps=4, stages=2)
     wide = max(dim, value_dim) > 128

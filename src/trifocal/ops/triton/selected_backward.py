@@ -585,13 +585,13 @@ def selected_backward(
 def _gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
     """Fixed configurations; `keys` is the number of slots of a piece."""
     if dtype == torch.float32:
-        return Tile(rows=max(32, triton.next_power_of_2(rep)), keys=128, warps=8, stages=1)
+        return Tile(rows=max(16, triton.next_power_of_2(rep)), keys=128, warps=8, stages=1)
     wide = max(dim, value_dim) > 128
     return Tile(rows=64 if wide else 128, keys=max(128, 4096 // rep), warps=8, stages=1 if wide else 2)
 
 
 def _masked_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
     if dtype == torch.float32:
-        return Tile(rows=32, keys=0, warps=8, stages=1)
+        return Tile(rows=16, keys=0, warps=8, stages=1)
     wide = max(dim, value_dim) > 128
     return Tile(rows=64 if wide else 128, keys=0, warps=8, stages=1 if wide else 2)
