@@ -36,7 +36,8 @@ def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
     rows = read_metrics(run / "metrics.jsonl", "train")
     assert [row["step"] for row in rows] == [1, 10, 20, 30, 40]
     assert rows[-1]["loss"] < rows[0]["loss"] - 1.5, "forty steps on words must teach something"
-    assert rows[0]["loss"] == pytest.approx(math.log(257), abs=0.2)
+    # Untrained, it knows nothing, whatever its initial weights are.
+    assert math.log(257) - 0.1 < rows[0]["loss"] < math.log(257) + 1
     assert rows[-1]["tokens_seen"] == 40 * 4 * 32
     assert rows[-1]["learning_rate"] == pytest.approx(1e-3)
     assert rows[-1]["epoch"] > 0
@@ -248,4 +249,4 @@ def test_random_tokens_train_without_text(tmp_path: Path) -> None:
     result = train(make_config(tmp_path, "--data.source", "synthetic", "--train.steps", "3"))
     assert result.evaluation is not None
     assert result.evaluation.bits_per_byte is None
-    assert result.evaluation.validation_loss == pytest.approx(math.log(257), abs=0.3)
+    assert result.evaluation.validation_loss > math.log(257) - 0.05, "random tokens cannot be foreseen"

@@ -1,5 +1,6 @@
 """`trifocal train`: start a run, or go on with one."""
 
+import importlib.util
 import shlex
 import sys
 from collections.abc import Sequence
@@ -101,13 +102,14 @@ def _summary(result: TrainResult) -> str:
         )
     if result.sample is not None:
         lines += ["", "a sample:", *(f"  | {line}" for line in result.sample.splitlines())]
-    lines += [
-        "",
-        "try next:",
-        f'  trifocal generate {directory} --prompt "import "    continue a text of yours',
-        f"  trifocal report {directory}                         one page that shows the run",
-        f"  {resume_command(result.directory)} --train.steps {2 * result.step}",
-        "                                                       train on, to twice the steps",
-        "  trifocal check                                       prove this installation right",
-    ]
+    report = f"trifocal report {directory}"
+    if importlib.util.find_spec("plotly") is None:
+        report = f"pip install 'trifocal[report]' && {report}"
+    advice = {
+        "continue a text of yours": f'trifocal generate {directory} --prompt "import "',
+        "see the run on one page": report,
+        "train on, to twice the steps": f"{resume_command(result.directory)} --train.steps {2 * result.step}",
+        "prove this installation right": "trifocal check",
+    }
+    lines += ["", "try next:", *(f"  {what}:\n    {command}" for what, command in advice.items())]
     return "\n".join(lines)

@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import re
+import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -119,6 +120,10 @@ def check_flags(valid: Mapping[str, Any], args: Sequence[str], switches: Collect
                 value = next(rest)
             except StopIteration:
                 raise UserError(f"{flag} needs a value") from None
+        if typing.get_origin(valid[name]) is tuple:
+            # Takes several values; those after the first are passed on as they come.
+            checked += [f"--{name}", value]
+            continue
         if valid[name] is bool and value in ("true", "false"):
             value = value.capitalize()
         checked.append(f"--{name}={value}")
