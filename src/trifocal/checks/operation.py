@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trifocal.checks.report import Measurement
 from trifocal.data import Batch, DataConfig, make_loader, make_tokenizer
@@ -42,10 +43,11 @@ def heartbeat(
     The figure is the longest silence, as a share of the operation. Bound: a half; a heartbeat that only the training
     thread writes is silent for all of it.
     """
+    matrix = _matrix_that_takes_long()
     with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
         with make_heartbeat(Path(folder), 0, INTERVAL_SECONDS) as beat, beat.phase("backward"):
             begin = time.time()
-            _one_long_operation()
+            torch.linalg.svdvals(matrix)
             end = time.time()
         rows = [row for path in sorted(Path(folder).glob("*.jsonl")) for row in read_lines(path)]
     busy = [row for row in rows if row["phase"] == "backward" and begin <= row["unix_time_seconds"] <= end]
@@ -58,18 +60,17 @@ def heartbeat(
     return Measurement(silence / (end - begin), 0.5, "of its time", (detail,))
 
 
-def _one_long_operation() -> None:
-    """One call into PyTorch that lasts about BUSY_SECONDS; its length is found by shorter ones."""
-    matrix = torch.eye(256)
-    repetitions = 16
+def _matrix_that_takes_long() -> Tensor:
+    """A matrix whose singular values, one call into PyTorch, take BUSY_SECONDS or so."""
+    size = 400
     while True:
-        batch = matrix.expand(repetitions, -1, -1)
+        matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
         begin = time.perf_counter()
-        torch.bmm(batch, batch)
-        seconds = time.perf_counter() - begin
-        if seconds >= BUSY_SECONDS / 2:
-            return
-        repetitions *= 2 if seconds < BUSY_SECONDS / 8 else 4
+        torch.linalg.svdvals(matrix)
+        if time.perf_counter() - begin >= BUSY_SECONDS / 2:
+            return matrix
+        # Cubic work: a little over twice as long.
+        size = size * 4 // 3
 
 
 def unknown_flags(_device: torch.device, *, load: Callable[..., Any] = load_config) -> Measurement:
