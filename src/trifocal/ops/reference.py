@@ -5,7 +5,7 @@ Every branch is the same masked attention. A key is visible to the queries of it
 from their own position on in the blocks that the query chose. The number of operations does not depend on length.
 
 What is kept for backward is q, k, v, o and the log-sum-exp, linear in length; masks and probabilities are made again.
-Working memory is one tile of scores, [B, H, T, keys], in fp32.
+Working memory is two tiles of scores, [B, H, T, keys] in fp32, forward and three backward.
 
 Shape suffixes: B batch, T queries, S keys of any branch, G groups, R heads of a group, X rows (heads of a group ×
 queries), D and V dims, C compressed and J selection blocks, K taps. The arguments were checked by `trifocal.ops.api`.
