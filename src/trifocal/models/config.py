@@ -17,7 +17,7 @@ Backend = Literal["auto", "reference", "triton"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Sizes and choices of a `DecoderLM`. The defaults are those of the 125M production model on bytes.
+    """Sizes and choices of a `DecoderLM`. The defaults are those of the production preset, m7c, on bytes.
 
     Args:
         vocab_size: Tokens of the vocabulary.
