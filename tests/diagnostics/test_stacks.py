@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from trifocal.diagnostics import StackDump
-from trifocal.diagnostics.stacks import where
+from trifocal.diagnostics.stacks import running_threads, where
 
 
 def wait_here(started: threading.Event, stop: threading.Event) -> None:
@@ -16,6 +16,7 @@ def wait_here(started: threading.Event, stop: threading.Event) -> None:
 
 
 def test_a_signal_writes_every_threads_stack_and_the_run_goes_on(tmp_path: Path) -> None:
+    older = running_threads()
     started, stop = threading.Event(), threading.Event()
     other = threading.Thread(target=wait_here, args=(started, stop))
     other.start()
@@ -39,13 +40,14 @@ def test_no_file_is_left_when_nobody_asked(tmp_path: Path) -> None:
 
 
 def test_where_names_the_innermost_frames_of_another_thread() -> None:
+    older = running_threads()
     started, stop = threading.Event(), threading.Event()
     other = threading.Thread(target=wait_here, args=(started, stop))
     other.start()
     started.wait()
     time.sleep(0.05)
     assert other.ident is not None
-    place, compiling = where(other.ident, depth=3)
+    place, compiling = where(other.ident, depth=3, others=older)
     stop.set()
     other.join()
     assert place.startswith("wait (threading.py:") and "wait_here (test_stacks.py:" in place

@@ -42,7 +42,7 @@ import torch
 
 from trifocal.diagnostics.jsonl import JsonLinesWriter, Row, logger
 from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
-from trifocal.diagnostics.stacks import where
+from trifocal.diagnostics.stacks import running_threads, where
 
 PHASES = ("start", "data", "forward", "backward", "optimizer", "checkpoint", "evaluate", "compile", "other")
 _UNLIMITED = ("start", "compile")
@@ -107,6 +107,7 @@ class Heartbeat:
         self._memory_is_old = True
         self._stop = threading.Event()
         self._main_thread = threading.get_ident()
+        self._older_threads = running_threads()
         self._thread = threading.Thread(target=self._run, name="trifocal-heartbeat", daemon=True)
         self._warned = False
 
@@ -183,7 +184,7 @@ class Heartbeat:
             progress = dict(self._progress)
         totals[phase] = totals.get(phase, 0.0) + now - since
         own_times = times.get(phase)
-        place, compiling = where(self._main_thread)
+        place, compiling = where(self._main_thread, others=self._older_threads)
         if self._device.type == "cpu":
             self._memory = memory_statistics(self._device)
         memory = self._memory
@@ -249,6 +250,7 @@ class Heartbeat:
 
     def __enter__(self) -> Self:
         self._main_thread = threading.get_ident()
+        self._older_threads = running_threads()
         self._thread.start()
         return self
 

@@ -57,15 +57,22 @@ class StackDump:
         self.close()
 
 
-def where(main_thread: int, depth: int = 3) -> tuple[str, bool]:
+def running_threads() -> frozenset[int]:
+    """Every thread that runs Python code now, also those that `threading` does not know."""
+    return frozenset(sys._current_frames())
+
+
+def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozenset()) -> tuple[str, bool]:
     """The innermost frames of the training thread, and whether it is compiling.
 
     Python code that the autograd engine runs in its own threads (hooks, on CUDA) is looked at first: while
-    such a thread has a frame, the training thread only waits for it.
+    such a thread has a frame, the training thread only waits for it. They are told by being unknown to `threading`
+    and younger than the training: another library's threads of that kind were there before.
 
     Args:
         main_thread: `threading.get_ident()` of the thread that trains.
         depth: How many frames to name.
+        others: `running_threads()` from before the training; none of them is the engine's.
 
     Returns:
         `function (file.py:line) < caller (file.py:line) < …`, empty if the thread is gone or asks itself; and whether a
@@ -73,7 +80,8 @@ def where(main_thread: int, depth: int = 3) -> tuple[str, bool]:
     """
     frames = sys._current_frames()
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
-    engine = [frame for ident, frame in frames.items() if ident not in known and ident != main_thread]
+    known |= others | {main_thread}
+    engine = [frame for ident, frame in frames.items() if ident not in known]
     main = frames.get(main_thread) if main_thread != threading.get_ident() else None
     named: list[str] = []
     compiling = False
