@@ -8,15 +8,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
 
 from tests.data.server import FaultyServer
-from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
 from trifocal.data.hub import open_fineweb
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.retry import Activity, DataError, Retry
@@ -59,7 +61,7 @@ def repository(write_parquet: Callable[..., Path], texts: Callable[..., list[str
 def open_source(**settings: Any) -> ParquetSource:
     activity = Activity()
     config = DataConfig(source="fineweb-edu", **settings)
-    return open_fineweb(config, "text", Retry(2, 0.01, 0.02, activity), activity)
+    return open_fineweb(config, "text", Retry(2, 0.01, 0.02, activity), activity)[0]
 
 
 def first_batches(config: DataConfig) -> list[list[list[int]]]:
@@ -87,8 +89,8 @@ def test_it_reads_what_datasets_streams(repository: Path) -> None:
 
 
 def test_a_folder_of_its_files_gives_the_same_rows(repository: Path) -> None:
-    config = DataConfig(source="fineweb-edu", fineweb_repository=str(repository))
-    folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT")
+    config = DataConfig(source="fineweb-edu", fineweb_repository=str(repository), shuffle_sequences=8)
+    folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT", shuffle_sequences=8)
     assert first_batches(config) == first_batches(folder)
 
 
@@ -135,6 +137,34 @@ def test_what_the_hub_answers(monkeypatch: pytest.MonkeyPatch, status: int, kind
     with pytest.raises(UserError, match="an answer of two lines") as info:
         open_source()
     assert type(info.value) is kind
+
+
+def test_a_run_goes_on_with_the_commit_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    commits = {"main": "a" * 40}
+
+    def builder(repository: str, *, name: str, revision: str) -> SimpleNamespace:
+        file = f"hf://datasets/{repository}@{commits.get(revision, revision)}/sample/10BT/000.parquet"
+        return SimpleNamespace(config=SimpleNamespace(data_files={"train": [file]}))
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", builder)
+
+    def loader_of(config: DataConfig) -> Loader:
+        return make_loader(config, tokenizer=make_tokenizer("bytes"), sequence_length=128, batch_size=4, vocab_size=257)
+
+    config = DataConfig(source="fineweb-edu")
+    with loader_of(config) as first:
+        state = first.state_dict()
+    assert first.config == replace(config, fineweb_revision="a" * 40)
+    commits["main"] = "b" * 40
+    with loader_of(first.config) as resumed:
+        resumed.load_state_dict(state)
+        assert resumed.state_dict() == state and resumed.config == first.config
+    # The branch by name is other data now.
+    with (
+        loader_of(config) as other,
+        pytest.raises(UserError, match=r"belongs to .*@a{40}, .* this run reads .*@b{40},"),
+    ):
+        other.load_state_dict(state)
 
 
 def test_other_kinds_of_files(repository: Path) -> None:
@@ -204,12 +234,17 @@ class StandInHub(FaultyServer):
 READ_FROM_HUB = """
 import json
 from trifocal.data import *
-config = DataConfig(source="fineweb-edu", retry_base_seconds=0.01)
-with make_loader(
-    config, tokenizer=make_tokenizer("bytes"), sequence_length=128, batch_size=4, vocab_size=257
-) as loader:
+config = DataConfig(source="fineweb-edu", retry_base_seconds=0.01, shuffle_sequences=8)
+sizes = {"tokenizer": make_tokenizer("bytes"), "sequence_length": 128, "batch_size": 4, "vocab_size": 257}
+with make_loader(config, **sizes) as loader:
     batches = [next(loader).tokens.tolist() for _ in range(20)]
-    print(json.dumps([batches, loader.state_dict()]))
+    state = loader.state_dict()
+    following = next(loader).tokens.tolist()
+# By the commit that it found: the hub knows it too.
+with make_loader(loader.config, **sizes) as again:
+    again.load_state_dict(state)
+    assert next(again).tokens.tolist() == following
+    print(json.dumps([batches, state, again.config.fineweb_revision]))
 """
 
 
@@ -233,8 +268,10 @@ def test_a_hub_that_lists_redirects_refuses_and_breaks_off(
         [sys.executable, "-c", READ_FROM_HUB], env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    batches, state = json.loads(done.stdout.splitlines()[-1])
-    assert batches == first_batches(DataConfig(source=f"fineweb-edu:{repository}/sample/10BT"))
+    batches, state, revision = json.loads(done.stdout.splitlines()[-1])
+    folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT", shuffle_sequences=8)
+    assert batches == first_batches(folder)
+    assert revision == REVISION
     assert state["source"] == f"fineweb-edu ({NAME}@{REVISION}, sample-10BT)"
     assert len(hub.requests) > 6 and set(hub.authorizations) == {"Bearer example"}
     assert len(store.requests) > 5 and set(store.authorizations) == {None}

@@ -18,6 +18,7 @@ from trifocal.data.text import JsonlSource
 from trifocal.errors import UserError
 
 TOKENIZER = make_tokenizer("bytes")
+DEFAULTS = {"shuffle_documents": 8, "shuffle_sequences": 20, "validation_fraction": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
 def open_loader(source: str, *, length: int = 48, batch_size: int = 2, **settings) -> Loader:
     names = ("rank", "world_size", "split", "on_stall")
     arguments = {name: settings.pop(name) for name in names if name in settings}
-    config = DataConfig(source=source, **{"shuffle_documents": 8, "validation_fraction": 0.1} | settings)
+    config = DataConfig(source=source, **DEFAULTS | settings)
     return make_loader(
         config,
         tokenizer=TOKENIZER,
@@ -149,7 +150,14 @@ def test_synthetic_resumes_and_keeps_its_splits_apart() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"seed": 1}, {"validation_fraction": 0.2}, {"shuffle_documents": 9}, {"length": 64}, {"split": "validation"}],
+    [
+        {"seed": 1},
+        {"validation_fraction": 0.2},
+        {"shuffle_documents": 9},
+        {"shuffle_sequences": 21},
+        {"length": 64},
+        {"split": "validation"},
+    ],
 )
 def test_other_data_settings_refuse_the_state(source: str, change: dict[str, object]) -> None:
     with open_loader(source) as loader:
@@ -216,7 +224,7 @@ def test_an_error_in_the_thread_reaches_the_consumer(source: str, monkeypatch: p
 def test_good_batches_before_a_bad_line_are_given_and_the_error_keeps_its_kind(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "%s"}\nbroken\n' % ("x" * 95))
-    with open_loader(f"jsonl:{path}", validation_fraction=0.0, shuffle_documents=1) as loader:
+    with open_loader(f"jsonl:{path}", validation_fraction=0.0, shuffle_documents=1, shuffle_sequences=1) as loader:
         assert next(loader).tokens.numel() == 96
         with pytest.raises(UserError, match=r"a\.jsonl:2: not JSON") as info:
             next(loader)
@@ -320,7 +328,9 @@ def test_impossible_arguments(arguments: dict[str, object], message: str) -> Non
 def test_epochs_of_the_splits_have_orders_of_their_own(texts: Callable[..., list[str]], tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts(60)))
-    with open_loader(f"jsonl:{path}", length=256, split="validation", validation_fraction=0.5) as loader:
+    with open_loader(
+        f"jsonl:{path}", length=256, split="validation", validation_fraction=0.5, shuffle_sequences=1
+    ) as loader:
         orders: dict[int, list[str]] = {}
         for batch in loader:
             if batch.epoch > 3:

@@ -37,7 +37,7 @@ def test_every_token_of_every_document_once_an_epoch_and_in_order(
     tmp_path: Path, texts: Callable[..., list[str]], sequence_length: int, batch_size: int
 ) -> None:
     documents = texts(40)
-    config = DataConfig(source=write_texts(tmp_path, documents), validation_fraction=0.0)
+    config = DataConfig(source=write_texts(tmp_path, documents), validation_fraction=0.0, shuffle_sequences=1)
     expected = {f"{number:03}.txt": [*text.encode(), SEPARATOR] for number, text in enumerate(documents) if text}
     total = sum(map(len, expected.values()))
     stream: list[tuple[str, int, int]] = []
@@ -95,7 +95,7 @@ def test_same_seed_same_order_other_seed_other_order(tmp_path: Path, texts: Call
 
     def order(seed: int) -> tuple[str, ...]:
         with make_loader(
-            DataConfig(source=source, seed=seed),
+            DataConfig(source=source, seed=seed, shuffle_sequences=1),
             tokenizer=make_tokenizer("bytes"),
             sequence_length=512,
             batch_size=4,
@@ -108,7 +108,7 @@ def test_same_seed_same_order_other_seed_other_order(tmp_path: Path, texts: Call
 
 def test_documents_of_one_file_are_shuffled_in_blocks(tmp_path: Path) -> None:
     (tmp_path / "all.jsonl").write_text("".join(f'{{"text": "{i:04}"}}\n' for i in range(64)))
-    config = DataConfig(source=f"jsonl:{tmp_path}", shuffle_documents=16, validation_fraction=0.0)
+    config = DataConfig(source=f"jsonl:{tmp_path}", shuffle_documents=16, shuffle_sequences=1, validation_fraction=0.0)
     with make_loader(
         config, tokenizer=make_tokenizer("bytes"), sequence_length=5, batch_size=64, vocab_size=257
     ) as loader:
@@ -127,7 +127,7 @@ def test_train_and_validation_share_no_text(tmp_path: Path, texts: Callable[...,
     seen = {}
     for split in ("train", "validation"):
         with make_loader(
-            DataConfig(source=source, validation_fraction=0.2),
+            DataConfig(source=source, validation_fraction=0.2, shuffle_sequences=1),
             tokenizer=make_tokenizer("bytes"),
             sequence_length=256,
             batch_size=8,

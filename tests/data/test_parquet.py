@@ -106,7 +106,7 @@ def test_resume_within_a_row_group(write_parquet: Write, texts: Callable[..., li
         write_parquet(f"{number}.parquet", [*texts(100, seed=number)])
 
     def batches(state: dict[str, object] | None) -> Iterator[tuple[list[list[int]], dict[str, object]]]:
-        config = DataConfig(source=f"parquet:{tmp_path}", shuffle_documents=24)
+        config = DataConfig(source=f"parquet:{tmp_path}", shuffle_documents=24, shuffle_sequences=8)
         with make_loader(
             config, tokenizer=make_tokenizer("bytes"), sequence_length=200, batch_size=2, vocab_size=257
         ) as loader:

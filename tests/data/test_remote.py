@@ -35,6 +35,7 @@ def open_loader(server: Any, files: dict[str, bytes], **settings: Any) -> Loader
         "retry_attempts": 4,
         "request_timeout_seconds": 5.0,
         "shuffle_documents": 16,
+        "shuffle_sequences": 8,
         "stall_limit_seconds": 60.0,
     } | settings
     source = "parquet:" + ",".join(f"{server.url}/{name}" for name in files)
@@ -66,7 +67,7 @@ def unharmed(serve: Callable[..., Any], files: dict[str, bytes]) -> tuple[list[A
 
 
 def test_served_files_equal_local_ones(unharmed: tuple[list[Any], int], tmp_path: Path) -> None:
-    config = DataConfig(source=f"parquet:{tmp_path}", shuffle_documents=16)
+    config = DataConfig(source=f"parquet:{tmp_path}", shuffle_documents=16, shuffle_sequences=8)
     with make_loader(
         config, tokenizer=make_tokenizer("bytes"), sequence_length=256, batch_size=2, vocab_size=257
     ) as loader:
@@ -205,7 +206,7 @@ def test_resume_from_a_server_reads_little(
         following = read(loader, 2)
     # Size and footer, and 160 batches out of some forty row groups.
     assert len(server.requests) > 30
-    assert state["position"]["epoch"] == 0
+    assert state["position"]["start"]["epoch"] == 0
     server.requests.clear()
     with open_loader(server, files, prefetch_batches=1) as loader:
         loader.load_state_dict(state)

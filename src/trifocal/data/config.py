@@ -39,6 +39,11 @@ class DataConfig:
     shuffle_documents: int = 1024
     """Documents that are shuffled among each other at a time. Files are shuffled, then blocks of this many."""
 
+    shuffle_sequences: int = 1024
+    """Rows of sequence_length tokens that are shuffled among each other at a time, so that a batch holds pieces of
+    many documents; 1: off. They are read before the first batch, and again by a resumed run, and kept in memory at 8
+    bytes a token: rows for half a million to a million tokens mix well and start within seconds."""
+
     text_document_bytes: int = 65536
     """A longer text file is cut at line ends into documents of about this many bytes; 0: never cut."""
 
@@ -52,7 +57,7 @@ class DataConfig:
     """The configuration of that repository, such as sample-10BT or CC-MAIN-2024-10."""
 
     fineweb_revision: str = "main"
-    """Branch or commit of that repository; a resumed run needs the commit that the first one read."""
+    """Branch or commit of that repository. A run saves the commit that it found and goes on with it."""
 
     fineweb_split: str = "train"
     """The split of that configuration."""
@@ -87,6 +92,7 @@ class DataConfig:
         for key, least in (
             ("seed", 0),
             ("shuffle_documents", 1),
+            ("shuffle_sequences", 1),
             ("text_document_bytes", 0),
             ("prefetch_batches", 1),
             ("retry_attempts", 1),

@@ -14,7 +14,7 @@ from trifocal.data.sources import fingerprint
 from trifocal.errors import UserError
 
 
-def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activity) -> ParquetSource:
+def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activity) -> tuple[ParquetSource, str]:
     """The files of a hub repository's configuration and split, as one source.
 
     `datasets` says which files they are and pins the revision. They are then read by ranges, as any parquet file on
@@ -25,6 +25,9 @@ def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activit
         field: The text's column.
         retry: Asks the hub again where that may help.
         activity: Of the loader.
+
+    Returns:
+        The source, and the commit that its files are of; for a local copy, which has none, what the config says.
 
     Raises:
         UserError: If the hub has no such data, or is switched off.
@@ -74,7 +77,7 @@ def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activit
     name = f"fineweb-edu ({repository}{'@' if revision else ''}{revision}, {config.fineweb_name})"
     # A revision fixes what its files hold; local ones are told apart by their sizes.
     mark = fingerprint("hub", repository, revision, list(files), sizes(local), field)
-    return ParquetSource(name, files, field, mark, client)
+    return ParquetSource(name, files, field, mark, client), revision or config.fineweb_revision
 
 
 def _explain(error: Exception, config: DataConfig) -> Exception:

@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 
 from trifocal.data.config import DataConfig, nearest
-from trifocal.data.packing import PackedStream, Rows, RowStream, SyntheticStream
+from trifocal.data.packing import PackedStream, Row, RowStream, SyntheticStream
 from trifocal.data.prefetch import Prefetcher
 from trifocal.data.retry import Activity, Retry
+from trifocal.data.shuffling import ShuffledStream
 from trifocal.data.sources import Source, fingerprint, make_source, parse_source
 from trifocal.data.stream import DocumentStream
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
 
 SPLITS = ("train", "validation")
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 _LATENCIES_KEPT = 1000
 
 _log = logging.getLogger("trifocal.data")
@@ -38,7 +39,8 @@ class Batch(NamedTuple):
             int32; None if no row holds a border inside.
         document_ids: One for each document of `cu_seqlens`, or for each row where that is None.
         sample_index: Global index of the batch's first row, counted over all processes.
-        epoch: Complete passes over the source before the first token of the global batch.
+        epoch: Complete passes over the source at the global batch's first row, counted as if rows were not shuffled:
+            where a block of shuffled rows spans two epochs, its batches hold rows of both.
     """
 
     tokens: Tensor
@@ -64,6 +66,10 @@ class Loader:
     on their number. A thread makes batches ahead; it starts with the first `next` and ends with `close`.
 
     Made by `make_loader`.
+
+    Attributes:
+        config: The settings, a branch of the hub replaced by the commit that was found: a loader made from them reads
+            the same data when the branch has moved on.
     """
 
     def __init__(
@@ -81,7 +87,7 @@ class Loader:
         on_close: Callable[[], None],
     ) -> None:
         self._stream = stream
-        self._config = config
+        self.config = config
         self._name = name
         self._fingerprint = fingerprint
         self._batch_size = batch_size
@@ -110,10 +116,10 @@ class Loader:
         if self._prefetcher is None:
             self._prefetcher = Prefetcher(
                 self._produce,
-                depth=self._config.prefetch_batches,
+                depth=self.config.prefetch_batches,
                 activity=self._activity,
-                stall_seconds=self._config.stall_seconds,
-                stall_limit_seconds=self._config.stall_limit_seconds,
+                stall_seconds=self.config.stall_seconds,
+                stall_limit_seconds=self.config.stall_limit_seconds,
                 on_stall=self._on_stall,
                 on_close=self._on_close,
             )
@@ -175,11 +181,10 @@ class Loader:
             self._activity.stop.clear()
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
-        rows = self._batch_size * self._world_size
+        rows = [self._stream.next_row() for _ in range(self._batch_size * self._world_size)]
         first = self._rank * self._batch_size
-        packed = self._stream.read(rows, first, first + self._batch_size)
-        batch = _to_batch(packed, self._next_sample + first)
-        self._next_sample += rows
+        batch = _to_batch(rows[first : first + self._batch_size], self._next_sample + first, rows[0].epoch)
+        self._next_sample += len(rows)
         return batch, self._describe(self._next_sample)
 
     def _describe(self, sample_index: int) -> dict[str, Any]:
@@ -195,17 +200,19 @@ class Loader:
         _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
 
 
-def _to_batch(rows: Rows, sample_index: int) -> Batch:
+def _to_batch(rows: list[Row], sample_index: int, epoch: int) -> Batch:
+    length = len(rows[0].tokens)
     cu_seqlens = None
-    if len(rows.starts) > len(rows.tokens):
-        cu_seqlens = torch.tensor([*rows.starts, rows.tokens.size], dtype=torch.int32)
+    if any(len(row.starts) > 1 for row in rows):
+        starts = [number * length + start for number, row in enumerate(rows) for start in row.starts]
+        cu_seqlens = torch.tensor([*starts, len(rows) * length], dtype=torch.int32)
     return Batch(
-        torch.from_numpy(rows.tokens),
-        torch.from_numpy(rows.targets),
+        torch.from_numpy(np.stack([row.tokens for row in rows], dtype=np.int64)),
+        torch.from_numpy(np.stack([row.targets for row in rows], dtype=np.int64)),
         cu_seqlens,
-        tuple(rows.document_ids),
+        tuple(name for row in rows for name in row.document_ids),
         sample_index,
-        rows.epoch,
+        epoch,
     )
 
 
@@ -261,7 +268,7 @@ def make_loader(
                 f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
             )
         retry = Retry(config.retry_attempts, config.retry_base_seconds, config.retry_max_seconds, activity)
-        source = make_source(config, retry, activity)
+        source, config = make_source(config, retry, activity)
         documents = DocumentStream(
             source,
             tokenizer,
@@ -271,9 +278,14 @@ def make_loader(
             block_documents=config.shuffle_documents,
             retry=retry,
         )
-        stream = PackedStream(documents, sequence_length)
+        packed = PackedStream(documents, sequence_length)
+        stream = ShuffledStream(packed, config.shuffle_sequences, seed=config.seed)
         mark = fingerprint(
-            source.fingerprint, tokenizer.fingerprint, config.validation_fraction, config.shuffle_documents
+            source.fingerprint,
+            tokenizer.fingerprint,
+            config.validation_fraction,
+            config.shuffle_documents,
+            config.shuffle_sequences,
         )
     return Loader(
         stream,

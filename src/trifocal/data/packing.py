@@ -14,19 +14,19 @@ IGNORED = -100
 """The target where there is nothing to predict."""
 
 
-class Rows(NamedTuple):
-    """Some consecutive rows of the stream.
+class Row(NamedTuple):
+    """One row of a stream.
 
     Args:
-        tokens: [rows, T] int64.
-        targets: The next token of the same document, -100 at its last, [rows, T] int64.
-        starts: Where a document begins or, at the head of a row, goes on, in the flattened tokens, ascending, from 0.
+        tokens: [T] int32.
+        targets: The next token of the same document, -100 at its last, [T] int32.
+        starts: Where a document begins or, at the head of the row, goes on; ascending, from 0.
         document_ids: The document at each start.
-        epoch: Complete passes over the source before the first token.
+        epoch: Complete passes over the source before the row's first token.
     """
 
-    tokens: NDArray[np.int64]
-    targets: NDArray[np.int64]
+    tokens: NDArray[np.int32]
+    targets: NDArray[np.int32]
     starts: list[int]
     document_ids: list[str]
     epoch: int
@@ -35,12 +35,12 @@ class Rows(NamedTuple):
 class RowStream(Protocol):
     """Endless rows with an exact position."""
 
-    def read(self, rows: int, first: int, last: int) -> Rows:
-        """Go on by some rows and give those of `[first, last)`."""
+    def next_row(self) -> Row:
+        """Go on by a row."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """The position after the last row read, JSON-able."""
+        """The position after the last row, JSON-able."""
         ...
 
     def seek(self, state: dict[str, Any]) -> None:
@@ -77,39 +77,34 @@ class PackedStream:
         """The document that the last row ended in, and how many of its tokens are used."""
         return self._place.to_json() | {"offset": self._offset}
 
-    def read(self, rows: int, first: int, last: int) -> Rows:
-        """Go on by some rows and give those of `[first, last)`; the others only count.
+    def next_row(self) -> Row:
+        """Go on by a row.
 
         Raises:
             UserError: If the split is empty or a document cannot be read.
             DataError: If the source gave up.
         """
-        length = self._length
-        tokens = np.empty((last - first) * length, dtype=np.int64)
+        tokens = np.empty(self._length, dtype=np.int32)
         targets = np.empty_like(tokens)
         starts: list[int] = []
         ids: list[str] = []
-        epoch: int | None = None
-        for row in range(rows):
-            filled = 0
-            while filled < length:
-                document = self._current()
-                if epoch is None:
-                    epoch = document.place.epoch
-                begin = self._offset
-                end = min(begin + length - filled, len(document.tokens))
-                if first <= row < last:
-                    at = (row - first) * length + filled
-                    tokens[at : at + end - begin] = document.tokens[begin:end]
-                    following = document.tokens[begin + 1 : end + 1]
-                    targets[at : at + len(following)] = following
-                    targets[at + len(following) : at + end - begin] = IGNORED
-                    starts.append(at)
-                    ids.append(document.id)
-                filled += end - begin
-                self._offset = end
-        shape = (last - first, length)
-        return Rows(tokens.reshape(shape), targets.reshape(shape), starts, ids, epoch or 0)
+        epoch = 0
+        filled = 0
+        while filled < self._length:
+            document = self._current()
+            if filled == 0:
+                epoch = document.place.epoch
+            begin = self._offset
+            self._offset = min(begin + self._length - filled, len(document.tokens))
+            starts.append(filled)
+            ids.append(document.id)
+            following = document.tokens[begin + 1 : self._offset + 1]
+            end = filled + self._offset - begin
+            tokens[filled:end] = document.tokens[begin : self._offset]
+            targets[filled : filled + len(following)] = following
+            targets[filled + len(following) : end] = IGNORED
+            filled = end
+        return Row(tokens, targets, starts, ids, epoch)
 
     def _current(self) -> TokenDocument:
         """The document of the next token."""
@@ -149,15 +144,10 @@ class SyntheticStream:
         """The next row."""
         return {"row": self._row}
 
-    def read(self, rows: int, first: int, last: int) -> Rows:
-        """Go on by some rows and give those of `[first, last)`."""
-        numbers = range(self._row + first, self._row + last)
-        words = [self._words(number) for number in numbers]
-        drawn = np.stack(words) if words else np.empty((0, self._length + 1), dtype=np.int64)
-        self._row += rows
-        starts = [i * self._length for i in range(last - first)]
-        return Rows(drawn[:, :-1].copy(), drawn[:, 1:].copy(), starts, [f"synthetic:{number}" for number in numbers], 0)
-
-    def _words(self, row: int) -> NDArray[np.int64]:
-        raw = random_words(self._length + 1, *self._key, row)
-        return (raw % np.uint64(self._vocab_size)).astype(np.int64)
+    def next_row(self) -> Row:
+        """Go on by a row."""
+        raw = random_words(self._length + 1, *self._key, self._row)
+        drawn = (raw % np.uint64(self._vocab_size)).astype(np.int32)
+        name = f"synthetic:{self._row}"
+        self._row += 1
+        return Row(drawn[:-1], drawn[1:], [0], [name], 0)

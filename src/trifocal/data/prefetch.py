@@ -78,6 +78,9 @@ class Prefetcher(Generic[Item]):
         while self._thread.is_alive():
             # Again and again: the thread may have begun something new just after it was broken off.
             self._on_close()
+            # Room for the item that the thread may be holding out, so that it need not wait for its own timeout.
+            while not self._queue.empty():
+                self._queue.get_nowait()
             self._thread.join(timeout=0.05)
 
     def _wait(self) -> Item | _Failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -103,13 +104,16 @@ def fingerprint(*parts: object) -> str:
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
 
 
-def make_source(config: DataConfig, retry: Retry, activity: Activity) -> Source:
+def make_source(config: DataConfig, retry: Retry, activity: Activity) -> tuple[Source, DataConfig]:
     """Open the source of documents that a config names (any but `synthetic`, which has no documents).
 
     Args:
         config: Names the source.
         retry: For sources that ask a server when they are opened.
         activity: Of the loader that will read it.
+
+    Returns:
+        The source, and the config with a branch of the hub replaced by the commit that it stands for now.
 
     Raises:
         UserError: If the source is unknown, or its data are missing or empty.
@@ -119,21 +123,22 @@ def make_source(config: DataConfig, retry: Retry, activity: Activity) -> Source:
     if kind == "builtin":
         from trifocal.data.builtin import BuiltinSource
 
-        return BuiltinSource(include_site_packages=config.include_site_packages)
+        return BuiltinSource(include_site_packages=config.include_site_packages), config
     if kind == "text":
         from trifocal.data.text import TextSource
 
-        return TextSource(path, config.text_document_bytes)
+        return TextSource(path, config.text_document_bytes), config
     if kind == "jsonl":
         from trifocal.data.text import JsonlSource
 
-        return JsonlSource(path, field)
+        return JsonlSource(path, field), config
     if kind == "fineweb-edu" and not path:
         from trifocal.data.hub import open_fineweb
 
-        return open_fineweb(config, field, retry, activity)
+        source, revision = open_fineweb(config, field, retry, activity)
+        return source, replace(config, fineweb_revision=revision)
     from trifocal.data.parquet import ParquetSource
     from trifocal.data.remote import HttpClient
 
     client = HttpClient(config.request_timeout_seconds, activity)
-    return ParquetSource.from_path(config.source, path, field, client)
+    return ParquetSource.from_path(config.source, path, field, client), config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,8 +39,8 @@ class Place:
 
     def to_json(self) -> dict[str, Any]:
         """As a dict of plain values."""
-        values = asdict(self)
-        return values | {"block": None if self.block is None else list(self.block)}
+        block = None if self.block is None else list(self.block)
+        return {"epoch": self.epoch, "shard": self.shard, "block": block, "index": self.index}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Place:

@@ -1,0 +1,79 @@
+"""Rows in random order: neighbours in a batch come from different documents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trifocal.data.packing import Row, RowStream
+from trifocal.data.stream import shuffled
+
+
+class ShuffledStream:
+    """Shuffles each block of consecutive rows of a stream.
+
+    A document that is longer than a row fills consecutive ones, and batches of these would resemble one another for
+    many steps. Here block `b` (rows `[b * K, (b + 1) * K)` of the stream) comes in an order that the seed and `b`
+    give. So a position is where the stream stood at the block's start and how many rows of the block are used. Rows
+    are counted through, whatever the epoch: a block may hold rows of two epochs, or of many if the source is small.
+
+    While a block is handed out the next one is read, a row for a row: the work is even, and `K` rows are kept.
+
+    Args:
+        rows: The stream; nobody else reads it.
+        block_rows: `K`; 1 leaves the order as it is.
+        seed: Orders the rows.
+    """
+
+    def __init__(self, rows: RowStream, block_rows: int, *, seed: int) -> None:
+        self._rows = rows
+        self._block_rows = block_rows
+        self._seed = seed
+        self.seek({"block": 0, "row": 0, "start": rows.state()})
+
+    def seek(self, state: dict[str, Any]) -> None:
+        """Go to a position that `state` gave; the next row takes reading its whole block."""
+        self._block: int = state["block"]
+        self._used: int = state["row"]
+        self._start: dict[str, Any] = state["start"]
+        self._end: dict[str, Any] = {}
+        # The rows left of the block, the next one last; the epochs of all its rows, in the stream's order.
+        self._left: list[Row] = []
+        self._epochs: list[int] = []
+        # The rows that have been read of the block after it.
+        self._ahead: list[Row] = []
+        self._rows.seek(self._start)
+
+    def state(self) -> dict[str, Any]:
+        """Number of the block, how many of its rows are used, and the stream's position at its start."""
+        return {"block": self._block, "row": self._used, "start": self._start}
+
+    def next_row(self) -> Row:
+        """Go on by a row. Its epoch is that of the row that would be here unshuffled: it never goes down.
+
+        Raises:
+            UserError: If the split is empty or a document cannot be read.
+            DataError: If the source gave up.
+        """
+        size = self._block_rows
+        if not self._left:
+            self._begin_block()
+        else:
+            # One for each row used; after a resume, which has read none, more, spread over the rows that are left.
+            lacking, chances = size - len(self._ahead), size - self._used + 1
+            for _ in range(-(-lacking // chances)):
+                self._ahead.append(self._rows.next_row())
+        row = self._left.pop()._replace(epoch=self._epochs[self._used])
+        self._used += 1
+        if self._used == size:
+            self._block, self._used, self._start = self._block + 1, 0, self._end
+        return row
+
+    def _begin_block(self) -> None:
+        """Read what lacks of the block, and put its rows in order."""
+        block, self._ahead = self._ahead, []
+        while len(block) < self._block_rows:
+            block.append(self._rows.next_row())
+        self._end = self._rows.state()
+        self._epochs = [row.epoch for row in block]
+        order = shuffled(len(block), "rows", self._seed, self._block)
+        self._left = [block[i] for i in reversed(order[self._used :])]
