@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from tests.train.tiny import before_step, make_config, read_checkpoint
-from trifocal.data import make_tokenizer
+from trifocal.data import DataConfig, Loader, make_tokenizer
 from trifocal.diagnostics import read_metrics
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, load_model
@@ -63,6 +64,26 @@ def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFix
         "total_seconds"
     ].keys()
     assert "step 40/40" in capsys.readouterr().out
+
+
+def test_the_saved_config_names_the_commit_that_the_loader_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit, asked = "0123456789abcdef", []
+    original = loop_module.make_loader
+
+    def pinning(data: DataConfig, **arguments: Any) -> Loader:
+        asked.append(data.fineweb_revision)
+        loader = original(data, **arguments)
+        loader.config = replace(loader.config, fineweb_revision=commit)
+        return loader
+
+    monkeypatch.setattr(loop_module, "make_loader", pinning)
+    config = make_config(tmp_path)
+    train(config)
+    assert load_config(tmp_path / "run" / "config.toml").data == replace(config.data, fineweb_revision=commit)
+    resume(tmp_path / "run")
+    assert asked == ["main", commit]
 
 
 def test_exported_weights_load_back_as_the_checkpoint_and_give_the_reported_loss(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def gradients(
         heartbeat=heartbeat,
         before_backward=lambda: None,
     )
-    assert result.finite
+    assert result.finite.wait()
     collected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(collected) == len(list(model.parameters())), "every parameter gets a gradient"
     return result.loss.item(), result.gradient_norm.item(), collected
@@ -60,12 +60,12 @@ def gradients(
 
 def test_micro_batches_of_unequal_weight_add_up_to_the_whole_batch(tmp_path: Path, heartbeat: Heartbeat) -> None:
     config = make_config(tmp_path, "--train.gradient_clip_norm", "0")
-    micro = read_batches(config, 1, 4)
+    micro = read_batches(config, 1, 12)
     assert len({valid_targets(batch) for batch in micro}) > 1, "equal weights would not tell a mean of means apart"
     assert any(batch.cu_seqlens is not None for batch in micro)
-    whole = read_batches(config, 4, 1)
+    whole = read_batches(config, 12, 1)
     loss, norm, expected = gradients(config, whole, heartbeat, config.train)
-    for batches in (micro, read_batches(config, 2, 2)):
+    for batches in (micro, read_batches(config, 2, 6)):
         cut_loss, cut_norm, cut = gradients(config, batches, heartbeat, config.train)
         # Sums in another order: a few roundings of fp32.
         assert cut_loss == pytest.approx(loss, rel=1e-6)
@@ -101,7 +101,8 @@ def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path: Pa
 
 
 def test_bf16_keeps_weights_and_gradients_in_fp32(tmp_path: Path, heartbeat: Heartbeat) -> None:
-    config = make_config(tmp_path)
+    # Dense: with sparse attention a rounding can change which blocks are chosen, which is no small error.
+    config = make_config(tmp_path, "--model.attention", "dense", "--train.gradient_clip_norm", "0")
     batches = read_batches(config, 2, 2)
     loss, _, exact = gradients(config, batches, heartbeat, config.train)
     rounded_loss, _, rounded = gradients(config, batches, heartbeat, replace(config.train, precision="bf16"))

@@ -42,6 +42,7 @@ window_size = 8
 source = "text:{text}"
 validation_fraction = 0.3
 shuffle_documents = 4
+shuffle_sequences = 7
 
 [train]
 steps = 6

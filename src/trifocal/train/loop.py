@@ -145,6 +145,8 @@ class _Trainer:
         self.saved_step = 0
         self.validation_batches: list[Batch] | None = None
         self.loader: Loader = self._make_loader()
+        # With the hub's branch as the commit that it found: the saved config names it, so that a resumed run reads it.
+        self.config = replace(config, data=self.loader.config)
 
     def run(self, notes: list[str], checkpoint: Path | None) -> TrainResult:
         """Train to the last step or the first signal."""
@@ -243,7 +245,7 @@ class _Trainer:
         Called between the next step's forward and backward: the device has work while the host waits for the flag.
         """
         result, self.pending = self.pending, None
-        if result is not None and not result.finite.item():
+        if result is not None and not result.finite.wait():
             error = stop_non_finite(result, self.model, self.learning_rate, self.directory / "dumps")
             self.metrics.event(result.step, "non_finite", str(error), severity="error")
             raise error

@@ -117,10 +117,12 @@ def _check_precision(config: RunConfig, device: torch.device) -> None:
 
 
 def _cpu_has_bf16() -> bool:
-    capabilities = torch.cpu.get_capabilities()
-    return any(
-        capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16")
-    )
+    if hasattr(torch.cpu, "get_capabilities"):
+        capabilities = torch.cpu.get_capabilities()
+        names = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16")
+        return any(capabilities.get(name, False) for name in names)
+    # Before it was public, PyTorch could tell this of x86 alone.
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _check_layers(config: RunConfig) -> None:

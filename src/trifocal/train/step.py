@@ -17,6 +17,32 @@ from trifocal.train.optimizer import gradient_norm, guarded_step
 LossFunction = Callable[..., Tensor]
 
 
+class DeviceFlag:
+    """A truth value on its way from the device to the host.
+
+    On a GPU the copy starts at once and waits for nothing; `wait` then waits for it alone, not for work that was
+    queued after it.
+
+    Args:
+        value: A boolean scalar tensor.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+        self._copied: torch.cuda.Event | None = None
+        if value.is_cuda:
+            self._value = torch.empty((), dtype=torch.bool, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record()
+
+    def wait(self) -> bool:
+        """The value, when it is known."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return bool(self._value)
+
+
 @dataclass
 class StepResult:
     """What a step leaves behind; its tensors stay on the device until somebody asks.
@@ -33,7 +59,7 @@ class StepResult:
     batches: Sequence[Batch]
     loss: Tensor
     gradient_norm: Tensor
-    finite: Tensor
+    finite: DeviceFlag
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[None]:
@@ -116,7 +142,7 @@ def train_step(
             loss_sum += weighted.detach()
     with heartbeat.phase("optimizer"):
         norm = gradient_norm(parameters)
-        finite = guarded_step(optimizer, parameters, norm, loss_sum, config.gradient_clip_norm)
+        finite = DeviceFlag(guarded_step(optimizer, parameters, norm, loss_sum, config.gradient_clip_norm))
     return StepResult(step, batches, loss_sum, norm, finite)
 
 
