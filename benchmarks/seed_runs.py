@@ -13,8 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from results import FOLDER, write_results
-
+from trifocal.bench.results import ResultFile
 from trifocal.diagnostics import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -61,7 +60,7 @@ def main() -> int:
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--commit", default="")
-    parser.add_argument("--output", type=Path, default=FOLDER)
+    parser.add_argument("--output", type=Path, default=None)
     arguments = parser.parse_args()
     backend = ["--model.backend", arguments.backend]
     rows = []
@@ -81,12 +80,12 @@ def main() -> int:
             )
         for config in ("showcase", "m7c_2k_test", "m7c_shake", "m7c_long", "paper_layer"):
             rows.append(run(config, f"{config}.toml", 20, ["--data.source", "builtin", *backend]))
-    page = write_results(
-        f"seed_runs_{arguments.backend}", f"The seed configurations, backend {arguments.backend}", rows,
-        folder=arguments.output, at_commit=arguments.commit,
-        notes=["Medians over the second half of each run. Text: the Python files of the machine."],
+    file = ResultFile(
+        f"seed_runs_{arguments.backend}", f"The seed configurations, backend {arguments.backend}",
+        folder=arguments.output, commit=arguments.commit,
     )  # fmt: skip
-    print(page.read_text())
+    notes = ["Medians over the second half of each run. Text: the Python files of the machine."]
+    print(file.write(rows, notes=notes).read_text())
     return int(any(row["exit_status"] for row in rows))
 
 

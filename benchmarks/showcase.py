@@ -16,8 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from results import FOLDER, cpu_name, write_results
-
+from trifocal.bench.results import ResultFile, cpu_name
 from trifocal.diagnostics import read_metrics
 
 ROOT = Path(__file__).parent.parent
@@ -59,7 +58,7 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--commit", default="")
-    parser.add_argument("--output", type=Path, default=FOLDER)
+    parser.add_argument("--output", type=Path, default=None)
     arguments, extra = parser.parse_known_args()
     with ThreadPoolExecutor(arguments.jobs) as pool:
         futures = [pool.submit(run, name, seed, extra) for seed in arguments.seeds for name in arguments.variants]
@@ -67,12 +66,13 @@ def main() -> int:
     means = {
         name: mean(row["validation_loss"] for row in rows if row["variant"] == name) for name in arguments.variants
     }
-    page = write_results(
-        "showcase", "The showcase and its twins: validation loss, nats per byte", rows,
-        folder=arguments.output, device=cpu_name(), at_commit=arguments.commit,
-        notes=[f"Mean over seeds, {name}: {value:.4f}." for name, value in means.items()],
+    file = ResultFile(
+        "showcase", "The showcase and its twins: validation loss, nats per byte",
+        folder=arguments.output, device=cpu_name(), commit=arguments.commit,
     )  # fmt: skip
-    print(page.read_text())
+    print(
+        file.write(rows, notes=[f"Mean over seeds, {name}: {value:.4f}." for name, value in means.items()]).read_text()
+    )
     return 0
 
 

@@ -16,7 +16,7 @@ from trifocal.train.toml import dotted_fields
 KEYS = dotted_fields(RunConfig)
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}
 OUTPUT_MARK = "# →"
-ROOMS = "ops|nn|models|generate|data|distributed|diagnostics|train|checks|cli"
+ROOMS = "ops|nn|models|generate|data|distributed|diagnostics|train|checks|bench|cli"
 PATH = re.compile(rf"(?:src|tests|docs|configs|{ROOMS})/[\w./-]*\w")
 
 

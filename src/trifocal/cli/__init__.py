@@ -14,6 +14,7 @@ COMMANDS = {
     "check": "prove this installation right on this machine",
     "report": "one self-contained HTML page of a run: RUN_DIR",
     "watch": "a run live in the terminal: RUN_DIR",
+    "bench": "figures side by side: attention, train or decode",
 }
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM}

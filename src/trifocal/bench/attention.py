@@ -1,0 +1,330 @@
+"""`trifocal bench attention`: the whole core and its parts beside dense attention and other implementations."""
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from trifocal.bench.baselines import DENSE, dense_attention, fla_attention, flex_attention
+from trifocal.bench.candidate import Candidate, measure_candidate
+from trifocal.bench.first_call import first_calls
+from trifocal.bench.formulas import Work, branch_work
+from trifocal.bench.inputs import Choices, blocks_of_neighbours, make_choice, make_inputs
+from trifocal.bench.parity import check_parity
+from trifocal.bench.recorder import OK, Recorder, Refused, failure
+from trifocal.bench.shapes import AttentionShape, free_shapes, named_shapes
+from trifocal.checks.seeds import Inputs
+from trifocal.errors import UserError
+from trifocal.ops import (
+    Geometry,
+    backend_choices,
+    compressed_attention,
+    nsa_attention,
+    select_blocks,
+    selected_attention,
+    window_attention,
+)
+from trifocal.train.preflight import choose_device
+
+RowKind = Literal["whole", "parts", "cudnn", "flash", "flex", "fla"]
+Direction = Literal["forward", "backward", "both"]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PARTS = ("compressed", "scoring", "selected", "window")
+
+NOTES = (
+    "Medians of calls timed with events on the device, the L2 cache flushed before each; p20 and p80 are the spread. "
+    "Random inputs.",
+    "forward_ms is without gradients, as in prefill; forward_backward_ms is one training call; backward_ms is their "
+    "difference.",
+    "extra_peak_gib is the largest allocation beyond the inputs, results and gradients included.",
+    "tflop and gib are by formula: products over the keys that queries see, and every input and result moved once.",
+    "Row whole with choices local or smooth: blocks are given, and scoring runs beside, as if it had chosen them. "
+    "blocks_of_4_neighbours: different blocks that four adjacent queries choose together.",
+    "Row rest: whole without the parts, so the combination and what the whole call saves or adds; by difference.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Time the attention and its parts beside dense attention and others, in one run; refuses to time wrong results."""
+
+    shapes: tuple[str, ...] = ()
+    """Shapes by name: A, B, C, D, P8k, P16k, P32k, P64k; P is the last four. A B C D unless others are given."""
+    tokens: tuple[int, ...] = ()
+    """Free shapes: lengths, each with every pair of --heads."""
+    heads: tuple[str, ...] = ("64/4",)
+    """Of free shapes: query heads/groups."""
+    batch: int = 1
+    """Of free shapes: sequences."""
+    head_dim: int = 128
+    """Of free shapes: of queries and keys."""
+    value_dim: int = 0
+    """Of free shapes: of values; 0: as --head-dim."""
+    geometry: Geometry = field(default_factory=Geometry)
+    """Block sizes, in tokens."""
+    rows: tuple[RowKind, ...] = get_args(RowKind)
+    """What to time: whole and parts of the sparse attention, dense SDPA by cudnn and flash, compiled FlexAttention
+    (causal and window), fla-core's parallel_nsa."""
+    choices: tuple[Choices, ...] = ("random",)
+    """Blocks: random (from random inputs), local (the last ones), smooth (drifting slowly, as trained models do)."""
+    direction: Direction = "both"
+    """Figures: forward, backward (with forward and backward together), or both."""
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    """Of the inputs."""
+    backend: Literal["auto", "reference", "triton"] = "auto"
+    """Of the sparse attention."""
+    first_call: bool = True
+    """Time the first call in a fresh process with an empty Triton cache too."""
+    call_seconds: float = 0.3
+    """Time to spend on each figure, more or less; at least five calls."""
+    seconds: float = 600.0
+    """Time limit of the whole; rows that it leaves out are listed."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; "auto" takes a GPU if there is one."""
+    name: str = "attention"
+    """Of the result files."""
+    output: str = ""
+    """Folder of the result files; benchmarks/results in a checkout, else the current folder."""
+    commit: str = ""
+    """The commit to write down, for a tree without its history."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("batch", 1), ("head_dim", 1), ("value_dim", 0)):
+            if getattr(self, name) < lowest:
+                raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
+        for name in ("seconds", "call_seconds"):
+            if not getattr(self, name) > 0:
+                raise UserError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+
+    def all_shapes(self) -> list[AttentionShape]:
+        """The shapes asked for.
+
+        Raises:
+            UserError: If one is unknown or does not fit.
+        """
+        names = self.shapes or (() if self.tokens else ("A", "B", "C", "D"))
+        sizes = {"batch": self.batch, "head_dim": self.head_dim, "value_dim": self.value_dim or self.head_dim}
+        return named_shapes(names) + free_shapes(self.tokens, self.heads, **sizes)
+
+
+class AttentionBench:
+    """One run of measurements.
+
+    Args:
+        options: What to measure.
+        say: Takes lines for the person who waits.
+        on_row: Called after every row.
+    """
+
+    def __init__(self, options: AttentionOptions, say: Callable[[str], None], on_row: Callable[[], None]) -> None:
+        self.options = options
+        self.shapes = options.all_shapes()
+        self.device = choose_device(options.device)
+        self.dtype = DTYPES[options.dtype]
+        self.recorder = Recorder(options.seconds, say, on_row)
+        self.first_calls: list[dict[str, Any]] = []
+        self._refusals: dict[tuple[int, ...], str] = {}
+
+    def run(self) -> None:
+        """Measure everything; rows are in `recorder.rows`."""
+        sparse = {"whole", "parts"} & set(self.options.rows)
+        with _fresh_cache(bool(sparse) and self.options.first_call) as cache:
+            if cache is not None:
+                self._measure_first_calls(cache)
+            for shape in self.shapes:
+                self._measure_shape(shape)
+                if self.device.type == "cuda":
+                    torch.cuda.empty_cache()
+
+    def _measure_first_calls(self, cache: Path) -> None:
+        longest = {shape.kind: shape for shape in sorted(self.shapes, key=lambda shape: shape.tokens)}
+        self.recorder.say(f"first calls in {len(longest)} fresh processes at a time")
+        options, kinds = self.options, list(longest.values())
+        found = first_calls(
+            kinds, options.geometry, self.dtype, self.device, options.backend, cache, self.recorder.remaining_seconds()
+        )
+        for shape, answer in zip(kinds, found, strict=True):
+            row = {"shape": shape.name, "tokens": shape.tokens, **answer, "processes_at_a_time": len(kinds)}
+            self.first_calls.append(row)
+            self.recorder.say(f"first call {shape.name}: {answer}")
+
+    def _measure_shape(self, shape: AttentionShape) -> None:
+        options, device = self.options, self.device
+        self.recorder.say(f"{shape.name}: {shape.batch} x {shape.tokens}, {shape.heads}/{shape.groups} heads")
+        try:
+            inputs = make_inputs(shape, options.geometry, device, self.dtype)
+            d_o = torch.randn(shape.batch, shape.tokens, shape.heads, shape.value_dim, device=device, dtype=self.dtype)
+        except RuntimeError as error:
+            self._keep({**self._labels(shape, "inputs", ""), "status": failure(error)})
+            return
+        # Dense first: the others are compared with it even where time runs out.
+        for name in DENSE:
+            if name in options.rows:
+                self._measure(shape, f"dense {name}", "", partial(dense_attention, name, inputs, shape), d_o)
+        if {"whole", "parts"} & set(options.rows):
+            self._measure_sparse(shape, inputs, d_o)
+        if "flex" in options.rows:
+            for mask in ("causal", "window"):
+                made = partial(flex_attention, mask, inputs, shape, options.geometry)
+                self._measure(shape, f"flex {mask}", "", made, d_o)
+        if "fla" in options.rows:
+            self._measure(shape, "fla parallel_nsa", "", partial(fla_attention, inputs, shape, options.geometry), d_o)
+
+    def _measure_sparse(self, shape: AttentionShape, inputs: Inputs, d_o: Tensor) -> None:
+        options, geometry = self.options, self.options.geometry
+        work = branch_work(shape, geometry, inputs.q.element_size())
+        rows: dict[str, dict[str, Any]] = {}
+        for choices in options.choices:
+            try:
+                self._check(shape)
+                choice = make_choice(choices, inputs, geometry, options.backend)
+                union = blocks_of_neighbours(choice)
+            except Exception as error:
+                status = f"refused: {error}" if isinstance(error, Refused) else failure(error)
+                self._keep({**self._labels(shape, "whole", choices), "status": status})
+                continue
+            # On random inputs the attention makes this very choice by itself.
+            given = None if choices == "random" else choice
+            if "whole" in options.rows:
+                whole = partial(self._whole, inputs, given, work["whole"])
+                rows["whole"] = self._measure(shape, "whole", choices, whole, d_o, blocks_of_4_neighbours=union)
+            for part in PARTS if "parts" in options.rows else ():
+                # Only the selected branch depends on the choice.
+                if part == "selected" or part not in rows:
+                    made = partial(self._part, part, inputs, choice, work[part])
+                    rows[part] = self._measure(shape, part, choices if part == "selected" else "", made, d_o)
+            if rows.keys() >= {"whole", *PARTS} and all(row["status"] == OK for row in rows.values()):
+                self._keep(_rest(rows))
+
+    def _whole(self, inputs: Inputs, choice: Tensor | None, work: Work) -> Candidate:
+        rules: dict[str, Any] = {"geometry": self.options.geometry, "backend": self.options.backend}
+        if choice is None:
+            return Candidate(partial(nsa_attention, **rules), tuple(inputs), work)
+        tokens, lse = inputs.q.shape[1], self._lse(inputs)
+        attention: Callable[..., Tensor] = partial(nsa_attention, selected_blocks=choice, **rules)
+
+        def attend(q: Tensor, k_cmp: Tensor, *others: Tensor) -> Tensor:
+            select_blocks(q, k_cmp, lse, num_keys=tokens, **rules)
+            return attention(q, k_cmp, *others)
+
+        return Candidate(attend, tuple(inputs), work, "blocks given, scoring beside")
+
+    def _part(self, part: str, inputs: Inputs, choice: Tensor, work: Work) -> Candidate:
+        q, k_cmp, geometry, backend = inputs.q, inputs.k_cmp, self.options.geometry, self.options.backend
+        rules: dict[str, Any] = {"geometry": geometry, "num_keys": q.shape[1], "backend": backend}
+        if part == "compressed":
+            leaves = (q, k_cmp, inputs.v_cmp)
+            return Candidate(lambda q, k, v: compressed_attention(q, k, v, **rules)[0], leaves, work)
+        if part == "scoring":
+            return Candidate(partial(select_blocks, **rules), (q, k_cmp, self._lse(inputs)), work)
+        if part == "window":
+            window = partial(window_attention, window_size=geometry.window_size, backend=backend)
+            return Candidate(window, (q, inputs.k_win, inputs.v_win), work)
+        selected = partial(selected_attention, selected_blocks=choice, geometry=geometry, backend=backend)
+        return Candidate(selected, (q, inputs.k_slc, inputs.v_slc), work)
+
+    def _lse(self, inputs: Inputs) -> Tensor:
+        """Log-sum-exp of the compressed scores, made once: what scoring starts from."""
+        rules: dict[str, Any] = {"num_keys": inputs.q.shape[1], "backend": self.options.backend}
+        with torch.no_grad():
+            return compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, self.options.geometry, **rules)[1]
+
+    def _check(self, shape: AttentionShape) -> None:
+        """Refuse to time wrong results; once for each kind of shape."""
+        options = self.options
+        if shape.kind not in self._refusals:
+            self._refusals[shape.kind] = ""
+            try:
+                share = check_parity(shape, options.geometry, self.device, self.dtype, options.backend)
+                self.recorder.say(f"parity of {shape.kind}: {share:.2f} of the allowed error")
+            except Refused as reason:
+                self._refusals[shape.kind] = str(reason)
+            except Exception as error:
+                self._refusals[shape.kind] = f"the comparison with float64 {failure(error)}"
+        if self._refusals[shape.kind]:
+            raise Refused(self._refusals[shape.kind])
+
+    def _measure(
+        self,
+        shape: AttentionShape,
+        row: str,
+        choices: str,
+        candidate: Callable[[], Candidate],
+        d_o: Tensor,
+        **more: Any,
+    ) -> dict[str, Any]:
+        options = self.options
+
+        def figures() -> dict[str, Any]:
+            before = backend_choices()
+            made = candidate()
+            measured = measure_candidate(made, d_o, options.direction, self.device, options.call_seconds)
+            ran = {key[1] for key, count in backend_choices().items() if count != before.get(key, 0)}
+            return {**measured, "backend": "+".join(sorted(ran)) or None, "note": made.note}
+
+        kept = self.recorder.measure({**self._labels(shape, row, choices), **more}, figures)
+        self.recorder.say(_line(kept))
+        return kept
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self.recorder.keep(row)
+        self.recorder.say(_line(row))
+
+    def _labels(self, shape: AttentionShape, row: str, choices: str) -> dict[str, Any]:
+        sizes = {"shape" if key == "name" else key: value for key, value in asdict(shape).items()}
+        return {**sizes, "dtype": self.options.dtype, "row": row, "choices": choices}
+
+
+def _rest(rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """The whole without its parts, by difference."""
+    whole = rows["whole"]
+    labels = ("shape", "batch", "tokens", "heads", "groups", "head_dim", "value_dim", "dtype", "choices")
+    row: dict[str, Any] = {key: whole[key] for key in labels} | {"row": "rest"}
+    for key in ("forward_ms", "forward_backward_ms"):
+        if key in whole:
+            # Scoring has no backward: forward and backward together need its forward alone.
+            parts = [rows[part].get(key, rows[part].get("forward_ms", 0.0)) for part in PARTS]
+            row[key] = whole[key] - sum(parts)
+    return row | {"note": "by difference", "status": OK}
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    figures = [
+        f"{name} {row[key]:.4g} {unit}"
+        for name, key, unit in (
+            ("forward", "forward_ms", "ms"),
+            ("forward+backward", "forward_backward_ms", "ms"),
+            ("extra peak", "forward_backward_extra_peak_gib", "GiB"),
+        )
+        if row.get(key) is not None
+    ]
+    words = [row["row"], *([row["choices"]] if row["choices"] else [])]
+    return f"  {' '.join(words):24} {', '.join(figures) if row['status'] == OK else row['status']}"
+
+
+@contextmanager
+def _fresh_cache(wanted: bool) -> Iterator[Path | None]:
+    """An empty folder that Triton caches in while the block runs, here and in the processes started from here.
+
+    What the fresh processes compile first need not be compiled here again.
+    """
+    if not wanted:
+        yield None
+        return
+    before = os.environ.get("TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="trifocal-bench-", ignore_cleanup_errors=True) as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        try:
+            yield Path(folder)
+        finally:
+            if before is None:
+                del os.environ["TRITON_CACHE_DIR"]
+            else:
+                os.environ["TRITON_CACHE_DIR"] = before

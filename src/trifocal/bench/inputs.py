@@ -1,0 +1,99 @@
+"""Random inputs of an attention call, made on its device, and choices of blocks of three kinds."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trifocal.bench.shapes import AttentionShape
+from trifocal.checks.seeds import Inputs
+from trifocal.ops import Geometry, compressed_attention, select_blocks
+
+Choices = Literal["random", "local", "smooth"]
+# Queries whose block scores are in memory at a time while a smooth choice is made.
+_CHUNK = 8192
+_SMOOTH_FEATURES = 8
+
+
+def make_inputs(shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Unit-normal q, k and v of every branch; gates between 0 and 1."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(length: int, heads: int, dim: int) -> Tensor:
+        return torch.randn(shape.batch, length, heads, dim, generator=generator, device=device, dtype=dtype)
+
+    def keys_and_values(length: int) -> tuple[Tensor, Tensor]:
+        return normal(length, shape.groups, shape.head_dim), normal(length, shape.groups, shape.value_dim)
+
+    q, gates = normal(shape.tokens, shape.heads, shape.head_dim), normal(shape.tokens, shape.heads, 3).sigmoid()
+    compressed = keys_and_values(geometry.num_compressed_blocks(shape.tokens))
+    return Inputs(q, *compressed, *keys_and_values(shape.tokens), *keys_and_values(shape.tokens), gates)
+
+
+def make_choice(choices: Choices, inputs: Inputs, geometry: Geometry, backend: str) -> Tensor:
+    """Selected blocks, [B, T, G, N], int32, ascending, -1 pads.
+
+    Args:
+        choices: "random": what scoring chooses on random inputs, so that neighbours share little but the forced
+            blocks; "local": the last blocks; "smooth": the best by scores that drift slowly along the sequence, as
+            in trained models, so that neighbours share most blocks.
+        inputs: Their shape and device count, and for "random" their values.
+        geometry: Block sizes, in tokens.
+        backend: Of the scoring.
+    """
+    with torch.no_grad():
+        if choices == "random":
+            tokens = inputs.q.shape[1]
+            _, lse = compressed_attention(
+                inputs.q, inputs.k_cmp, inputs.v_cmp, geometry, num_keys=tokens, backend=backend
+            )
+            return select_blocks(inputs.q, inputs.k_cmp, lse, geometry, num_keys=tokens, backend=backend)
+        batch, tokens, groups = inputs.q.shape[0], inputs.q.shape[1], inputs.k_slc.shape[2]
+        if choices == "local":
+            rows = _local(tokens, geometry, inputs.q.device)
+            return rows[None, :, None].expand(batch, -1, groups, -1).contiguous()
+        return _smooth(batch, tokens, groups, geometry, inputs.q.device)
+
+
+def blocks_of_neighbours(selected_blocks: Tensor, neighbours: int = 4) -> float:
+    """Different blocks that adjacent queries of one group choose together, on average."""
+    tokens = selected_blocks.shape[1] // neighbours * neighbours
+    tiles = selected_blocks[:, :tokens].unflatten(1, (-1, neighbours)).transpose(2, 3).flatten(3)
+    ranked = tiles.sort(-1).values
+    different = torch.ones_like(ranked, dtype=torch.bool)
+    different[..., 1:] = ranked[..., 1:] != ranked[..., :-1]
+    return (different & (ranked >= 0)).sum(-1).float().mean().item()
+
+
+def _local(tokens: int, geometry: Geometry, device: torch.device) -> Tensor:
+    """The first blocks and, for the rest, the last: [T, N]."""
+    own = torch.arange(tokens, device=device)[:, None] // geometry.selection_block_size
+    slot = torch.arange(geometry.num_selected_blocks, device=device)
+    last = own - geometry.num_selected_blocks + 1 + slot
+    few = torch.where(slot <= own, slot, -1)
+    chosen = torch.where(slot < geometry.num_initial_blocks, slot, last)
+    return torch.where(own < geometry.num_selected_blocks, few, chosen).to(torch.int32)
+
+
+def _smooth(batch: int, tokens: int, groups: int, geometry: Geometry, device: torch.device) -> Tensor:
+    generator = torch.Generator(device).manual_seed(1)
+    blocks, slots = geometry.num_selection_blocks(tokens), geometry.num_selected_blocks
+    # One taste per block of tokens, changed to the next in small steps; every block has its own flavour.
+    block_tokens = geometry.selection_block_size
+    knots = torch.randn(
+        batch * groups * _SMOOTH_FEATURES, 1, tokens // block_tokens + 2, generator=generator, device=device
+    )
+    walk = torch.nn.functional.interpolate(knots, size=tokens, mode="linear")
+    walk = walk.view(batch, groups, _SMOOTH_FEATURES, tokens).permute(0, 3, 1, 2)
+    flavour = torch.randn(_SMOOTH_FEATURES, blocks, generator=generator, device=device)
+    block = torch.arange(blocks, device=device)
+    chosen = torch.full((batch, tokens, groups, slots), -1, dtype=torch.int32, device=device)
+    for first in range(0, tokens, _CHUNK):
+        scores = walk[:, first : first + _CHUNK] @ flavour
+        own = torch.arange(first, first + scores.shape[1], device=device)[:, None, None] // block_tokens
+        forced = (block < geometry.num_initial_blocks) | (block > own - geometry.num_local_blocks)
+        scores = scores.masked_fill(forced, torch.inf).masked_fill(block > own, -torch.inf)
+        best = scores.topk(min(slots, blocks), dim=-1)
+        index = best.indices.masked_fill(best.values == -torch.inf, blocks).sort(-1).values
+        chosen[:, first : first + _CHUNK, :, : index.shape[-1]] = index.masked_fill(index == blocks, -1).int()
+    return chosen

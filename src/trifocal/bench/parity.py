@@ -1,0 +1,75 @@
+"""No speed without correctness: the attention against float64 at a small odd length, before anything is timed."""
+
+import torch
+
+from trifocal.bench.recorder import Refused
+from trifocal.bench.shapes import AttentionShape
+from trifocal.checks.numerics import allowed_error, error
+from trifocal.checks.seeds import Inputs, attention_inputs
+from trifocal.diagnostics.attention_statistics import importance_covered
+from trifocal.ops import Geometry, compressed_attention, nsa_attention, select_blocks
+
+_MOST_GROUPS = 2
+
+
+def check_parity(
+    shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype, backend: str
+) -> float:
+    """Compare output and every gradient with the float64 reference, and the choice by the importance that it covers.
+
+    Args:
+        shape: Gives heads a group and the dims; two groups stand for all, and one sequence of an odd length with
+            more blocks than are chosen stands for all lengths.
+        geometry: Block sizes, in tokens.
+        device: Where.
+        dtype: Of the inputs.
+        backend: What is to be timed.
+
+    Returns:
+        The largest error, as a share of what is allowed.
+
+    Raises:
+        Refused: If it is above 1, or the choice is not the best one; names what is wrong and by how much.
+    """
+    groups = min(shape.groups, _MOST_GROUPS)
+    tokens = (geometry.num_selected_blocks + 2) * geometry.selection_block_size + 5
+    inputs = attention_inputs(
+        geometry,
+        tokens,
+        device,
+        dtype,
+        num_heads=shape.heads // shape.groups * groups,
+        num_groups=groups,
+        dim=shape.head_dim,
+        value_dim=shape.value_dim,
+    )
+    choice = _check_choice(inputs, geometry, backend)
+    leaves, exact = inputs.leaves(), Inputs(*(x.double() for x in inputs)).leaves()
+    o = nsa_attention(*leaves, geometry, selected_blocks=choice, backend=backend)
+    o_exact = nsa_attention(*exact, geometry, selected_blocks=choice, backend="reference")
+    upstream = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    gradients = torch.autograd.grad(o, leaves, upstream)
+    exact_gradients = torch.autograd.grad(o_exact, exact, upstream.double())
+    errors = {"o": error(o, o_exact)} | {
+        f"the gradient of {name}": error(a, e)
+        for name, a, e in zip(Inputs._fields, gradients, exact_gradients, strict=True)
+    }
+    worst, bound = max(errors, key=lambda name: errors[name]), allowed_error(dtype, device)
+    if not errors[worst] <= bound:
+        raise Refused(f"{worst} is off by {errors[worst]:.3g} at {tokens} tokens, allowed is {bound:.3g}")
+    return errors[worst] / bound
+
+
+def _check_choice(inputs: Inputs, geometry: Geometry, backend: str) -> torch.Tensor:
+    """The backend's choice, which must cover as much importance as the reference's: near ties may fall either way."""
+    tokens, scale = inputs.q.shape[1], inputs.q.shape[-1] ** -0.5
+    q, k_cmp = inputs.q, inputs.k_cmp
+    _, lse = compressed_attention(q, k_cmp, inputs.v_cmp, geometry, num_keys=tokens, backend="reference")
+    covered = {}
+    for name in ("reference", backend):
+        choice = select_blocks(q, k_cmp, lse, geometry, num_keys=tokens, backend=name)
+        covered[name] = importance_covered(q[0], k_cmp[0], lse[0], choice[0], geometry, scale, None).item()
+    missing, bound = covered["reference"] - covered[backend], allowed_error(torch.float32, inputs.q.device)
+    if not missing <= bound:
+        raise Refused(f"the chosen blocks miss {missing:.3g} of the importance that the best ones cover")
+    return choice

@@ -1,0 +1,85 @@
+"""Rows as they come in: each one shielded from the others, written at once, with a time limit for all."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+OK = "ok"
+
+
+class Unavailable(Exception):
+    """A row cannot be measured here; the message says why."""
+
+
+class Refused(Exception):
+    """A row must not be measured: its results are wrong."""
+
+
+class Recorder:
+    """Collects the rows of a run of measurements.
+
+    What fails is recorded in its row and the next one goes on; what the time limit leaves out is recorded too.
+
+    Args:
+        seconds: Time limit; a row that has begun is finished.
+        say: Takes a line for the person who waits.
+        on_row: Called after every row, to write what there is.
+    """
+
+    def __init__(self, seconds: float, say: Callable[[str], None], on_row: Callable[[], None]) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self._say, self._on_row = say, on_row
+        self._seconds = seconds
+        self._begin = time.monotonic()
+
+    def remaining_seconds(self) -> float:
+        """Time until the limit; 0 when it has passed."""
+        return max(0.0, self._begin + self._seconds - time.monotonic())
+
+    def say(self, text: str) -> None:
+        """Show a line with the time since the start."""
+        self._say(f"[{time.monotonic() - self._begin:5.0f} s] {text}")
+
+    def measure(self, labels: Mapping[str, Any], figures: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """Measure one row and keep it.
+
+        Args:
+            labels: What the row is.
+            figures: Measures; raises `Unavailable` or `Refused` with a reason, or anything else if it fails.
+
+        Returns:
+            Labels, figures and `status`: "ok", or what went wrong.
+        """
+        if not self.remaining_seconds():
+            return self.keep({**labels, "status": f"not run: the limit of {self._seconds:g} s has passed"})
+        try:
+            return self.keep({**labels, **figures(), "status": OK})
+        except Unavailable as reason:
+            status = f"not available: {reason}"
+        except Refused as reason:
+            status = f"refused: {reason}"
+        except Exception as error:
+            status = failure(error)
+        if torch.cuda.is_initialized():
+            # What a failed row leaves in the allocator must not make the next one fail too.
+            torch.cuda.empty_cache()
+        return self.keep({**labels, "status": status})
+
+    def keep(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Keep a row that was measured elsewhere."""
+        self.rows.append(row)
+        self._on_row()
+        return row
+
+    @property
+    def exit_status(self) -> int:
+        """1 if a row failed or was refused; what is not available or not run is no failure."""
+        return int(any(row["status"].startswith(("failed", "refused")) for row in self.rows))
+
+
+def failure(error: BaseException) -> str:
+    """The status of a row that raised."""
+    lines = str(error).strip().splitlines()
+    return f"failed: {type(error).__name__}" + (f": {lines[0][:300]}" if lines else "")

@@ -1,0 +1,144 @@
+"""Result files: what was measured, where, by which command, at which commit; JSON for programs, Markdown for people."""
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trifocal.diagnostics import environment
+
+Row = Mapping[str, Any]
+
+
+def default_folder() -> Path:
+    """`benchmarks/results` of the checkout that the current folder lies in; elsewhere the current folder."""
+    here = Path.cwd()
+    for folder in (here, *here.parents):
+        if (folder / "benchmarks").is_dir() and (folder / "src/trifocal").is_dir():
+            return folder / "benchmarks" / "results"
+    return here
+
+
+def device_name() -> str:
+    """The GPU, or the CPU where there is none."""
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else cpu_name()
+
+
+def cpu_name() -> str:
+    """The kind of CPU and its cores."""
+    return f"{platform.machine()} CPU, {os.cpu_count()} cores"
+
+
+class ResultFile:
+    """`<what>_<device>_<date>.json` and the `.md` of the same name; may be written again as rows come in.
+
+    Args:
+        what: Short name, for the file.
+        title: Heading of the page.
+        folder: Where to; `default_folder()` unless given.
+        device: What it ran on; `device_name()` unless given.
+        commit: The commit, for a tree without its history.
+        command: What was typed; this process's arguments unless given.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        title: str,
+        *,
+        folder: Path | None = None,
+        device: str = "",
+        commit: str = "",
+        command: Sequence[str] = (),
+    ) -> None:
+        now = datetime.now(UTC)
+        found = environment()
+        self._head = {
+            "title": title,
+            "date": now.isoformat(timespec="seconds"),
+            "device": device or device_name(),
+            "commit": commit or _commit(found["trifocal"]),
+            "command": shlex.join(command or ["python", *sys.argv]),
+            "python": found["python"],
+            "torch": torch.__version__,
+            "triton": found["packages"]["triton"],
+            "cudnn": found["torch"]["cudnn"],
+        }
+        name = self._head["device"]
+        short = "cpu" if "CPU" in name else name.removeprefix("NVIDIA ").replace(" ", "-").lower()
+        stem = (default_folder() if folder is None else folder) / f"{what}_{short}_{now:%Y-%m-%d}"
+        self.json = stem.with_suffix(".json")
+        self.page = stem.with_suffix(".md")
+
+    def write(
+        self,
+        rows: Sequence[Row],
+        *,
+        notes: Sequence[str] = (),
+        columns: Sequence[str] = (),
+        **tables: Sequence[Row],
+    ) -> Path:
+        """Write both files.
+
+        Args:
+            rows: One measurement each, with the same keys; units belong into the keys.
+            notes: Sentences under the table.
+            columns: Keys that the page shows; all unless given. The JSON has all.
+            tables: Further tables by name, which stand below the first.
+
+        Returns:
+            The Markdown file.
+        """
+        content = {**self._head, "notes": list(notes), "rows": list(rows), **{k: list(v) for k, v in tables.items()}}
+        self.json.parent.mkdir(parents=True, exist_ok=True)
+        self.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        head = self._head
+        versions = f"torch {head['torch']}" + (f", Triton {head['triton']}" if head["triton"] else "")
+        lines = [
+            f"# {head['title']}",
+            "",
+            f"{head['device']}, {versions}, Python {head['python']}, {head['date']}, commit `{head['commit']}`.",
+            "",
+            f"Command: `{head['command']}`",
+            "",
+            *_table(rows, columns),
+        ]
+        for name, table in tables.items():
+            if table:
+                lines += ["", f"## {name.replace('_', ' ').capitalize()}", "", *_table(table)]
+        lines += ["", *(f"- {note}" for note in notes)]
+        self.page.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
+        return self.page
+
+
+def _commit(state: Mapping[str, Any]) -> str:
+    """The commit of the sources, with a mark if they were changed since; "unknown" outside a checkout."""
+    if state["git_commit"] is None:
+        return "unknown"
+    return state["git_commit"][:12] + ("-dirty" if state["git_changed"] else "")
+
+
+def _table(rows: Sequence[Row], columns: Sequence[str] = ()) -> list[str]:
+    present = dict.fromkeys(key for row in rows for key in row)
+    shown = [key for key in columns if key in present] if columns else list(present)
+    return [
+        "| " + " | ".join(key.replace("_", " ") for key in shown) + " |",
+        "|" + "---|" * len(shown),
+        *("| " + " | ".join(cell(row.get(key)) for key in shown) + " |" for row in rows),
+    ]
+
+
+def cell(value: Any) -> str:
+    """A value as tables show it: numbers with four digits, "-" for nothing."""
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}"
+    return str(value)

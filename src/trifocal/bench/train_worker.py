@@ -1,0 +1,220 @@
+"""One row of `trifocal bench train`: `python -m trifocal.bench.train_worker` with a `TrainCase` as JSON.
+
+It says that it is ready, waits for a line on standard input, and answers with the figures.
+"""
+
+import gc
+import itertools
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trifocal.bench.recorder import OK, failure
+from trifocal.bench.timing import Timing
+from trifocal.data import Batch
+from trifocal.diagnostics import Heartbeat, memory_statistics, peak_bf16_flops
+from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_count
+from trifocal.train.config import OptimizerSection, TrainSection
+from trifocal.train.optimizer import make_optimizer
+from trifocal.train.step import StepResult, train_step
+
+GIB = 2**30
+# fp32 weight and gradient, and AdamW's two moments.
+_BYTES_PER_PARAMETER = 16
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainCase:
+    """What one row trains.
+
+    Attributes:
+        size: What the options call it.
+        model: `ModelConfig.to_dict()`.
+        sequences: In an optimizer step.
+        micro_batch: Sequences at a time.
+        tokens: In a sequence.
+        checkpointing: As `train.activation_checkpointing`.
+        compile: Whether the model is compiled.
+        precision: "bf16" or "fp32".
+        warmup_steps, timed_steps: Numbers of steps.
+        device: Where.
+    """
+
+    size: str
+    model: dict[str, Any]
+    sequences: int
+    micro_batch: int
+    tokens: int
+    checkpointing: str
+    compile: bool
+    precision: str
+    warmup_steps: int
+    timed_steps: int
+    device: str
+
+    def labels(self) -> dict[str, Any]:
+        """The columns that say what the row is."""
+        return {
+            "size": self.size,
+            "attention": self.model["attention"],
+            "sequences": self.sequences,
+            "tokens": self.tokens,
+            "checkpointing": self.checkpointing,
+            "compile": self.compile,
+            "precision": self.precision,
+        }
+
+
+class TrainBench:
+    """A model in training on random tokens.
+
+    Args:
+        case: What to train.
+    """
+
+    def __init__(self, case: TrainCase) -> None:
+        self.case = case
+        self.device = torch.device(case.device)
+        self.config = ModelConfig.from_dict(case.model)
+        self.section = TrainSection(
+            steps=case.warmup_steps + case.timed_steps,
+            sequence_length=case.tokens,
+            global_batch_size=case.sequences,
+            micro_batch_size=case.micro_batch,
+            precision=case.precision,  # type: ignore[arg-type]
+            activation_checkpointing=case.checkpointing,
+            compile=case.compile,
+        )
+        model = DecoderLM(self.config)
+        model.init_weights(0)
+        model.to(self.device)
+        model.set_activation_checkpointing(*self.section.checkpointed_layers(self.config.num_layers))
+        self.optimizer = make_optimizer(model, OptimizerSection())
+        self.loss_function: Callable[..., torch.Tensor] = torch.compile(model) if case.compile else model
+        # Never entered: its phases are kept, its thread and file are not made.
+        self.heartbeat = Heartbeat(tempfile.gettempdir(), device=self.device)
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(
+            self.config.vocab_size, (case.sequences, case.tokens + 1), generator=generator, dtype=torch.int64
+        )
+        self.batches = [
+            Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, (), 0, 0)
+            for rows in tokens.split(case.micro_batch)
+        ]
+        self.result: StepResult | None = None
+        self.first_step_seconds = 0.0
+
+    def warm_up(self) -> None:
+        """The steps that are not timed, and what they leave behind."""
+        for index in range(self.case.warmup_steps):
+            begin = time.perf_counter()
+            self._step()
+            self._synchronize()
+            if index == 0:
+                self.first_step_seconds = time.perf_counter() - begin
+        if self.device.type == "cuda":
+            # Others may be preparing: memory that only waits is theirs.
+            self.optimizer.zero_grad(set_to_none=True)
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def figures(self) -> dict[str, Any]:
+        """Time the steps.
+
+        Raises:
+            ArithmeticError: If a loss or gradient was not finite.
+        """
+        case, device = self.case, self.device
+        # One more, because memory must be found again.
+        self._step()
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        timing = Timing.of(self._step_times_ms())
+        assert self.result is not None
+        if not (torch.isfinite(self.result.loss) and torch.isfinite(self.result.gradient_norm)):
+            raise ArithmeticError("a loss or gradient was not finite")
+        tokens = case.sequences * case.tokens
+        tokens_per_second = tokens / timing.median_ms * 1000
+        flops = flops_per_token(self.config, case.tokens)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+        peak = peak_bf16_flops(name) if case.precision == "bf16" else None
+        memory = memory_statistics(device).peak_allocated_bytes if device.type == "cuda" else None
+        return {
+            "tokens_per_second": tokens_per_second,
+            "step_ms": timing.median_ms,
+            "step_p20_ms": timing.p20_ms,
+            "step_p80_ms": timing.p80_ms,
+            "timed_steps": timing.calls,
+            "peak_gib": None if memory is None else memory / GIB,
+            "executed_mfu": None if peak is None else tokens_per_second * flops.executed_training / peak,
+            "dense_equivalent_mfu": (
+                None if peak is None else tokens_per_second * flops.dense_equivalent_training / peak
+            ),
+            "executed_tflop_per_step": tokens * flops.executed_training / 1e12,
+            "dense_equivalent_tflop_per_step": tokens * flops.dense_equivalent_training / 1e12,
+            "weights_and_optimizer_gib": parameter_count(self.config) * _BYTES_PER_PARAMETER / GIB,
+            "first_step_seconds": self.first_step_seconds,
+            "loss": self.result.loss.item(),
+        }
+
+    def _step(self) -> None:
+        previous = self.result
+
+        def wait_for_verdict() -> None:
+            # As the trainer does.
+            if previous is not None:
+                previous.finite.wait()
+
+        self.result = train_step(
+            1,
+            self.batches,
+            loss_function=self.loss_function,
+            optimizer=self.optimizer,
+            device=self.device,
+            config=self.section,
+            heartbeat=self.heartbeat,
+            before_backward=wait_for_verdict,
+        )
+
+    def _step_times_ms(self) -> list[float]:
+        if self.device.type != "cuda":
+            times = []
+            for _ in range(self.case.timed_steps):
+                begin = time.perf_counter()
+                self._step()
+                times.append((time.perf_counter() - begin) * 1000)
+            return times
+        borders = [torch.cuda.Event(enable_timing=True) for _ in range(self.case.timed_steps + 1)]
+        borders[0].record()
+        for border in borders[1:]:
+            self._step()
+            border.record()
+        self._synchronize()
+        return [begin.elapsed_time(end) for begin, end in itertools.pairwise(borders)]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def main(request: str) -> None:
+    """Prepare, wait, measure; one line of JSON each for being ready and for the figures, or for a failure."""
+    try:
+        bench = TrainBench(TrainCase(**json.loads(request)))
+        bench.warm_up()
+        print(json.dumps({"status": OK}), flush=True)
+        if sys.stdin.readline():
+            print(json.dumps({"status": OK, **bench.figures()}), flush=True)
+    except Exception as error:
+        print(json.dumps({"status": failure(error)}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

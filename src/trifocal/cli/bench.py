@@ -1,0 +1,193 @@
+"""`trifocal bench`: figures side by side, as a table, JSON and a plot."""
+
+import difflib
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from trifocal.bench import attention, comparison, decode, train
+from trifocal.bench.plot import MISSING, can_plot, plot_results
+from trifocal.bench.recorder import OK, Recorder
+from trifocal.bench.results import ResultFile, cell, cpu_name
+from trifocal.errors import UserError
+from trifocal.train.arguments import parse_arguments
+from trifocal.train.preflight import choose_device
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlotOptions:
+    """Draw time over length, crossovers marked, from the result file of `trifocal bench attention`."""
+
+    result: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RESULT.json")]
+    """The file."""
+
+
+BENCHES: dict[str, tuple[type, str]] = {
+    "attention": (attention.AttentionOptions, "the attention and its parts beside dense attention and others"),
+    "train": (train.TrainOptions, "training steps beside the dense twin's"),
+    "decode": (decode.DecodeOptions, "decoding over the length of the past, beside the dense twin's"),
+    "plot": (PlotOptions, "draw an attention result again: RESULT.json"),
+}
+
+_ATTENTION_COLUMNS = (
+    "shape", "tokens", "row", "choices", "forward_ms", "backward_ms", "forward_backward_ms",
+    "forward_extra_peak_gib", "forward_backward_extra_peak_gib", "forward_tflop_per_second",
+    "forward_backward_tflop_per_second", "backend", "note", "status",
+)  # fmt: skip
+_SCREEN_COLUMNS = {
+    "attention": {
+        "shape": "shape", "tokens": "tokens", "row": "row", "choices": "choices", "forward_ms": "fwd ms",
+        "forward_backward_ms": "fwd+bwd ms", "forward_backward_extra_peak_gib": "peak GiB",
+        "forward_backward_tflop_per_second": "TFLOP/s", "status": "status",
+    },
+    "train": {
+        "size": "size", "attention": "attention", "tokens_per_second": "tokens/s", "step_ms": "step ms",
+        "peak_gib": "peak GiB", "executed_mfu": "MFU", "dense_equivalent_mfu": "dense-eq. MFU", "status": "status",
+    },
+    "decode": {
+        "attention": "attention", "context_tokens": "past", "token_ms": "ms/token", "keys_per_step": "keys/step",
+        "cache_mib": "cache MiB/step", "prefill_seconds": "prefill s", "status": "status",
+    },
+}  # fmt: skip
+
+
+def run(args: Sequence[str]) -> int:
+    """Measure, show a table and write the result files.
+
+    Returns:
+        0, or 1 if a row failed or was refused.
+
+    Raises:
+        UserError: If an argument is bad.
+    """
+    if not args or args[0] in ("-h", "--help"):
+        rows = "\n".join(f"  {name:10} {what}" for name, (_, what) in BENCHES.items())
+        print(f"usage: trifocal bench WHAT …\n\n{rows}\n\ntrifocal bench WHAT --help shows its flags.")
+        return 0 if args else 2
+    options = parse(args)
+    if isinstance(options, PlotOptions):
+        return _plot(Path(options.result))
+    name = args[0]
+    title = f"trifocal bench {name}"
+    on_cpu = choose_device(options.device).type == "cpu"
+    file = ResultFile(
+        options.name,
+        title[0].upper() + title[1:],
+        folder=Path(options.output) if options.output else None,
+        device=cpu_name() if on_cpu else "",
+        commit=options.commit,
+        command=["trifocal", "bench", *args],
+    )
+    return _BENCHES[name](options, file)
+
+
+def parse(args: Sequence[str]) -> Any:
+    """The options of `trifocal bench`'s arguments.
+
+    Raises:
+        UserError: If the bench or a flag is unknown, or a value does not fit.
+    """
+    name = args[0]
+    if name not in BENCHES:
+        nearest = difflib.get_close_matches(name, BENCHES, n=1, cutoff=0.0)[0]
+        raise UserError(f'unknown bench "{name}"; the nearest one is "{nearest}"')
+    return parse_arguments(BENCHES[name][0], args[1:], prog=f"trifocal bench {name}")
+
+
+def _attention(options: attention.AttentionOptions, file: ResultFile) -> int:
+    def write() -> None:
+        rows = bench.recorder.rows
+        file.write(
+            rows,
+            notes=attention.NOTES,
+            columns=_ATTENTION_COLUMNS,
+            times_faster=comparison.speedups(rows),
+            crossovers=comparison.crossovers(rows),
+            first_calls=bench.first_calls,
+        )
+
+    bench = attention.AttentionBench(options, _say, write)
+    bench.run()
+    rows = bench.recorder.rows
+    _finish("attention", rows, file, times_faster=comparison.speedups(rows), crossovers=comparison.crossovers(rows))
+    if any(row["status"] == OK for row in rows):
+        _plot_if_possible(file.json)
+    return bench.recorder.exit_status
+
+
+def _train(options: train.TrainOptions, file: ResultFile) -> int:
+    def write() -> None:
+        file.write(recorder.rows, notes=train.NOTES, over_dense=train.speedups(recorder.rows))
+
+    recorder = Recorder(options.seconds, _say, write)
+    train.bench_train(options, recorder)
+    _finish("train", recorder.rows, file, over_dense=train.speedups(recorder.rows))
+    return recorder.exit_status
+
+
+def _decode(options: decode.DecodeOptions, file: ResultFile) -> int:
+    recorder = Recorder(options.seconds, _say, lambda: _write_decode(recorder, file))
+    decode.bench_decode(options, recorder)
+    _finish("decode", recorder.rows, file)
+    return recorder.exit_status
+
+
+def _write_decode(recorder: Recorder, file: ResultFile) -> None:
+    file.write(recorder.rows, notes=decode.NOTES)
+
+
+_BENCHES: dict[str, Callable[[Any, ResultFile], int]] = {"attention": _attention, "train": _train, "decode": _decode}
+
+
+def _finish(name: str, rows: Sequence[Any], file: ResultFile, **tables: Sequence[Any]) -> None:
+    console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
+    # The reason of what was not measured is too long for a cell.
+    brief = [{**row, "status": row["status"].partition(":")[0]} for row in rows]
+    console.print(_table("", brief, _SCREEN_COLUMNS[name]))
+    for reason in dict.fromkeys(row["status"] for row in rows if row["status"] != OK):
+        print(reason)
+    for title, table in tables.items():
+        if table:
+            headings = {key: key.replace("_", " ") for row in table for key in row}
+            console.print(_table(title.replace("_", " "), table, headings))
+    print(f"{file.page}\n{file.json}")
+
+
+def _table(title: str, rows: Sequence[Any], columns: dict[str, str]) -> Table:
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left")
+    present = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
+    for key, heading in present.items():
+        number = all(isinstance(row.get(key), int | float | None) for row in rows)
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(cell(row.get(key)) for key in present))
+    return table
+
+
+def _plot_if_possible(result: Path) -> None:
+    if not can_plot():
+        print(f"{MISSING} {shlex.quote(str(result))}")
+        return
+    picture = plot_results(result)
+    if picture is not None:
+        print(picture)
+
+
+def _plot(result: Path) -> int:
+    picture = plot_results(result)
+    if picture is None:
+        raise UserError(f"{result} has no shape at two lengths or more; time some with --tokens")
+    print(picture)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
