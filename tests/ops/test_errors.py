@@ -235,8 +235,9 @@ def test_compressed_slots_of_documents():
 
 
 @pytest.mark.parametrize("call", range(5))
-def test_triton_that_cannot_run_says_why(call):
-    """On a CPU no kernel runs: the explicit backend raises with the reason, `auto` takes the reference."""
+def test_triton_that_cannot_run_says_why(call, monkeypatch):
+    """Uninterpreted, no kernel runs on a CPU: the explicit backend raises with the reason, `auto` takes the other."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     calls = (
         lambda backend: ops.compressed_attention(*INPUTS[:3], USUAL, backend=backend),
         lambda backend: ops.select_blocks(*INPUTS[:2], LSE, USUAL, backend=backend),

@@ -2,10 +2,9 @@
 
 import math
 
-import torch
 from torch import Tensor
 
-from trifocal.ops import reference
+from trifocal.ops import fused, operators, reference
 from trifocal.ops.backends import resolve
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
@@ -89,8 +88,11 @@ def compressed_attention(
     num_keys = q.shape[1] if num_keys is None else num_keys
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
-    resolve("compressed_attention", backend, q, v_cmp, geometry)
-    return reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, _scale(scale, q), documents)
+    scale = _scale(scale, q)
+    if resolve("compressed_attention", backend, q, v_cmp, geometry, scale) == "triton":
+        sizes, packed = operators.sizes_of(geometry), operators.tensors_of(documents)
+        return operators.compressed_attention(q, k_cmp, v_cmp, sizes, num_keys, scale, *packed)
+    return reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
 
 
 def select_blocks(
@@ -133,16 +135,19 @@ def select_blocks(
     num_keys = q.shape[1] if num_keys is None else num_keys
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
-    chosen = resolve("select_blocks", backend, q, k_cmp, geometry)
-    return _select_blocks_op(
+    scale = _scale(scale, q)
+    chosen = resolve("select_blocks", backend, q, k_cmp, geometry, scale)
+    cu_seqlens, *places = operators.tensors_of(documents)
+    return operators.select_blocks(
         q.detach(),
         k_cmp.detach(),
         lse.detach(),
-        _sizes(geometry),
+        operators.sizes_of(geometry),
         num_keys,
-        _scale(scale, q),
-        None if documents is None else documents.cu_seqlens,
+        scale,
+        cu_seqlens,
         chosen,
+        *places,
     )
 
 
@@ -182,8 +187,11 @@ def selected_attention(
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
     check_selected_blocks(selected_blocks, q, k)
-    resolve("selected_attention", backend, q, v, geometry)
-    return reference.selected_attention(q, k, v, selected_blocks, geometry, _scale(scale, q), documents)
+    scale = _scale(scale, q)
+    if resolve("selected_attention", backend, q, v, geometry, scale) == "triton":
+        sizes, packed = operators.sizes_of(geometry), operators.tensors_of(documents)
+        return operators.selected_attention(q, k, v, selected_blocks, sizes, scale, *packed)[0]
+    return reference.selected_attention(q, k, v, selected_blocks, geometry, scale, documents)
 
 
 def window_attention(
@@ -219,8 +227,10 @@ def window_attention(
         raise ValueError(f"window_size must be at least 1, got {window_size}")
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
-    resolve("window_attention", backend, q, v, None)
-    return reference.window_attention(q, k, v, window_size, _scale(scale, q), documents)
+    scale = _scale(scale, q)
+    if resolve("window_attention", backend, q, v, None, scale) == "triton":
+        return operators.window_attention(q, k, v, window_size, scale, *operators.tensors_of(documents))[0]
+    return reference.window_attention(q, k, v, window_size, scale, documents)
 
 
 def nsa_attention(
@@ -272,12 +282,15 @@ def nsa_attention(
     check_gates(gates, q)
     if selected_blocks is not None:
         check_selected_blocks(selected_blocks, q, k_slc)
-    chosen = resolve("nsa_attention", backend, q, v_slc, geometry)
     scale = _scale(scale, q)
+    if resolve("nsa_attention", backend, q, v_slc, geometry, scale) == "triton":
+        return fused.nsa_attention(
+            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks
+        )
     o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
     if selected_blocks is None:
         selected_blocks = select_blocks(
-            q, k_cmp, lse, geometry, num_keys=num_keys, scale=scale, cu_seqlens=documents, backend=chosen
+            q, k_cmp, lse, geometry, num_keys=num_keys, scale=scale, cu_seqlens=documents, backend="reference"
         )
     return reference.nsa_attention(
         q, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks, o_cmp
@@ -286,46 +299,3 @@ def nsa_attention(
 
 def _scale(scale: float | None, q: Tensor) -> float:
     return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-
-
-def _sizes(geometry: Geometry) -> list[int]:
-    return [
-        geometry.compression_block_size,
-        geometry.compression_stride,
-        geometry.selection_block_size,
-        geometry.num_selected_blocks,
-        geometry.num_initial_blocks,
-        geometry.num_local_blocks,
-        geometry.window_size,
-    ]
-
-
-# An operator of its own, so that activation checkpointing can be told to save the choice instead of making it twice.
-@torch.library.custom_op("trifocal::select_blocks", mutates_args=())
-def _select_blocks_op(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: list[int],
-    num_keys: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    backend: str,
-) -> Tensor:
-    documents = None if cu_seqlens is None else Documents.from_checked(cu_seqlens, num_keys)
-    return reference.select_blocks(q, k_cmp, lse, Geometry(*geometry), num_keys, scale, documents)
-
-
-@_select_blocks_op.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: list[int],
-    num_keys: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    backend: str,
-) -> Tensor:
-    num_slots = Geometry(*geometry).num_selected_blocks
-    return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)

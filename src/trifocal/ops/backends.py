@@ -1,8 +1,9 @@
 """Which code runs an operation: chosen before it runs, by rule, and counted.
 
 The rules of `auto`, in order:
-1. tensors on a CUDA device that the Triton kernels support (`trifocal.ops.triton.unsupported_reason`) take them;
-2. everything else takes the reference.
+1. tensors that are not on a CUDA device take the reference;
+2. what the Triton kernels support (`trifocal.ops.triton.unsupported_reason`) takes them;
+3. everything else takes the reference.
 A named backend runs or raises; nothing is replaced behind a caller's back.
 """
 
@@ -12,6 +13,7 @@ from typing import Literal
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
+from trifocal.ops.triton import unsupported_reason
 
 Backend = Literal["auto", "reference", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
@@ -24,7 +26,9 @@ def backend_choices() -> dict[tuple[str, str, str], int]:
     return dict(_choices)
 
 
-def resolve(operation: str, requested: str, q: Tensor, v: Tensor, geometry: Geometry | None) -> str:
+def resolve(
+    operation: str, requested: str, q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None
+) -> str:
     """Choose the backend of one call and count the choice.
 
     Args:
@@ -33,6 +37,7 @@ def resolve(operation: str, requested: str, q: Tensor, v: Tensor, geometry: Geom
         q: Queries, [B, T, H, D]; their device, dtype and shape decide.
         v: Values, [B, *, G, V].
         geometry: Block sizes; None for an operation that has none.
+        scale: Factor on the scores; None for the default one.
 
     Raises:
         ValueError: If the name is unknown, or the backend cannot run these inputs; the message says why.
@@ -41,8 +46,10 @@ def resolve(operation: str, requested: str, q: Tensor, v: Tensor, geometry: Geom
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
     if requested == "reference":
         chosen, reason = "reference", "asked for"
+    elif requested == "auto" and q.device.type != "cuda":
+        chosen, reason = "reference", "the tensors are not on a CUDA device"
     else:
-        obstacle = _triton_obstacle(q, v, geometry)
+        obstacle = unsupported_reason(q, v, geometry, scale)
         if requested == "triton":
             if obstacle:
                 raise ValueError(f"backend 'triton' cannot run {operation} here: {obstacle}")
@@ -61,8 +68,3 @@ def _count(operation: str, chosen: str, reason: str) -> None:
 # Not a side effect of the compiled graph, which activation checkpointing inside one would refuse. This is all that
 # `torch.compiler.assume_constant_result` does, after importing the compiler, and Triton with it.
 _count._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def _triton_obstacle(q: Tensor, v: Tensor, geometry: Geometry | None) -> str | None:
-    """Why the Triton kernels cannot take these inputs; None when they can."""
-    return "the kernels are not part of this version"

@@ -89,11 +89,27 @@ def architecture(device: torch.device) -> str:
 
 
 # Columns of the wider of q and v up to which a configuration holds -> the configuration, first fit. fp32 multiplies
-# on the ordinary units, exactly, so its tiles are small.
+# on the ordinary units, exactly, so its tiles are small. Rows "hopper" of 64, 128 and 192 columns: the fastest of the
+# candidates in benchmarks/interval_kernels.py on an H200.
 _TILES: dict[tuple[str, str], dict[int, Tile]] = {
-    ("hopper", "forward"): {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 64, 8, 2)},
-    ("hopper", "d_q"): {64: Tile(128, 64, 8, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
-    ("hopper", "d_k_d_v"): {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
+    ("hopper", "forward"): {
+        64: Tile(64, 32, 4, 3),
+        128: Tile(128, 64, 8, 2, 128),
+        192: Tile(64, 64, 4, 2),
+        256: Tile(128, 64, 8, 2),
+    },
+    ("hopper", "d_q"): {
+        64: Tile(64, 32, 4, 3, 128),
+        128: Tile(64, 64, 4, 2),
+        192: Tile(128, 64, 8, 2),
+        256: Tile(64, 64, 8, 2),
+    },
+    ("hopper", "d_k_d_v"): {
+        64: Tile(128, 64, 4, 2),
+        128: Tile(64, 128, 8, 2),
+        192: Tile(32, 64, 4, 2),
+        256: Tile(32, 64, 8, 2),
+    },
     ("ampere", "forward"): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
     ("ampere", "d_q"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 2)},
     ("ampere", "d_k_d_v"): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 32, 4, 2)},
@@ -104,13 +120,16 @@ _TILES: dict[tuple[str, str], dict[int, Tile]] = {
     ("fp32", "d_q"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 2), 256: Tile(16, 16, 4, 1)},
     ("fp32", "d_k_d_v"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 2), 256: Tile(16, 16, 4, 1)},
 }
+# The window's keys are seen by few rows: smaller key tiles waste fewer of them.
+_WINDOW_TILES: dict[tuple[str, str], dict[int, Tile]] = {("hopper", "d_k_d_v"): {128: Tile(64, 64, 4, 2)}}
 
 
-def choose_tile(kernel: str, q: Tensor, v: Tensor) -> Tile:
+def choose_tile(kernel: str, q: Tensor, v: Tensor, *, window: bool) -> Tile:
     """The configuration of `"forward"`, `"d_q"` or `"d_k_d_v"` for these tensors: fixed, never measured at run time."""
     row = "fp32" if q.dtype == torch.float32 else architecture(q.device)
     columns = max(split_width(q.shape[-1]).padded, split_width(v.shape[-1]).padded)
-    return next(tile for most, tile in _TILES[row, kernel].items() if columns <= most)
+    most, tile = next((most, tile) for most, tile in _TILES[row, kernel].items() if columns <= most)
+    return _WINDOW_TILES.get((row, kernel), {}).get(most, tile) if window else tile
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -61,6 +61,7 @@ def compressed_backward(
     d_lse: Tensor | None = None,
     delta: Tensor | None = None,
     gate: Tensor | None = None,
+    d_q: Tensor | None = None,
     **configuration: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of compressed attention.
@@ -72,6 +73,7 @@ def compressed_backward(
         d_lse: Gradient of lse, [B, T, H], or None; not together with delta.
         delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
         gate: This branch's weight in the mixed output, [B, T, H], or None.
+        d_q: Gradient of the queries from other branches, contiguous, to add to in place, or None.
         **configuration: See `interval_backward.launch_backward`, for measurements.
 
     Returns:
@@ -80,7 +82,7 @@ def compressed_backward(
     if delta is None:
         delta = row_sums(d_o, o, d_lse)
     branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=True)
-    return launch_backward(d_o, q, k_cmp, v_cmp, lse, delta, gate, scale, branch, **configuration)
+    return launch_backward(d_o, q, k_cmp, v_cmp, lse, delta, gate, scale, branch, d_q, **configuration)
 
 
 def _branch(

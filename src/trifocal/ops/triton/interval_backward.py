@@ -103,9 +103,9 @@ def interval_d_q_kernel(
     GROUPS: tl.constexpr, REP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
+    ADD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
 ):
-    """d_q of one tile of rows, in the order of the forward kernel."""
+    """d_q of one tile of rows, in the order of the forward kernel; with ADD, added to what d_q holds."""
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     batch = tl.program_id(1) // GROUPS
     group = tl.program_id(1) % GROUPS
@@ -166,9 +166,15 @@ def interval_d_q_kernel(
         D, D_1, D_2, V, V_1, V_2, KEYS, True, PACKED, GATED, TMA)
     keep = row < num_queries * REP
     d_q += first_place * D
-    store_tile(d_q, place * D, keep, d_q_1 * scale, 0, D_1, D)
+    d_q_1 *= scale
+    if ADD:
+        d_q_1 += load_tile(d_q, place * D, keep, 0, D_1, D, True).to(tl.float32)
+    store_tile(d_q, place * D, keep, d_q_1, 0, D_1, D)
     if D_2 > 0:
-        store_tile(d_q, place * D, keep, d_q_2 * scale, D_1, D_2, D)
+        d_q_2 *= scale
+        if ADD:
+            d_q_2 += load_tile(d_q, place * D, keep, D_1, D_2, D, True).to(tl.float32)
+        store_tile(d_q, place * D, keep, d_q_2, D_1, D_2, D)
 
 
 @triton.jit
@@ -341,6 +347,7 @@ def launch_backward(
     gate: Tensor | None,
     scale: float,
     branch: Branch,
+    d_q: Tensor | None = None,
     d_q_tile: Tile | None = None,
     d_k_d_v_tile: Tile | None = None,
     parts: int | None = None,
@@ -356,13 +363,14 @@ def launch_backward(
         gate: Weight of this branch in the mixed output, [B, T, H], any strides.
         scale: Factor on the scores.
         branch: What a query sees.
+        d_q: Gradient of the queries from elsewhere, contiguous, [B, T, H, D], that this one is added to in place.
         d_q_tile, d_k_d_v_tile, parts, tma: Configuration instead of the table's, for measurements.
 
     Returns:
         d_q, d_k, d_v, contiguous, in the types of q, k, v.
     """
     q, k, v, d_o = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(d_o)
-    d_q = launch_d_q(d_o, q, k, v, lse, delta, gate, scale, branch, d_q_tile, tma)
+    d_q = launch_d_q(d_o, q, k, v, lse, delta, gate, scale, branch, d_q_tile, tma, d_q)
     return d_q, *launch_d_k_d_v(d_o, q, k, v, lse, delta, gate, scale, branch, d_k_d_v_tile, parts, tma)
 
 
@@ -378,15 +386,18 @@ def launch_d_q(
     branch: Branch,
     tile: Tile | None = None,
     tma: bool | None = None,
+    d_q: Tensor | None = None,
 ) -> Tensor:
     """The first part of `launch_backward`."""
     batch, num_queries, num_heads, _ = q.shape
     num_groups = k.shape[2]
     rep = num_heads // num_groups
-    tile = tile or choose_tile("d_q", q, v)
+    tile = tile or choose_tile("d_q", q, v, window=branch.window_size > 0)
     tma = tma_fits(k, v) if tma is None else tma
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
-    d_q = q.new_empty(q.shape)
+    add = d_q is not None
+    if d_q is None:
+        d_q = q.new_empty(q.shape)
     interval_d_q_kernel[triton.cdiv(num_queries * rep, tile.rows), batch * num_groups](
         q,
         *key_sources(k, d_width, tile.keys, tma),
@@ -415,6 +426,7 @@ def launch_d_q(
         *v_width,
         **branch.constants(),
         GATED=gate is not None,
+        ADD=add,
         ROWS=tile.rows,
         KEYS=tile.keys,
         TMA=tma,
@@ -443,7 +455,7 @@ def launch_d_k_d_v(
     batch, num_queries, num_heads, _ = q.shape
     num_keys, num_groups = k.shape[1:3]
     rep = num_heads // num_groups
-    tile = tile or choose_tile("d_k_d_v", q, v)
+    tile = tile or choose_tile("d_k_d_v", q, v, window=branch.window_size > 0)
     if tma is None:
         tma = tile.rows % rep == 0 and rep & (rep - 1) == 0 and tma_fits(q, d_o)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])

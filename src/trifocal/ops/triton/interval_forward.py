@@ -152,7 +152,7 @@ def launch_forward(
     batch, num_queries, num_heads, _ = q.shape
     num_groups = k.shape[2]
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    tile = tile or choose_tile("forward", q, v)
+    tile = tile or choose_tile("forward", q, v, window=branch.window_size > 0)
     tma = tma_fits(k, v) if tma is None else tma
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     o = q.new_empty(batch, num_queries, num_heads, v_width.size)

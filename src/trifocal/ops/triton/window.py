@@ -55,6 +55,7 @@ def window_backward(
     documents: Documents | None,
     delta: Tensor | None = None,
     gate: Tensor | None = None,
+    d_q: Tensor | None = None,
     **configuration: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of window attention.
@@ -65,6 +66,7 @@ def window_backward(
         o, lse: From forward; o may be None when delta is given.
         delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
         gate: This branch's weight in the mixed output, [B, T, H], or None.
+        d_q: Gradient of the queries from other branches, contiguous, to add to in place, or None.
         **configuration: See `interval_backward.launch_backward`, for measurements.
 
     Returns:
@@ -73,7 +75,7 @@ def window_backward(
     if delta is None:
         delta = row_sums(d_o, o)
     branch = _branch(q, k, window_size, documents)
-    return launch_backward(d_o, q, k, v, lse, delta, gate, scale, branch, **configuration)
+    return launch_backward(d_o, q, k, v, lse, delta, gate, scale, branch, d_q, **configuration)
 
 
 def _branch(q: Tensor, k: Tensor, window_size: int, documents: Documents | None) -> Branch:

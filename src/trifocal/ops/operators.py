@@ -1,0 +1,305 @@
+"""The operators that the dispatcher sees: `torch.ops.trifocal.*`, with what compilers and checkpoint policies need.
+
+An operator is opaque: `torch.compile` neither looks into it nor breaks the graph at it, and a policy of activation
+checkpointing can keep its result. So each has a fake implementation, which gives shapes alone, and a backward that
+is an operator too. Bodies are the Triton kernels, imported when they first run; `select_blocks`, which has no backward
+and is watched by telemetry, is one operator for both backends.
+
+The stages of the whole attention are these operators too, called without gradients, in front of one boundary of
+autograd: `trifocal.ops.fused`.
+
+Geometry travels as a list of its sizes, documents as their three tensors or three times None.
+"""
+
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trifocal.ops import reference
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.layout import Documents
+
+DocumentTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+def sizes_of(geometry: Geometry) -> list[int]:
+    """A geometry as operators take it."""
+    return list(astuple(geometry))
+
+
+def tensors_of(documents: Documents | None) -> DocumentTensors:
+    """Documents as operators take them."""
+    return (None, None, None) if documents is None else tuple(documents)  # type: ignore[return-value]
+
+
+def documents_of(cu_seqlens: Tensor | None, ids: Tensor | None, positions: Tensor | None) -> Documents | None:
+    """Documents from what operators take; None when there are none."""
+    if cu_seqlens is None or ids is None or positions is None:
+        return None
+    return Documents(cu_seqlens, ids, positions)
+
+
+def _empty_lse(q: Tensor) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _empty_o(q: Tensor, v: Tensor) -> Tensor:
+    return q.new_empty((q.shape[0], q.shape[1], q.shape[2], v.shape[3]))
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("trifocal::select_blocks", mutates_args=())
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: list[int],
+    num_keys: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    backend: str,
+    ids: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    """The choice of blocks, [B, T, G, N]; see `trifocal.ops.select_blocks`."""
+    documents = documents_of(cu_seqlens, ids, positions)
+    if documents is None and cu_seqlens is not None:
+        documents = Documents.from_checked(cu_seqlens, num_keys)
+    if backend == "reference":
+        return reference.select_blocks(q, k_cmp, lse, Geometry(*geometry), num_keys, scale, documents)
+    from trifocal.ops.triton.scoring import select_blocks_forward
+
+    with torch.cuda.device_of(q):
+        return select_blocks_forward(q, k_cmp, lse.to(torch.float32), Geometry(*geometry), num_keys, scale, documents)
+
+
+@select_blocks.register_fake
+def _(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: list[int],
+    num_keys: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    backend: str,
+    ids: Tensor | None = None,
+    positions: Tensor | None = None,
+) -> Tensor:
+    num_slots = Geometry(*geometry).num_selected_blocks
+    return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)
+
+
+@torch.library.custom_op("trifocal::compressed_attention", mutates_args=())
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    geometry: list[int],
+    num_keys: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """o and lse over the compressed blocks."""
+    from trifocal.ops.triton.compressed import compressed_forward
+
+    documents = documents_of(cu_seqlens, ids, positions)
+    with torch.cuda.device_of(q):
+        return compressed_forward(q, k_cmp, v_cmp, Geometry(*geometry), num_keys, scale, documents)
+
+
+@compressed_attention.register_fake
+def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_o(q, v_cmp), _empty_lse(q)
+
+
+@torch.library.custom_op("trifocal::compressed_attention_backward", mutates_args=())
+def compressed_attention_backward(
+    d_o: Tensor,
+    d_lse: Tensor | None,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    geometry: list[int],
+    num_keys: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k_cmp and v_cmp."""
+    from trifocal.ops.triton.compressed import compressed_backward
+
+    documents = documents_of(cu_seqlens, ids, positions)
+    with torch.cuda.device_of(q):
+        return compressed_backward(
+            d_o, q, k_cmp, v_cmp, o, lse, Geometry(*geometry), num_keys, scale, documents, d_lse=d_lse
+        )
+
+
+@compressed_attention_backward.register_fake
+def _(
+    d_o: Tensor, d_lse: Tensor | None, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _contiguous(q), _contiguous(k_cmp), _contiguous(v_cmp)
+
+
+def _save_compressed(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k_cmp, v_cmp, ctx.geometry, ctx.num_keys, ctx.scale, *documents = inputs
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(q, k_cmp, v_cmp, *output, *documents)
+
+
+def _compressed_gradients(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k_cmp, v_cmp, o, lse, *documents = ctx.saved_tensors
+    d_o = torch.zeros_like(o) if d_o is None else d_o
+    gradients = compressed_attention_backward(
+        d_o, d_lse, q, k_cmp, v_cmp, o, lse, ctx.geometry, ctx.num_keys, ctx.scale, *documents
+    )
+    return (*gradients, *(None,) * 6)
+
+
+compressed_attention.register_autograd(_compressed_gradients, setup_context=_save_compressed)
+
+
+@torch.library.custom_op("trifocal::selected_attention", mutates_args=())
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected_blocks: Tensor,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """o and lse over the tokens of the chosen blocks; lse is not differentiable."""
+    from trifocal.ops.triton.selected import selected_forward
+
+    documents = documents_of(cu_seqlens, ids, positions)
+    with torch.cuda.device_of(q):
+        return selected_forward(q, k, v, selected_blocks, Geometry(*geometry), scale, documents)
+
+
+@selected_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_o(q, v), _empty_lse(q)
+
+
+@torch.library.custom_op("trifocal::selected_attention_backward", mutates_args=())
+def selected_attention_backward(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    selected_blocks: Tensor,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    from trifocal.ops.triton.selected_backward import selected_backward
+
+    documents = documents_of(cu_seqlens, ids, positions)
+    with torch.cuda.device_of(q):
+        return selected_backward(d_o, q, k, v, o, lse, selected_blocks, Geometry(*geometry), scale, documents)
+
+
+@selected_attention_backward.register_fake
+def _(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _contiguous(q), _contiguous(k), _contiguous(v)
+
+
+def _save_selected(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, selected_blocks, ctx.geometry, ctx.scale, *documents = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, selected_blocks, *documents)
+
+
+def _selected_gradients(ctx: Any, d_o: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    q, k, v, o, lse, selected_blocks, *documents = ctx.saved_tensors
+    gradients = selected_attention_backward(d_o, q, k, v, o, lse, selected_blocks, ctx.geometry, ctx.scale, *documents)
+    return (*gradients, *(None,) * 6)
+
+
+selected_attention.register_autograd(_selected_gradients, setup_context=_save_selected)
+
+
+@torch.library.custom_op("trifocal::window_attention", mutates_args=())
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window_size: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """o and lse over the window; lse is not differentiable."""
+    from trifocal.ops.triton.window import window_forward
+
+    with torch.cuda.device_of(q):
+        return window_forward(q, k, v, window_size, scale, documents_of(cu_seqlens, ids, positions))
+
+
+@window_attention.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _empty_o(q, v), _empty_lse(q)
+
+
+@torch.library.custom_op("trifocal::window_attention_backward", mutates_args=())
+def window_attention_backward(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    window_size: int,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    from trifocal.ops.triton.window import window_backward
+
+    with torch.cuda.device_of(q):
+        return window_backward(d_o, q, k, v, o, lse, window_size, scale, documents_of(cu_seqlens, ids, positions))
+
+
+@window_attention_backward.register_fake
+def _(d_o: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _contiguous(q), _contiguous(k), _contiguous(v)
+
+
+def _save_window(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, ctx.window_size, ctx.scale, *documents = inputs
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, *output, *documents)
+
+
+def _window_gradients(ctx: Any, d_o: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    q, k, v, o, lse, *documents = ctx.saved_tensors
+    gradients = window_attention_backward(d_o, q, k, v, o, lse, ctx.window_size, ctx.scale, *documents)
+    return (*gradients, *(None,) * 5)
+
+
+window_attention.register_autograd(_window_gradients, setup_context=_save_window)
