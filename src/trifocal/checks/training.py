@@ -186,7 +186,7 @@ def _small_run(directory: Path, text: Path, device: torch.device) -> RunConfig:
     return RunConfig(
         run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
         model=_small_model(),
-        data=DataConfig(source=f"text:{text}", validation_fraction=0.0, shuffle_documents=4),
+        data=DataConfig(source=f"text:{text}", validation_fraction=0.0, shuffle_documents=4, shuffle_sequences=8),
         train=TrainSection(steps=RESUME_STEPS, sequence_length=48, global_batch_size=4, micro_batch_size=2),
         optimizer=OptimizerSection(learning_rate=1e-2),
         schedule=ScheduleSection(warmup_steps=2),
