@@ -87,6 +87,32 @@ class TrainSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """How several processes share the work. A single process has nothing to share, whatever is written here."""
+
+    mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
+    """"ddp": every process has the whole model; "fsdp": weights, gradients and optimizer are spread over all; "hsdp":
+    spread over some, repeated over the rest; "none": one process only; "auto": ddp where the model fits, else fsdp."""
+    shards: int = 0
+    """Processes that share one copy of the model under hsdp; divides their number. 0: those of one machine."""
+    reshard_after_forward: bool = True
+    """Under fsdp and hsdp, give a block's weights back after its forward pass and collect them again for backward:
+    less memory, more traffic."""
+    static_graph: bool = False
+    """Tell ddp that every step uses the same parameters in the same order, so that it need not look."""
+    timeout_seconds: float = 600.0
+    """The longest that a process waits for the others before the run stops."""
+    silence_seconds: float = 20.0
+    """A process that gives no sign of life for this long is lost, and the others stop."""
+
+    def __post_init__(self) -> None:
+        _require(self.shards >= 0, f"parallel.shards must be at least 0, got {self.shards}")
+        for name in ("timeout_seconds", "silence_seconds"):
+            value = getattr(self, name)
+            _require(value > 0, f"parallel.{name} must be positive, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerSection:
     """AdamW. Norms, embeddings, biases and every other vector take no weight decay."""
 
@@ -204,6 +230,7 @@ class RunConfig:
     model: ModelConfig
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainSection = field(default_factory=TrainSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
     optimizer: OptimizerSection = field(default_factory=OptimizerSection)
     schedule: ScheduleSection = field(default_factory=ScheduleSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)

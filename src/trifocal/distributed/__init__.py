@@ -1,0 +1,16 @@
+"""Several processes that train one model: how they find each other, agree, share the model and notice a loss."""
+
+from trifocal.distributed.parallel import Parallel, choose_mode, parallelise, whole_model
+from trifocal.distributed.peers import PeerLost, Peers
+from trifocal.distributed.processes import Processes, processes_started
+
+__all__ = [
+    "Parallel",
+    "PeerLost",
+    "Peers",
+    "Processes",
+    "choose_mode",
+    "parallelise",
+    "processes_started",
+    "whole_model",
+]

@@ -1,0 +1,229 @@
+"""Noticing that another process is gone, frozen or has failed, while the training thread waits for it.
+
+Each process leaves a note in the common store every second: what it is doing, since when, and how it ended. A thread
+reads the notes of all. A process is lost when it is gone from this machine, when its notes stop for
+`silence_seconds`, or when it has failed. A collective that waits for a lost process cannot be trusted to return, so
+after a pause, in which the training thread may find out by itself, the whole process is ended.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from trifocal.distributed.processes import Processes
+
+Row = dict[str, Any]
+
+LOST_STATUS = 1
+"""Exit status of a process that ends because of another."""
+_INTERVAL_SECONDS = 1.0
+_PAUSE_SECONDS = 5.0
+
+
+class PeerLost(RuntimeError):
+    """Another process of the run is gone, frozen or has failed; the message names it."""
+
+
+@dataclass
+class _Seen:
+    """What is known of another process."""
+
+    note: Row
+    changed: float
+    """When the note last changed, on this process's clock."""
+    existed: bool = False
+    """Whether its process was ever seen from here; containers with one host name may not see each other's."""
+
+
+class Peers:
+    """Tells the other processes how this one is, and watches them; a context manager around training.
+
+    Args:
+        processes: This process among them; with a single one nothing happens.
+        describe: What this process is doing: `step`, `phase`, `phase_seconds`.
+        silence_seconds: How long a process may be silent before it counts as lost.
+        on_lost: Called in the watching thread with a sentence, before this process is ended.
+        leave: Ends this process.
+    """
+
+    def __init__(
+        self,
+        processes: Processes,
+        describe: Callable[[], Row],
+        *,
+        silence_seconds: float = 20.0,
+        on_lost: Callable[[str], None] = lambda sentence: None,
+        leave: Callable[[int], None] = os._exit,
+    ) -> None:
+        self._processes = processes
+        self._describe = describe
+        self._silence_seconds = silence_seconds
+        self._on_lost = on_lost
+        self._leave = leave
+        self._beat = 0
+        self._seen: dict[int, _Seen] = {}
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._explaining = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="trifocal-peers", daemon=True)
+
+    def explain(self, error: Exception) -> PeerLost | None:
+        """Whose fault it is that a collective failed: waits until another process is known to be lost.
+
+        Args:
+            error: What the collective raised.
+
+        Returns:
+            The error to raise instead; None if all others are well.
+        """
+        if self._processes.size == 1:
+            return None
+        self._explaining.set()
+        deadline = time.monotonic() + self._silence_seconds + 2 * _INTERVAL_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                sentence = self._exchange()
+            except RuntimeError:
+                # The store went with the process that kept it.
+                sentence = "the process that keeps the rendezvous is gone"
+            if sentence is not None:
+                return PeerLost(f"{sentence}; rank {self._processes.rank} stops too ({_short(error)})")
+            time.sleep(_INTERVAL_SECONDS / 4)
+        self._explaining.clear()
+        return None
+
+    def _run(self) -> None:
+        failing_since: float | None = None
+        lost_since: float | None = None
+        while not self._stop.wait(_INTERVAL_SECONDS):
+            now = time.monotonic()
+            try:
+                sentence = self._exchange()
+                failing_since = None
+            except RuntimeError as error:
+                failing_since = now if failing_since is None else failing_since
+                silent = now - failing_since > self._silence_seconds
+                sentence = f"the rendezvous store does not answer ({_short(error)})" if silent else None
+            if sentence is None or self._explaining.is_set():
+                lost_since = None
+                continue
+            lost_since = now if lost_since is None else lost_since
+            if now - lost_since >= _PAUSE_SECONDS:
+                message = f"{sentence}; rank {self._processes.rank} stops too"
+                with contextlib.suppress(Exception):
+                    self._on_lost(message)
+                print(f"trifocal: {message}", file=sys.stderr, flush=True)
+                self._leave(LOST_STATUS)
+                return
+
+    def _exchange(self) -> str | None:
+        """Leave a note, read the others', and say who is lost."""
+        with self._lock:
+            self._leave_note("running")
+            store = self._processes.store
+            assert store is not None
+            others = [rank for rank in range(self._processes.size) if rank != self._processes.rank]
+            notes = [json.loads(text) for text in store.multi_get([f"rank{rank}" for rank in others])]
+            now = time.monotonic()
+            for rank, note in zip(others, notes, strict=True):
+                seen = self._seen.get(rank)
+                if seen is None or seen.note["beat"] != note["beat"] or seen.note["status"] != note["status"]:
+                    self._seen[rank] = _Seen(note, now, existed=seen is not None and seen.existed)
+            return self._verdict(now)
+
+    def _verdict(self, now: float) -> str | None:
+        host = socket.gethostname()
+        # Who went without a word comes first: those who noticed have failed because of it.
+        for rank, seen in sorted(self._seen.items()):
+            if seen.note["status"] != "running":
+                continue
+            silence = now - seen.changed
+            where = f"last seen in {seen.note['phase']} at step {seen.note['step']}"
+            if seen.note["host"] == host:
+                exists = _exists(seen.note["pid"])
+                if seen.existed and not exists:
+                    return f"rank {rank} (process {seen.note['pid']}) is gone, {where}"
+                seen.existed |= exists
+            if silence > self._silence_seconds:
+                who = f"rank {rank} (process {seen.note['pid']} on {seen.note['host']})"
+                return f"{who} has been silent for {silence:.0f} s, {where}"
+        failed = [(seen.note["time"], rank, seen) for rank, seen in self._seen.items()]
+        for _, rank, seen in sorted(failed, key=lambda entry: entry[:2]):
+            if seen.note["status"] == "failed":
+                return f"rank {rank} has failed: {seen.note['message']}"
+        return None
+
+    def table(self) -> str:
+        """What every other process was doing when it was last heard of, in a line."""
+        with self._lock:
+            rows = [(rank, seen.note) for rank, seen in sorted(self._seen.items())]
+        return "; ".join(
+            f"rank {rank}: {note['phase']} for {note['phase_seconds']:.0f} s at step {note['step']}"
+            for rank, note in rows
+        )
+
+    def _leave_note(self, status: str, message: str = "") -> None:
+        self._beat += 1
+        what = self._describe()
+        note = {
+            "beat": self._beat,
+            "status": status,
+            "message": message,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "time": time.time(),
+            **{name: what[name] for name in ("step", "phase", "phase_seconds")},
+        }
+        store = self._processes.store
+        assert store is not None
+        store.set(f"rank{self._processes.rank}", json.dumps(note))
+
+    def __enter__(self) -> Self:
+        if self._processes.size > 1:
+            self._leave_note("running")
+            # Nobody reads a note that is not there yet.
+            self._processes.sum([0.0])
+            self._exchange()
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._processes.size == 1:
+            return
+        self._stop.set()
+        self._thread.join()
+        message = f"{type(error).__name__}: {_short(error)}" if error is not None else ""
+        with contextlib.suppress(RuntimeError):
+            self._leave_note("finished" if error is None else "failed", message)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    status = Path(f"/proc/{pid}/stat")
+    if not status.parent.parent.is_dir():
+        return True
+    try:
+        # A killed process stays as a zombie until its parent has noticed.
+        return status.read_text(errors="replace").rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def _short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:200]

@@ -1,0 +1,159 @@
+"""The processes of a run: who is who, and how they agree.
+
+`torchrun` starts them and tells each its place in environment variables; without it there is one process, and
+everything here is immediate. The host's agreements go over gloo, also where the tensors go over NCCL, so that they
+never wait for a GPU.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from trifocal.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among those that train together.
+
+    Attributes:
+        rank: Its number, from 0.
+        size: How many there are.
+        local_size: How many there are on this machine.
+        device: Where it computes.
+        restarts: Times that torchrun has started all of them again.
+        store: Where they leave each other notes; None for a single process.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_size: int = 1
+    device: torch.device = torch.device("cpu")
+    restarts: int = 0
+    store: dist.Store | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which writes what is written once."""
+        return self.rank == 0
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Add up the values of all processes, in double precision; whole numbers up to 2^53 stay exact."""
+        if self.size == 1:
+            return list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(total)
+        return total.tolist()
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all processes by rank: anything that can be pickled."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do something in every process; if it fails in any, it fails in all.
+
+        Returns:
+            What it returned here.
+
+        Raises:
+            UserError, OSError: What the first process that failed met, if it was one of these; names the rank.
+            RuntimeError: Any other exception, where it was met in another process.
+        """
+        if self.size == 1:
+            return action()
+        error: Exception | None = None
+        result: Any = None
+        try:
+            result = action()
+        except Exception as caught:
+            error = caught
+        self.agree(error)
+        return result  # type: ignore[no-any-return]
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Do something in rank 0 alone and hand its result, or its failure, to all."""
+        return self.gather(self.together(lambda: action() if self.first else None))[0]  # type: ignore[return-value]
+
+    def agree(self, error: Exception | None) -> None:
+        """Raise in every process if there is an error in any; see `together`."""
+        errors = self.gather(None if error is None else _portable(error))
+        for rank, found in enumerate(errors):
+            if found is not None:
+                if error is not None and rank == self.rank:
+                    raise error
+                raise _named(found, rank) from error
+
+
+def _portable(error: Exception) -> tuple[str, int | None, str]:
+    """Kind, number and text of an error: exceptions themselves cannot all be pickled."""
+    if isinstance(error, UserError):
+        return "user", None, str(error)
+    if isinstance(error, OSError):
+        return "os", error.errno, str(error)
+    return "other", None, f"{type(error).__name__}: {error}"
+
+
+def _named(found: tuple[str, int | None, str], rank: int) -> Exception:
+    kind, number, text = found
+    message = f"rank {rank}: {text}"
+    if kind == "user":
+        return UserError(message)
+    if kind == "os":
+        return OSError(number, message) if number is not None else OSError(message)
+    return RuntimeError(message)
+
+
+@contextmanager
+def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -> Iterator[Processes]:
+    """Join the processes that torchrun started; a single process where it did not.
+
+    Args:
+        device: The kind of device; each process of a machine takes one GPU of its own.
+        timeout_seconds: The longest that a process waits for the others before it fails.
+
+    Yields:
+        This process among them.
+
+    Raises:
+        UserError: If the machine has fewer GPUs than processes.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield Processes(device=device, restarts=restarts)
+        return
+    place = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+    if device.type == "cuda":
+        if place["LOCAL_RANK"] >= torch.cuda.device_count():
+            raise UserError(
+                f"{place['LOCAL_WORLD_SIZE']} processes were started on this machine, and PyTorch sees "
+                f"{torch.cuda.device_count()} GPUs here; lower --nproc-per-node, or take --run.device cpu"
+            )
+        device = torch.device("cuda", place["LOCAL_RANK"])
+        torch.cuda.set_device(device)
+    timeout = timedelta(seconds=timeout_seconds)
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=size,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    # A connection of its own: the watching thread must not wait for the training thread's requests.
+    notes = dist.PrefixStore("notes", store.clone())
+    yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarts, notes)
+    # Not after an error: the others may be gone, and NCCL would wait for them. The process ends anyway.
+    dist.destroy_process_group()
