@@ -9,7 +9,7 @@ import pytest
 
 import trifocal.cli.train as train_command
 from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of
-from trifocal.cli import COMMANDS
+from trifocal.cli import COMMANDS, bench
 from trifocal.train.arguments import load_config, override, parse_arguments
 from trifocal.train.config import RunConfig
 from trifocal.train.toml import from_table
@@ -39,6 +39,11 @@ def load_of_repository(path, overrides):
 
 
 def take_other(name, arguments):
+    if name == "bench":
+        options = bench.parse(arguments)
+        for resolved in ("all_shapes", "cases"):
+            assert getattr(options, resolved, lambda: True)()
+        return
     module = importlib.import_module(f"trifocal.cli.{name}")
     parse_arguments(getattr(module, f"{name.capitalize()}Arguments"), arguments, prog=f"trifocal {name}")
 

@@ -16,7 +16,7 @@ from trifocal.bench.baselines import DENSE, dense_attention, fla_attention, flex
 from trifocal.bench.candidate import Candidate, measure_candidate
 from trifocal.bench.first_call import first_calls
 from trifocal.bench.formulas import Work, branch_work
-from trifocal.bench.inputs import Choices, blocks_of_neighbours, make_choice, make_inputs
+from trifocal.bench.inputs import DTYPES, Choices, blocks_of_neighbours, make_choice, make_inputs
 from trifocal.bench.parity import check_parity
 from trifocal.bench.recorder import OK, Recorder, Refused, failure
 from trifocal.bench.shapes import AttentionShape, free_shapes, named_shapes
@@ -35,7 +35,7 @@ from trifocal.train.preflight import choose_device
 
 RowKind = Literal["whole", "parts", "cudnn", "flash", "flex", "fla"]
 Direction = Literal["forward", "backward", "both"]
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_SLOW_TO_COMPILE: set[RowKind] = {"flex", "fla"}
 PARTS = ("compressed", "scoring", "selected", "window")
 
 NOTES = (
@@ -138,10 +138,13 @@ class AttentionBench:
         with _fresh_cache(bool(sparse) and self.options.first_call) as cache:
             if cache is not None:
                 self._measure_first_calls(cache)
-            for shape in self.shapes:
-                self._measure_shape(shape)
-                if self.device.type == "cuda":
-                    torch.cuda.empty_cache()
+            # What takes long to compile comes last: if time runs out, it is that which is missing.
+            for kinds in (set(get_args(RowKind)) - _SLOW_TO_COMPILE, _SLOW_TO_COMPILE):
+                rows = kinds & set(self.options.rows)
+                for shape in self.shapes if rows else ():
+                    self._measure_shape(shape, rows)
+                    if self.device.type == "cuda":
+                        torch.cuda.empty_cache()
 
     def _measure_first_calls(self, cache: Path) -> None:
         longest = {shape.kind: shape for shape in sorted(self.shapes, key=lambda shape: shape.tokens)}
@@ -155,7 +158,7 @@ class AttentionBench:
             self.first_calls.append(row)
             self.recorder.say(f"first call {shape.name}: {answer}")
 
-    def _measure_shape(self, shape: AttentionShape) -> None:
+    def _measure_shape(self, shape: AttentionShape, rows: set[RowKind]) -> None:
         options, device = self.options, self.device
         self.recorder.say(f"{shape.name}: {shape.batch} x {shape.tokens}, {shape.heads}/{shape.groups} heads")
         try:
@@ -166,15 +169,15 @@ class AttentionBench:
             return
         # Dense first: the others are compared with it even where time runs out.
         for name in DENSE:
-            if name in options.rows:
+            if name in rows:
                 self._measure(shape, f"dense {name}", "", partial(dense_attention, name, inputs, shape), d_o)
-        if {"whole", "parts"} & set(options.rows):
+        if {"whole", "parts"} & rows:
             self._measure_sparse(shape, inputs, d_o)
-        if "flex" in options.rows:
+        if "flex" in rows:
             for mask in ("causal", "window"):
                 made = partial(flex_attention, mask, inputs, shape, options.geometry)
                 self._measure(shape, f"flex {mask}", "", made, d_o)
-        if "fla" in options.rows:
+        if "fla" in rows:
             self._measure(shape, "fla parallel_nsa", "", partial(fla_attention, inputs, shape, options.geometry), d_o)
 
     def _measure_sparse(self, shape: AttentionShape, inputs: Inputs, d_o: Tensor) -> None:

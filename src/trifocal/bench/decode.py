@@ -8,11 +8,11 @@ from typing import Any, Literal
 
 import torch
 
+from trifocal.bench.inputs import DTYPES
 from trifocal.bench.parity import check_parity
 from trifocal.bench.recorder import Recorder
 from trifocal.bench.shapes import AttentionShape
 from trifocal.bench.timing import Timing
-from trifocal.bench.train_worker import DTYPES
 from trifocal.errors import UserError
 from trifocal.generate import make_caches, sample
 from trifocal.models import DecoderLM, ModelConfig, parameter_count

@@ -95,9 +95,9 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     device, shape = torch.device(request["device"]), AttentionShape(**request["shape"])
     geometry, backend = Geometry(**request["geometry"]), request["backend"]
     inputs = make_inputs(shape, geometry, device, getattr(torch, request["dtype"])).leaves()
-    d_o = torch.randn_like(inputs.v_slc[:, :, :1].expand(-1, -1, shape.heads, -1))
-    # The choice of the library's own products must not count either.
-    (d_o.flatten(2)[0] @ d_o.flatten(2)[0].T).sum().item()
+    d_o = torch.randn(*inputs.q.shape[:3], shape.value_dim, device=device, dtype=inputs.q.dtype)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
     seconds = []
     for with_backward in (False, True):
         begin = time.perf_counter()

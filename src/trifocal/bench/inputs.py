@@ -9,6 +9,7 @@ from trifocal.bench.shapes import AttentionShape
 from trifocal.checks.seeds import Inputs
 from trifocal.ops import Geometry, compressed_attention, select_blocks
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Choices = Literal["random", "local", "smooth"]
 # Queries whose block scores are in memory at a time while a smooth choice is made.
 _CHUNK = 8192

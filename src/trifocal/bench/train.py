@@ -16,10 +16,11 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from trifocal.bench.inputs import DTYPES
 from trifocal.bench.parity import check_parity
 from trifocal.bench.recorder import OK, Recorder, Refused, failure
 from trifocal.bench.shapes import AttentionShape
-from trifocal.bench.train_worker import DTYPES, TrainCase
+from trifocal.bench.train_worker import TrainCase
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
 from trifocal.train.preflight import choose_device

@@ -27,7 +27,6 @@ from trifocal.train.step import StepResult, train_step
 GIB = 2**30
 # fp32 weight and gradient, and AdamW's two moments.
 _BYTES_PER_PARAMETER = 16
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -58,6 +58,9 @@ _SCREEN_COLUMNS = {
     },
 }  # fmt: skip
 
+# Columns of the screen's tables where it is no screen.
+_FILE_WIDTH = 160
+
 
 def run(args: Sequence[str]) -> int:
     """Measure, show a table and write the result files.
@@ -148,7 +151,7 @@ _BENCHES: dict[str, Callable[[Any, ResultFile], int]] = {"attention": _attention
 
 
 def _finish(name: str, rows: Sequence[Any], file: ResultFile, **tables: Sequence[Any]) -> None:
-    console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH)
     # The reason of what was not measured is too long for a cell.
     brief = [{**row, "status": row["status"].partition(":")[0]} for row in rows]
     console.print(_table("", brief, _SCREEN_COLUMNS[name]))
