@@ -36,9 +36,9 @@ from trifocal.ops.triton.selected import (
     LARGEST_BLOCK,
     choose_order,
     either,
+    load_slots,
     reduce_slots,
     rows_of_chunk,
-    slot_rows,
 )
 
 LOG2_E = 1.4426950408889634
@@ -93,7 +93,7 @@ def gathered_backward_kernel(
     GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, WITH_D_Q: tl.constexpr, WITH_D_KV: tl.constexpr,
+    ROWS: tl.constexpr, WITH_D_Q: tl.constexpr, WITH_D_KV: tl.constexpr,
 ):  # fmt: skip
     """One piece: d_q of its slots and its part of d_k and d_v, all but for the factor `scale`."""
     piece, begin, end, batch, group, block = find_piece(
@@ -101,7 +101,9 @@ def gathered_backward_kernel(
     )
     if begin < end:
         first_slot_of_chunk = chunk * chunk_rows * (GROUPS * PLACES)
-        any_slot = tl.load(slots + begin).to(tl.int32)
+        any_slot = begin
+        if PACKED:
+            any_slot = tl.load(slots + begin).to(tl.int32)
         first_token, first_position = block_place(
             block, any_slot, num_queries, query_shift, ids, cu_seqlens, GROUPS * PLACES, BLOCK, PACKED
         )
@@ -126,45 +128,60 @@ def gathered_backward_kernel(
             v_2 = load_tile(v, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
             d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
 
-        for first in tl.range(begin, end, ROWS // REP, num_stages=STAGES):
-            exists, slot, row, head = slot_rows(first, end, slots, REP, GROUPS * PLACES, ROWS)
-            query = row - batch * num_queries
-            position = query + query_shift
+        head = tl.arange(0, ROWS) % REP
+        first_row = batch * num_queries
+        STEP: tl.constexpr = ROWS // REP
+        # See the forward on slots three tiles ahead and on this zero.
+        zero = begin >> 31
+        exists, slot_0 = load_slots(slots, begin, end, REP, ROWS)
+        exists, slot_1 = load_slots(slots, begin + STEP, end, REP, ROWS)
+        exists, slot_2 = load_slots(slots, begin + 2 * STEP, end, REP, ROWS)
+        for first in tl.range(begin, end, STEP):
+            exists, slot = load_slots(slots, first, end, REP, ROWS)
+            row = slot // (GROUPS * PLACES)
+            position = row - first_row + query_shift
             if PACKED:
                 position = tl.load(positions + position, mask=exists, other=0)
             lse_2, delta_row, gate_row = _row_numbers(
                 lse, delta, gate, (row.to(tl.int64) * GROUPS + group) * REP + head, exists, GATED
             )
+            query = slot_0 // (GROUPS * PLACES) - first_row
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
+            # Keys are rows here, so that p and d_scores go from registers into the products for d_v and d_k.
             q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-            scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+            scores = tl.dot(k_1, tl.trans(q_1), input_precision="ieee")
             if D_2 > 0:
                 q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
-                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+                scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision="ieee")
+            visible = key_exists[:, None] & (first_position + in_block[:, None] <= position[None, :])
+            p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[None, :]), 0.0)
+            if GATED:
+                p = p * gate_row[None, :]
             d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
-            d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
+            if WITH_D_KV:
+                d_v_1 = tl.dot(p.to(d_o_1.dtype), d_o_1, d_v_1, input_precision="ieee")
+            d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
             if V_2 > 0:
                 d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
-                d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
-            visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
-            p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[:, None]), 0.0)
-            if GATED:
-                p = p * gate_row[:, None]
-            d_scores = (p * (d_p - delta_row[:, None])).to(q_1.dtype)
-            if WITH_D_KV:
-                p = p.to(d_o_1.dtype)
-                d_v_1 = tl.dot(tl.trans(p), d_o_1, d_v_1, input_precision="ieee")
-                if V_2 > 0:
-                    d_v_2 = tl.dot(tl.trans(p), d_o_2, d_v_2, input_precision="ieee")
-                d_k_1 = tl.dot(tl.trans(d_scores), q_1, d_k_1, input_precision="ieee")
-                if D_2 > 0:
-                    d_k_2 = tl.dot(tl.trans(d_scores), q_2, d_k_2, input_precision="ieee")
+                if WITH_D_KV:
+                    d_v_2 = tl.dot(p.to(d_o_1.dtype), d_o_2, d_v_2, input_precision="ieee")
+                d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
+            d_scores = (p * (d_p - delta_row[None, :])).to(q_1.dtype)
             if WITH_D_Q:
                 place = ((slot - first_slot_of_chunk).to(tl.int64) * REP + head) * D
-                store_tile(d_q_slots, place, exists, tl.dot(d_scores, k_1, input_precision="ieee"), 0, D_1, D)
+                d_q_1 = tl.dot(tl.trans(d_scores), k_1, input_precision="ieee")
+                store_tile(d_q_slots, place, exists, d_q_1, 0, D_1, D)
                 if D_2 > 0:
-                    store_tile(d_q_slots, place, exists, tl.dot(d_scores, k_2, input_precision="ieee"), D_1, D_2, D)
+                    d_q_2 = tl.dot(tl.trans(d_scores), k_2, input_precision="ieee")
+                    store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
+            if WITH_D_KV:
+                d_k_1 = tl.dot(d_scores, q_1, d_k_1, input_precision="ieee")
+                if D_2 > 0:
+                    d_k_2 = tl.dot(d_scores, q_2, d_k_2, input_precision="ieee")
+            slot_0 = slot_1 + zero
+            slot_1 = slot_2 + zero
+            _later, slot_2 = load_slots(slots, first + 3 * STEP, end, REP, ROWS)
 
         if WITH_D_KV:
             part = piece.to(tl.int64) * BLOCK + in_block
@@ -411,29 +428,28 @@ def masked_d_kv_kernel(
             lse_2, delta_row, gate_row = _row_numbers(lse, delta, gate, place, exists, GATED)
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
+            # Keys are rows here, so that p and d_scores go from registers into the products for d_v and d_k.
             q_1 = load_tile(q, q_offsets, in_tile, 0, D_1, D, True)
-            scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+            scores = tl.dot(k_1, tl.trans(q_1), input_precision="ieee")
             if D_2 > 0:
                 q_2 = load_tile(q, q_offsets, in_tile, D_1, D_2, D, True)
-                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+                scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision="ieee")
+            # A query of the block's own document sits as far behind the key as its token does.
+            visible = key_exists[:, None] & (first_token + in_block[:, None] <= (query + query_shift)[None, :])
+            p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[None, :]), 0.0)
+            if GATED:
+                p = p * gate_row[None, :]
             d_o_1 = load_tile(d_o, d_offsets, in_tile, 0, V_1, V, True)
-            d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
+            d_v_1 = tl.dot(p.to(d_o_1.dtype), d_o_1, d_v_1, input_precision="ieee")
+            d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
             if V_2 > 0:
                 d_o_2 = load_tile(d_o, d_offsets, in_tile, V_1, V_2, V, True)
-                d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
-            # A query of the block's own document sits as far behind the key as its token does.
-            visible = key_exists[None, :] & (first_token + in_block[None, :] <= (query + query_shift)[:, None])
-            p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[:, None]), 0.0)
-            if GATED:
-                p = p * gate_row[:, None]
-            d_scores = (p * (d_p - delta_row[:, None])).to(q_1.dtype)
-            p = p.to(d_o_1.dtype)
-            d_v_1 = tl.dot(tl.trans(p), d_o_1, d_v_1, input_precision="ieee")
-            d_k_1 = tl.dot(tl.trans(d_scores), q_1, d_k_1, input_precision="ieee")
-            if V_2 > 0:
-                d_v_2 = tl.dot(tl.trans(p), d_o_2, d_v_2, input_precision="ieee")
+                d_v_2 = tl.dot(p.to(d_o_1.dtype), d_o_2, d_v_2, input_precision="ieee")
+                d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
+            d_scores = (p * (d_p - delta_row[None, :])).to(q_1.dtype)
+            d_k_1 = tl.dot(d_scores, q_1, d_k_1, input_precision="ieee")
             if D_2 > 0:
-                d_k_2 = tl.dot(tl.trans(d_scores), q_2, d_k_2, input_precision="ieee")
+                d_k_2 = tl.dot(d_scores, q_2, d_k_2, input_precision="ieee")
         # d_k and d_v are contiguous, [B, S, G, *].
         key_place = (batch * num_keys + first_token + in_block) * GROUPS + group
         store_tile(d_k, key_place * D, key_exists, d_k_1 * scale, 0, D_1, D)
@@ -527,6 +543,7 @@ def selected_backward(
             q, k, v, d_o, lse, delta, gates, d_q, bits, ids, positions, cu_seqlens, *all_strides, *shift,
             bits.shape[2], score_scale, scale,
             **shape, ROWS=tile_d_q.rows, num_warps=tile_d_q.warps, num_stages=tile_d_q.stages,
+            maxnreg=tile_d_q.registers,
         )  # fmt: skip
         num_blocks, block_documents = -(-num_keys // block_size), lse
         if documents is not None:
@@ -539,7 +556,7 @@ def selected_backward(
         masked_d_kv_kernel[(batch * groups, num_blocks)](
             q, k, v, d_o, lse, delta, gates, d_k, d_v, bits, block_documents, cu_seqlens, *all_strides, *shift,
             bits.shape[2], score_scale, scale,
-            **shape, ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages,
+            **shape, ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         return d_q, d_k, d_v
 
@@ -561,8 +578,9 @@ def selected_backward(
                 q, k, v, d_o, lse, delta, gates, d_q_slots, d_k_parts, d_v_parts,
                 index.slots, index.starts, index.first_pieces, index.piece_keys, ids, positions, cu_seqlens,
                 *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, score_scale,
-                **shape, PLACES=places, PIECE=tile.keys, ROWS=pass_tile.rows, STAGES=pass_tile.stages,
+                **shape, PLACES=places, PIECE=tile.keys, ROWS=pass_tile.rows,
                 WITH_D_Q=with_d_q, WITH_D_KV=with_d_kv, num_warps=pass_tile.warps, num_stages=pass_tile.stages,
+                maxnreg=pass_tile.registers,
             )  # fmt: skip
         first_row = chunk * index.chunk_rows
         end_row = min(first_row + index.chunk_rows, rows)
