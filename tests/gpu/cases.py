@@ -1,0 +1,154 @@
+"""Shapes for the GPU, with why each is there, and the error that PyTorch's own attention makes at them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from tests.ops.cases import geometry
+from trifocal import Geometry
+from trifocal.ops import Documents, compressed_attention, select_blocks
+
+PAPER = Geometry()
+SMALL = geometry(8, 4, 16, 3, 1, 1, 40)
+# PyTorch's own attention may err half as much.
+FACTOR = 2.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One problem. `lengths`: of packed documents, None for one document a row. S = T unless given."""
+
+    why: str
+    geometry: Geometry
+    queries: int
+    heads: int
+    groups: int
+    dim: int
+    value_dim: int
+    keys: int = 0
+    batch: int = 1
+    lengths: tuple[int, ...] | None = None
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys or self.queries
+
+    @property
+    def documents(self) -> Documents | None:
+        if self.lengths is None:
+            return None
+        borders = torch.tensor([0, *self.lengths]).cumsum(0).to("cuda", torch.int32)
+        return Documents.from_cu_seqlens(borders, self.num_keys)
+
+
+CASES = (
+    Case("16 heads a group, two batch entries", PAPER, 333, 32, 2, 128, 128, batch=2),
+    Case("packed: 1 token, around l, long", PAPER, 900, 12, 2, 64, 64, lengths=(1, 31, 32, 33, 500, 2, 301)),
+    Case("packed: short blocks", SMALL, 600, 12, 2, 64, 64, lengths=(200, 7, 8, 1, 384)),
+    Case("one head a group, D in two parts", SMALL, 257, 3, 3, 192, 128),
+    Case("64 heads a group, least dims", SMALL, 129, 64, 1, 16, 16),
+    Case("rows that no copy engine takes", SMALL, 300, 4, 2, 100, 36),
+    Case("odd dims, 3 heads a group", PAPER, 131, 6, 2, 71, 41, keys=300, batch=2),
+    Case("widest", SMALL, 300, 4, 2, 256, 256),
+    Case("fewer queries than keys", PAPER, 77, 16, 1, 128, 128, keys=900, batch=2),
+    Case("one query", PAPER, 1, 16, 1, 128, 64, keys=700, batch=2),
+    Case("keys outside: many more blocks than chosen", SMALL, 1500, 8, 2, 64, 64),
+)
+
+
+class Inputs(NamedTuple):
+    """Leaves of one attention call, unit-normal; gates lie in (0, 1)."""
+
+    q: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor
+
+    def leaves(self, dtype: torch.dtype | None = None) -> Inputs:
+        return Inputs(*(x.detach().to(dtype or x.dtype).requires_grad_() for x in self))
+
+
+def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
+    """Inputs for a case, rounded to `dtype`; the window's keys are as few as will do."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64).to(dtype)
+
+    def keys_and_values(length: int) -> tuple[Tensor, Tensor]:
+        return (
+            normal(case.batch, length, case.groups, case.dim),
+            normal(case.batch, length, case.groups, case.value_dim),
+        )
+
+    lengths = (case.num_keys,) if case.lengths is None else case.lengths
+    reach = case.num_keys
+    if case.lengths is None:
+        reach = min(case.num_keys, case.queries + case.geometry.window_size - 1)
+    return Inputs(
+        normal(case.batch, case.queries, case.heads, case.dim),
+        *keys_and_values(sum(case.geometry.num_compressed_blocks(length) for length in lengths)),
+        *keys_and_values(case.num_keys),
+        *keys_and_values(reach),
+        normal(case.batch, case.queries, case.heads, 3).sigmoid(),
+    )
+
+
+def choice(case: Case, inputs: Inputs) -> Tensor:
+    """The blocks that float64 chooses, for both sides of a comparison."""
+    q, k_cmp, v_cmp = (x.detach().double() for x in inputs[:3])
+    rules = {"num_keys": case.num_keys, "cu_seqlens": case.documents, "backend": "reference"}
+    _, lse = compressed_attention(q, k_cmp, v_cmp, case.geometry, **rules)
+    return select_blocks(q, k_cmp, lse, case.geometry, **rules)
+
+
+def error(actual: Tensor, exact: Tensor) -> float:
+    """Largest difference, relative to the largest exact value or 1; NaN in `actual` is an infinite error."""
+    assert actual.shape == exact.shape
+    if exact.numel() == 0:
+        return 0.0
+    same_infinity = actual.isinf() & (actual == exact)
+    difference = (actual.double() - exact).abs().masked_fill(same_infinity, 0.0).nan_to_num(nan=torch.inf)
+    size = exact.masked_fill(exact.isinf(), 0.0).abs().max().item()
+    return difference.max().item() / max(1.0, size)
+
+
+def allowed(case: Case, inputs: Inputs, branches: int) -> float:
+    """Twice the worst error of PyTorch's attention, output or gradient, over as many causal branches, gated."""
+
+    def mixture(leaves: Inputs) -> list[Tensor]:
+        pairs = [(leaves.k_slc, leaves.v_slc), (leaves.k_slc * -1, leaves.v_slc), (leaves.k_slc, leaves.v_slc * -1)]
+        exact = torch.promote_types(leaves.q.dtype, torch.float32)
+        total = torch.zeros((), device="cuda", dtype=exact)
+        for number, (k, v) in enumerate(pairs[:branches]):
+            total = total + leaves.gates[..., number, None].to(exact) * _causal(leaves.q, k, v)
+        wanted = [leaves.q, leaves.k_slc, leaves.v_slc, leaves.gates]
+        o = total.to(leaves.q.dtype)
+        generator = torch.Generator("cuda").manual_seed(1)
+        d_o = torch.randn(o.shape, generator=generator, device="cuda").to(inputs.q.dtype)
+        return [o, *torch.autograd.grad(o, wanted, d_o.to(o.dtype))]
+
+    got, exact = mixture(inputs.leaves()), mixture(inputs.leaves(torch.float64))
+    return FACTOR * max(error(a, e) for a, e in zip(got, exact, strict=True))
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(heads, 2).transpose(1, 2) for x in (k, v))
+    mask = torch.ones(q.shape[1], k.shape[2], dtype=torch.bool, device="cuda").tril(k.shape[2] - q.shape[1])
+    return scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask).transpose(1, 2)
+
+
+def cotangent(like: Tensor) -> Tensor:
+    """A unit-normal gradient for an output, rounded to its type."""
+    generator = torch.Generator("cuda").manual_seed(1)
+    return torch.randn(like.shape, generator=generator, device="cuda").to(like.dtype)
