@@ -151,7 +151,7 @@ class _SelectionRecorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.trifocal.select_blocks.default:
-            q, k_cmp, lse, sizes, num_keys, scale, cu_seqlens, _ = args
+            q, k_cmp, lse, sizes, num_keys, scale, cu_seqlens, *_ = args
             geometry = Geometry(*sizes)
             documents = None if cu_seqlens is None else Documents.from_checked(cu_seqlens, num_keys)
             figures = selection_statistics(result[0], geometry, documents)
