@@ -15,7 +15,7 @@ from trifocal.models import DecoderLM
 from trifocal.train import RunConfig
 from trifocal.train.config import TrainSection
 from trifocal.train.optimizer import make_optimizer
-from trifocal.train.step import train_step, valid_targets
+from trifocal.train.step import batch_loss, train_step, valid_targets
 
 CPU = torch.device("cpu")
 
@@ -72,6 +72,38 @@ def test_micro_batches_of_unequal_weight_add_up_to_the_whole_batch(tmp_path: Pat
         assert cut_norm == pytest.approx(norm, rel=1e-5)
         for name, gradient in expected.items():
             torch.testing.assert_close(cut[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_rows_without_borders_need_no_packing(tmp_path: Path) -> None:
+    """Split or not: the same loss and the same gradient, also where all rows have a border or none has."""
+    config = make_config(tmp_path)
+    model = DecoderLM(config.model)
+    model.init_weights(5)
+    kinds = set()
+    for batch in read_batches(config, 2, 60):
+        rows_with_border = 0
+        if batch.cu_seqlens is not None:
+            inner = [border for border in batch.cu_seqlens.tolist() if border % 32]
+            rows_with_border = len({border // 32 for border in inner})
+        if rows_with_border in kinds:
+            continue
+        kinds.add(rows_with_border)
+        shapes = []
+
+        def record(*args: torch.Tensor, shapes: list[tuple[int, ...]] = shapes, **kwargs: object) -> torch.Tensor:
+            shapes.append(tuple(args[0].shape))
+            return model(*args, **kwargs)
+
+        whole = batch_loss(model, batch, CPU)
+        split = batch_loss(record, batch, CPU, split_rows=True)
+        assert split.item() == pytest.approx(whole.item(), rel=1e-6)
+        expected = torch.autograd.grad(whole, list(model.parameters()))
+        computed = torch.autograd.grad(split, list(model.parameters()))
+        for mine, theirs in zip(computed, expected, strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+        packed, plain = (1, 32 * rows_with_border), (2 - rows_with_border, 32)
+        assert shapes == [shape for shape in (packed, plain) if 0 not in shape]
+    assert kinds == {0, 1, 2}
 
 
 def test_loss_and_gradient_are_those_of_the_mean_over_valid_targets(tmp_path: Path, heartbeat: Heartbeat) -> None:

@@ -69,7 +69,7 @@ def evaluate(
     for batch in batches:
         count = valid_targets(batch)
         with autocast(device, precision):
-            nats += count * batch_loss(model, batch, device).item()
+            nats += count * batch_loss(model, batch, device, split_rows=device.type == "cpu").item()
         targets += count
         text_bytes += tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy())
     loss = nats / max(targets, 1)

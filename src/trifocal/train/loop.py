@@ -137,6 +137,8 @@ class _Trainer:
         self.optimizer = make_optimizer(self.model, config.optimizer)
         self.loss_function = torch.compile(self.model) if config.train.compile else self.model
         self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * self.num_processes)
+        # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
+        self.split_rows = device.type == "cpu" and self.num_processes == 1 and not config.train.compile
         self.step = 0
         self.pending: StepResult | None = None
         self.loss: float | None = None
@@ -210,6 +212,7 @@ class _Trainer:
             heartbeat=self.heartbeat,
             before_backward=self._check_finite,
             forward_phase="compile" if first_compiled else "forward",
+            split_rows=self.split_rows,
         )
         self.learning_rate = rate
         self.step = step
