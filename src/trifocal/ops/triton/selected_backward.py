@@ -93,7 +93,7 @@ def gathered_backward_kernel(
     GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr, WITH_D_Q: tl.constexpr, WITH_D_KV: tl.constexpr,
+    ROWS: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, WITH_D_Q: tl.constexpr, WITH_D_KV: tl.constexpr,
 ):  # fmt: skip
     """One piece: d_q of its slots and its part of d_k and d_v, all but for the factor `scale`."""
     piece, begin, end, batch, group, block = find_piece(
@@ -148,37 +148,68 @@ def gathered_backward_kernel(
             query = slot_0 // (GROUPS * PLACES) - first_row
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
-            # Keys are rows here, so that p and d_scores go from registers into the products for d_v and d_k.
-            q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-            scores = tl.dot(k_1, tl.trans(q_1), input_precision="ieee")
-            if D_2 > 0:
-                q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
-                scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision="ieee")
-            visible = key_exists[:, None] & (first_position + in_block[:, None] <= position[None, :])
-            p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[None, :]), 0.0)
-            if GATED:
-                p = p * gate_row[None, :]
-            d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
-            if WITH_D_KV:
-                d_v_1 = tl.dot(p.to(d_o_1.dtype), d_o_1, d_v_1, input_precision="ieee")
-            d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
-            if V_2 > 0:
-                d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
+            if KEYS_AS_ROWS:
+                # Keys are rows here, so that p and d_scores go from registers into the products for d_v and d_k.
+                q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
+                scores = tl.dot(k_1, tl.trans(q_1), input_precision="ieee")
+                if D_2 > 0:
+                    q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+                    scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision="ieee")
+                visible = key_exists[:, None] & (first_position + in_block[:, None] <= position[None, :])
+                p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[None, :]), 0.0)
+                if GATED:
+                    p = p * gate_row[None, :]
+                d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
                 if WITH_D_KV:
-                    d_v_2 = tl.dot(p.to(d_o_1.dtype), d_o_2, d_v_2, input_precision="ieee")
-                d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
-            d_scores = (p * (d_p - delta_row[None, :])).to(q_1.dtype)
-            if WITH_D_Q:
-                place = ((slot - first_slot_of_chunk).to(tl.int64) * REP + head) * D
-                d_q_1 = tl.dot(tl.trans(d_scores), k_1, input_precision="ieee")
-                store_tile(d_q_slots, place, exists, d_q_1, 0, D_1, D)
+                    d_v_1 = tl.dot(p.to(d_o_1.dtype), d_o_1, d_v_1, input_precision="ieee")
+                d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
+                if V_2 > 0:
+                    d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
+                    if WITH_D_KV:
+                        d_v_2 = tl.dot(p.to(d_o_1.dtype), d_o_2, d_v_2, input_precision="ieee")
+                    d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
+                d_scores = (p * (d_p - delta_row[None, :])).to(q_1.dtype)
+                if WITH_D_Q:
+                    place = ((slot - first_slot_of_chunk).to(tl.int64) * REP + head) * D
+                    d_q_1 = tl.dot(tl.trans(d_scores), k_1, input_precision="ieee")
+                    store_tile(d_q_slots, place, exists, d_q_1, 0, D_1, D)
+                    if D_2 > 0:
+                        d_q_2 = tl.dot(tl.trans(d_scores), k_2, input_precision="ieee")
+                        store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
+                if WITH_D_KV:
+                    d_k_1 = tl.dot(d_scores, q_1, d_k_1, input_precision="ieee")
+                    if D_2 > 0:
+                        d_k_2 = tl.dot(d_scores, q_2, d_k_2, input_precision="ieee")
+            else:
+                q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
+                scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
                 if D_2 > 0:
-                    d_q_2 = tl.dot(tl.trans(d_scores), k_2, input_precision="ieee")
-                    store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
-            if WITH_D_KV:
-                d_k_1 = tl.dot(d_scores, q_1, d_k_1, input_precision="ieee")
-                if D_2 > 0:
-                    d_k_2 = tl.dot(d_scores, q_2, d_k_2, input_precision="ieee")
+                    q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+                    scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+                visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
+                p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[:, None]), 0.0)
+                if GATED:
+                    p = p * gate_row[:, None]
+                d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
+                d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
+                if V_2 > 0:
+                    d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
+                    d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
+                d_scores = (p * (d_p - delta_row[:, None])).to(q_1.dtype)
+                if WITH_D_Q:
+                    place = ((slot - first_slot_of_chunk).to(tl.int64) * REP + head) * D
+                    store_tile(d_q_slots, place, exists, tl.dot(d_scores, k_1, input_precision="ieee"), 0, D_1, D)
+                    if D_2 > 0:
+                        d_q_2 = tl.dot(d_scores, k_2, input_precision="ieee")
+                        store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
+                if WITH_D_KV:
+                    p = p.to(d_o_1.dtype)
+                    d_v_1 = tl.dot(tl.trans(p), d_o_1, d_v_1, input_precision="ieee")
+                    if V_2 > 0:
+                        d_v_2 = tl.dot(tl.trans(p), d_o_2, d_v_2, input_precision="ieee")
+                    d_k_1 = tl.dot(tl.trans(d_scores), q_1, d_k_1, input_precision="ieee")
+                    if D_2 > 0:
+                        d_k_2 = tl.dot(tl.trans(d_scores), q_2, d_k_2, input_precision="ieee")
             slot_0 = slot_1 + zero
             slot_1 = slot_2 + zero
             _later, slot_2 = load_slots(slots, first + 3 * STEP, end, REP, ROWS)
@@ -491,6 +522,7 @@ def selected_backward(
     tile: Tile | None = None,
     tile_d_q: Tile | None = None,
     buffer_bytes: int = BUFFER_BYTES,
+    keys_as_rows: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `selected_forward`.
 
@@ -508,6 +540,7 @@ def selected_backward(
         tile: A configuration of the d_k, d_v kernel; `keys` is how many slots a piece has.
         tile_d_q: A configuration of the d_q kernel. For keys-outside None means that one kernel makes all three.
         buffer_bytes: Partial d_q that may be held at a time.
+        keys_as_rows: Which way keys-outside lays its scores: p and d_scores, or row numbers, then cost less.
 
     Returns:
         d_q, d_k, d_v in the types of q, k, v, contiguous.
@@ -578,7 +611,7 @@ def selected_backward(
                 q, k, v, d_o, lse, delta, gates, d_q_slots, d_k_parts, d_v_parts,
                 index.slots, index.starts, index.first_pieces, index.piece_keys, ids, positions, cu_seqlens,
                 *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, score_scale,
-                **shape, PLACES=places, PIECE=tile.keys, ROWS=pass_tile.rows,
+                **shape, PLACES=places, PIECE=tile.keys, ROWS=pass_tile.rows, KEYS_AS_ROWS=keys_as_rows and with_d_kv,
                 WITH_D_Q=with_d_q, WITH_D_KV=with_d_kv, num_warps=pass_tile.warps, num_stages=pass_tile.stages,
                 maxnreg=pass_tile.registers,
             )  # fmt: skip
