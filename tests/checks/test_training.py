@@ -43,8 +43,8 @@ def test_random_token_floor_finds_a_window_that_sees_the_next_token(monkeypatch)
 def test_random_token_floor_finds_targets_that_are_the_inputs(monkeypatch):
     healthy = train_step.batch_loss
 
-    def unshifted(loss_function, batch, device):
-        return healthy(loss_function, batch._replace(targets=batch.tokens), device)
+    def unshifted(loss_function, batch, device, **rest):
+        return healthy(loss_function, batch._replace(targets=batch.tokens), device, **rest)
 
     monkeypatch.setattr(train_step, "batch_loss", unshifted)
     assert not training.random_token_floor(CPU).passed
@@ -91,8 +91,8 @@ def test_resume_finds_weights_alone(monkeypatch):
     """The optimizer starts afresh: its moments are those of the steps since."""
     healthy = loop.load_checkpoint
 
-    def weights_alone(path, *, model, optimizer, model_config):
-        state = healthy(path, model=model, optimizer=optimizer, model_config=model_config)
+    def weights_alone(path, *, model, optimizer, **rest):
+        state = healthy(path, model=model, optimizer=optimizer, **rest)
         optimizer.state.clear()
         return state
 

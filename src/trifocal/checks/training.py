@@ -32,7 +32,8 @@ from trifocal.train.config import (
     ScheduleSection,
     TrainSection,
 )
-from trifocal.train.loop import TrainResult, resume, train
+from trifocal.train.launch import resume, train
+from trifocal.train.loop import TrainResult
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.step import train_step
 

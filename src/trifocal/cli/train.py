@@ -1,19 +1,22 @@
 """`trifocal train`: start a run, or go on with one."""
 
 import importlib.util
+import os
 import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import tyro
 
+from trifocal.distributed import PeerLost
 from trifocal.errors import UserError
 from trifocal.train.arguments import check_flags, load_config, override, parse_arguments
 from trifocal.train.config import RunConfig
-from trifocal.train.loop import TrainResult, resume, resume_command, train
+from trifocal.train.launch import resume, resume_command, train
+from trifocal.train.loop import TrainResult
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.run_directory import load_run
 from trifocal.train.toml import dotted_fields
@@ -50,8 +53,19 @@ def run(args: Sequence[str]) -> int:
     except NonFiniteError as error:
         print(f"trifocal: {error}", file=sys.stderr)
         return 1
-    print(_summary(result))
+    except PeerLost as error:
+        print(f"trifocal: {error}", file=sys.stderr)
+        _leave_at_once()
+    if result.first:
+        print(_summary(result))
     return 0
+
+
+def _leave_at_once() -> NoReturn:
+    """End without tidying up: the libraries underneath would wait for the process that is lost."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _split(flags: list[str]) -> tuple[list[str], dict[str, str], list[str]]:

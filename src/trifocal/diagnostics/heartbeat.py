@@ -9,7 +9,7 @@ One JSON object a line in `heartbeat/rank{rank}.jsonl`, one line every `interval
 | interval_seconds | time between two rows; much longer silence means that the process is gone or frozen |
 | status | `running`; the last row says `finished` or `failed` |
 | step | optimizer steps done |
-| phase | one of PHASES; `other` between two of them |
+| phase | one of PHASES; `wait` for the other processes, `other` between two of them |
 | phase_seconds | how long the phase has lasted so far |
 | expected_phase_seconds | median of the phase's recent times; null before it has ended once |
 | stall_limit_seconds | past this age the phase counts as stalled; null where no limit is known yet |
@@ -44,8 +44,9 @@ from trifocal.diagnostics.jsonl import JsonLinesWriter, Row, logger
 from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
 from trifocal.diagnostics.stacks import running_threads, where
 
-PHASES = ("start", "data", "forward", "backward", "optimizer", "checkpoint", "evaluate", "compile", "other")
-_UNLIMITED = ("start", "compile")
+PHASES = ("start", "data", "wait", "forward", "backward", "optimizer", "checkpoint", "evaluate", "compile", "other")
+# Who waits for another process is not the one that is stuck.
+_UNLIMITED = ("start", "compile", "wait")
 _TYPICAL_TIMES = 200
 _RECENT_TIMES = 5
 

@@ -97,6 +97,11 @@ class MetricsWriter:
         for sink in self._sinks:
             sink.close()
 
+    @classmethod
+    def silent(cls) -> "MetricsWriter":
+        """A writer that writes nothing, for every process but the first."""
+        return _SilentWriter()
+
     def _drop_after(self, step: int) -> int:
         if not self._file.path.exists():
             return 0
@@ -113,6 +118,17 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class _SilentWriter(MetricsWriter):
+    def __init__(self) -> None:
+        """Opens nothing."""
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Take a row and forget it."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[Row]:

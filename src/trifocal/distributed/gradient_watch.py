@@ -62,6 +62,6 @@ class _LookingReduceScatter(DefaultReduceScatter):
     def __init__(self, watch: GradientWatch) -> None:
         self._watch = watch
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, **options: Any) -> Any:
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
         self._watch.look(input_tensor)
-        return super().__call__(output_tensor, input_tensor, **options)
+        return super().__call__(output_tensor, input_tensor, *args, **options)

@@ -8,7 +8,7 @@ never wait for a GPU.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -36,7 +36,7 @@ class Processes:
     rank: int = 0
     size: int = 1
     local_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     restarts: int = 0
     store: dist.Store | None = None
 

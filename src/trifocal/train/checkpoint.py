@@ -2,8 +2,10 @@
 
 `checkpoints/step_00000500/` holds `weights/` (model and optimizer, torch.distributed.checkpoint), one
 `rank*.json` a process (data position, random generators, counters) and `manifest.json`: the model's configuration
-and the size and SHA-256 of every other file. It is written under another name, flushed to the disk and then renamed,
-so a crash at any moment leaves either the whole checkpoint or none. Every file is verified before anything is loaded.
+and the size and SHA-256 of every other file. All processes write it together, in a folder that all of them see, and
+it is read by any number of them, however the model is spread. It is written under another name, flushed to the disk
+and then renamed, so a crash at any moment leaves either the whole checkpoint or none. Every file is verified before
+anything is loaded.
 """
 
 import hashlib
@@ -21,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 
+from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
 
@@ -56,8 +59,11 @@ def save_checkpoint(
     optimizer: torch.optim.Optimizer,
     model_config: ModelConfig,
     process_state: dict[str, Any],
+    processes: Processes | None = None,
 ) -> Path:
     """Write the checkpoint of a step; it appears under its name only when all of it is on the disk.
+
+    Every process calls this, and it succeeds or fails in all of them.
 
     Args:
         root: The run's `checkpoints` folder.
@@ -66,6 +72,7 @@ def save_checkpoint(
         optimizer: Its optimizer.
         model_config: What the model is; a checkpoint of another one is refused when loading.
         process_state: What this process must remember besides, in JSON types.
+        processes: This process among those of the run.
 
     Returns:
         The checkpoint's folder.
@@ -73,32 +80,59 @@ def save_checkpoint(
     Raises:
         OSError: If it cannot be written; nothing of it is left, and earlier checkpoints are untouched.
     """
+    processes = processes or Processes()
     final = checkpoint_path(root, step)
     partial = root / f"{_PARTIAL}{final.name}"
     try:
-        _remove(partial)
-        (partial / "weights").mkdir(parents=True)
+        processes.on_first(lambda: _make_room(partial))
         model_state, optimizer_state = get_state_dict(model, optimizer)
-        _save_weights({"model": model_state, "optimizer": optimizer_state}, partial / "weights")
-        (partial / "rank0.json").write_text(json.dumps(process_state))
-        files = {
-            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": _flushed_hash(path)}
-            for path in sorted(partial.rglob("*"))
-            if path.is_file()
-        }
+        state = {"model": model_state, "optimizer": optimizer_state}
+        processes.together(lambda: _save_weights(state, partial / "weights"))
+        text = json.dumps(process_state)
+        processes.together(lambda: _write(partial / f"rank{processes.rank}.json", text))
+        files = _describe_files(partial, processes)
         manifest = {"format": FORMAT, "step": step, "model": model_config.to_dict(), "files": files}
-        (partial / MANIFEST).write_text(json.dumps({"content": manifest, "sha256": _hash_json(manifest)}, indent=1))
-        _flushed_hash(partial / MANIFEST)
-        for folder in (partial / "weights", partial):
-            _flush_folder(folder)
-        # A damaged checkpoint of the same step, left by the run that this one replaces, makes room.
-        _remove(final)
-        partial.rename(final)
-        _flush_folder(root)
+        processes.on_first(lambda: _complete(partial, final, manifest))
     except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
+        if processes.first:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
+
+
+def _make_room(partial: Path) -> None:
+    _remove(partial)
+    (partial / "weights").mkdir(parents=True)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text)
+
+
+def _describe_files(partial: Path, processes: Processes) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file, each on the disk for good; the processes share the reading."""
+    paths = sorted(path for path in partial.rglob("*") if path.is_file())
+    mine = paths[processes.rank :: processes.size]
+
+    def describe() -> dict[str, dict[str, Any]]:
+        return {
+            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": _flushed_hash(path)}
+            for path in mine
+        }
+
+    found = {name: entry for part in processes.gather(processes.together(describe)) for name, entry in part.items()}
+    return dict(sorted(found.items()))
+
+
+def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
+    (partial / MANIFEST).write_text(json.dumps({"content": manifest, "sha256": _hash_json(manifest)}, indent=1))
+    _flushed_hash(partial / MANIFEST)
+    for folder in (partial / "weights", partial):
+        _flush_folder(folder)
+    # A damaged checkpoint of the same step, left by the run that this one replaces, makes room.
+    _remove(final)
+    partial.rename(final)
+    _flush_folder(final.parent)
 
 
 def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> None:
@@ -186,18 +220,25 @@ def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Pat
 
 
 def load_checkpoint(
-    path: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, model_config: ModelConfig
+    path: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    model_config: ModelConfig,
+    processes: Processes | None = None,
 ) -> dict[str, Any]:
-    """Load a verified checkpoint into a model and its optimizer.
+    """Load a verified checkpoint into a model and its optimizer, in every process its part.
 
     Args:
         path: What `find_checkpoint` returned.
         model: Takes the weights.
         optimizer: Takes its state.
         model_config: What the model is.
+        processes: This process among those of the run.
 
     Returns:
-        The process state that was saved with it.
+        The process state that was saved with it: that of this rank, or of another one where more processes load than
+        saved.
 
     Raises:
         UserError: If the checkpoint holds another model; names what differs.
@@ -207,7 +248,9 @@ def load_checkpoint(
     state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
     _load_weights(state, path / "weights")
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return dict(json.loads((path / "rank0.json").read_text()))
+    rank = 0 if processes is None else processes.rank
+    saved = sum(1 for _ in path.glob("rank*.json"))
+    return dict(json.loads((path / f"rank{rank % saved}.json").read_text()))
 
 
 def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfig) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from trifocal.data import Batch, DataConfig, Tokenizer, make_loader
+from trifocal.distributed import Processes
 from trifocal.models import DecoderLM
 from trifocal.train.config import LogSection, RunConfig
 from trifocal.train.step import autocast, batch_loss, valid_targets
@@ -54,8 +55,12 @@ def evaluate(
     data: DataConfig,
     device: torch.device,
     precision: str,
+    processes: Processes | None = None,
 ) -> Evaluation:
     """Mean loss over the valid targets of some batches.
+
+    Several processes share the batches. Each loss is added up in the order of its batch, so that the sum does not
+    depend on who computed it; and each process runs the model equally often, as a sharded one requires.
 
     Args:
         model: The model.
@@ -64,12 +69,22 @@ def evaluate(
         data: Tells whether the tokens stand for text at all.
         device: Where the model is.
         precision: As in training.
+        processes: Those that evaluate together; all have the same batches.
     """
-    nats, targets, text_bytes = 0.0, 0, 0
-    for batch in batches:
-        count = valid_targets(batch)
+    processes = processes or Processes()
+    targets, text_bytes = 0, 0
+    counts = [valid_targets(batch) for batch in batches]
+    losses: dict[int, float] = {}
+    split_rows = device.type == "cpu" and processes.size == 1
+    for first in range(0, len(batches), processes.size):
+        index = min(first + processes.rank, len(batches) - 1)
         with autocast(device, precision):
-            nats += count * batch_loss(model, batch, device, split_rows=device.type == "cpu").item()
+            losses[index] = batch_loss(model, batches[index], device, split_rows=split_rows).item()
+    for found in processes.gather(losses):
+        losses.update(found)
+    nats = 0.0
+    for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+        nats += count * losses[index]
         targets += count
         text_bytes += tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy())
     loss = nats / max(targets, 1)

@@ -1,14 +1,12 @@
 """The training loop: one trainer, for every device and every run."""
 
-import shlex
-import shutil
+import sys
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from trifocal.data import Batch, Loader, Tokenizer, make_loader
 from trifocal.diagnostics import (
@@ -20,23 +18,23 @@ from trifocal.diagnostics import (
     Watchdog,
     write_environment,
 )
+from trifocal.distributed import Parallel, Processes, choose_mode, parallelise, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
 from trifocal.train.checkpoint import (
-    find_checkpoint,
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
     set_aside_later,
 )
+from trifocal.train.company import Company
 from trifocal.train.config import RunConfig
 from trifocal.train.evaluate import Evaluation, evaluate, read_validation_batches, sample
 from trifocal.train.meter import Meter
 from trifocal.train.nonfinite import stop_non_finite
 from trifocal.train.optimizer import make_optimizer
-from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
-from trifocal.train.run_directory import create_run_directory, load_run, save_config
+from trifocal.train.run_directory import save_config
 from trifocal.train.schedule import learning_rate
 from trifocal.train.step import StepResult, autocast, train_step
 from trifocal.train.stop import StopSignals
@@ -53,6 +51,7 @@ class TrainResult:
         loss: The last training loss known, nats per token.
         evaluation: The last evaluation of this process.
         sample: The last sample of this process.
+        first: Whether this is rank 0, which speaks for all.
     """
 
     directory: Path
@@ -61,84 +60,28 @@ class TrainResult:
     loss: float | None
     evaluation: Evaluation | None
     sample: str | None
+    first: bool = True
 
 
-def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
-    """Train a new model.
+class Trainer:
+    """One run, in one process of it. Parallelism wraps `loss_function` around `model` from outside."""
 
-    Args:
-        config: The configuration.
-        overwrite: Replace a run that is in `config.run.directory` already.
-
-    Returns:
-        How it ended; on SIGINT or SIGTERM with a checkpoint of the step that was under way.
-
-    Raises:
-        UserError: If the run cannot end well, or its data are bad.
-        NonFiniteError: If a loss or gradient is not finite; that update was not applied.
-    """
-    device = choose_device(config.run.device)
-    tokenizer, notes = preflight(config, device, _num_processes())
-    # The data are opened before a folder is made, or an earlier run deleted.
-    trainer = _Trainer(config, Path(config.run.directory), device, tokenizer)
-    directory = create_run_directory(config, overwrite=overwrite)
-    try:
-        return trainer.run(notes, None)
-    except UserError:
-        if trainer.step == 0:
-            # Nothing was learnt: the folder would only stand in the way of the next try.
-            shutil.rmtree(directory)
-        raise
-
-
-def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | None = None) -> TrainResult:
-    """Go on with a run from its last complete checkpoint, repeating what an uninterrupted run would have done.
-
-    Args:
-        directory: The run.
-        checkpoint: Name of an earlier checkpoint to go on from; what came after it is set aside.
-        config: Replaces the run's configuration (to train longer, for example); it must describe the same model.
-
-    Returns:
-        As `train`.
-
-    Raises:
-        UserError: If there is no such run or checkpoint, a file of it is damaged, or it is of another model.
-        NonFiniteError: As `train`.
-    """
-    directory = Path(directory)
-    saved = load_run(directory)
-    config = saved if config is None else config
-    # The folder may have been moved since.
-    config = replace(config, run=replace(config.run, directory=str(directory)))
-    found = find_checkpoint(directory, checkpoint, command=resume_command(directory))
-    device = choose_device(config.run.device)
-    tokenizer, notes = preflight(config, device, _num_processes())
-    return _Trainer(config, directory, device, tokenizer).run(notes, found)
-
-
-def resume_command(directory: Path) -> str:
-    """What to type to go on with a run."""
-    return f"trifocal train --resume {shlex.quote(str(directory))}"
-
-
-class _Trainer:
-    """One run in one process. Parallelism wraps `loss_function` around `model` from outside."""
-
-    def __init__(self, config: RunConfig, directory: Path, device: torch.device, tokenizer: Tokenizer) -> None:
-        self.config, self.directory, self.device, self.tokenizer = config, directory, device, tokenizer
-        self.rank, self.num_processes = (dist.get_rank() if dist.is_initialized() else 0), _num_processes()
+    def __init__(self, config: RunConfig, directory: Path, processes: Processes, tokenizer: Tokenizer) -> None:
+        self.config, self.directory, self.tokenizer = config, directory, tokenizer
+        self.processes, self.device = processes, processes.device
         seed_everything(config.run.seed)
         self.model = DecoderLM(config.model)
         self.model.init_weights(config.run.seed)
-        self.model.to(device)
+        self.model.to(self.device)
         self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
         self.telemetry = AttentionTelemetry(self.model)
+        self.parallel, self.mode_note = self._parallelise()
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        self.loss_function = torch.compile(self.model) if config.train.compile else self.model
-        self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * self.num_processes)
+        whole = config.train.compile and not self.parallel.sharded
+        self.loss_function = torch.compile(self.parallel.module) if whole else self.parallel.module
+        self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * processes.size)
         # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
-        self.split_rows = device.type == "cpu" and self.num_processes == 1 and not config.train.compile
+        self.split_rows = self.device.type == "cpu" and processes.size == 1 and not config.train.compile
         self.step = 0
         self.pending: StepResult | None = None
         self.loss: float | None = None
@@ -146,7 +89,8 @@ class _Trainer:
         self.sample: str | None = None
         self.saved_step = 0
         self.validation_batches: list[Batch] | None = None
-        self.loader: Loader = self._make_loader()
+        self.company = Company(processes)
+        self.loader: Loader = processes.together(self._make_loader)
         # With the hub's branch as the commit that it found: the saved config names it, so that a resumed run reads it.
         self.config = replace(config, data=self.loader.config)
 
@@ -159,33 +103,37 @@ class _Trainer:
                 self._restore(checkpoint)
             resume_step = self.step if checkpoint is not None else None
             tensorboard = directory / "tensorboard"
-            sinks = [TensorBoardSink(tensorboard, resume_step=resume_step)] if config.log.tensorboard else []
-            save_config(config, directory)
-            write_environment(directory / "env.json", (directory / "config.toml").read_text(encoding="utf-8"))
+            rank, first = self.processes.rank, self.processes.first
+            sinks = [TensorBoardSink(tensorboard, resume_step=resume_step)] if config.log.tensorboard and first else []
+            if first:
+                save_config(config, directory)
+                write_environment(directory / "env.json", (directory / "config.toml").read_text(encoding="utf-8"))
+            metrics = directory / "metrics.jsonl"
             self.metrics = stack.enter_context(
-                MetricsWriter(directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks)
+                MetricsWriter(metrics, resume_step=resume_step, sinks=sinks) if first else MetricsWriter.silent()
             )
             self.heartbeat = stack.enter_context(
-                Heartbeat(directory / "heartbeat", self.rank, config.log.heartbeat_seconds, device=self.device)
+                Heartbeat(directory / "heartbeat", rank, config.log.heartbeat_seconds, device=self.device)
             )
             stack.enter_context(Watchdog(self.heartbeat, directory, on_stall=self._report_stalled_phase))
-            self.progress = stack.enter_context(Progress(total, start_step=self.step, enabled=self.rank == 0))
-            self.meter = Meter(config, self.device, self.num_processes)
-            signals = stack.enter_context(StopSignals())
-            for note in notes:
+            self.progress = stack.enter_context(Progress(total, start_step=self.step, enabled=first))
+            self.meter = Meter(config, self.device, self.processes.size)
+            self.signals = stack.enter_context(StopSignals())
+            stack.enter_context(self.company.watched(self.heartbeat, directory, config.parallel.silence_seconds))
+            for note in [*notes, *filter(None, [self.mode_note])]:
                 self._say("note", note)
             self.heartbeat.update(step=self.step)
             # From here on the random generators are where the checkpoint left them.
             if checkpoint is not None:
                 restore_random_state(self.restored_random_state)
-            while self.step < total and signals.received is None:
+            while self.step < total and not self.company.stopping(self.signals):
                 self._step()
             if self.saved_step != self.step:
                 self._save(must_succeed=True)
             finished = self.step >= total
-            if finished:
-                save_weights(self.model, directory / "weights")
-        return TrainResult(directory, self.step, finished, self.loss, self.evaluation, self.sample)
+            if finished and (whole := whole_model(self.model, self.processes)) is not None:
+                save_weights(whole, directory / "weights")
+        return TrainResult(directory, self.step, finished, self.loss, self.evaluation, self.sample, first)
 
     def _step(self) -> None:
         config = self.config
@@ -198,7 +146,8 @@ class _Trainer:
             minimum_factor=config.schedule.minimum_factor,
         )
         with self.heartbeat.phase("data"):
-            batches = [next(self.loader) for _ in range(self.accumulation)]
+            batches, error = self.company.read(self.loader, self.accumulation)
+        total_targets = self.company.meet(batches, error, self.signals, self.heartbeat)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         first_compiled = config.train.compile and self.meter.steps == 0
@@ -213,6 +162,8 @@ class _Trainer:
             before_backward=self._check_finite,
             forward_phase="compile" if first_compiled else "forward",
             split_rows=self.split_rows,
+            parallel=self.parallel,
+            total_targets=total_targets,
         )
         self.learning_rate = rate
         self.step = step
@@ -249,7 +200,9 @@ class _Trainer:
         """
         result, self.pending = self.pending, None
         if result is not None and not result.finite.wait():
-            error = stop_non_finite(result, self.model, self.learning_rate, self.directory / "dumps")
+            error = stop_non_finite(
+                result, self.model, self.learning_rate, self.directory / "dumps", self.processes, self.parallel
+            )
             self.metrics.event(result.step, "non_finite", str(error), severity="error")
             raise error
 
@@ -270,6 +223,7 @@ class _Trainer:
             data=self.config.data,
             device=self.device,
             precision=self.config.train.precision,
+            processes=self.processes,
         )
         self.metrics.write("evaluation", self.step, **self.evaluation.row())
         bits = self.evaluation.bits_per_byte
@@ -279,11 +233,15 @@ class _Trainer:
         )
 
     def _measure_attention(self, batch: Batch) -> None:
+        if not (self.processes.first or self.parallel.sharded):
+            return
         tokens = batch.tokens[:1].to(self.device)
         with autocast(self.device, self.config.train.precision):
             self.telemetry.log(self.metrics, self.step, tokens, cu_seqlens=batch.cu_seqlens)
 
     def _sample(self) -> None:
+        if not (self.processes.first or self.parallel.sharded):
+            return
         self.sample = sample(
             self.model,
             tokenizer=self.tokenizer,
@@ -292,6 +250,8 @@ class _Trainer:
             device=self.device,
             precision=self.config.train.precision,
         )
+        if not self.processes.first:
+            return
         folder = self.directory / "samples"
         folder.mkdir(exist_ok=True)
         (folder / f"step_{self.step:08d}.txt").write_text(self.sample + "\n", encoding="utf-8")
@@ -316,6 +276,7 @@ class _Trainer:
                     optimizer=self.optimizer,
                     model_config=self.config.model,
                     process_state=state,
+                    processes=self.processes,
                 )
             except OSError as error:
                 message = f"the checkpoint of step {self.step} could not be written: {error}"
@@ -330,17 +291,39 @@ class _Trainer:
                 self.step, "checkpoint_saved", f"{path.name} saved in {seconds:.1f} s", save_seconds=seconds
             )
             saving = self.config.checkpoint
-            prune_checkpoints(root, keep_last=saving.keep_last, keep_every_steps=saving.keep_every_steps)
+            if self.processes.first:
+                prune_checkpoints(root, keep_last=saving.keep_last, keep_every_steps=saving.keep_every_steps)
 
     def _restore(self, path: Path) -> None:
-        state = load_checkpoint(path, model=self.model, optimizer=self.optimizer, model_config=self.config.model)
+        state = load_checkpoint(
+            path,
+            model=self.model,
+            optimizer=self.optimizer,
+            model_config=self.config.model,
+            processes=self.processes,
+        )
         self.loader.load_state_dict(state["data"])
         self.step = self.saved_step = state["step"]
         self.loss = state["loss"]
         self.restored_random_state = state["random"]
         if self.step > self.config.train.steps:
             raise UserError(f"{path} is of step {self.step}, past train.steps {self.config.train.steps}")
-        set_aside_later(path)
+        self.processes.on_first(lambda: set_aside_later(path))
+
+    def _parallelise(self) -> tuple[Parallel, str]:
+        section, train = self.config.parallel, self.config.train
+        mode, note = choose_mode(section.mode, self.processes, self.config.model)
+        parallel = parallelise(
+            self.model,
+            self.processes,
+            mode,
+            precision=train.precision,
+            shards=section.shards,
+            reshard_after_forward=section.reshard_after_forward,
+            static_graph=section.static_graph,
+            compile=train.compile,
+        )
+        return parallel, note
 
     def _make_loader(self) -> Loader:
         config = self.config
@@ -350,8 +333,8 @@ class _Trainer:
             sequence_length=config.train.sequence_length,
             batch_size=config.train.micro_batch_size,
             vocab_size=config.model.vocab_size,
-            rank=self.rank,
-            world_size=self.num_processes,
+            rank=self.processes.rank,
+            world_size=self.processes.size,
             on_stall=self._report_stall,
         )
 
@@ -365,11 +348,9 @@ class _Trainer:
     def _say(self, name: str, message: str, severity: str = "info", **values: float) -> None:
         self.metrics.event(self.step, name, message, severity=severity, **values)
         self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
+        if severity != "info" and not self.processes.first:
+            print(f"rank {self.processes.rank}: {severity.upper()}: {message}", file=sys.stderr, flush=True)
 
 
 def _due(step: int, interval: int, last: bool) -> bool:
     return interval > 0 and (last or step % interval == 0)
-
-
-def _num_processes() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1

@@ -2,11 +2,14 @@
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from trifocal.distributed import Parallel, Processes, whole_model
 from trifocal.models import DecoderLM, save_weights
 from trifocal.train.step import StepResult
 
@@ -17,23 +20,48 @@ class NonFiniteError(RuntimeError):
     """The loss or the gradient of a step is not finite. The update was not applied."""
 
 
-def stop_non_finite(result: StepResult, model: DecoderLM, learning_rate: float, directory: Path) -> NonFiniteError:
+def stop_non_finite(
+    result: StepResult,
+    model: DecoderLM,
+    learning_rate: float,
+    directory: Path,
+    processes: Processes | None = None,
+    parallel: Parallel | None = None,
+) -> NonFiniteError:
     """Write a dump of a step that went wrong, and make the error that ends the run.
 
+    Every process calls this: all of them know that the step went wrong, each knows its own part in it.
+
     The dump, `step_*/`, holds `summary.json` (loss, norm, parameters with bad gradients, document ids),
-    `batch.pt` (the micro-batches) and the weights that the step started from, which are also the current ones.
+    `batch.pt` (the micro-batches; `batch_rank*.pt` of several processes) and the weights that the step started from,
+    which are also the current ones.
 
     Args:
         result: The step; its gradients are still in the parameters.
         model: The model.
         learning_rate: Of the step.
         directory: The run's `dumps`.
+        processes: This process among those of the run.
+        parallel: How the model is spread over them.
 
     Returns:
-        The error, to be raised. Its message names the step, the first parameter and the documents.
+        The error, to be raised. Its message names the rank, the step, the first parameter and the documents.
     """
-    bad = [name for name, parameter in model.named_parameters() if not _is_finite(parameter.grad)]
-    documents = list(dict.fromkeys(name for batch in result.batches for name in batch.document_ids))
+    processes = processes or Processes()
+    names = [name for name, _ in model.named_parameters()]
+    mine = _Part(
+        [name for name, parameter in model.named_parameters() if not _is_finite(parameter.grad)],
+        bool(torch.isfinite(result.local_loss))
+        and (parallel is None or parallel.watch is None or parallel.watch.finite()),
+        [name for batch in result.batches for name in batch.document_ids],
+        [batch.sample_index for batch in result.batches],
+    )
+    parts = processes.gather(mine)
+    found = {name for part in parts for name in part.bad}
+    bad = [name for name in names if name in found]
+    guilty = [rank for rank, part in enumerate(parts) if not part.finite] if processes.size > 1 else [0]
+    shown_parts = [parts[rank] for rank in guilty] or parts
+    documents = list(dict.fromkeys(name for part in shown_parts for name in part.documents))
     loss, norm = result.loss.item(), result.gradient_norm.item()
     folder = directory / f"step_{result.step:08d}"
     summary = {
@@ -43,25 +71,46 @@ def stop_non_finite(result: StepResult, model: DecoderLM, learning_rate: float, 
         "learning_rate": learning_rate,
         "parameters_with_non_finite_gradient": bad,
         "document_ids": documents,
-        "sample_indices": [batch.sample_index for batch in result.batches],
+        "sample_indices": [index for part in shown_parts for index in part.sample_indices],
     }
+    if processes.size > 1:
+        summary["ranks"] = guilty
+    whole = whole_model(model, processes)
     where = f"dump in {folder}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "summary.json").write_text(json.dumps(summary, indent=1))
-        torch.save([batch._asdict() for batch in result.batches], folder / "batch.pt")
-        save_weights(model, folder / "weights")
+        name = "batch.pt" if processes.size == 1 else f"batch_rank{processes.rank}.pt"
+        torch.save([batch._asdict() for batch in result.batches], folder / name)
+        if whole is not None:
+            (folder / "summary.json").write_text(json.dumps(summary, indent=1))
+            save_weights(whole, folder / "weights")
     except OSError as error:
         where = f"the dump could not be written: {error}"
     shown = ", ".join(documents[:_IDS_IN_MESSAGE])
     more = len(documents) - _IDS_IN_MESSAGE
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
     first = f"first parameter with a non-finite gradient: {bad[0]}" if bad else "all gradients are finite"
+    who = ""
+    if processes.size > 1:
+        ranks = f"rank{'s' if len(guilty) > 1 else ''} {', '.join(map(str, guilty))}" if guilty else "an unknown rank"
+        who = f"from {ranks}: "
     return NonFiniteError(
-        f"step {result.step}: {what} is not finite; {first} ({len(bad)} in all); documents: {shown}"
+        f"step {result.step}: {who}{what} is not finite; {first} ({len(bad)} in all); documents: {shown}"
         f"{f' and {more} more' if more > 0 else ''}; the update was not applied; {where}"
     )
 
 
+@dataclass(frozen=True)
+class _Part:
+    """What one process knows of the step."""
+
+    bad: list[str]
+    finite: bool
+    documents: list[str]
+    sample_indices: list[int]
+
+
 def _is_finite(gradient: Tensor | None) -> bool:
+    if isinstance(gradient, DTensor):
+        gradient = gradient.to_local()
     return gradient is None or bool(torch.isfinite(gradient).all())

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from trifocal.train.config import OptimizerSection
 
@@ -38,8 +39,12 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """The 2-norm of the whole gradient, fp32, on the device; NaN or infinite where any entry is."""
-    return torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    """The 2-norm of the whole gradient, fp32, on the device; NaN or infinite where any entry is.
+
+    Where parameters are sharded, every process gets the norm over all shards.
+    """
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def guarded_step(

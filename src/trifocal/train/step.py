@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trifocal.data import Batch
 from trifocal.diagnostics import Heartbeat
+from trifocal.distributed import Parallel
 from trifocal.models.decoder import IGNORED_TARGET
 from trifocal.ops import Documents
 from trifocal.train.config import TrainSection
@@ -51,6 +52,7 @@ class StepResult:
         step: Which step it was, from 1.
         batches: The micro-batches it saw, on the host.
         loss: Mean loss over all valid targets of the global batch, nats per token.
+        local_loss: This process's share of it; the shares add up to it.
         gradient_norm: 2-norm of the whole gradient before clipping.
         finite: Whether both are finite; if not, the update was not applied.
     """
@@ -58,6 +60,7 @@ class StepResult:
     step: int
     batches: Sequence[Batch]
     loss: Tensor
+    local_loss: Tensor
     gradient_norm: Tensor
     finite: DeviceFlag
 
@@ -135,6 +138,8 @@ def train_step(
     before_backward: Callable[[], None],
     forward_phase: str = "forward",
     split_rows: bool = False,
+    parallel: Parallel | None = None,
+    total_targets: int | None = None,
 ) -> StepResult:
     """Take one step.
 
@@ -153,28 +158,41 @@ def train_step(
             step before still exist: the place to find out whether it went wrong without an idle device.
         forward_phase: The heartbeat's name of the forward pass; "compile" for the first step of a compiled model.
         split_rows: As in `batch_loss`.
+        parallel: How the model is spread, where several processes each have a part of the global batch.
+        total_targets: Valid targets of the global batch, in all processes together; those of `batches` by default.
 
     Returns:
         The results, not waited for.
     """
     counts = [valid_targets(batch) for batch in batches]
-    total = max(sum(counts), 1)
+    total = max(sum(counts) if total_targets is None else total_targets, 1)
+    # What averages gradients over processes is to add them up.
+    processes = 1 if parallel is None else parallel.size
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     loss_sum = torch.zeros((), dtype=torch.float32, device=device)
     for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
-        with heartbeat.phase(forward_phase), autocast(device, config.precision):
-            loss = batch_loss(loss_function, batch, device, split_rows=split_rows)
-        if index == 0:
-            before_backward()
-            optimizer.zero_grad(set_to_none=True)
-        with heartbeat.phase("backward"):
-            weighted = loss * (count / total)
-            weighted.backward()
-            loss_sum += weighted.detach()
+        exchange = (
+            contextlib.nullcontext() if parallel is None else parallel.micro_batch(last=index == len(batches) - 1)
+        )
+        with exchange:
+            with heartbeat.phase(forward_phase), autocast(device, config.precision):
+                loss = batch_loss(loss_function, batch, device, split_rows=split_rows)
+            if index == 0:
+                before_backward()
+                optimizer.zero_grad(set_to_none=True)
+                if parallel is not None and parallel.watch is not None:
+                    parallel.watch.reset()
+            with heartbeat.phase("backward"):
+                weighted = loss * (count / total)
+                (weighted * processes).backward()
+                loss_sum += weighted.detach()
     with heartbeat.phase("optimizer"):
+        local_loss = loss_sum.clone() if processes > 1 else loss_sum
+        if parallel is not None:
+            parallel.sum(loss_sum)
         norm = gradient_norm(parameters)
         finite = DeviceFlag(guarded_step(optimizer, parameters, norm, loss_sum, config.gradient_clip_norm))
-    return StepResult(step, batches, loss_sum, norm, finite)
+    return StepResult(step, batches, loss_sum, local_loss, norm, finite)
 
 
 def _move(tensor: Tensor, device: torch.device) -> Tensor:

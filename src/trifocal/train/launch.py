@@ -1,0 +1,92 @@
+"""The two ways into a run: a new one, and one that goes on; in every process of it alike."""
+
+import shlex
+import shutil
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+from trifocal.distributed import Processes, processes_started
+from trifocal.errors import UserError
+from trifocal.train.checkpoint import find_checkpoint
+from trifocal.train.config import RunConfig
+from trifocal.train.loop import Trainer, TrainResult
+from trifocal.train.preflight import choose_device, preflight
+from trifocal.train.run_directory import create_run_directory, load_run
+from trifocal.train.start import check_same_start, restarted_run
+
+
+def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
+    """Train a new model.
+
+    Args:
+        config: The configuration.
+        overwrite: Replace a run that is in `config.run.directory` already.
+
+    Returns:
+        How it ended; on SIGINT or SIGTERM with a checkpoint of the step that was under way.
+
+    Raises:
+        UserError: If the run cannot end well, or its data are bad.
+        NonFiniteError: If a loss or gradient is not finite; that update was not applied.
+    """
+    directory = Path(config.run.directory)
+    with _processes(config) as processes:
+        check_same_start(processes, config, overwrite=overwrite)
+        found = processes.on_first(lambda: restarted_run(processes, directory))
+        if found == "resume":
+            # torchrun gives the command of the first start again.
+            return _resume(directory, "", config, processes)
+        tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
+        # The data are opened before a folder is made, or an earlier run deleted.
+        trainer = Trainer(config, directory, processes, tokenizer)
+        processes.on_first(lambda: create_run_directory(config, overwrite=overwrite or found == "overwrite"))
+        try:
+            return trainer.run(notes, None)
+        except UserError:
+            if trainer.step == 0 and processes.first:
+                # Nothing was learnt: the folder would only stand in the way of the next try.
+                shutil.rmtree(directory)
+            raise
+
+
+def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | None = None) -> TrainResult:
+    """Go on with a run from its last complete checkpoint, repeating what an uninterrupted run would have done.
+
+    Args:
+        directory: The run.
+        checkpoint: Name of an earlier checkpoint to go on from; what came after it is set aside.
+        config: Replaces the run's configuration (to train longer, for example); it must describe the same model.
+
+    Returns:
+        As `train`.
+
+    Raises:
+        UserError: If there is no such run or checkpoint, a file of it is damaged, or it is of another model.
+        NonFiniteError: As `train`.
+    """
+    directory = Path(directory)
+    saved = load_run(directory)
+    config = saved if config is None else config
+    # The folder may have been moved since.
+    config = replace(config, run=replace(config.run, directory=str(directory)))
+    with _processes(config) as processes:
+        check_same_start(processes, config, checkpoint=checkpoint)
+        # After a restart by torchrun the newest checkpoint counts, not the one that the first start asked for.
+        return _resume(directory, "" if processes.restarts else checkpoint, config, processes)
+
+
+def resume_command(directory: Path) -> str:
+    """What to type to go on with a run."""
+    return f"trifocal train --resume {shlex.quote(str(directory))}"
+
+
+def _processes(config: RunConfig) -> AbstractContextManager[Processes]:
+    device = choose_device(config.run.device)
+    return processes_started(device, timeout_seconds=config.parallel.timeout_seconds)
+
+
+def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes) -> TrainResult:
+    found = processes.on_first(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
+    tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
+    return Trainer(config, directory, processes, tokenizer).run(notes, found)

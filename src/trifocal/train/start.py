@@ -1,0 +1,66 @@
+"""Before training: the processes of a run must be about to do the same."""
+
+import hashlib
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trifocal import __version__
+from trifocal.distributed import Processes
+from trifocal.errors import UserError
+from trifocal.train.checkpoint import list_checkpoints
+from trifocal.train.config import RunConfig
+from trifocal.train.run_directory import CONFIG_FILE
+from trifocal.train.toml import dotted_fields
+
+
+def check_same_start(processes: Processes, config: RunConfig, **further: Any) -> None:
+    """Refuse a start in which the processes differ in configuration, code or versions.
+
+    Args:
+        processes: Of the run.
+        config: Of this process.
+        further: Other values that must be the same everywhere.
+
+    Raises:
+        UserError: In every process, if one differs from rank 0; names both and the first difference.
+    """
+    mine = {name: _value(config, name) for name in dotted_fields(RunConfig)} | further
+    mine |= {"trifocal": f"{__version__} ({_code_hash()})", "torch": torch.__version__}
+    mine["python"] = platform.python_version()
+    starts = processes.gather(mine)
+    for rank, other in enumerate(starts):
+        for name, value in starts[0].items():
+            if other[name] != value:
+                raise UserError(
+                    f"the processes were started differently: {name} is {value!r} in rank 0 and {other[name]!r} in "
+                    f"rank {rank}; start all of them with the same command and the same code"
+                )
+
+
+def restarted_run(processes: Processes, directory: Path) -> str:
+    """What a process that torchrun started again finds of its run.
+
+    Returns:
+        "" if this is a first start; "resume" if the run has a checkpoint to go on from; "overwrite" if it has none.
+    """
+    if not processes.restarts or not (directory / CONFIG_FILE).is_file():
+        return ""
+    return "resume" if list_checkpoints(directory / "checkpoints") else "overwrite"
+
+
+def _value(config: RunConfig, name: str) -> Any:
+    value: Any = config
+    for part in name.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _code_hash() -> str:
+    root = Path(__file__).parents[1]
+    digest = hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:12]
