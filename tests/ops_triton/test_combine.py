@@ -6,6 +6,8 @@ import torch
 from tests.ops_triton.interval_cases import compare
 from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
 
 @pytest.mark.parametrize("shape", [(2, 5, 3, 20), (1, 37, 4, 16), (1, 1, 1, 1)], ids=str)
 def test_values_and_gradients(shape):

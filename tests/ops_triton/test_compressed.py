@@ -8,6 +8,8 @@ from tests.ops.cases import ODD, Case, cotangent, draw
 from tests.ops_triton.interval_cases import CASES, OTHER_TILE, TILE, compare, documents_of, suits_copy_engine
 from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
 ALL = (*CASES, Case("no power of two anywhere", ODD, 31, batch=2, heads=3, groups=3, dim=5, value_dim=9))
 PATHS = [(case, False, 3) for case in ALL]
 PATHS += [(case, True, 1) for case in ALL if suits_copy_engine(case) and case.num_compressed]

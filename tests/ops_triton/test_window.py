@@ -8,6 +8,8 @@ from tests.ops.cases import Case, cotangent, draw
 from tests.ops_triton.interval_cases import CASES, OTHER_TILE, TILE, compare, documents_of, suits_copy_engine
 from trifocal.ops.triton.window import window_backward, window_forward
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
 PATHS = [(case, False, 21) for case in CASES] + [(case, True, 21) for case in CASES if suits_copy_engine(case)]
 PATHS += [(CASES[0], False, 2), (CASES[5], True, 2)]
 each_path = pytest.mark.parametrize(

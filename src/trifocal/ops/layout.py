@@ -76,15 +76,25 @@ def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry)
 
     No look at the data: `num_blocks` may be any number not under the documents' own count.
     """
-    lengths = documents.cu_seqlens.diff()
-    counts = ((lengths - geometry.compression_block_size) // geometry.compression_stride + 1).clamp(min=0)
-    ends = counts.cumsum(0, dtype=torch.int32)
-    first_blocks = ends - counts
+    first_blocks, counts = _first_blocks(documents, geometry)
+    ends = first_blocks + counts
     slots = torch.arange(num_blocks, device=ends.device, dtype=torch.int32)
     ids = torch.searchsorted(ends, slots, right=True, out_int32=True)
     filled = ids < counts.numel()
     starts = (slots - first_blocks[ids.clamp(max=counts.numel() - 1)]) * geometry.compression_stride
     return CompressedLayout(torch.where(filled, ids, -1), torch.where(filled, starts, 0), first_blocks)
+
+
+def first_compressed_blocks(documents: Documents, geometry: Geometry) -> Tensor:
+    """The first compressed block of each document, [documents], int32."""
+    return _first_blocks(documents, geometry)[0]
+
+
+def _first_blocks(documents: Documents, geometry: Geometry) -> tuple[Tensor, Tensor]:
+    """First block and number of blocks of each document."""
+    block, stride = geometry.compression_block_size, geometry.compression_stride
+    counts = ((documents.cu_seqlens.diff() + (stride - block)) // stride).clamp(min=0)
+    return counts.cumsum(0, dtype=torch.int32) - counts, counts
 
 
 def num_packed_compressed_blocks(documents: Documents, geometry: Geometry) -> int:

@@ -7,10 +7,12 @@ nearly every tile of keys is full. FLOPs: forward `T * C * H * (D + V)` (half of
 
 from typing import Any
 
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.layout import Documents, compressed_layout
+from trifocal.ops.layout import Documents, first_compressed_blocks
 from trifocal.ops.triton.combine import row_sums
 from trifocal.ops.triton.interval import Branch
 from trifocal.ops.triton.interval_backward import launch_backward
@@ -95,15 +97,67 @@ def _branch(
     )
     if documents is None:
         return branch
-    layout = compressed_layout(documents, k_cmp.shape[1], geometry)
-    branch = branch._replace(ids=documents.ids, positions=documents.positions, first_blocks=layout.first_blocks)
+    first_blocks = first_compressed_blocks(documents, geometry)
+    branch = branch._replace(ids=documents.ids, positions=documents.positions, first_blocks=first_blocks)
     if not backward:
         return branch
+    query_begin, query_end = place_slots(first_blocks, documents.cu_seqlens, k_cmp.shape[1], num_keys, geometry)
+    return branch._replace(query_begin=query_begin, query_end=query_end)
+
+
+@triton.jit(do_not_specialize=["num_documents", "num_slots", "num_keys", "steps"])
+def place_slots_kernel(
+    first_blocks,
+    cu_seqlens,
+    query_begin,
+    query_end,
+    num_documents,
+    num_slots,
+    num_keys,
+    steps,
+    BLOCK: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SLOTS: tl.constexpr,
+):
+    """The queries of compressed slots, first and end: found by halving which document a slot belongs to."""
+    slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
+    exists = slot < num_slots
+    # Invariant: `low` starts at or before the slot, `high` behind it. Of documents that start at one slot, only the
+    # last has any.
+    low = tl.zeros([SLOTS], tl.int32)
+    high = low + num_documents
+    for _ in tl.range(0, steps):
+        middle = (low + high) // 2
+        before = tl.load(first_blocks + middle) <= slot
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    in_document = slot - tl.load(first_blocks + low)
+    last_token = tl.load(cu_seqlens + low) + in_document * STRIDE + (BLOCK - 1)
+    end = tl.load(cu_seqlens + low + 1)
     # A slot that no document fills is seen from the end of the last document on: by nobody.
-    filled = layout.ids >= 0
-    document = layout.ids.clamp(min=0)
-    end = documents.cu_seqlens.index_select(0, document + 1)
-    last_token = documents.cu_seqlens.index_select(0, document) + layout.starts + (branch.block - 1)
-    return branch._replace(
-        query_begin=last_token.where(filled, num_keys).int(), query_end=end.where(filled, num_keys).int()
-    )
+    filled = last_token < end
+    tl.store(query_begin + slot, tl.where(filled, last_token, num_keys), mask=exists)
+    tl.store(query_end + slot, tl.where(filled, end, num_keys), mask=exists)
+
+
+def place_slots(
+    first_blocks: Tensor, cu_seqlens: Tensor, num_slots: int, num_keys: int, geometry: Geometry
+) -> tuple[Tensor, Tensor]:
+    """The tokens whose queries see each compressed slot, begin and end, [slots], int32."""
+    query_begin, query_end = (first_blocks.new_empty(num_slots) for _ in range(2))
+    num_documents, slots_of_program = first_blocks.shape[0], 256
+    if num_slots:
+        place_slots_kernel[(triton.cdiv(num_slots, slots_of_program),)](
+            first_blocks,
+            cu_seqlens,
+            query_begin,
+            query_end,
+            num_documents,
+            num_slots,
+            num_keys,
+            max(1, num_documents.bit_length()),
+            BLOCK=geometry.compression_block_size,
+            STRIDE=geometry.compression_stride,
+            SLOTS=slots_of_program,
+        )
+    return query_begin, query_end

@@ -71,7 +71,7 @@ def seeing_queries(
         begin = key - query_shift
         end = begin + window_size
         if PACKED:
-            end = tl.minimum(end, tl.load(query_end + key) - query_shift)
+            end = tl.minimum(end, tl.load(query_end + tl.load(query_begin + key) + 1) - query_shift)
     begin = tl.minimum(tl.maximum(begin, 0), num_queries)
     return begin, tl.maximum(tl.minimum(end, num_queries), begin)
 
@@ -135,7 +135,8 @@ class Branch(NamedTuple):
         query_shift: Token of query 0; for the window, its place among the keys given.
         ids, positions: Documents, as in `trifocal.ops.layout.Documents`; None for one document.
         first_blocks: First compressed block of each document, [documents].
-        query_begin, query_end: Tokens whose queries see a key, [keys]; the window needs only the end.
+        query_begin, query_end: For d_k and d_v in documents. Compressed: tokens whose queries see a key, [keys].
+            Window: the document of each key, and `cu_seqlens`.
     """
 
     window_size: int = 0

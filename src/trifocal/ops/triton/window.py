@@ -7,7 +7,6 @@ make the scores each for itself.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trifocal.ops.layout import Documents
@@ -83,5 +82,6 @@ def _branch(q: Tensor, k: Tensor, window_size: int, documents: Documents | None)
     branch = Branch(window_size=min(window_size, num_keys), query_shift=num_keys - q.shape[1])
     if documents is None:
         return branch
-    query_end = documents.cu_seqlens[1:].index_select(0, documents.ids)
-    return branch._replace(ids=documents.ids, positions=documents.positions, query_end=query_end.to(torch.int32))
+    return branch._replace(
+        ids=documents.ids, positions=documents.positions, query_begin=documents.ids, query_end=documents.cu_seqlens
+    )
