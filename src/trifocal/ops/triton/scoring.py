@@ -303,4 +303,4 @@ def _importance_tile(dtype: torch.dtype, rep: int, dim: int) -> Tile:
         return Tile(rows=32, keys=32, warps=4, stages=1)
     if dim > 128:
         return Tile(rows=64, keys=64, warps=4, stages=2)
-    return Tile(rows=64, keys=128 if rep > 2 else 64, warps=4, stages=2)
+    return Tile(rows=64, keys=128 if rep > 2 else 64, warps=4, stages=3 if rep > 4 else 2)

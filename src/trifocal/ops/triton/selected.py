@@ -714,8 +714,8 @@ def _forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim:
         return Tile(rows=16, keys=0, warps=4, stages=2)
     wide = max(dim, value_dim) > 128
     if order == "masked":
-        return Tile(rows=128, keys=0, warps=8, stages=2 if wide else 3)
-    return Tile(rows=128, keys=max(32, 512 // rep), warps=8, stages=2)
+        return Tile(rows=128, keys=0, warps=8, stages=2) if wide else Tile(rows=64, keys=0, warps=4, stages=3)
+    return Tile(rows=64, keys=max(64, 512 // rep), warps=4, stages=2 if wide else 3)
 
 
 def _finish_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:

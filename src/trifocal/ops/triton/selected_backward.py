@@ -569,7 +569,7 @@ def selected_backward(
     ids, positions, cu_seqlens = documents_or(documents, lse)
     if order == "masked":
         tile = tile or _masked_tile(q.dtype, rep, widths.padded, value_widths.padded)
-        tile_d_q = tile_d_q or tile
+        tile_d_q = tile_d_q or (Tile(128, 0, 8, 3) if max(dim, value_dim) <= 64 and q.dtype != torch.float32 else tile)
         d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
         masked_d_q_kernel[(triton.cdiv(num_queries * rep, tile_d_q.rows), batch * groups)](
@@ -638,11 +638,11 @@ def _gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Ti
     if dtype == torch.float32:
         return Tile(rows=max(16, triton.next_power_of_2(rep)), keys=128, warps=8, stages=1)
     wide = max(dim, value_dim) > 128
-    return Tile(rows=64 if wide else 128, keys=max(128, 4096 // rep), warps=8, stages=1 if wide else 2)
+    return Tile(rows=64, keys=max(256, 2048 // rep), warps=8 if wide else 4, stages=1 if wide else 2)
 
 
 def _masked_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
     if dtype == torch.float32:
         return Tile(rows=16, keys=0, warps=8, stages=1)
     wide = max(dim, value_dim) > 128
-    return Tile(rows=64 if wide else 128, keys=0, warps=8, stages=1 if wide else 2)
+    return Tile(rows=64, keys=0, warps=8, stages=1) if wide else Tile(rows=64, keys=0, warps=4, stages=1)
