@@ -326,7 +326,8 @@ BACKWARD: dict[str, list[tuple[Any, ...]]] = {
         ("masked", Tile(128, 0, 4, 2), Tile(64, 0, 4, 2, 168)), ("masked", Tile(64, 0, 4, 2, 168), Tile(64, 0, 4, 3)),
         ("masked", Tile(64, 0, 4, 1, 168), Tile(128, 0, 8, 3, 128)),
     ],
-    "P": [("gathered", Tile(64, 256, 4, 2), None), ("gathered", Tile(64, 256, 8, 1), None)],
+    "P": [("gathered", Tile(64, 256, 4, 2), None), ("gathered", Tile(64, 256, 8, 1), None),
+        ("gathered", Tile(64, 256, 8, 1), None, ROWS_AS_ROWS)],
 }  # fmt: skip
 
 

@@ -714,7 +714,9 @@ def _forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim:
         return Tile(rows=16, keys=0, warps=4, stages=2)
     wide = max(dim, value_dim) > 128
     if order == "masked":
-        return Tile(rows=128, keys=0, warps=8, stages=2) if wide else Tile(rows=64, keys=0, warps=4, stages=3)
+        if max(dim, value_dim) <= 64:
+            return Tile(rows=64, keys=0, warps=4, stages=3)
+        return Tile(rows=128, keys=0, warps=8, stages=2 if wide else 3)
     return Tile(rows=64, keys=max(64, 512 // rep), warps=4, stages=2 if wide else 3)
 
 

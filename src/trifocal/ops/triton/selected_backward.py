@@ -569,7 +569,7 @@ def selected_backward(
     ids, positions, cu_seqlens = documents_or(documents, lse)
     if order == "masked":
         tile = tile or _masked_tile(q.dtype, rep, widths.padded, value_widths.padded)
-        tile_d_q = tile_d_q or (Tile(128, 0, 8, 3) if max(dim, value_dim) <= 64 and q.dtype != torch.float32 else tile)
+        tile_d_q = tile_d_q or _masked_d_q_tile(q.dtype, widths.padded, value_widths.padded)
         d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
         masked_d_q_kernel[(triton.cdiv(num_queries * rep, tile_d_q.rows), batch * groups)](
@@ -646,3 +646,12 @@ def _masked_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile
         return Tile(rows=16, keys=0, warps=8, stages=1)
     wide = max(dim, value_dim) > 128
     return Tile(rows=64, keys=0, warps=8, stages=1) if wide else Tile(rows=64, keys=0, warps=4, stages=1)
+
+
+def _masked_d_q_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:
+    if dtype == torch.float32:
+        return Tile(rows=16, keys=0, warps=8, stages=1)
+    columns = max(dim, value_dim)
+    if columns <= 64:
+        return Tile(rows=128, keys=0, warps=8, stages=3)
+    return Tile(rows=64, keys=0, warps=4, stages=2) if columns <= 128 else Tile(rows=64, keys=0, warps=8, stages=1)
