@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from trifocal.distributed.processes import Processes
+from trifocal.errors import UserError
 
 Row = dict[str, Any]
 
@@ -93,12 +94,23 @@ class Peers:
             try:
                 sentence = self._exchange()
             except RuntimeError:
-                # The store went with the process that kept it.
-                sentence = "the process that keeps the rendezvous is gone"
+                # The store may have gone with the process that kept it.
+                sentence = self._gone() or self._failed()
             if sentence is not None:
                 return PeerLost(f"{sentence}; rank {self._processes.rank} stops too ({_short(error)})")
             time.sleep(_INTERVAL_SECONDS / 4)
         self._explaining.clear()
+        return None
+
+    def _gone(self) -> str | None:
+        """Which process of this machine has ended without a word."""
+        host = socket.gethostname()
+        for rank, seen in sorted(self._seen.items()):
+            if seen.note["status"] == "running" and seen.note["host"] == host:
+                exists = _exists(seen.note["pid"])
+                if seen.existed and not exists:
+                    return f"rank {rank} (process {seen.note['pid']}) is gone, {_last_seen(seen.note)}"
+                seen.existed |= exists
         return None
 
     def _run(self) -> None:
@@ -111,8 +123,9 @@ class Peers:
                 failing_since = None
             except RuntimeError as error:
                 failing_since = now if failing_since is None else failing_since
-                silent = now - failing_since > self._silence_seconds
-                sentence = f"the rendezvous store does not answer ({_short(error)})" if silent else None
+                sentence = self._gone() or self._failed()
+                if sentence is None and now - failing_since > self._silence_seconds:
+                    sentence = f"the rendezvous store does not answer ({_short(error)})"
             if sentence is None or self._explaining.is_set():
                 lost_since = None
                 continue
@@ -141,26 +154,24 @@ class Peers:
             return self._verdict(now)
 
     def _verdict(self, now: float) -> str | None:
-        host = socket.gethostname()
         # Who went without a word comes first: those who noticed have failed because of it.
+        gone = self._gone()
+        if gone is not None:
+            return gone
         for rank, seen in sorted(self._seen.items()):
-            if seen.note["status"] != "running":
-                continue
             silence = now - seen.changed
-            where = f"last seen in {seen.note['phase']} at step {seen.note['step']}"
-            if seen.note["host"] == host:
-                exists = _exists(seen.note["pid"])
-                if seen.existed and not exists:
-                    return f"rank {rank} (process {seen.note['pid']}) is gone, {where}"
-                seen.existed |= exists
-            if silence > self._silence_seconds:
+            if seen.note["status"] == "running" and silence > self._silence_seconds:
                 who = f"rank {rank} (process {seen.note['pid']} on {seen.note['host']})"
-                return f"{who} has been silent for {silence:.0f} s, {where}"
-        failed = [(seen.note["time"], rank, seen) for rank, seen in self._seen.items()]
-        for _, rank, seen in sorted(failed, key=lambda entry: entry[:2]):
-            if seen.note["status"] == "failed":
-                return f"rank {rank} has failed: {seen.note['message']}"
-        return None
+                return f"{who} has been silent for {silence:.0f} s, {_last_seen(seen.note)}"
+        return self._failed()
+
+    def _failed(self) -> str | None:
+        """Which process said first that it has failed."""
+        failed = [(seen.note["time"], rank) for rank, seen in self._seen.items() if seen.note["status"] == "failed"]
+        if not failed:
+            return None
+        rank = min(failed)[1]
+        return f"rank {rank} has failed: {self._seen[rank].note['message']}"
 
     def table(self) -> str:
         """What every other process was doing when it was last heard of, in a line."""
@@ -206,6 +217,9 @@ class Peers:
         message = f"{type(error).__name__}: {_short(error)}" if error is not None else ""
         with contextlib.suppress(RuntimeError):
             self._leave_note("finished" if error is None else "failed", message)
+            if error is not None and not isinstance(error, UserError):
+                # The store may end with this process: the others must have read the note.
+                time.sleep(2 * _INTERVAL_SECONDS)
 
 
 def _exists(pid: int) -> bool:
@@ -223,6 +237,10 @@ def _exists(pid: int) -> bool:
         return status.read_text(errors="replace").rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False
+
+
+def _last_seen(note: Row) -> str:
+    return f"last seen in {note['phase']} for {note['phase_seconds']:.0f} s at step {note['step']}"
 
 
 def _short(error: BaseException) -> str:

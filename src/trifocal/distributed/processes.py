@@ -144,6 +144,8 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    # torchrun may keep one store through its restarts: the addresses of the last start must not be found again.
+    store = dist.PrefixStore(f"start{restarts}", store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore("group", store),

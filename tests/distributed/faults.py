@@ -1,0 +1,192 @@
+"""`trifocal` with a fault in it: what a test starts in place of the command.
+
+`python faults.py NAME ARGUMENTS…`; faults are for rank 1 alone unless they say otherwise, and leave the file `fault`
+beside the run's folder when they strike, so that a test knows when.
+"""
+
+import errno
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from trifocal.cli import main
+from trifocal.data import Loader
+from trifocal.errors import UserError
+from trifocal.nn.block import SwiGLU
+from trifocal.train import checkpoint as checkpoint_module
+from trifocal.train import loop
+
+RANK = int(os.environ.get("RANK", "0"))
+STEP = 3
+
+
+def mark():
+    """Tell the test that the fault has struck."""
+    Path(os.environ["FAULT_FILE"]).touch()
+
+
+def before_step(action):
+    """Call `action(step)` before each training step."""
+    original = loop.train_step
+
+    def wrapped(step, *args, **kwargs):
+        action(step)
+        return original(step, *args, **kwargs)
+
+    loop.train_step = wrapped
+
+
+def wait_at_step():
+    """Every rank waits before step 3 until the test says go on, so that a signal meets a known step."""
+
+    def action(step):
+        if step == STEP:
+            mark()
+            while not Path(os.environ["FAULT_FILE"] + ".go").exists():
+                time.sleep(0.01)
+
+    before_step(action)
+
+
+def hang():
+    """An endless loop of Python code."""
+
+    def action(step):
+        if step == STEP and RANK == 1:
+            mark()
+            while True:
+                pass
+
+    before_step(action)
+
+
+def freeze():
+    """Long enough in one place for the test to stop or kill the process there."""
+
+    def action(step):
+        if step == STEP and RANK == 1:
+            mark()
+            time.sleep(60)
+
+    before_step(action)
+
+
+def freeze_in_checkpoint():
+    """As freeze, in the middle of a checkpoint."""
+    original = checkpoint_module._write
+
+    def write(path, text):
+        if RANK == 1 and "00000004" in str(path):
+            mark()
+            time.sleep(60)
+        original(path, text)
+
+    checkpoint_module._write = write
+
+
+def die_once():
+    """Killed in step 5, on the first start only."""
+
+    def action(step):
+        if step == 5 and RANK == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            mark()
+            os.kill(os.getpid(), 9)
+
+    before_step(action)
+
+
+class _Poison(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, upstream):
+        return upstream * torch.nan
+
+
+def nan():
+    """The gradient of one matrix is NaN, in one step."""
+    original = SwiGLU.forward
+    now = [0]
+    before_step(lambda step: now.__setitem__(0, step))
+
+    def forward(self, x):
+        if now[0] == STEP and RANK == 1:
+            y = torch.nn.functional.silu(self.gate_proj(x)) * _Poison.apply(self.up_proj(x.detach()))
+            return self.down_proj(y)
+        return original(self, x)
+
+    SwiGLU.forward = forward
+
+
+def data():
+    """The source gives up in one process."""
+    original = Loader.__next__
+    calls = [0]
+
+    def following(self):
+        calls[0] += 1
+        if calls[0] == STEP and RANK == 1:
+            raise UserError("the source is gone")
+        return original(self)
+
+    Loader.__next__ = following
+
+
+def disk():
+    """The disk is full in one process, at step 4."""
+    original = checkpoint_module._write
+
+    def write(path, text):
+        if RANK == 1 and "00000004" in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(path, text)
+
+    checkpoint_module._write = write
+
+
+def error():
+    """A bug that one process alone runs into."""
+
+    def action(step):
+        if step == STEP and RANK == 1:
+            raise IndexError("a bug")
+
+    before_step(action)
+
+
+def slow():
+    """Half a second in each forward pass of one process."""
+    original = loop.train_step
+
+    def wrapped(step, *args, **kwargs):
+        if RANK == 1:
+            inner = kwargs["loss_function"]
+
+            def late(*a, **k):
+                time.sleep(0.3)
+                return inner(*a, **k)
+
+            kwargs["loss_function"] = late
+        return original(step, *args, **kwargs)
+
+    loop.train_step = wrapped
+
+
+def code():
+    """Another version of the code."""
+    from trifocal.train import start
+
+    if RANK == 1:
+        start._code_hash = lambda: "abc"
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    if name:
+        globals()[name]()
+    sys.exit(main(sys.argv[2:]))

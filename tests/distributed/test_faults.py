@@ -1,0 +1,196 @@
+"""What happens to a run of two processes when something happens to one of them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.workers import ROOT, Workers, train
+from tests.train.tiny import write_config
+from trifocal.diagnostics import read_metrics
+from trifocal.train import resume
+from trifocal.train.checkpoint import list_checkpoints, verify_checkpoint
+
+QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
+
+
+class Case:
+    """A tiny run of two processes with a fault."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        self.config = write_config(folder)
+        self.fault_file = folder / "fault"
+        self.started: list[Workers] = []
+
+    def start(self, fault: str, *flags: str, mode: str = "ddp", **options: object) -> Workers:
+        """Start it."""
+        flags = (*QUICK, "--parallel.mode", mode, *flags)
+        workers = train(self.folder, self.config, *flags, fault=fault, FAULT_FILE=str(self.fault_file), **options)  # type: ignore[arg-type]
+        self.started.append(workers)
+        return workers
+
+    def checkpoints(self) -> list[str]:
+        """The complete ones, verified."""
+        found = list_checkpoints(self.run / "checkpoints")
+        for path in found:
+            verify_checkpoint(path)
+        return [path.name for path in found]
+
+    def resumed_to_the_end(self) -> None:
+        """Go on in this process, and finish."""
+        assert resume(self.run).finished
+        steps = [row["step"] for row in read_metrics(self.run / "metrics.jsonl", "train")]
+        assert steps == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    case = Case(tmp_path)
+    yield case
+    for workers in case.started:
+        workers.kill()
+
+
+def test_sigterm_to_one_saves_and_ends_all_well(case: Case) -> None:
+    """Before step 3: step 3 ends, all agree before step 4, and that one is saved."""
+    workers = case.start("wait_at_step", "--checkpoint.interval_steps", "0", mode="fsdp")
+    workers.wait_for(case.fault_file)
+    time.sleep(0.3)
+    workers.send(signal.SIGTERM, 1)
+    time.sleep(0.3)
+    Path(f"{case.fault_file}.go").touch()
+    ended = workers.join()
+    assert [end.status for end in ended] == [0, 0], ended
+    assert "stopped at step 4, which is saved" in ended[0].out
+    assert "stopped" not in ended[1].out
+    assert case.checkpoints() == ["step_00000004"]
+    case.resumed_to_the_end()
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_nan_in_one_rank_stops_all_and_is_named(case: Case, mode: str) -> None:
+    ended = case.start("nan", mode=mode).join()
+    assert [end.status for end in ended] == [1, 1], ended
+    for end in ended:
+        assert "step 3: from rank 1: gradient norm nan is not finite" in end.error, end.error
+        assert "first parameter with a non-finite gradient: blocks.0.mlp.up_proj.weight" in end.error
+    dump = case.run / "dumps" / "step_00000003"
+    summary = json.loads((dump / "summary.json").read_text())
+    assert summary["ranks"] == [1]
+    assert {path.name for path in dump.iterdir()} == {"batch_rank0.pt", "batch_rank1.pt", "summary.json", "weights"}
+    assert case.checkpoints() == ["step_00000002"]
+    assert read_metrics(case.run / "metrics.jsonl", "event")[-1]["name"] == "non_finite"
+
+
+def test_data_that_fail_in_one_rank_stop_all_with_the_error(case: Case) -> None:
+    ended = case.start("data").join()
+    assert [end.status for end in ended] == [2, 2], ended
+    assert "rank 1: the source is gone" in ended[0].error
+    assert "the source is gone" in ended[1].error
+    assert max(end.seconds for end in ended) < 60
+
+
+def test_a_full_disk_in_one_rank_is_loud_and_training_goes_on(case: Case) -> None:
+    ended = case.start("disk", mode="fsdp").join()
+    assert [end.status for end in ended] == [0, 0], ended
+    assert (
+        "ERROR: the checkpoint of step 4 could not be written: [Errno 28] rank 1: [Errno 28] No space" in ended[0].out
+    )
+    assert case.checkpoints() == ["step_00000002", "step_00000006"]
+    assert sorted(path.name for path in (case.run / "checkpoints").iterdir()) == case.checkpoints()
+
+
+@pytest.mark.parametrize(
+    ("fault", "flags", "expected"),
+    [
+        ("", ("--train.steps", "7"), "train.steps is 6 in rank 0 and 7 in rank 1"),
+        ("code", (), "(abc)' in rank 1"),
+    ],
+)
+def test_another_config_or_other_code_is_refused(case: Case, fault: str, flags: tuple[str, ...], expected: str) -> None:
+    ended = case.start(fault, rank_flags={1: flags}).join()
+    assert [end.status for end in ended] == [2, 2], ended
+    for end in ended:
+        assert "the processes were started differently: " in end.error
+        assert expected in end.error
+    assert not case.run.exists()
+
+
+@pytest.mark.parametrize("fault", ["freeze", "freeze_in_checkpoint"])
+def test_a_killed_rank_stops_the_others_and_is_named(case: Case, fault: str) -> None:
+    workers = case.start(fault, mode="fsdp")
+    workers.wait_for(case.fault_file)
+    begin = time.monotonic()
+    workers.send(signal.SIGKILL, 1)
+    (end,) = workers.join(30, ranks=[0])
+    assert time.monotonic() - begin < 30
+    assert end.status == 1
+    assert f"rank 1 (process {workers.processes[1].pid}) is gone, last seen in" in end.error, end.error
+    assert "rank 0 stops too" in end.error
+    assert case.checkpoints()[-1] == "step_00000002"
+    case.resumed_to_the_end()
+
+
+def test_a_killed_rank_0_is_named_though_it_kept_the_store(case: Case) -> None:
+    workers = case.start("wait_at_step")
+    workers.wait_for(case.fault_file)
+    time.sleep(1.5)
+    workers.send(signal.SIGKILL, 0)
+    Path(f"{case.fault_file}.go").touch()
+    (end,) = workers.join(30, ranks=[1])
+    assert end.status == 1
+    assert f"rank 0 (process {workers.processes[0].pid}) is gone" in end.error, end.error
+
+
+def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
+    workers = case.start("freeze", "--parallel.silence_seconds", "3")
+    workers.wait_for(case.fault_file)
+    time.sleep(1.5)
+    workers.send(signal.SIGSTOP, 1)
+    (end,) = workers.join(30, ranks=[0])
+    assert end.status == 1
+    assert "has been silent for" in end.error, end.error
+    assert "last seen in" in end.error and "at step 2" in end.error
+    dump = case.run / "dumps" / "lost_step_00000002"
+    assert "train_step" in (dump / "stacks_rank0.txt").read_text()
+
+
+def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) -> None:
+    """The other rank is alive all the while: the exchange times out, and says what it was doing."""
+    workers = case.start("hang", "--parallel.timeout_seconds", "6", "--parallel.silence_seconds", "2")
+    ended = workers.join(60)
+    assert [end.status for end in ended] == [1, 1], ended
+    assert "rank 1: other for" in ended[0].error and "at step 2" in ended[0].error, ended[0].error
+    assert "rank 0 has failed: PeerLost" in ended[1].error, ended[1].error
+    assert "action" in (case.run / "dumps" / "lost_step_00000002" / "stacks_rank1.txt").read_text()
+
+
+def test_a_bug_in_one_rank_ends_the_others_with_its_text(case: Case) -> None:
+    ended = case.start("error").join(60)
+    assert "IndexError: a bug" in ended[1].error
+    assert ended[0].status == 1
+    assert "rank 1 has failed: IndexError: a bug; rank 0 stops too" in ended[0].error, ended[0].error
+
+
+def test_torchrun_starts_again_from_the_last_checkpoint(case: Case) -> None:
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--standalone",
+        str(ROOT / "tests" / "distributed" / "faults.py"), "die_once", "train", str(case.config), *QUICK,
+        "--parallel.mode", "fsdp",
+    ]  # fmt: skip
+    place = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "FAULT_FILE": str(case.fault_file)}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert case.fault_file.exists()
+    assert "is gone" in done.stderr
+    assert "finished 6 steps" in done.stdout
+    rows = read_metrics(case.run / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in rows if row.get("name") == "resumed"] == [4]

@@ -1,0 +1,112 @@
+"""Whole runs in several processes: the same losses as in one, and checkpoints that load in any mode and number."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.workers import train
+from tests.train.tiny import read_checkpoint, write_config
+from trifocal.diagnostics import read_metrics
+from trifocal.models import load_model
+
+FLAGS = ("--log.sample_interval_steps", "3", "--log.sample_tokens", "4", "--checkpoint.keep_last", "4")
+# Sums over processes round otherwise than sums over rows; six steps of AdamW at 1e-2 pass that on.
+LOSS_TOLERANCE = 1e-4
+
+
+def losses(run: Path) -> list[float]:
+    """The training losses by step, and then the validation losses."""
+    rows = read_metrics(run / "metrics.jsonl", "train")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["tokens_seen"] == 4 * 32 * row["step"] for row in rows)
+    evaluations = read_metrics(run / "metrics.jsonl", "evaluation")
+    return [row["loss"] for row in rows] + [row["validation_loss"] for row in evaluations]
+
+
+def finish(folder: Path, mode: str, size: int, *flags: str) -> Path:
+    """A whole run."""
+    folder.mkdir()
+    ended = train(folder, write_config(folder), *FLAGS, "--parallel.mode", mode, *flags, size=size).join(120)
+    assert [end.status for end in ended] == [0] * size, ended[0].error
+    assert all("warn" not in end.error.lower() for end in ended), ended[0].error
+    return folder / "run"
+
+
+def go_on(run: Path, target: Path, mode: str, size: int) -> Path:
+    """A copy of a run, resumed from step 2 in another mode or number."""
+    shutil.copytree(run, target / "run")
+    flags = ("--resume", str(target / "run"), "--checkpoint", "step_00000002", "--parallel.mode", mode)
+    ended = train(target, None, *flags, size=size).join(120)
+    assert [end.status for end in ended] == [0] * size, ended[0].error
+    return target / "run"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run of one process and of two in each mode."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = {"none": finish(folder / "none", "auto", 1)}
+    for mode in ("ddp", "fsdp"):
+        found[mode] = finish(folder / mode, mode, 2)
+    return found
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], mode: str) -> None:
+    """Training and validation; four sequences are one micro-batch each of two processes, or two of one."""
+    assert losses(runs[mode]) == pytest.approx(losses(runs["none"]), rel=LOSS_TOLERANCE)
+    whole = load_model(runs[mode] / "weights").state_dict()
+    for name, tensor in load_model(runs["none"] / "weights").state_dict().items():
+        torch.testing.assert_close(whole[name], tensor, rtol=0.05, atol=5e-3)
+
+
+def test_each_rank_writes_its_own_and_rank_0_the_rest(runs: dict[str, Path]) -> None:
+    run = runs["fsdp"]
+    assert sorted(path.name for path in (run / "heartbeat").iterdir()) == ["rank0.jsonl", "rank1.jsonl"]
+    for rank in (0, 1):
+        last = json.loads((run / "heartbeat" / f"rank{rank}.jsonl").read_text().splitlines()[-1])
+        assert (last["status"], last["rank"], last["step"]) == ("finished", rank, 6)
+        assert "wait" in last["total_seconds"]
+    checkpoint = run / "checkpoints" / "step_00000006"
+    assert {path.name for path in checkpoint.iterdir()} == {"manifest.json", "rank0.json", "rank1.json", "weights"}
+    manifest = json.loads((checkpoint / "manifest.json").read_text())["content"]["files"]
+    assert {"rank0.json", "rank1.json", "weights/__0_0.distcp", "weights/__1_0.distcp"} <= manifest.keys()
+    assert len((run / "samples" / "step_00000006.txt").read_text()) > 4
+    notes = [row["message"] for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "note"]
+    assert any("2 processes, fsdp" in note for note in notes)
+
+
+CROSSINGS = [("ddp", "fsdp", 2), ("fsdp", "ddp", 2), ("fsdp", "auto", 1), ("none", "fsdp", 2), ("ddp", "hsdp", 2)]
+
+
+@pytest.mark.parametrize(("saved", "mode", "size"), CROSSINGS)
+def test_a_run_goes_on_in_another_mode_or_number(
+    runs: dict[str, Path], tmp_path: Path, saved: str, mode: str, size: int
+) -> None:
+    resumed = go_on(runs[saved], tmp_path, mode, size)
+    assert losses(resumed) == pytest.approx(losses(runs[saved]), rel=LOSS_TOLERANCE)
+    mine, theirs = (final(run) for run in (resumed, runs[saved]))
+    assert mine["data"] == theirs["data"]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_same_number_goes_on_bit_for_bit(runs: dict[str, Path], tmp_path: Path, mode: str) -> None:
+    resumed = go_on(runs[mode], tmp_path, mode, 2)
+    assert losses(resumed) == losses(runs[mode])
+    mine, theirs = (read_checkpoint(run / "checkpoints" / "step_00000006") for run in (resumed, runs[mode]))
+    assert mine.keys() == theirs.keys()
+    assert sum("exp_avg" in key for key in mine) > 20
+    for name in mine:
+        assert torch.equal(mine[name], theirs[name]), name
+    for rank in (0, 1):
+        assert final(resumed, rank) == final(runs[mode], rank)
+
+
+def final(run: Path, rank: int = 0) -> dict[str, Any]:
+    """What a process remembered at the end."""
+    state: dict[str, Any] = json.loads((run / "checkpoints" / "step_00000006" / f"rank{rank}.json").read_text())
+    return state

@@ -1,0 +1,114 @@
+"""Real processes for the tests, given their places as torchrun gives them, on the CPU over gloo."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Ended:
+    """How a process ended: status, what it wrote, and when on this process's clock."""
+
+    status: int
+    out: str
+    error: str
+    seconds: float
+
+
+class Workers:
+    """Processes that train together.
+
+    Args:
+        commands: The arguments of each rank's Python.
+        folder: Their outputs go there.
+        environment: Further variables of all.
+    """
+
+    def __init__(self, commands: Sequence[Sequence[str]], folder: Path, **environment: str) -> None:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.folder = folder
+        self.begin = time.monotonic()
+        self.processes: list[subprocess.Popen[bytes]] = []
+        for rank, command in enumerate(commands):
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": len(commands)}
+            place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1}
+            place |= {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "GLOO_SOCKET_IFNAME": "lo"}
+            variables = {**os.environ, **{name: str(value) for name, value in place.items()}, **environment}
+            with (folder / f"out{rank}").open("wb") as out, (folder / f"error{rank}").open("wb") as error:
+                # Not for a test's own interpreter of kernels.
+                variables.pop("TRITON_INTERPRET", None)
+                started = subprocess.Popen([sys.executable, *command], stdout=out, stderr=error, env=variables)
+            self.processes.append(started)
+
+    def error(self, rank: int) -> str:
+        """What a process has written to its standard error so far."""
+        return (self.folder / f"error{rank}").read_text(errors="replace")
+
+    def out(self, rank: int) -> str:
+        """What a process has written to its standard output so far."""
+        return (self.folder / f"out{rank}").read_text(errors="replace")
+
+    def send(self, number: signal.Signals, *ranks: int) -> None:
+        """Send a signal to some of them."""
+        for rank in ranks:
+            self.processes[rank].send_signal(number)
+
+    def wait_for(self, path: Path, timeout: float = 60) -> None:
+        """Wait until a file is there."""
+        deadline = time.monotonic() + timeout
+        while not path.exists():
+            assert time.monotonic() < deadline, f"{path} never came\n{self.error(0)}\n{self.error(1)}"
+            assert all(process.poll() is None for process in self.processes), f"{self.error(0)}\n{self.error(1)}"
+            time.sleep(0.02)
+
+    def join(self, timeout: float = 90, ranks: Sequence[int] | None = None) -> list[Ended]:
+        """Wait for some or all to end; what is left over is killed."""
+        deadline = time.monotonic() + timeout
+        ended = []
+        try:
+            for rank in range(len(self.processes)) if ranks is None else ranks:
+                status = self.processes[rank].wait(max(0.1, deadline - time.monotonic()))
+                ended.append(Ended(status, self.out(rank), self.error(rank), time.monotonic() - self.begin))
+        except subprocess.TimeoutExpired:
+            stderr = "\n".join(self.error(rank)[-3000:] for rank in range(len(self.processes)))
+            raise AssertionError(f"a process did not end in {timeout} s\n{stderr}") from None
+        finally:
+            for process in self.processes:
+                if ranks is None and process.poll() is None:
+                    process.kill()
+                    process.wait()
+        return ended
+
+    def kill(self) -> None:
+        """End what is left."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def train(
+    folder: Path,
+    config: Path | None,
+    *flags: str,
+    size: int = 2,
+    fault: str = "",
+    rank_flags: dict[int, tuple[str, ...]] | None = None,
+    **environment: str,
+) -> Workers:
+    """`trifocal train` in several processes, with a fault of tests/distributed/faults.py in some of them."""
+    command = [str(Path(__file__).with_name("faults.py")), fault, "train", *([str(config)] if config else []), *flags]
+    commands = [[*command, *(rank_flags or {}).get(rank, ())] for rank in range(size)]
+    logs = folder / f"logs{time.monotonic_ns()}"
+    logs.mkdir(parents=True)
+    return Workers(commands, logs, **environment)
