@@ -1,48 +1,65 @@
-"""Two processes compute the gradient of one, however the model is spread."""
+"""Two processes compute the gradient of one, however the model is spread: each case of the checks by its name."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed import gradients
+from tests.distributed import bf16
 from tests.distributed.workers import Workers
+from trifocal.checks.process_worker import Case
+from trifocal.checks.processes import BOUND, DDP_CASES, SHARDED_CASES, STEP_CASES, measure
 
-CASES = [case.name for case in gradients.cases()]
-STEPS = [f"{mode} {shards} five steps" for mode, shards in (("ddp", 0), ("fsdp", 0), ("hsdp", 1), ("hsdp", 2))]
-# Each of both sides adds up the same numbers in another order; a dozen layers pass their rounding on.
-BOUND = 64 * torch.finfo(torch.float32).eps
+CASES = (*DDP_CASES, *SHARDED_CASES, *STEP_CASES)
+
+
+def named(cases: Sequence[Case]) -> list[str]:
+    return [case.name for case in cases]
 
 
 @pytest.fixture(scope="module")
-def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Everything in one start of two processes."""
-    folder = tmp_path_factory.mktemp("gradients")
-    script = str(Path(gradients.__file__))
-    ended = Workers([[script, str(folder / "figures.json")]] * 2, folder).join(150)
-    assert [end.status for end in ended] == [0, 0], ended[0].error + ended[1].error
-    # The one warning of DDP's is its answer to an option that no run takes.
-    errors = [end.error for end in ended]
-    assert all("find_unused_parameters=True was specified" in line for error in errors for line in error.splitlines())
-    return json.loads((folder / "figures.json").read_text())
+def figures() -> dict[str, tuple[float, str]]:
+    """All of them in one start of two processes, where any warning of Python's is an error."""
+    found = measure(CASES, torch.device("cpu"), PYTHONWARNINGS="error")
+    return dict(zip(named(CASES), found, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_every_gradient_is_that_of_one_process(figures: dict[str, Any], name: str) -> None:
-    assert figures[name]["difference"] <= BOUND, figures[name]
-    assert figures[name]["difference"] > 0, "not even rounding differs: nothing was exchanged"
+def test_the_cases_are_those_that_were_reported() -> None:
+    assert len(set(named(CASES))) == len(CASES)
+    for layers in (5, 12):
+        for recompute in (False, True):
+            options = {(case.static_graph, case.find_unused) for case in DDP_CASES
+                       if (case.num_layers, case.checkpointing) == (layers, recompute)}  # fmt: skip
+            assert options == {(False, False), (True, False), (False, True)}
+    for mode, shards in (("ddp", 0), ("fsdp", 0), ("hsdp", 1), ("hsdp", 2)):
+        found = [case for case in CASES if (case.mode, case.shards, case.num_layers) == (mode, shards, 2)]
+        assert {(case.checkpointing, case.accumulation) for case in found} == {
+            (False, 1), (False, 2), (True, 1), (True, 2)
+        }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_all_processes_have_the_same_parameters_after_five_steps(figures: dict[str, Any], name: str) -> None:
-    assert figures[name] is True
+@pytest.mark.parametrize("name", named(DDP_CASES + SHARDED_CASES))
+def test_every_gradient_is_that_of_one_process(figures: dict[str, tuple[float, str]], name: str) -> None:
+    difference, parameter = figures[name]
+    assert difference <= BOUND, parameter
+    assert difference > 0, "not even rounding differs: nothing was exchanged"
 
 
-def test_bf16_costs_a_sharded_model_what_it_costs_one_process(figures: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", named(STEP_CASES))
+def test_all_processes_have_the_same_parameters_after_five_steps(
+    figures: dict[str, tuple[float, str]], name: str
+) -> None:
+    assert figures[name] == (0.0, "")
+
+
+def test_bf16_costs_a_sharded_model_what_it_costs_one_process(tmp_path: Path) -> None:
     """Weights are rounded once more where they are collected in bf16; the sum over processes stays in fp32."""
-    errors = figures["bf16"]
+    path = tmp_path / "errors.json"
+    ended = Workers([[str(Path(bf16.__file__)), str(path)]] * 2, tmp_path).join(90)
+    assert [end.status for end in ended] == [0, 0], ended[0].error + ended[1].error
+    errors = json.loads(path.read_text())
     assert 1e-3 < errors["none"] < 0.1
     assert errors["ddp"] < 2 * errors["none"]
     assert errors["fsdp"] < 2 * errors["none"]

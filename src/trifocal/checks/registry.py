@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trifocal.checks import attention, cost, model, operation, positions, training
+from trifocal.checks import attention, cost, model, operation, positions, processes, training
 from trifocal.checks.report import Measurement, Skipped
 from trifocal.errors import UserError
 
@@ -65,6 +65,9 @@ CHECKS: tuple[Check, ...] = (
     Check("random-token-floor", (7,), "random tokens cannot be predicted", training.random_token_floor),
     Check("resume-bit-for-bit", (14,), "a resumed run is the uninterrupted one", training.resume_bit_for_bit),
     Check("master-weights", (15,), "weights stay fp32 under bf16", training.master_weights),
+    Check("ddp-gradients", (3, 4), "two processes compute the gradient of one", processes.ddp_gradients),
+    Check("sharded-gradients", (3, 5), "the same with sharded weights", processes.sharded_gradients),
+    Check("equal-parameters", (4, 5), "processes keep the same weights", processes.equal_parameters),
     Check("unknown-flags", (12,), "unknown flags and keys are refused", operation.unknown_flags),
     Check("heartbeat", (2,), "the heartbeat outlives a long operation", operation.heartbeat),
     Check("failing-source", (13,), "data that fail stop the run", operation.failing_source),

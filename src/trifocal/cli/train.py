@@ -56,8 +56,9 @@ def run(args: Sequence[str]) -> int:
     except PeerLost as error:
         print(f"trifocal: {error}", file=sys.stderr)
         _leave_at_once()
-    if result.first:
-        print(_summary(result))
+    summary = _summary(result)
+    if summary:
+        print(summary)
     return 0
 
 
@@ -104,6 +105,9 @@ def _resume(paths: list[str], own: dict[str, str], overrides: list[str]) -> Trai
 
 
 def _summary(result: TrainResult) -> str:
+    if not result.first:
+        # Rank 0 speaks for all.
+        return ""
     directory = shlex.quote(str(result.directory))
     if not result.finished:
         return f"\nstopped at step {result.step}, which is saved; go on with:\n  {resume_command(result.directory)}"

@@ -144,18 +144,17 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-    # torchrun may keep one store through its restarts: the addresses of the last start must not be found again.
-    store = dist.PrefixStore(f"start{restarts}", store)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=dist.PrefixStore("group", store),
+        # torchrun may keep one store through its restarts: the addresses of the last start must not be found again.
+        store=dist.PrefixStore(f"start{restarts}/group", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     # A connection of its own: the watching thread must not wait for the training thread's requests.
-    notes = dist.PrefixStore("notes", store.clone())
+    notes = dist.PrefixStore(f"start{restarts}/notes", store.clone())
     yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarts, notes)
     # Not after an error: the others may be gone, and NCCL would wait for them. The process ends anyway.
     dist.destroy_process_group()

@@ -1,0 +1,168 @@
+"""What one of several processes measures for the checks: gradients and parameters against one process's.
+
+Started by `trifocal.checks.processes` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
+the same four rows: one process all of them, several processes an equal part each.
+"""
+
+import dataclasses
+import importlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from trifocal.checks.seeds import make_model, random_tokens, small_config
+from trifocal.distributed import Parallel, Processes, parallelise, processes_started
+from trifocal.distributed.parallel import Mode
+from trifocal.models import DecoderLM
+from trifocal.train.config import OptimizerSection
+from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
+
+LENGTH = 40
+ROWS_PER_PROCESS = 2
+TIMEOUT_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One way to take a step.
+
+    Attributes:
+        mode: "ddp", "fsdp" or "hsdp".
+        shards: Processes that share a copy under hsdp.
+        num_layers: Of the model.
+        checkpointing: Recompute activations in backward.
+        accumulation: Micro-batches.
+        static_graph, find_unused: DDP's options.
+        reshard: Give weights back after the forward pass.
+        steps: 0 compares gradients; more compares the processes' parameters after so many steps.
+    """
+
+    mode: Mode
+    shards: int = 0
+    num_layers: int = 2
+    checkpointing: bool = False
+    accumulation: int = 1
+    static_graph: bool = False
+    find_unused: bool = False
+    reshard: bool = True
+    steps: int = 0
+
+    @property
+    def name(self) -> str:
+        """The mode, and what differs from the default."""
+        parts: list[str] = [self.mode]
+        for field in dataclasses.fields(self)[1:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(field.name.replace("_", " ") + ("" if value is True else f" {value}"))
+        return ", ".join(parts)
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    """A tensor, or the tensor that shards are of."""
+    assert tensor is not None
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def spread(case: Case, processes: Processes) -> tuple[DecoderLM, Parallel]:
+    """The case's model and its parallel form."""
+    model = _model(case, processes)
+    if case.checkpointing:
+        model.set_activation_checkpointing(0, case.num_layers)
+    parallel = parallelise(
+        model,
+        processes,
+        case.mode,
+        shards=case.shards,
+        reshard_after_forward=case.reshard,
+        static_graph=case.static_graph,
+        find_unused_parameters=case.find_unused,
+    )
+    return model, parallel
+
+
+def backward(case: Case, parallel: Parallel, processes: Processes, tokens: Tensor) -> None:
+    """This process's part of the gradient: its rows, in micro-batches."""
+    rows = tokens.chunk(processes.size)[processes.rank]
+    for index, batch in enumerate(rows.chunk(case.accumulation)):
+        with parallel.micro_batch(last=index == case.accumulation - 1):
+            (parallel.module(batch, batch.roll(-1, 1)) / case.accumulation).backward()
+
+
+def gradient_difference(case: Case, processes: Processes) -> tuple[float, str]:
+    """Largest difference of a gradient from one process's, relative to that gradient's largest entry; and whose."""
+    model, parallel = spread(case, processes)
+    alone = _model(case, processes)
+    worst, name = 0.0, ""
+    # The second step is the first in which DDP uses what it learnt of a static graph.
+    for seed in (1, 2):
+        tokens = _tokens(processes, seed)
+        for module in (model, alone):
+            module.zero_grad(set_to_none=True)
+        alone(tokens, tokens.roll(-1, 1)).backward()
+        backward(case, parallel, processes, tokens)
+        for (key, parameter), expected in zip(model.named_parameters(), alone.parameters(), strict=True):
+            if parameter.grad is None:
+                return float("inf"), key
+            found, exact = whole(parameter.grad), whole(expected.grad)
+            relative = ((found - exact).abs().max() / exact.abs().max()).item()
+            if not relative <= worst:
+                worst, name = relative, key
+    return worst, name
+
+
+def parameters_that_differ(case: Case, processes: Processes) -> tuple[float, str]:
+    """How many parameters differ by a bit between processes after some steps, or were not moved; and the first."""
+    model, parallel = spread(case, processes)
+    before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-2))
+    for step in range(case.steps):
+        optimizer.zero_grad(set_to_none=True)
+        backward(case, parallel, processes, _tokens(processes, step))
+        parameters = list(model.parameters())
+        loss = torch.zeros((), device=processes.device)
+        guarded_step(optimizer, parameters, gradient_norm(parameters), loss, 1.0)
+    after = [whole(parameter.detach()) for parameter in model.parameters()]
+    copies = processes.gather([tensor.cpu().numpy() for tensor in after])
+    wrong = [
+        name
+        for index, (name, _) in enumerate(model.named_parameters())
+        if torch.equal(before[index], after[index]) or any((copies[0][index] != copy[index]).any() for copy in copies)
+    ]
+    return float(len(wrong)), wrong[0] if wrong else ""
+
+
+def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) -> None:
+    """Measure cases, and let rank 0 write `[[figure, name], …]`.
+
+    Args:
+        device: "cpu" or "cuda".
+        cases: The fields of each `Case`.
+        path: Where to write.
+        prepare: `module:function` to call with the rank first: a test's way to put a fault in; empty: none.
+    """
+    torch.set_num_threads(1)
+    with processes_started(torch.device(device), timeout_seconds=TIMEOUT_SECONDS) as processes:
+        if prepare:
+            module, _, function = prepare.partition(":")
+            getattr(importlib.import_module(module), function)(processes.rank)
+        found = []
+        for fields in cases:
+            case = Case(**fields)
+            measure = parameters_that_differ if case.steps else gradient_difference
+            found.append(max(processes.gather(measure(case, processes))))
+        if processes.first:
+            Path(path).write_text(json.dumps(found), encoding="utf-8")
+
+
+def _model(case: Case, processes: Processes) -> DecoderLM:
+    return make_model(small_config(num_layers=case.num_layers, backend="reference"), processes.device)
+
+
+def _tokens(processes: Processes, seed: int) -> Tensor:
+    return random_tokens((ROWS_PER_PROCESS * processes.size, LENGTH), 64, processes.device, seed=seed)
