@@ -1,0 +1,110 @@
+"""Several GPUs over NCCL: gradients, whole runs, and a rank that is lost. Needs two."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.workers import ROOT, train
+from tests.train.tiny import write_config
+from trifocal.checks import processes
+from trifocal.diagnostics import read_metrics
+from trifocal.train.checkpoint import list_checkpoints, verify_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+]
+
+GPU = torch.device("cuda")
+BF16 = ("--train.precision", "bf16", "--train.activation_checkpointing", "all")
+
+
+@pytest.mark.parametrize("check", [processes.ddp_gradients, processes.sharded_gradients, processes.equal_parameters])
+def test_checks_pass_over_nccl(check):
+    found = check(GPU)
+    assert found.passed, found
+    assert "2 GPUs over NCCL" in found.details[0]
+
+
+def losses(run):
+    return [row["loss"] for row in read_metrics(run / "metrics.jsonl", "train")]
+
+
+def finish(folder, mode, size, *flags):
+    """A run in both of its halves: it ends, without a warning."""
+    folder.mkdir(exist_ok=True)
+    config = write_config(folder, f"{mode}{size}")
+    flags = ("--run.device", "cuda", "--parallel.mode", mode, *flags)
+    ended = train(folder, config, *flags, size=size, CUDA_VISIBLE_DEVICES="0,1").join(120)
+    assert [end.status for end in ended] == [0] * size, ended[0].error + ended[-1].error
+    assert all("warning" not in end.error.lower() for end in ended), ended[0].error
+    return folder / f"{mode}{size}"
+
+
+@pytest.mark.parametrize("precision", [(), BF16])
+def test_losses_are_those_of_one_gpu(tmp_path, precision):
+    """Rounding of fp32, or of bf16, passed on by six steps of AdamW at 1e-2."""
+    one = losses(finish(tmp_path / "one", "none", 1, *precision))
+    for mode in ("ddp", "fsdp"):
+        assert losses(finish(tmp_path / mode, mode, 2, *precision)) == pytest.approx(
+            one, rel=0.02 if precision else 1e-3
+        )
+
+
+def test_a_run_crosses_modes_and_numbers(tmp_path):
+    run = finish(tmp_path, "fsdp", 2)
+    expected = losses(run)
+    for mode, size in (("ddp", 2), ("auto", 1)):
+        flags = ("--resume", str(run), "--checkpoint", "step_00000004", "--parallel.mode", mode)
+        ended = train(tmp_path, None, *flags, size=size).join(120)
+        assert [end.status for end in ended] == [0] * size, ended[0].error
+        assert losses(run) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_nan_in_one_rank_is_named(tmp_path, mode):
+    config = write_config(tmp_path)
+    flags = ("--run.device", "cuda", "--parallel.mode", mode, "--evaluate.interval_steps", "0")
+    ended = train(tmp_path, config, *flags, fault="nan", FAULT_FILE=str(tmp_path / "fault")).join(120)
+    assert [end.status for end in ended] == [1, 1], ended
+    assert all("step 3: from rank 1: gradient norm nan" in end.error for end in ended), ended[0].error
+
+
+def test_a_killed_rank_stops_the_other_within_30_seconds(tmp_path):
+    """The other one waits in a kernel of NCCL's, where no exception reaches it."""
+    config = write_config(tmp_path)
+    flags = ("--run.device", "cuda", "--parallel.mode", "fsdp", "--evaluate.interval_steps", "0")
+    workers = train(tmp_path, config, *flags, fault="freeze", FAULT_FILE=str(tmp_path / "fault"))
+    try:
+        workers.wait_for(tmp_path / "fault", 120)
+        begin = time.monotonic()
+        workers.send(signal.SIGKILL, 1)
+        (end,) = workers.join(30, ranks=[0])
+        assert time.monotonic() - begin < 30
+        assert end.status == 1
+        assert f"rank 1 (process {workers.processes[1].pid}) is gone" in end.error, end.error
+        for path in list_checkpoints(tmp_path / "run" / "checkpoints"):
+            verify_checkpoint(path)
+    finally:
+        workers.kill()
+
+
+def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path):
+    config = write_config(tmp_path)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--standalone",
+        str(Path(ROOT) / "tests" / "distributed" / "faults.py"), "die_once", "train", str(config),
+        "--run.device", "cuda", "--parallel.mode", "fsdp",
+    ]  # fmt: skip
+    place = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "FAULT_FILE": str(tmp_path / "fault")}
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "finished 6 steps" in done.stdout
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
