@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.train.tiny import make_config, write_config
 from trifocal.errors import UserError
+from trifocal.models import parameter_count
 from trifocal.train import RunConfig, load_config
 from trifocal.train.toml import dotted_fields, from_table, nearest, to_toml
 
@@ -108,6 +109,10 @@ def test_the_presets_are_the_seed_configurations() -> None:
     assert (preset("m7c_2k_test").train.steps, preset("m7c_2k_test").train.global_batch_size) == (100, 4)
     assert (preset("m7c_shake").train.steps, preset("m7c_shake").data.source) == (200, "synthetic")
     assert preset("m7c_long").train.sequence_length >= 4096
+
+    wide = preset("wide_1b3")
+    assert 1.29e9 < parameter_count(wide.model) < 1.31e9
+    assert (wide.train.sequence_length, wide.parallel.mode) == (8192, "fsdp")
 
     paper = preset("paper_layer").model
     assert (paper.dim, paper.num_heads, paper.num_kv_groups, paper.head_dim, paper.value_dim) == (2560, 64, 4, 192, 128)
