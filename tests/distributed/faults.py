@@ -51,6 +51,51 @@ def wait_at_step():
     before_step(action)
 
 
+def _pause():
+    mark()
+    while not Path(os.environ["FAULT_FILE"] + ".go").exists():
+        time.sleep(0.01)
+
+
+def pause_in_evaluation():
+    """Every rank pauses in its first evaluation."""
+    original = loop.evaluate
+
+    def evaluate(*args, **kwargs):
+        _pause()
+        return original(*args, **kwargs)
+
+    loop.evaluate = evaluate
+
+
+def pause_in_checkpoint():
+    """Every rank pauses in the middle of each checkpoint."""
+    original = checkpoint_module._write
+
+    def write(path, text):
+        _pause()
+        original(path, text)
+
+    checkpoint_module._write = write
+
+
+def pause_in_compilation():
+    """Every rank pauses in the first call of the compiled model, as a compiler would take its time."""
+
+    def compiled(module):
+        calls = [0]
+
+        def call(*args, **kwargs):
+            calls[0] += 1
+            if calls[0] == 1:
+                _pause()
+            return module(*args, **kwargs)
+
+        return call
+
+    torch.compile = compiled
+
+
 def hang():
     """An endless loop of Python code."""
 

@@ -74,6 +74,27 @@ def test_sigterm_to_one_saves_and_ends_all_well(case: Case) -> None:
     case.resumed_to_the_end()
 
 
+@pytest.mark.parametrize(
+    ("fault", "step", "flags"),
+    [
+        ("pause_in_evaluation", 3, ("--evaluate.interval_steps", "2", "--checkpoint.interval_steps", "0")),
+        ("pause_in_checkpoint", 3, ()),
+        ("pause_in_compilation", 2, ("--train.compile", "true", "--checkpoint.interval_steps", "0")),
+    ],
+)
+def test_sigterm_to_all_at_any_time(case: Case, fault: str, step: int, flags: tuple[str, ...]) -> None:
+    """What is under way ends, and the step after it is the last: the ranks agree when they meet before it."""
+    workers = case.start(fault, *flags)
+    workers.wait_for(case.fault_file)
+    time.sleep(0.3)
+    workers.send(signal.SIGTERM, 0, 1)
+    time.sleep(0.3)
+    Path(f"{case.fault_file}.go").touch()
+    ended = workers.join()
+    assert [end.status for end in ended] == [0, 0], ended
+    assert case.checkpoints()[-1] == f"step_{step:08}"
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_nan_in_one_rank_stops_all_and_is_named(case: Case, mode: str) -> None:
     ended = case.start("nan", mode=mode).join()

@@ -1,5 +1,6 @@
 """Where the threads of this process are: one line for a heartbeat, everything for a dump."""
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -45,7 +46,8 @@ class StackDump:
         self.file.close()
         if self.path.exists() and self.path.stat().st_size == 0:
             self.path.unlink()
-            if not any(self.path.parent.iterdir()):
+            # Not empty: something is worth keeping. Gone: another rank was faster.
+            with contextlib.suppress(OSError):
                 self.path.parent.rmdir()
 
     def __enter__(self) -> Self:

@@ -1,0 +1,65 @@
+"""Which mode is chosen, and what a single process does with it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from trifocal.checks.seeds import small_config
+from trifocal.distributed import Processes, choose_mode, parallelise, processes_started, whole_model
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM
+
+CPU = torch.device("cpu")
+TWO = Processes(0, 2)
+
+
+def test_one_process_shares_nothing() -> None:
+    assert choose_mode("auto", Processes(), small_config()) == ("none", "")
+    mode, note = choose_mode("fsdp", Processes(), small_config())
+    assert mode == "none"
+    assert "there is one process" in note
+
+
+def test_several_processes_need_a_mode() -> None:
+    with pytest.raises(UserError, match=r'parallel\.mode is "none", but 2 processes were started'):
+        choose_mode("none", TWO, small_config())
+    assert choose_mode("hsdp", TWO, small_config()) == ("hsdp", "2 processes, hsdp")
+    assert choose_mode("auto", TWO, small_config())[0] == "ddp"
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(80, "ddp"), (8, "fsdp")])
+def test_the_model_is_sharded_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch, gib: int, expected: str) -> None:
+    """20 bytes a parameter may take 60 % of the GPU; 8 GiB hold 258 million parameters that way."""
+    memory = SimpleNamespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    config = small_config(dim=1024, mlp_dim=4096, num_layers=24)
+    mode, note = choose_mode("auto", Processes(0, 2, device=torch.device("cuda")), config)
+    assert mode == expected
+    assert f"of {gib} on each GPU" in note
+
+
+def test_one_process_is_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    model = DecoderLM(small_config())
+    with processes_started(CPU) as processes:
+        assert (processes.rank, processes.size, processes.first) == (0, 1, True)
+        parallel = parallelise(model, processes, "none")
+        assert parallel.module is model
+        with parallel.micro_batch(last=False):
+            pass
+        assert whole_model(model, processes) is model
+        assert processes.sum([1, 2.5]) == [1, 2.5]
+        assert processes.gather("a") == ["a"]
+        assert processes.on_first(lambda: 3) == 3
+        with pytest.raises(UserError, match=r"^no$"):
+            processes.together(fail)
+
+
+def fail() -> None:
+    raise UserError("no")
+
+
+def test_shards_must_divide_the_processes() -> None:
+    with pytest.raises(UserError, match=r"parallel\.shards 3 does not divide the 2 processes"):
+        parallelise(DecoderLM(small_config()), TWO, "hsdp", shards=3)

@@ -1,0 +1,167 @@
+"""Who is lost, judged from the notes in the common store; processes of this machine that never trained."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from trifocal.distributed import PeerLost, Peers, Processes
+from trifocal.distributed import peers as module
+from trifocal.errors import UserError
+
+WHAT = {"step": 7, "phase": "forward", "phase_seconds": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_INTERVAL_SECONDS", 0.05)
+    monkeypatch.setattr(module, "_PAUSE_SECONDS", 0.2)
+    # There is no group: the processes here do not meet.
+    monkeypatch.setattr(Processes, "sum", lambda self, values: list(values))
+
+
+@pytest.fixture
+def store() -> dist.Store:
+    return dist.HashStore()
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def note(store: dist.Store, rank: int, beat: int, **values: Any) -> None:
+    """What another process leaves."""
+    row = {"beat": beat, "status": "running", "message": "", "pid": os.getpid(), "host": socket.gethostname()}
+    store.set(f"rank{rank}", json.dumps({**row, "time": float(beat), **WHAT, **values}))
+
+
+def watched(store: dist.Store, size: int = 2, seconds: float = 0.6) -> tuple[Peers, list[str], list[int]]:
+    sentences: list[str] = []
+    statuses: list[int] = []
+    peers = Peers(
+        Processes(0, size, store=store),
+        lambda: dict(WHAT),
+        silence_seconds=seconds,
+        on_lost=sentences.append,
+        leave=statuses.append,
+    )
+    return peers, sentences, statuses
+
+
+def until(condition: Callable[[], object], timeout: float = 10.0) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_process_that_is_gone_is_named_and_this_one_ends(store: dist.Store, sleeper: Any, capfd: Any) -> None:
+    note(store, 1, 1, pid=sleeper.pid)
+    peers, sentences, statuses = watched(store, seconds=60)
+    with peers:
+        time.sleep(0.3)
+        assert not statuses
+        # A zombie until this process looks at it: gone all the same.
+        sleeper.kill()
+        until(lambda: statuses)
+    assert statuses == [1]
+    expected = f"rank 1 (process {sleeper.pid}) is gone, last seen in forward for 1 s at step 7; rank 0 stops too"
+    assert sentences == [expected]
+    assert expected in capfd.readouterr().err
+
+
+def test_a_silent_process_is_named(store: dist.Store) -> None:
+    note(store, 1, 1)
+    peers, sentences, statuses = watched(store)
+    with peers:
+        until(lambda: statuses)
+    assert sentences[0].startswith(f"rank 1 (process {os.getpid()} on {socket.gethostname()}) has been silent for")
+
+
+def test_a_process_of_another_machine_is_not_looked_for_here(store: dist.Store) -> None:
+    note(store, 1, 1, pid=2**22 + 1, host="elsewhere")
+    peers, _, statuses = watched(store, seconds=60)
+    with peers:
+        time.sleep(0.5)
+    assert not statuses
+
+
+def test_a_process_never_seen_here_is_not_gone(store: dist.Store) -> None:
+    """Two containers may have one host name and not see each other's processes."""
+    note(store, 1, 1, pid=2**22 + 1)
+    peers, _, statuses = watched(store, seconds=60)
+    with peers:
+        time.sleep(0.5)
+    assert not statuses
+
+
+def test_signs_of_life_and_an_end_are_no_loss(store: dist.Store) -> None:
+    note(store, 1, 1)
+    note(store, 2, 1, status="finished")
+    peers, _, statuses = watched(store, size=3)
+    with peers:
+        for beat in range(2, 12):
+            note(store, 1, beat)
+            time.sleep(0.1)
+    assert not statuses
+    assert json.loads(store.get("rank0"))["status"] == "finished"
+
+
+def test_who_went_without_a_word_comes_before_those_who_failed_because_of_it(store: dist.Store, sleeper: Any) -> None:
+    note(store, 1, 1, status="failed", message="ValueError: late", time=20.0)
+    note(store, 2, 1, status="failed", message="ValueError: early", time=10.0)
+    note(store, 3, 1, pid=sleeper.pid)
+    peers, _, _ = watched(store, size=4, seconds=60)
+    with peers:
+        lost = peers.explain(RuntimeError("gloo: broken\npipe"))
+        assert "rank 2 has failed: ValueError: early; rank 0 stops too (gloo: broken pipe)" in str(lost)
+        sleeper.kill()
+        until(lambda: not module._exists(sleeper.pid))
+        lost = peers.explain(RuntimeError("gloo"))
+    assert isinstance(lost, PeerLost)
+    assert "rank 3" in str(lost) and "is gone" in str(lost)
+
+
+def test_nobody_is_blamed_while_all_are_well(store: dist.Store) -> None:
+    note(store, 1, 1)
+    peers, _, statuses = watched(store, seconds=0.4)
+    stop = time.monotonic() + 0.9
+    beats = iter(range(2, 1000))
+    healthy = peers._exchange
+
+    def exchange() -> str | None:
+        note(store, 1, next(beats))
+        return healthy()
+
+    peers._exchange = exchange  # type: ignore[method-assign]
+    with peers:
+        assert peers.explain(RuntimeError("gloo")) is None
+        assert time.monotonic() > stop - 0.6
+        assert peers.table() == "rank 1: forward for 1 s at step 7"
+    assert not statuses
+
+
+def test_an_error_is_told_to_the_others(store: dist.Store) -> None:
+    note(store, 1, 1)
+    peers, _, _ = watched(store, seconds=60)
+    with pytest.raises(UserError), peers:
+        raise UserError("bad\ndata")
+    last = json.loads(store.get("rank0"))
+    assert (last["status"], last["message"]) == ("failed", "UserError: bad data")
+
+
+def test_a_single_process_watches_nobody() -> None:
+    peers = Peers(Processes(), dict)
+    with peers:
+        assert peers.explain(RuntimeError("gloo")) is None
