@@ -8,7 +8,7 @@ never wait for a GPU.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -31,6 +31,7 @@ class Processes:
         device: Where it computes.
         restarts: Times that torchrun has started all of them again.
         store: Where they leave each other notes; None for a single process.
+        group: Through which they agree; None for the usual one.
     """
 
     rank: int = 0
@@ -39,6 +40,7 @@ class Processes:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     restarts: int = 0
     store: dist.Store | None = None
+    group: dist.ProcessGroup | None = None
 
     @property
     def first(self) -> bool:
@@ -50,7 +52,7 @@ class Processes:
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return total.tolist()
 
     def gather(self, value: T) -> list[T]:
@@ -58,8 +60,12 @@ class Processes:
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def apart(self) -> "Processes":
+        """The same processes with connections of their own, for agreements in another thread; made by all at once."""
+        return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo"))
 
     def together(self, action: Callable[[], T]) -> T:
         """Do something in every process; if it fails in any, it fails in all.

@@ -21,7 +21,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.utils._pytree import tree_map_only
 
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
@@ -80,14 +86,51 @@ def save_checkpoint(
     Raises:
         OSError: If it cannot be written; nothing of it is left, and earlier checkpoints are untouched.
     """
-    processes = processes or Processes()
+    return write_checkpoint(
+        root,
+        step,
+        state=collect_state(model, optimizer),
+        model_config=model_config,
+        process_state=process_state,
+        processes=processes or Processes(),
+    )
+
+
+def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, copy: bool = False) -> dict[str, Any]:
+    """What a checkpoint holds of a model and its optimizer; every process calls this.
+
+    Args:
+        model: The model.
+        optimizer: Its optimizer.
+        copy: Copy all of it into the host's memory, so that training may go on.
+
+    Returns:
+        The tensors under `model` and `optimizer`; of a sharded model this process's shards.
+    """
+    options = StateDictOptions(cpu_offload=copy)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    if copy and all(parameter.device.type == "cpu" for parameter in model.parameters()):
+        # They were there already, and are training's own.
+        return dict(tree_map_only(torch.Tensor, torch.clone, state))
+    return state
+
+
+def write_checkpoint(
+    root: Path,
+    step: int,
+    *,
+    state: dict[str, Any],
+    model_config: ModelConfig,
+    process_state: dict[str, Any],
+    processes: Processes,
+) -> Path:
+    """The part of `save_checkpoint` that takes its time: writing what `collect_state` gave."""
     final = checkpoint_path(root, step)
     partial = root / f"{_PARTIAL}{final.name}"
     try:
         processes.on_first(lambda: _make_room(partial))
-        model_state, optimizer_state = get_state_dict(model, optimizer)
-        state = {"model": model_state, "optimizer": optimizer_state}
-        processes.together(lambda: _save_weights(state, partial / "weights"))
+        processes.together(lambda: _save_weights(state, partial / "weights", processes))
         text = json.dumps(process_state)
         processes.together(lambda: _write(partial / f"rank{processes.rank}.json", text))
         files = _describe_files(partial, processes)
@@ -283,11 +326,12 @@ def _shown(value: object) -> str:
     return "absent" if value is None else str(value)
 
 
-def _save_weights(state: dict[str, Any], folder: Path) -> None:
+def _save_weights(state: dict[str, Any], folder: Path, processes: Processes) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=not dist.is_initialized())
+            writer, alone = dcp.FileSystemWriter(folder), processes.size == 1
+            dcp.save(state, storage_writer=writer, process_group=processes.group, no_dist=alone)
     except CheckpointException as error:
         # Not an Exception, and it wraps what went wrong in each process.
         causes = [cause for cause, _ in error.failures.values()]

@@ -159,6 +159,8 @@ class CheckpointSection:
 
     interval_steps: int = 500
     """Steps between checkpoints; 0 saves only at the end and on an interruption."""
+    asynchronous: bool = False
+    """Copy everything to the host's memory and write it while training goes on; the last save is waited for."""
     keep_last: int = 2
     """Newest checkpoints that are kept."""
     keep_every_steps: int = 0

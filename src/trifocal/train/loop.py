@@ -5,6 +5,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,6 +22,7 @@ from trifocal.diagnostics import (
 from trifocal.distributed import Parallel, Processes, choose_mode, parallelise, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
+from trifocal.train.background import BackgroundWriter, Written
 from trifocal.train.checkpoint import (
     load_checkpoint,
     prune_checkpoints,
@@ -90,6 +92,7 @@ class Trainer:
         self.saved_step = 0
         self.validation_batches: list[Batch] | None = None
         self.company = Company(processes)
+        self.background = BackgroundWriter(processes) if config.checkpoint.asynchronous else None
         self.loader: Loader = processes.together(self._make_loader)
         # With the hub's branch as the commit that it found: the saved config names it, so that a resumed run reads it.
         self.config = replace(config, data=self.loader.config)
@@ -128,6 +131,7 @@ class Trainer:
                 restore_random_state(self.restored_random_state)
             while self.step < total and not self.company.stopping(self.signals):
                 self._step()
+            self._take_written(wait=True)
             if self.saved_step != self.step:
                 self._save(must_succeed=True)
             finished = self.step >= total
@@ -190,6 +194,7 @@ class Trainer:
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("evaluate"):
                 self._sample()
+        self._take_written(wait=False)
         if _due(step, config.checkpoint.interval_steps, last):
             self._save(must_succeed=last)
 
@@ -215,7 +220,9 @@ class Trainer:
 
     def _evaluate(self) -> None:
         if self.validation_batches is None:
-            self.validation_batches = read_validation_batches(self.config, self.tokenizer)
+            self.validation_batches = self.processes.together(
+                lambda: read_validation_batches(self.config, self.tokenizer)
+            )
         self.evaluation = evaluate(
             self.model,
             self.validation_batches,
@@ -267,32 +274,52 @@ class Trainer:
                 "data": self.loader.state_dict(),
                 "random": random_state(),
             }
-            begin = time.perf_counter()
-            try:
-                path = save_checkpoint(
-                    root,
-                    self.step,
-                    model=self.model,
-                    optimizer=self.optimizer,
-                    model_config=self.config.model,
-                    process_state=state,
-                    processes=self.processes,
-                )
-            except OSError as error:
-                message = f"the checkpoint of step {self.step} could not be written: {error}"
-                if must_succeed:
-                    self.metrics.event(self.step, "checkpoint_failed", message, severity="error")
-                    raise UserError(f"{message}; checkpoints that were complete before still are") from error
-                self._say("checkpoint_failed", f"{message}; training goes on, the last complete one stays", "error")
+            parts: dict[str, Any] = {
+                "model": self.model,
+                "optimizer": self.optimizer,
+                "model_config": self.config.model,
+            }
+            # One at a time; and the last one is not left to a thread.
+            self._take_written(wait=True)
+            if self.background is not None and not must_succeed:
+                self.background.start(root, self.step, process_state=state, **parts)
                 return
-            seconds = time.perf_counter() - begin
-            self.saved_step = self.step
-            self.metrics.event(
-                self.step, "checkpoint_saved", f"{path.name} saved in {seconds:.1f} s", save_seconds=seconds
-            )
-            saving = self.config.checkpoint
-            if self.processes.first:
-                prune_checkpoints(root, keep_last=saving.keep_last, keep_every_steps=saving.keep_every_steps)
+            begin = time.perf_counter()
+            written = Written(self.step, None, None, 0.0, 0.0)
+            try:
+                path = save_checkpoint(root, self.step, process_state=state, processes=self.processes, **parts)
+                seconds = time.perf_counter() - begin
+                written = replace(written, path=path, seconds=seconds, blocked_seconds=seconds)
+            except OSError as error:
+                written = replace(written, error=error)
+            self._report_written(written, must_succeed=must_succeed)
+
+    def _take_written(self, *, wait: bool) -> None:
+        written = self.background.take(wait=wait) if self.background is not None else None
+        if written is not None:
+            self._report_written(written, must_succeed=False)
+
+    def _report_written(self, written: Written, *, must_succeed: bool) -> None:
+        if written.path is None:
+            message = f"the checkpoint of step {written.step} could not be written: {written.error}"
+            if must_succeed:
+                self.metrics.event(self.step, "checkpoint_failed", message, severity="error")
+                raise UserError(f"{message}; checkpoints that were complete before still are") from written.error
+            self._say("checkpoint_failed", f"{message}; training goes on, the last complete one stays", "error")
+            return
+        self.saved_step = written.step
+        message = f"{written.path.name} saved in {written.seconds:.1f} s"
+        self.metrics.event(
+            self.step,
+            "checkpoint_saved",
+            message,
+            save_seconds=written.seconds,
+            blocked_seconds=written.blocked_seconds,
+        )
+        saving = self.config.checkpoint
+        if self.processes.first:
+            root = written.path.parent
+            prune_checkpoints(root, keep_last=saving.keep_last, keep_every_steps=saving.keep_every_steps)
 
     def _restore(self, path: Path) -> None:
         state = load_checkpoint(
