@@ -205,7 +205,7 @@ def error():
 
 
 def slow():
-    """Half a second in each forward pass of one process."""
+    """A third of a second more in each forward pass of one process."""
     original = loop.train_step
 
     def wrapped(step, *args, **kwargs):

@@ -50,7 +50,7 @@ class Peers:
 
     Args:
         processes: This process among them; with a single one nothing happens.
-        describe: What this process is doing: `step`, `phase`, `phase_seconds`.
+        describe: What this process is doing: `step`, `phase`, `phase_seconds`, and `recent_seconds` by phase.
         silence_seconds: How long a process may be silent before it counts as lost.
         on_lost: Called in the watching thread with a sentence, before this process is ended.
         leave: Ends this process.
@@ -173,10 +173,14 @@ class Peers:
         rank = min(failed)[1]
         return f"rank {rank} has failed: {self._seen[rank].note['message']}"
 
+    def notes(self) -> dict[int, Row]:
+        """The last note of every other process, by rank."""
+        with self._lock:
+            return {rank: seen.note for rank, seen in sorted(self._seen.items())}
+
     def table(self) -> str:
         """What every other process was doing when it was last heard of, in a line."""
-        with self._lock:
-            rows = [(rank, seen.note) for rank, seen in sorted(self._seen.items())]
+        rows = self.notes().items()
         return "; ".join(
             f"rank {rank}: {note['phase']} for {note['phase_seconds']:.0f} s at step {note['step']}"
             for rank, note in rows
@@ -193,6 +197,7 @@ class Peers:
             "host": socket.gethostname(),
             "time": time.time(),
             **{name: what[name] for name in ("step", "phase", "phase_seconds")},
+            "recent_seconds": what.get("recent_seconds", {}),
         }
         store = self._processes.store
         assert store is not None

@@ -161,6 +161,11 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     )
     # A connection of its own: the watching thread must not wait for the training thread's requests.
     notes = dist.PrefixStore(f"start{restarts}/notes", store.clone())
-    yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarts, notes)
-    # Not after an error: the others may be gone, and NCCL would wait for them. The process ends anyway.
+    try:
+        yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarts, notes)
+    except Exception as error:
+        # Not after an error of this process alone: NCCL would wait for the others. The process ends anyway.
+        if isinstance(error, UserError) or getattr(error, "agreed", False):
+            dist.destroy_process_group()
+        raise
     dist.destroy_process_group()

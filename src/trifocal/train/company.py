@@ -3,6 +3,7 @@
 import contextlib
 import faulthandler
 import json
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,13 @@ from trifocal.errors import UserError
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.step import valid_targets
 from trifocal.train.stop import StopSignals
+
+SLOW_FACTOR = 2.0
+SLOW_SECONDS = 0.05
+SLOW_LOOKS = 3
+"""A process is slow if it takes so many times as long as the others, and so much longer, over its last five steps; and
+at so many looks in a row."""
+_OWN_PHASES = ("data", "forward")
 
 # How PyTorch's errors say that a collective failed; it has no one type for them.
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection", "process group", "timed out", "timeout", "socket", "watchdog")
@@ -32,6 +40,8 @@ class Company:
         self._processes = processes
         self._stop_agreed = False
         self._peers: Peers | None = None
+        self._slow: set[int] = set()
+        self._changing: dict[int, int] = {}
 
     def read(self, loader: Loader, count: int) -> tuple[list[Batch], Exception | None]:
         """This process's micro-batches of a step; an error is handed to `meet`, so that no process waits for it."""
@@ -88,6 +98,7 @@ class Company:
             (folder / f"rank{rank}.json").write_text(json.dumps(summary, indent=1))
 
         peers = Peers(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
+        self._peers = peers
         with peers:
             try:
                 yield
@@ -101,6 +112,32 @@ class Company:
                 with contextlib.suppress(OSError):
                     leave_traces(str(lost))
                 raise lost from error
+
+    def slow_news(self, heartbeat: Heartbeat) -> list[str]:
+        """A sentence for each process that has become slow since the last call, or is so no longer.
+
+        Judged by the phases in which no process waits for another: reading data, and the forward pass. (Under fsdp
+        and hsdp the forward pass waits for others too, so that only slow data show.)
+        """
+        if self._processes.size == 1 or self._peers is None:
+            return []
+        recent = {rank: note["recent_seconds"] for rank, note in self._peers.notes().items()}
+        recent[self._processes.rank] = heartbeat.snapshot()["recent_seconds"]
+        busy = {rank: sum(times.get(phase, 0.0) for phase in _OWN_PHASES) for rank, times in sorted(recent.items())}
+        news = []
+        for rank, seconds in busy.items():
+            others = statistics.median_low(busy[other] for other in busy if other != rank)
+            slow = seconds > SLOW_FACTOR * others and seconds > others + SLOW_SECONDS
+            self._changing[rank] = self._changing.get(rank, 0) + 1 if slow != (rank in self._slow) else 0
+            # The notes are of different moments: what is seen once may be one of them.
+            if self._changing[rank] >= SLOW_LOOKS:
+                self._slow ^= {rank}
+                if slow:
+                    times = ", ".join(f"{phase} {recent[rank].get(phase, 0.0):.2g} s" for phase in _OWN_PHASES)
+                    news.append(f"rank {rank} is slow: {times}, where the others take {others:.2g} s together")
+                else:
+                    news.append(f"rank {rank} is no longer slow")
+        return news
 
 
 def _is_of_collective(error: RuntimeError) -> bool:

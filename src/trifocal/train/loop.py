@@ -217,6 +217,9 @@ class Trainer:
         self.metrics.write("train", self.step, loss=self.loss, **row)
         self.heartbeat.update(step=self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])
         self.progress.update(self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])
+        if self.processes.first:
+            for sentence in self.company.slow_news(self.heartbeat):
+                self._say("rank_slow", sentence, "warning")
 
     def _evaluate(self) -> None:
         if self.validation_batches is None:

@@ -19,6 +19,9 @@ _IDS_IN_MESSAGE = 4
 class NonFiniteError(RuntimeError):
     """The loss or the gradient of a step is not finite. The update was not applied."""
 
+    agreed = True
+    """Every process of the run raises it in the same step."""
+
 
 def stop_non_finite(
     result: StepResult,
