@@ -4,6 +4,7 @@ Nothing in them is drawn by hand: choices come from `select_blocks`, overlaps an
 is this one unless given. Needs matplotlib, which `pip install 'trifocal[docs]'` brings.
 """
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch import Tensor
 from trifocal import Geometry
 from trifocal.ops import compressed_attention, mean_compress, select_blocks
 
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 # One colour a branch, everywhere; told apart with colour-blind eyes too.
 COMPRESSED, SELECTED, WINDOW, DENSE = "#1f6fb2", "#e07b00", "#0b8f6a", "#6b7280"
 INK, QUIET, PAST = "#1f2933", "#7b8794", "#eceff3"
@@ -329,6 +331,25 @@ def draw_keys_read() -> Figure:
     return figure
 
 
+def draw_showcase() -> Figure:
+    """Validation loss of the showcase and its dense twin over the run, one line a seed, from the newest result file."""
+    rows = json.loads(max(RESULTS.glob("showcase_cpu_*.json")).read_text())["rows"]
+    figure = Figure(figsize=(7.2, 3.4), layout="constrained", facecolor="white")
+    ax = figure.subplots()
+    for variant, name, colour in (("sparse, mean compressor", "sparse", WINDOW), ("dense", "dense twin", DENSE)):
+        curves = [row["curve"] for row in rows if row["variant"] == variant]
+        for curve in curves:
+            ax.plot(*zip(*curve, strict=True), color=colour, linewidth=0.8, alpha=0.45)
+        steps = [step for step, _ in curves[0]]
+        means = [float(np.mean([loss for _, loss in point])) for point in zip(*curves, strict=True)]
+        ax.plot(steps, means, color=colour, linewidth=2.2, label=f"{name}: {means[-1]:.3f} at the end")
+    ax.grid(color=PAST)
+    ax.set_axisbelow(True)
+    ax.set(xlabel="step", ylabel="validation loss, nats per byte", title="The showcase, three seeds and their mean")
+    ax.legend(frameon=False)
+    return figure
+
+
 def _short(count: int) -> str:
     return f"{count}" if count < 1024 else f"{count // 1024}k" if count < 2**20 else f"{count // 2**20}M"
 
@@ -338,6 +359,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "one_query.svg": draw_one_query,
     "overlap.svg": draw_overlap,
     "keys_read.svg": draw_keys_read,
+    "showcase.svg": draw_showcase,
 }
 
 

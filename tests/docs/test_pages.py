@@ -58,7 +58,8 @@ def test_files_that_are_named_exist(page):
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_config_keys_that_are_named_exist(page):
     for code in inline_code(page):
-        key = re.match(r"(?:--)?((?:run|model|data|train|parallel|optimizer|schedule|checkpoint|evaluate|log)\.[\w.]+)", code)
+        sections = "run|model|data|train|parallel|optimizer|schedule|checkpoint|evaluate|log"
+        key = re.match(rf"(?:--)?((?:{sections})\.[\w.]+)", code)
         if key and not key[1].endswith((".py", ".md", ".json")):
             assert key[1] in KEYS or key[1] in SECTIONS, f"{name_of(page)} names the key {key[1]}"
 

@@ -212,7 +212,7 @@ def select_blocks_forward(
     *,
     tile: Tile | None = None,
     buffer_bytes: int = BUFFER_BYTES,
-    head_start: bool = True,
+    head_start: bool = False,
 ) -> Tensor:
     """Choose the selection blocks of every query and group.
 

@@ -9,12 +9,8 @@
 Keys outside: a block's slots (see `choice_index`) come in pieces; the tile's rows are the heads of the group of
 consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in the inputs' type,
 and its log-sum-exp; a second kernel adds a query's slots in order. The partials of all rows would be N times as large
-as o, so rows go in chunks.
-
-Masked tiles: FlashAttention over the whole past; a block that a row did not choose leaves the row as it is, by one
-number a row.
-
-Sums have one order in each: two runs give equal bits.
+as o, so rows go in chunks. Masked tiles: FlashAttention over the whole past; a block that a row did not choose leaves
+the row as it is, by one number a row. Sums have one order in each: two runs give equal bits.
 """
 
 import torch
@@ -38,6 +34,7 @@ from trifocal.ops.triton.choice_index import (
     split_blocks,
 )
 from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
+from trifocal.ops.triton.selected_tiles import finishing_tile, forward_tile
 
 LOWEST = tl.constexpr(-1.0e30)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -563,7 +560,7 @@ def selected_forward(
     tile: Tile | None = None,
     buffer_bytes: int = BUFFER_BYTES,
     finish_tile: Tile | None = None,
-    dense_forced: bool = True,
+    dense_forced: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tokens of the chosen blocks.
 
@@ -607,7 +604,7 @@ def selected_forward(
     shift = num_queries, num_keys - num_queries, num_keys
     # Zero would turn what is masked into NaN; this is as good, exp2(1e-30 x) being 1.
     score_scale = max(scale * LOG2_E, 1e-30)
-    tile = tile or _forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded)
+    tile = tile or forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded)
     if order == "query":
         ids, positions, cu_seqlens = documents_or(documents, lse)
         query_forward_kernel[(batch * num_queries * groups,)](
@@ -638,7 +635,7 @@ def selected_forward(
     slots_of_chunk = index.chunk_rows * row_slots
     o_slots = torch.empty(slots_of_chunk * rep, value_dim, dtype=q.dtype, device=q.device)
     lse_slots = torch.empty(slots_of_chunk * rep, dtype=torch.float32, device=q.device)
-    finish = finish_tile or _finish_tile(q.dtype, widths.padded, value_widths.padded)
+    finish = finish_tile or finishing_tile(q.dtype, widths.padded, value_widths.padded)
     for chunk in range(index.num_chunks):
         gathered_forward_kernel[(index.pieces_per_chunk,)](
             q, k, v, o_slots, lse_slots, index.slots, index.starts, index.first_pieces, index.piece_keys,
@@ -700,28 +697,3 @@ def reduce_slots(
         GROUPS=groups, REP=rep, PLACES=places, V=width, V_PAD=columns, ROWS=tile.rows,
         WEIGHTED=lse_slots is not None, UNROLL=tile.keys, num_warps=tile.warps,
     )  # fmt: skip
-
-
-def _forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
-    """Fixed configurations; `keys` is the number of slots of a piece."""
-    if dtype == torch.float32:
-        # Exact products run on the ordinary units, fully unrolled: large tiles would spill.
-        if order == "masked":
-            return Tile(rows=32, keys=0, warps=8, stages=1)
-        rows = max(16, triton.next_power_of_2(rep))
-        return Tile(rows=rows, keys=64, warps=4 if rows == 16 else 8, stages=1)
-    if order == "query":
-        return Tile(rows=16, keys=0, warps=4, stages=2)
-    wide = max(dim, value_dim) > 128
-    if order == "masked":
-        if max(dim, value_dim) <= 64:
-            return Tile(rows=64, keys=0, warps=4, stages=3)
-        return Tile(rows=128, keys=0, warps=8, stages=2 if wide else 3)
-    return Tile(rows=64, keys=max(64, 512 // rep), warps=4, stages=2 if wide else 3)
-
-
-def _finish_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:
-    """Fixed configurations; `keys` is the number of slots that are added at a time."""
-    if dtype == torch.float32:
-        return Tile(rows=32, keys=1, warps=8, stages=1)
-    return Tile(rows=64, keys=2, warps=4, stages=1)

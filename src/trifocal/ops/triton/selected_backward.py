@@ -40,6 +40,7 @@ from trifocal.ops.triton.selected import (
     reduce_slots,
     rows_of_chunk,
 )
+from trifocal.ops.triton.selected_tiles import gathered_tile, masked_d_q_tile, masked_tile
 
 LOG2_E = 1.4426950408889634
 LOG2_E_KERNEL = tl.constexpr(LOG2_E)
@@ -568,8 +569,8 @@ def selected_backward(
     score_scale = scale * LOG2_E
     ids, positions, cu_seqlens = documents_or(documents, lse)
     if order == "masked":
-        tile = tile or _masked_tile(q.dtype, rep, widths.padded, value_widths.padded)
-        tile_d_q = tile_d_q or _masked_d_q_tile(q.dtype, widths.padded, value_widths.padded)
+        tile = tile or masked_tile(q.dtype, rep, widths.padded, value_widths.padded)
+        tile_d_q = tile_d_q or masked_d_q_tile(q.dtype, widths.padded, value_widths.padded)
         d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
         masked_d_q_kernel[(triton.cdiv(num_queries * rep, tile_d_q.rows), batch * groups)](
@@ -593,7 +594,7 @@ def selected_backward(
         )  # fmt: skip
         return d_q, d_k, d_v
 
-    tile = tile or _gathered_tile(q.dtype, rep, widths.padded, value_widths.padded)
+    tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded)
     row_slots = groups * places
     rows = batch * num_queries
     chunk_rows = rows_of_chunk(row_slots * rep * dim * q.element_size(), rows, buffer_bytes)
@@ -631,27 +632,3 @@ def selected_backward(
             WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), KEYS=keys_of_program, num_warps=4,
         )  # fmt: skip
     return d_q, d_k, d_v
-
-
-def _gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
-    """Fixed configurations; `keys` is the number of slots of a piece."""
-    if dtype == torch.float32:
-        return Tile(rows=max(16, triton.next_power_of_2(rep)), keys=128, warps=8, stages=1)
-    wide = max(dim, value_dim) > 128
-    return Tile(rows=64, keys=max(256, 2048 // rep), warps=8 if wide else 4, stages=1 if wide else 2)
-
-
-def _masked_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
-    if dtype == torch.float32:
-        return Tile(rows=16, keys=0, warps=8, stages=1)
-    wide = max(dim, value_dim) > 128
-    return Tile(rows=64, keys=0, warps=8, stages=1) if wide else Tile(rows=64, keys=0, warps=4, stages=1)
-
-
-def _masked_d_q_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:
-    if dtype == torch.float32:
-        return Tile(rows=16, keys=0, warps=8, stages=1)
-    columns = max(dim, value_dim)
-    if columns <= 64:
-        return Tile(rows=128, keys=0, warps=8, stages=3)
-    return Tile(rows=64, keys=0, warps=4, stages=2) if columns <= 128 else Tile(rows=64, keys=0, warps=8, stages=1)
