@@ -155,6 +155,7 @@ def test_padding_and_unused_memory_reach_nothing():
     assert all(torch.equal(a, b) for a, b in zip(clean, dirty, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_no_call_waits_for_the_gpu():
     """Forward and backward queue their work; nothing reads a result on the host."""
     case = CASES[1]
