@@ -44,7 +44,20 @@ from trifocal.diagnostics.jsonl import JsonLinesWriter, Row, logger
 from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
 from trifocal.diagnostics.stacks import running_threads, where
 
-PHASES = ("start", "data", "wait", "forward", "backward", "optimizer", "checkpoint", "evaluate", "compile", "other")
+PHASES = (
+    "start",
+    "data",
+    "wait",
+    "forward",
+    "backward",
+    "optimizer",
+    "checkpoint",
+    "evaluate",
+    "telemetry",
+    "sample",
+    "compile",
+    "other",
+)
 # Who waits for another process is not the one that is stuck.
 _UNLIMITED = ("start", "compile", "wait")
 _TYPICAL_TIMES = 200

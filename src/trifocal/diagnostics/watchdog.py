@@ -33,6 +33,8 @@ _HINTS = {
     "optimizer": "On a GPU the host waits here for everything queued before: the cause may be an earlier kernel.",
     "checkpoint": "The disk does not take the checkpoint: look at free space and at the file system.",
     "evaluate": "The validation source or a collective does not answer.",
+    "telemetry": "A forward pass of one sequence that looks at the attention: compare the ranks' stacks below.",
+    "sample": "The model is writing a sample: look whether it is still adding tokens.",
 }
 
 

@@ -188,11 +188,11 @@ class Trainer:
                 self._evaluate()
         if self.telemetry.layers and _due(step, config.log.telemetry_interval_steps, last):
             self._check_finite()
-            with self.meter.paused(), self.heartbeat.phase("evaluate"):
+            with self.meter.paused(), self.heartbeat.phase("telemetry"):
                 self._measure_attention(result.batches[0])
         if _due(step, config.log.sample_interval_steps, last):
             self._check_finite()
-            with self.meter.paused(), self.heartbeat.phase("evaluate"):
+            with self.meter.paused(), self.heartbeat.phase("sample"):
                 self._sample()
         self._take_written(wait=False)
         if _due(step, config.checkpoint.interval_steps, last):

@@ -88,7 +88,8 @@ SCRIPT = """
       cmp: "#7c3aed", slc: "#0d9488", win: "#d97706",
       sequential: [[0, "#f1f5fb"], [0.25, "#bcd3f7"], [0.5, "#7aa7ee"], [0.75, "#3b74d6"], [1, "#123a86"]],
       data: "#d97706", forward: "#60a5fa", backward: "#2563eb", optimizer: "#1e3a8a", checkpoint: "#c026d3",
-      evaluate: "#0d9467", compile: "#9ca3af", start: "#d1d5db", other: "#6b7280",
+      evaluate: "#0d9467", telemetry: "#84cc16", sample: "#0891b2", wait: "#dc2626", compile: "#9ca3af",
+      start: "#d1d5db", other: "#6b7280",
     },
     dark: {
       runs: ["#6ea8ff", "#f0b04a", "#4cc9a0", "#e58bf2", "#ff8a8a", "#5cc8df"],
@@ -96,7 +97,8 @@ SCRIPT = """
       cmp: "#b197fc", slc: "#3fd0c0", win: "#f0b04a",
       sequential: [[0, "#1a212c"], [0.25, "#1f3f73"], [0.5, "#2f68bd"], [0.75, "#6ea8ff"], [1, "#dcebff"]],
       data: "#f0b04a", forward: "#93c5fd", backward: "#4f8df0", optimizer: "#2b57ab", checkpoint: "#e58bf2",
-      evaluate: "#4cc9a0", compile: "#6b7280", start: "#4b5563", other: "#9ca3af",
+      evaluate: "#4cc9a0", telemetry: "#a3e635", sample: "#5cc8df", wait: "#ff7b7b", compile: "#6b7280",
+      start: "#4b5563", other: "#9ca3af",
     },
   };
   const charts = JSON.parse(document.getElementById("charts").textContent);

@@ -16,7 +16,10 @@ Trace = dict[str, Any]
 THIRD, HALF, FULL = 2, 3, 6
 MOST_POINTS = 1500
 """Points of one curve; longer ones keep the lowest and the highest of every stretch."""
-_PHASES = ("data", "wait", "forward", "backward", "optimizer", "checkpoint", "evaluate", "compile", "start", "other")
+_PHASES = (
+    *("data", "wait", "forward", "backward", "optimizer", "checkpoint", "evaluate", "telemetry", "sample"),
+    *("compile", "start", "other"),
+)
 
 
 @dataclass

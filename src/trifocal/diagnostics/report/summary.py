@@ -27,6 +27,8 @@ DATA_SHARE = 0.1
 """Share of the time spent waiting for data that is worth a word."""
 OVERHEAD_SHARE = 0.2
 """The same for checkpoints, and for evaluation."""
+TELEMETRY_SHARE = 0.02
+"""The same for looking at the attention."""
 SLOWDOWN = 0.8
 """Last tenth's median tokens/s as a share of the whole run's."""
 
@@ -169,6 +171,8 @@ def _fast(run: Run) -> Finding:
         ("data", DATA_SHARE, "Raise data.prefetch_batches, or bring the data closer: training waits for it."),
         ("checkpoint", OVERHEAD_SHARE, "Save less often: checkpoints take a good part of the time."),
         ("evaluate", OVERHEAD_SHARE, "Evaluate less often or on fewer batches: it takes a good part of the time."),
+        ("sample", OVERHEAD_SHARE, "Sample less often or fewer tokens: it takes a good part of the time."),
+        ("telemetry", TELEMETRY_SHARE, "Raise log.telemetry_interval_steps: looking at the attention takes time."),
     ):
         share = phases.get(phase, 0.0) / total if total > 0 else 0.0
         if share > limit:
