@@ -77,7 +77,8 @@ def test_a_sink_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCapture
         metrics.write("train", 2, loss=1.0)
     assert sink.calls == 1
     assert caplog.text.count("no connection") == 1
-    assert len(read_metrics(tmp_path / "m.jsonl")) == 2
+    assert len(read_metrics(tmp_path / "m.jsonl", "train")) == 2
+    assert [row["name"] for row in read_metrics(tmp_path / "m.jsonl", "event")] == ["sink_failed"]
 
 
 def test_the_stream_is_plain_json_lines(tmp_path: Path) -> None:

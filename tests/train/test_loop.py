@@ -261,7 +261,7 @@ def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path: Path, mon
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    train(make_config(tmp_path, "--log.tensorboard", "true", "--train.steps", "2"))
+    train(make_config(tmp_path, "--log.sinks", "tensorboard", "--train.steps", "2"))
     assert list((tmp_path / "run" / "tensorboard").glob("events.out.*"))
 
 

@@ -6,21 +6,23 @@ from trifocal.diagnostics.heartbeat import Heartbeat
 from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
 from trifocal.diagnostics.metrics import MetricsWriter, read_metrics
 from trifocal.diagnostics.progress import Progress
+from trifocal.diagnostics.sinks import SINKS, check_sinks, make_sinks
 from trifocal.diagnostics.stacks import StackDump
 from trifocal.diagnostics.telemetry import AttentionTelemetry
-from trifocal.diagnostics.tensorboard import TensorBoardSink
 from trifocal.diagnostics.watchdog import Watchdog
 
 __all__ = [
+    "SINKS",
     "AttentionTelemetry",
     "Heartbeat",
     "MemoryStatistics",
     "MetricsWriter",
     "Progress",
     "StackDump",
-    "TensorBoardSink",
     "Watchdog",
+    "check_sinks",
     "environment",
+    "make_sinks",
     "memory_statistics",
     "peak_bf16_flops",
     "read_metrics",

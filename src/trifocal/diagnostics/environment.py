@@ -26,6 +26,8 @@ _PACKAGES = (
     "tokenizers",
     "transformers",
     "tensorboard",
+    "wandb",
+    "trackio",
     "plotly",
 )
 _VARIABLES = ("NCCL_", "TORCH", "PYTORCH_", "CUDA_", "TRITON_", "OMP_", "MKL_", "GLOO_")

@@ -20,21 +20,12 @@ import threading
 import time
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from trifocal.diagnostics.jsonl import JsonLinesWriter, Row, read_lines
+from trifocal.diagnostics.sinks.thread import Sink, SinkThread
 
 logger = logging.getLogger("trifocal")
-
-
-class Sink(Protocol):
-    """Another consumer of the metric rows (TensorBoard, for example)."""
-
-    def write(self, row: Row) -> None:
-        """Take one row."""
-
-    def close(self) -> None:
-        """Flush and let go."""
 
 
 class MetricsWriter:
@@ -47,15 +38,18 @@ class MetricsWriter:
     Args:
         path: The `metrics.jsonl`; appended to if it exists.
         resume_step: The step of the checkpoint that the run goes on from; None for a new run.
-        sinks: Consumers of the same rows. One that fails is warned about once and then left alone.
+        sinks: Consumers of the same rows, each fed by a thread of its own. One that fails is warned about once, with
+            a warning and a `sink_failed` event, and then left alone.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, resume_step: int | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
-        self._sinks = list(sinks)
-        self._lock = threading.Lock()
+        # Not a plain lock: a sink that does not keep up is found, and written about, while a row is being written.
+        self._lock = threading.RLock()
         self._file = JsonLinesWriter(path)
+        self._step = 0
+        self._sinks = [SinkThread(sink, self._say_failed) for sink in sinks]
         if resume_step is not None:
             rows_dropped = self._drop_after(resume_step)
             message = f"resumed from step {resume_step}, {rows_dropped} later rows dropped"
@@ -71,13 +65,10 @@ class MetricsWriter:
         """
         row: Row = {"kind": kind, "step": step, "unix_time_seconds": round(time.time(), 3), **values}
         with self._lock:
+            self._step = step
             self._file.append(row)
-            for sink in list(self._sinks):
-                try:
-                    sink.write(row)
-                except Exception as error:
-                    self._sinks.remove(sink)
-                    logger.warning("%s fails (%s) and is left out from here on", type(sink).__name__, error)
+            for sink in self._sinks:
+                sink.write(row)
 
     def event(self, step: int, name: str, message: str, *, severity: str = "info", **values: Any) -> None:
         """Append an event row.
@@ -92,10 +83,14 @@ class MetricsWriter:
         self.write("event", step, name=name, severity=severity, message=message, **values)
 
     def close(self) -> None:
-        """Close the file and the sinks."""
-        self._file.close()
+        """Close the sinks, waiting for them a bounded time, and the file."""
         for sink in self._sinks:
             sink.close()
+        self._file.close()
+
+    def _say_failed(self, sentence: str) -> None:
+        logger.warning("%s", sentence)
+        self.event(self._step, "sink_failed", sentence, severity="warning")
 
     @classmethod
     def silent(cls) -> "MetricsWriter":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from trifocal.data import DataConfig
+from trifocal.diagnostics import SINKS
 from trifocal.models import ModelConfig
 
 
@@ -204,8 +205,11 @@ class LogSection:
     """Steps between looks at gates and chosen blocks, on one sequence; 0 turns them off."""
     heartbeat_seconds: float = 5.0
     """Time between rows of the heartbeat."""
-    tensorboard: bool = False
-    """Write TensorBoard events into tensorboard/ too; needs the extra of that name."""
+    sinks: str = ""
+    """Who else gets the metrics, separated by commas: "tensorboard", "wandb", "trackio"; each needs the extra of its
+    name."""
+    project: str = "trifocal"
+    """Project under which wandb and trackio file the run."""
 
     def __post_init__(self) -> None:
         for name, lowest in (
@@ -217,11 +221,18 @@ class LogSection:
             value = getattr(self, name)
             _require(value >= lowest, f"log.{name} must be at least {lowest}, got {value}")
         _require(bool(self.sample_prompt), "log.sample_prompt must not be empty")
+        for name in self.sink_names():
+            _require(name in SINKS, f'log.sinks must name some of {", ".join(SINKS)}, got "{name}"')
+        _require(bool(self.project.strip()), "log.project must not be empty")
         _require(
             self.sample_temperature >= 0,
             f"log.sample_temperature must be at least 0, got {self.sample_temperature}",
         )
         _require(self.heartbeat_seconds > 0, f"log.heartbeat_seconds must be positive, got {self.heartbeat_seconds}")
+
+    def sink_names(self) -> list[str]:
+        """The parts of `sinks`, each once."""
+        return list(dict.fromkeys(filter(None, map(str.strip, self.sinks.split(",")))))
 
 
 @dataclass(frozen=True, kw_only=True)

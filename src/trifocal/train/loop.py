@@ -3,7 +3,7 @@
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from trifocal.diagnostics import (
     Heartbeat,
     MetricsWriter,
     Progress,
-    TensorBoardSink,
     Watchdog,
+    make_sinks,
     write_environment,
 )
 from trifocal.distributed import Parallel, Processes, choose_mode, parallelise, whole_model
@@ -105,9 +105,14 @@ class Trainer:
             if checkpoint is not None:
                 self._restore(checkpoint)
             resume_step = self.step if checkpoint is not None else None
-            tensorboard = directory / "tensorboard"
             rank, first = self.processes.rank, self.processes.first
-            sinks = [TensorBoardSink(tensorboard, resume_step=resume_step)] if config.log.tensorboard and first else []
+            sinks = make_sinks(
+                config.log.sink_names() if first else [],
+                directory,
+                project=config.log.project,
+                config=asdict(config),
+                resume_step=resume_step,
+            )
             if first:
                 save_config(config, directory)
                 write_environment(directory / "env.json", (directory / "config.toml").read_text(encoding="utf-8"))

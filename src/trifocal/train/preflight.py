@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from trifocal.data import Tokenizer, make_tokenizer
+from trifocal.diagnostics import check_sinks
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.backends import resolve
@@ -56,6 +57,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_backend(config, device)
     _check_compiler(config, device)
     _check_disk(config)
+    check_sinks(config.log.sink_names())
     return tokenizer, _notes(config)
 
 

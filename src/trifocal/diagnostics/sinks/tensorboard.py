@@ -1,12 +1,10 @@
-"""TensorBoard as one more reader of the metric rows (extra `tensorboard`)."""
+"""TensorBoard as a reader of the metric rows (extra `tensorboard`)."""
 
 import os
 from typing import Any
 
 from trifocal.diagnostics.jsonl import Row
-from trifocal.errors import UserError
-
-_NOT_SCALARS = {"kind", "step", "unix_time_seconds", "layer"}
+from trifocal.diagnostics.sinks.rows import missing, scalars
 
 
 class TensorBoardSink:
@@ -24,20 +22,17 @@ class TensorBoardSink:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
-            raise UserError("TensorBoard is not installed: pip install 'trifocal[tensorboard]'") from error
+            raise missing("TensorBoard", "tensorboard") from error
         purge_step = None if resume_step is None else resume_step + 1
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step)
 
     def write(self, row: Row) -> None:
         """Take one row."""
-        kind, step = row["kind"], row["step"]
-        if kind == "event":
-            self._writer.add_text(f"event/{row['name']}", row["message"], step, walltime=row["unix_time_seconds"])
-            return
-        layer = f"layer{row['layer']:02}/" if "layer" in row else ""
-        for name, value in row.items():
-            if name not in _NOT_SCALARS and isinstance(value, int | float):
-                self._writer.add_scalar(f"{kind}/{layer}{name}", value, step, walltime=row["unix_time_seconds"])
+        step, when = row["step"], row["unix_time_seconds"]
+        if row["kind"] == "event":
+            self._writer.add_text(f"event/{row['name']}", row["message"], step, walltime=when)
+        for name, value in scalars(row).items():
+            self._writer.add_scalar(name, value, step, walltime=when)
 
     def close(self) -> None:
         """Flush and close the event file."""
