@@ -1,6 +1,5 @@
 """The shape of the code: which room may import which, what an import costs, how long a file may be."""
 
-import os
 import re
 import shutil
 import statistics
@@ -10,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import environment
+
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src" / "trifocal").rglob("*.py"))
 
 
 def python(code):
     """Run code in a fresh interpreter that sees the sources; what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
     return done.stdout.strip()
 
 
@@ -26,8 +26,7 @@ def test_rooms_import_in_one_direction():
     command = Path(sys.executable).with_name("lint-imports")
     if not command.exists():
         command = Path(shutil.which("lint-imports") or pytest.skip("import-linter is not installed"))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
-    done = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, env=environment)
+    done = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stdout
     assert "2 kept, 0 broken" in done.stdout
 

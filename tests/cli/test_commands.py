@@ -13,15 +13,13 @@ from pathlib import Path
 
 import pytest
 
-import trifocal
+from tests.children import environment
 from tests.train.tiny import TOML, before_step, write_config, write_documents
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
 from trifocal.train import loop
 
-# The package under test, wherever the process runs.
-SOURCE = Path(trifocal.__file__).parents[1]
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(SOURCE)}
+ENVIRONMENT = environment()
 Capture = pytest.CaptureFixture[str]
 
 

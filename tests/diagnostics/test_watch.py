@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from tests.children import environment
 from tests.diagnostics.conftest import set_last_beat
 from trifocal.cli import main
 from trifocal.diagnostics.run import read_run
@@ -64,10 +65,10 @@ def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run: MakeRun) -> No
     run = make_run(steps=100)
     set_last_beat(run, 0, unix_time_seconds=time.time(), step=77, expected_phase_seconds=60.0)
     code = f"from trifocal.cli import main; main(['watch', {str(run)!r}, '--interval-seconds', '0.1'])"
-    source = Path(__file__).parents[2] / "src"
-    environment = {**os.environ, "PYTHONPATH": str(source), "TERM": "xterm-256color", "COLUMNS": "120"}
     parent, child = pty.openpty()
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=child, env=environment)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=child, env=environment(TERM="xterm-256color", COLUMNS=120)
+    )
     os.close(child)
     seen, finished, deadline = "", False, time.time() + 40
     while process.poll() is None:

@@ -1,7 +1,6 @@
 """Stalls made on purpose in real processes: an endless loop is stalled, a sleep is slow, a first step is neither."""
 
 import ctypes
-import os
 import signal
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import environment
 from trifocal.diagnostics import Heartbeat, Watchdog
 from trifocal.diagnostics.jsonl import read_lines
 from trifocal.diagnostics.run import read_run
@@ -51,12 +51,10 @@ def start(tmp_path: Path) -> Callable[[str], subprocess.Popen[bytes]]:
     """Starts a training process with a fault in it, writing to tmp_path/run."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TRAINING))
-    source = Path(__file__).parents[2] / "src"
-    environment = {**os.environ, "PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
 
     def begin(fault: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, str(script), str(tmp_path / "run"), fault]
-        return subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
+        return subprocess.Popen(command, env=environment(OMP_NUM_THREADS=1), stderr=subprocess.DEVNULL)
 
     return begin
 

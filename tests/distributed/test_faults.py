@@ -1,7 +1,6 @@
 """What happens to a run of two processes when something happens to one of them."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -11,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.workers import ROOT, Workers, train
+from tests.children import ROOT, environment
+from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
 from trifocal.diagnostics import read_metrics
 from trifocal.train import resume
@@ -217,8 +217,8 @@ def test_torchrun_starts_again_from_the_last_checkpoint(case: Case) -> None:
         str(ROOT / "tests" / "distributed" / "faults.py"), "die_once", "train", str(case.config), *QUICK,
         "--parallel.mode", "fsdp",
     ]  # fmt: skip
-    place = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1", "FAULT_FILE": str(case.fault_file)}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place, timeout=120)
+    variables = environment(OMP_NUM_THREADS=1, FAULT_FILE=case.fault_file)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
     assert done.returncode == 0, done.stderr
     assert case.fault_file.exists()
     assert "is gone" in done.stderr

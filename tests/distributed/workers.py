@@ -1,6 +1,5 @@
 """Real processes for the tests, given their places as torchrun gives them, on the CPU over gloo."""
 
-import os
 import signal
 import socket
 import subprocess
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests import children
 
 
 @dataclass
@@ -42,8 +41,8 @@ class Workers:
         for rank, command in enumerate(commands):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": len(commands)}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1}
-            place |= {"PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", "GLOO_SOCKET_IFNAME": "lo"}
-            variables = {**os.environ, **{name: str(value) for name, value in place.items()}, **environment}
+            place |= {"GLOO_SOCKET_IFNAME": "lo"}
+            variables = children.environment(**(place | environment))
             with (folder / f"out{rank}").open("wb") as out, (folder / f"error{rank}").open("wb") as error:
                 # Not for a test's own interpreter of kernels.
                 variables.pop("TRITON_INTERPRET", None)

@@ -1,16 +1,15 @@
 """Several GPUs over NCCL: gradients, whole runs, and a rank that is lost. Needs two."""
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from tests.distributed.workers import ROOT, train
+from tests.children import ROOT, environment
+from tests.distributed.workers import train
 from tests.train.tiny import write_config
 from trifocal.checks import processes
 from trifocal.diagnostics import read_metrics
@@ -99,11 +98,11 @@ def test_torchrun_starts_again_from_the_last_checkpoint(tmp_path):
     config = write_config(tmp_path)
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--standalone",
-        str(Path(ROOT) / "tests" / "distributed" / "faults.py"), "die_once", "train", str(config),
+        str(ROOT / "tests" / "distributed" / "faults.py"), "die_once", "train", str(config),
         "--run.device", "cuda", "--parallel.mode", "fsdp",
     ]  # fmt: skip
-    place = {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "FAULT_FILE": str(tmp_path / "fault")}
-    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | place, timeout=200)
+    variables = environment(FAULT_FILE=tmp_path / "fault")
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "finished 6 steps" in done.stdout
     rows = read_metrics(tmp_path / "run" / "metrics.jsonl", "train")
