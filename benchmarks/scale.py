@@ -1,14 +1,24 @@
 """Train the production model on one GPU and on several, under DDP and FSDP2, and say what the others add.
 
-    python benchmarks/scale.py                        # one GPU, then all of this machine's
-    python benchmarks/scale.py --gpus 4 --only ddp fsdp --checkpointing all none
-    python benchmarks/scale.py --device cpu --gpus 2 --config showcase.toml --sequences 4   # does the script work?
+    python benchmarks/scale.py                                   # every part on all of this machine's GPUs
+    python benchmarks/scale.py --gpus 4 --parts one speed wide --checkpointing all --budget 330
+    python benchmarks/scale.py --device cpu --gpus 2 --tiny      # does the script work? Small models, few steps
 
-Every row is a run of its own with 8 sequences a GPU, on random tokens, with a checkpoint in the last step. A row
-that fails, or does not end in its time, says so, and the others go on. The table is written after every row.
+| part | what runs |
+|---|---|
+| `one` | one GPU, 8 sequences: what the others are compared with |
+| `speed` | the shake run: 8 sequences a GPU, 500 steps on random tokens, two checkpoints on the way |
+| `text` | the production run as its file says, 300 steps on real text |
+| `wide` | the model of 1.3 billion parameters on 8,192 tokens, sharded, with checkpoints written in the background |
+
+One start of the processes takes all rows with the same number of GPUs, one after another (`scale_worker.py`); a row
+that fails or does not end in its time says so, and the rest is started again. Compiled code is kept in a cache that
+all of them share. Both files of results are written after every row, and what the rows printed is kept beside them.
 """
 
 import argparse
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -16,124 +26,224 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 
 from trifocal.bench.results import ResultFile
-from trifocal.diagnostics import read_metrics
 
-ROOT = Path(__file__).parent.parent
-GIB = 2**30
+HERE = Path(__file__).parent
+CONFIGS = HERE.parent / "configs"
+PARTS = ("one", "speed", "text", "wide")
+COLUMNS = (
+    "part", "mode", "gpus", "checkpointing", "steps", "tokens_per_second", "times_one_gpu", "step_ms", "host_ms",
+    "wait_ms", "peak_gib_a_gpu", "formula_gib", "executed_mfu", "checkpoint_blocked_seconds", "checkpoint_share",
+    "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
+)  # fmt: skip
+TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.sequence_length": 128,
+        "train.precision": "fp32"}  # fmt: skip
 
 
-def run(mode: str, size: int, checkpointing: str, limit_seconds: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Train in processes of their own and read what they wrote."""
-    row: dict[str, Any] = {"mode": mode, "gpus": size, "checkpointing": checkpointing}
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}",
-            "-m", "trifocal", "train", str(ROOT / "configs" / options.config),
-            "--run.directory", f"{folder}/run", "--run.device", options.device, "--data.source", "synthetic",
-            "--parallel.mode", mode, "--train.activation_checkpointing", checkpointing,
-            "--train.micro_batch_size", str(options.sequences),
-            "--train.global_batch_size", str(options.sequences * size),
-            "--train.steps", str(options.steps), "--schedule.warmup_steps", "1",
-            "--checkpoint.interval_steps", str(options.steps), "--evaluate.interval_steps", "0",
-            "--log.interval_steps", "5", "--log.sample_interval_steps", "0", "--log.telemetry_interval_steps", "0",
-        ]  # fmt: skip
-        begin = time.monotonic()
-        with log.open("wb") as file:
-            # A group of its own, so that a run that hangs can be ended whole.
-            process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT)
-            try:
-                status = process.wait(limit_seconds)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
-                status = None
-        text = log.read_text(errors="replace")
-        row["wall_seconds"] = time.monotonic() - begin
-        if status != 0:
-            row["outcome"] = "no end in time" if status is None else f"exit status {status}"
-            print(f"{row}\n{text[-3000:]}", flush=True)
-            return row
-        rows = read_metrics(f"{folder}/run/metrics.jsonl")
-    train = [entry for entry in rows if entry["kind"] == "train"]
-    # The first half holds compilation and the first exchanges.
-    steady = train[len(train) // 2 :]
-    saved = [entry for entry in rows if entry.get("name") == "checkpoint_saved"]
-    row |= {
-        "tokens_per_second": median(entry["tokens_per_second"] for entry in steady),
-        "step_ms": 1000 * median(entry["step_seconds"] for entry in steady),
-        "peak_gib_a_gpu": max(entry["memory_peak_bytes"] for entry in train) / GIB,
-        "checkpoint_seconds": saved[-1]["save_seconds"],
-        "executed_mfu": steady[-1].get("executed_mfu"),
-        "last_loss": train[-1]["loss"],
-        "warnings": text.count("Warning"),
-        "outcome": "ended",
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One run: a configuration and what differs from it."""
+
+    part: str
+    mode: str
+    gpus: int
+    checkpointing: str
+    config: str
+    checkpoint_config: str
+    flags: dict[str, Any]
+
+    @property
+    def label(self) -> str:
+        """A name for files."""
+        return f"{self.part}_{self.mode}_{self.gpus}_checkpointing_{self.checkpointing}"
+
+
+def rows(options: argparse.Namespace) -> list[Row]:
+    """What was asked for, the most wanted first; rows of as many GPUs beside each other."""
+    found = []
+    common = {
+        "run.device": options.device,
+        "log.sample_interval_steps": 0,
+        "log.telemetry_interval_steps": 0,
+        "log.heartbeat_seconds": 1.0,
     }
-    if row["warnings"]:
-        print("\n".join(line for line in text.splitlines() if "Warning" in line)[:2000], flush=True)
-    print(row, flush=True)
-    return row
+    if options.compile != "as configured":
+        common["train.compile"] = options.compile
+    if options.tiny:
+        common |= TINY
+    quiet = {"evaluate.interval_steps": 0, "data.source": "synthetic", "log.interval_steps": 10}
+    count = options.sequences
+    for part in options.parts:
+        for kind in options.checkpointing if part != "wide" else ["all"]:
+            for mode in {"one": ["none"], "wide": ["fsdp"]}.get(part, options.modes):
+                size = 1 if part == "one" else options.gpus
+                flags = common | {"train.activation_checkpointing": kind, "parallel.mode": mode}
+                if part in ("one", "speed"):
+                    steps = options.steps if part == "speed" else min(options.steps, 60)
+                    flags |= quiet | {
+                        "train.micro_batch_size": count, "train.global_batch_size": count * size,
+                        "train.steps": steps, "checkpoint.interval_steps": steps // 2,
+                        "schedule.warmup_steps": min(20, steps),
+                    }  # fmt: skip
+                    config = "m7c_shake.toml"
+                elif part == "text":
+                    steps = options.text_steps
+                    flags |= {
+                        "train.steps": steps, "data.source": "builtin", "schedule.warmup_steps": min(30, steps),
+                        "checkpoint.interval_steps": steps // 2, "evaluate.interval_steps": steps // 2,
+                        # Four sequences a step, however many processes there are.
+                        "train.micro_batch_size": max(1, min(2, 4 // size)), "train.global_batch_size": max(4, size),
+                    }  # fmt: skip
+                    config = "m7c_125m.toml"
+                else:
+                    steps = options.wide_steps
+                    flags |= quiet | {
+                        "train.steps": steps, "checkpoint.interval_steps": steps // 2,
+                        "schedule.warmup_steps": min(10, steps), "log.interval_steps": 2,
+                        "train.global_batch_size": max(8, size),
+                    }  # fmt: skip
+                    config = "wide_1b3.toml"
+                # The shake run is the production model, whose checkpoints are what counts.
+                often = config if part == "wide" else "m7c_125m.toml"
+                found.append(Row(part, mode, size, kind, config, often, flags))
+    return found
 
 
-def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with their speed in multiples of one GPU's."""
-    one = {row["checkpointing"]: row["tokens_per_second"] for row in rows if row["gpus"] == 1 and _ended(row)}
-    return [
-        row | {"times_one_gpu": row["tokens_per_second"] / one[row["checkpointing"]]}
-        if _ended(row) and row["checkpointing"] in one
-        else row
-        for row in rows
-    ]
+class Start:
+    """One start of processes that take rows one after another.
+
+    Args:
+        cases: The rows, all with the same number of GPUs.
+        folder: Runs, outputs and what was measured go there.
+    """
+
+    def __init__(self, cases: list[Row], folder: Path) -> None:
+        self.folder = folder
+        plan = folder / "plan.json"
+        plan.write_text(json.dumps([{**dataclasses.asdict(case), "label": case.label} for case in cases]))
+        with (folder / "torchrun").open("ab") as log:
+            # A group of its own, so that what hangs can be ended whole.
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].gpus}",
+                 str(HERE / "scale_worker.py"), str(CONFIGS), str(plan)],
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent,
+            )  # fmt: skip
+
+    def answer(self, case: Row, seconds: float) -> dict[str, Any]:
+        """What a row came to, waited for as long as given."""
+        path, begin = self.folder / f"{case.label}.json", time.monotonic()
+        while not path.exists():
+            if time.monotonic() - begin > seconds:
+                return {"outcome": f"no end in {seconds:.0f} s"}
+            if self.process.poll() is not None and not path.exists():
+                return {"outcome": f"exit status {self.process.returncode}"}
+            time.sleep(0.1)
+        return {"wall_seconds": time.monotonic() - begin, **json.loads(path.read_text())}
+
+    def end(self) -> None:
+        """End the processes, if they still run."""
+        try:
+            self.process.wait(0 if self.process.poll() is None else None)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def output(self, case: Row) -> str:
+        """What all processes printed in a row, and torchrun's own."""
+        files = [*sorted(self.folder.glob(f"{case.label}_rank*")), self.folder / "torchrun"]
+        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in files)
 
 
-def _ended(row: dict[str, Any]) -> bool:
-    return row["outcome"] == "ended"
+def measure(wanted: list[Row], options: argparse.Namespace, keep: Any) -> None:
+    """Run the rows and hand each with what it came to, and what it printed, to `keep`."""
+    deadline = time.monotonic() + options.budget
+    left = list(wanted)
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        while left:
+            cases = [case for case in left if case.gpus == left[0].gpus]
+            start = Start(cases, Path(folder))
+            try:
+                for case in cases:
+                    seconds = min(options.limit, deadline - time.monotonic())
+                    if seconds < 15:
+                        keep(case, {"outcome": "left out: no time"}, "")
+                        left.remove(case)
+                        continue
+                    found = start.answer(case, seconds)
+                    keep(case, found, start.output(case))
+                    left.remove(case)
+                    if found["outcome"] != "ended":
+                        break
+            finally:
+                start.end()
+
+
+def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with their speed in multiples of one GPU's, and the memory that the formula gives from one GPU's."""
+    ended = [row for row in found if row["outcome"] == "ended"]
+    one = {row["checkpointing"]: row for row in ended if row["part"] == "one"}
+    out = []
+    for row in found:
+        base = one.get(row["checkpointing"])
+        if base and row in ended and row["part"] in ("one", "speed"):
+            change = row["kept_gib"] - base["kept_gib"]
+            row = row | {
+                "times_one_gpu": row["tokens_per_second"] / base["tokens_per_second"],
+                "formula_gib": base["peak_gib_a_gpu"] + change,
+            }
+        out.append(row)
+    return out
 
 
 def main() -> int:
     """Run every row; the exit status is 1 if any failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=max(torch.cuda.device_count(), 1))
-    parser.add_argument("--only", nargs="+", choices=("none", "ddp", "fsdp", "hsdp"), default=["none", "ddp", "fsdp"])
-    parser.add_argument("--checkpointing", nargs="+", default=["all"], help="none, all or a range of layers")
-    parser.add_argument("--config", default="m7c_125m.toml")
-    parser.add_argument("--sequences", type=int, default=8, help="a GPU, in one forward pass")
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--modes", nargs="+", choices=("ddp", "fsdp", "hsdp"), default=["ddp", "fsdp"])
+    parser.add_argument("--checkpointing", nargs="+", default=["all", "none"], help="none, all or a range of layers")
+    parser.add_argument("--sequences", type=int, default=8, help="a GPU, in one forward pass of `one` and `speed`")
+    parser.add_argument("--steps", type=int, default=500, help="of `speed`")
+    parser.add_argument("--text-steps", type=int, default=300)
+    parser.add_argument("--wide-steps", type=int, default=16)
+    parser.add_argument("--compile", choices=("true", "false", "as configured"), default="as configured")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--budget", type=float, default=225.0, help="seconds for all rows; later ones are left out")
+    parser.add_argument("--tiny", action="store_true", help="two narrow layers in place of the models")
+    parser.add_argument("--budget", type=float, default=300.0, help="seconds for all rows; later ones are left out")
+    parser.add_argument("--limit", type=float, default=100.0, help="seconds for a row")
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path, default=None)
+    parser.add_argument("--scratch", type=Path, default=None, help="where the runs are written; deleted in the end")
     options = parser.parse_args()
-    wanted = [
-        (mode, 1 if mode == "none" else options.gpus, kind) for kind in options.checkpointing for mode in options.only
-    ]
     file = ResultFile(
         f"scale_{options.gpus}",
-        f"{options.config} on one GPU and on {options.gpus}, {options.sequences} sequences a GPU",
+        f"The production model on one GPU and on {options.gpus}, {options.sequences} sequences a GPU",
         folder=options.output, commit=options.commit,
     )  # fmt: skip
-    notes = ["Medians over the second half of each run; memory of rank 0; random tokens."]
-    begin = time.monotonic()
-    rows: list[dict[str, Any]] = []
-    page = None
-    for index, (mode, size, checkpointing) in enumerate(wanted):
-        left = options.budget - (time.monotonic() - begin)
-        # The rest of the time in equal parts, and what a row does not take goes to the next ones.
-        limit = left if index == len(wanted) - 1 else min(left, 1.5 * left / (len(wanted) - index))
-        if limit < 10:
-            rows.append({"mode": mode, "gpus": size, "checkpointing": checkpointing, "outcome": "left out: no time"})
-            continue
-        rows.append(run(mode, size, checkpointing, limit, options))
-        page = file.write(compared(rows), notes=notes)
-    if page is not None:
-        print(page.read_text())
-    return int(not all(map(_ended, rows)))
+    notes = [
+        "Medians over the second half of each run's rows of metrics; memory of the fullest GPU.",
+        "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others.",
+        "formula gib: one GPU's peak, and the change in what the mode keeps besides activations (`kept_bytes`).",
+        "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
+        "production run's configuration, or in that of 1.3 billion parameters.",
+    ]
+    found: list[dict[str, Any]] = []
+
+    def keep(case: Row, row: dict[str, Any], output: str) -> None:
+        head = {name: getattr(case, name) for name in ("part", "mode", "gpus", "checkpointing", "config")}
+        warned = [line for line in output.splitlines() if "warning" in line.lower()]
+        found.append({**head, **row, "warnings": len(warned)})
+        file.write(compared(found), notes=notes, columns=COLUMNS)
+        print(json.dumps(compared(found)[-1]), flush=True)
+        print("\n".join(warned)[:2000] if row["outcome"] == "ended" else output[-6000:], flush=True)
+
+    measure(rows(options), options, keep)
+    print(file.page.read_text())
+    return int(any(row["outcome"] != "ended" for row in found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Several processes that train one model: how they find each other, agree, share the model and notice a loss."""
 
-from trifocal.distributed.parallel import Parallel, choose_mode, parallelise, whole_model
+from trifocal.distributed.parallel import Parallel, choose_mode, kept_bytes, parallelise, whole_model
 from trifocal.distributed.peers import PeerLost, Peers
 from trifocal.distributed.processes import Processes, processes_started
 
@@ -10,6 +10,7 @@ __all__ = [
     "Peers",
     "Processes",
     "choose_mode",
+    "kept_bytes",
     "parallelise",
     "processes_started",
     "whole_model",

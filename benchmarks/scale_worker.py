@@ -1,0 +1,105 @@
+"""What each process of `scale.py` does: the rows of a plan, each a whole run of the trainer, in one start.
+
+Started by torchrun: `scale_worker.py CONFIGS PLAN`. What a row prints goes to a file of its own for each rank; rank 0
+writes what it measured.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from trifocal.diagnostics import read_metrics
+from trifocal.distributed import Processes, kept_bytes, processes_started
+from trifocal.train import load_config
+from trifocal.train.config import RunConfig
+from trifocal.train.loop import Trainer
+from trifocal.train.preflight import choose_device, preflight
+from trifocal.train.run_directory import create_run_directory
+
+GIB = 2**30
+OWN_PHASES = ("data", "forward", "backward", "optimizer")
+
+
+def train(config: RunConfig, processes: Processes) -> float:
+    """A whole run; the peak of allocated bytes on the fullest GPU."""
+    on_gpu = processes.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
+    trainer = Trainer(config, Path(config.run.directory), processes, tokenizer)
+    processes.on_first(lambda: create_run_directory(config, overwrite=True))
+    trainer.run(notes, None)
+    return max(processes.gather(torch.cuda.max_memory_allocated() if on_gpu else 0))
+
+
+def measured(config: RunConfig, configured_interval: int, peak: float, size: int) -> dict[str, Any]:
+    """What the run's own files say."""
+    folder = Path(config.run.directory)
+    metrics = read_metrics(folder / "metrics.jsonl")
+    rows = [row for row in metrics if row["kind"] == "train"]
+    # The first half holds compilation and the first exchanges.
+    steady = rows[len(rows) // 2 :]
+    step_seconds = median(row["step_seconds"] for row in steady)
+    saved = [row for row in metrics if row.get("name") == "checkpoint_saved"]
+    # The first one warms files and buffers up; the last is never written in the background.
+    blocked = saved[min(1, len(saved) - 1)]["blocked_seconds"]
+    beat = json.loads((folder / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["total_seconds"]
+    steps = config.train.steps
+    mode = config.parallel.mode
+    shards = size if mode == "fsdp" else config.parallel.shards or size
+    return {
+        "steps": steps,
+        "compiled": config.train.compile,
+        "tokens_per_second": median(row["tokens_per_second"] for row in steady),
+        "step_ms": 1000 * step_seconds,
+        "host_ms": 1000 * sum(beat.get(phase, 0.0) for phase in OWN_PHASES) / steps,
+        "wait_ms": 1000 * beat.get("wait", 0.0) / steps,
+        "data_wait_ms_p95": 1000 * steady[-1]["data_wait_seconds_p95"],
+        "phase_seconds": beat,
+        "peak_gib_a_gpu": peak / GIB,
+        "kept_gib": kept_bytes(config.model, mode, shards, precision=config.train.precision) / GIB,
+        "checkpoint_seconds": [row["save_seconds"] for row in saved],
+        "checkpoint_blocked_seconds": blocked,
+        "checkpoint_share": blocked / (configured_interval * step_seconds),
+        "executed_mfu": steady[-1].get("executed_mfu"),
+        "first_loss": rows[0]["loss"],
+        "last_loss": rows[-1]["loss"],
+        "outcome": "ended",
+    }
+
+
+def main() -> None:
+    """Take the rows of the plan."""
+    configs, plan = Path(sys.argv[1]), Path(sys.argv[2])
+    cases = json.loads(plan.read_text())
+    with processes_started(choose_device(cases[0]["flags"]["run.device"])) as processes:
+        for case in cases:
+            output = os.open(plan.with_name(f"{case['label']}_rank{processes.rank}"), os.O_CREAT | os.O_WRONLY)
+            for stream in (1, 2):
+                os.dup2(output, stream)
+            overrides = [f"--{name}={value}" for name, value in case["flags"].items()]
+            config = load_config(configs / case["config"], [*overrides, f"--run.directory={plan.parent / 'run'}"])
+            interval = load_config(configs / case["checkpoint_config"], []).checkpoint.interval_steps
+            peak = train(config, processes)
+            if processes.first:
+                found = measured(config, interval, peak, processes.size)
+                partial = plan.with_name("partial")
+                partial.write_text(json.dumps(found))
+                partial.rename(plan.with_name(f"{case['label']}.json"))
+            # The next model needs the room, and compiles its own code.
+            gc.collect()
+            torch._dynamo.reset()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
