@@ -80,16 +80,16 @@ def pause_in_checkpoint():
 
 
 def pause_in_compilation():
-    """Every rank pauses in the first call of the compiled model, as a compiler would take its time."""
+    """Every rank pauses in the first call of a compiled layer, as a compiler would take its time."""
 
-    def compiled(module):
+    def compiled(function, **options):
         calls = [0]
 
         def call(*args, **kwargs):
             calls[0] += 1
             if calls[0] == 1:
                 _pause()
-            return module(*args, **kwargs)
+            return function(*args, **kwargs)
 
         return call
 

@@ -35,7 +35,7 @@ NOTES = (
     "the data sheet's dense bf16 peak; what checkpointing computes again is not counted.",
     "peak_gib is the most that was allocated during the timed steps, weights and optimizer included.",
     "first_step_seconds holds the compilation, with the caches as they were and the preparations of other rows beside.",
-    "production: 2 sequences of 2,048 tokens at a time, 4 a step, all layers checkpointed.",
+    "production: 2 sequences of 2,048 tokens at a time, 4 a step, all layers checkpointed, on a GPU as CUDA graphs.",
 )
 
 
@@ -90,13 +90,20 @@ class TrainOptions:
         for size in self.sizes:
             sequences, cross, tokens = size.partition("x")
             if size == PRODUCTION:
-                batch = {"sequences": 4, "micro_batch": 2, "tokens": 2048, "checkpointing": "all"}
+                batch = {
+                    "sequences": 4,
+                    "micro_batch": 2,
+                    "tokens": 2048,
+                    "checkpointing": "all",
+                    "cuda_graphs": device != "cpu",
+                }
             elif cross and sequences.isdecimal() and tokens.isdecimal() and int(sequences) and int(tokens):
                 batch = {
                     "sequences": int(sequences),
                     "micro_batch": int(sequences),
                     "tokens": int(tokens),
                     "checkpointing": "none",
+                    "cuda_graphs": False,
                 }
             else:
                 raise UserError(f'a size is sequences x tokens, like 4x8192, or {PRODUCTION}; got "{size}"')
@@ -166,14 +173,14 @@ def _measure_together(cases: Sequence[TrainCase], workers: int, recorder: Record
     begun = []
     for case in cases:
         if recorder.remaining_seconds():
-            begun.append(_Worker(case, workers, recorder.remaining_seconds()))
+            begun.append(Worker(case, workers, recorder.remaining_seconds()))
         else:
             recorder.keep({**case.labels(), "status": "not run: the time limit has passed"})
     if not begun:
         return
     recorder.say("preparing " + ", ".join(worker.name for worker in begun))
     with ThreadPoolExecutor(len(begun)) as pool:
-        ready = list(pool.map(_Worker.answer, begun))
+        ready = list(pool.map(Worker.answer, begun))
     for worker, prepared in zip(begun, ready, strict=True):
         answer = prepared
         if prepared["status"] == OK:
@@ -191,8 +198,14 @@ def _line(row: dict[str, Any]) -> str:
     return f"{row['tokens_per_second']:,.0f} tokens/s{memory}, first step {row['first_step_seconds']:.1f} s"
 
 
-class _Worker:
-    """A process that prepares a row, says so, and times it when it is told to."""
+class Worker:
+    """A process that prepares a row, says so, and times it when it is told to.
+
+    Args:
+        case: What to train.
+        workers: How many prepare at a time, and so share the cores.
+        seconds: When to give up.
+    """
 
     def __init__(self, case: TrainCase, workers: int, seconds: float) -> None:
         self.case = case

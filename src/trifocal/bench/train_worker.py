@@ -9,24 +9,26 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from trifocal.bench.kernels import busy_share, kernel_table, record_kernels
 from trifocal.bench.recorder import OK, failure
 from trifocal.bench.timing import Timing
 from trifocal.data import Batch
 from trifocal.diagnostics import Heartbeat, memory_statistics, peak_bf16_flops
 from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_count
 from trifocal.train.config import OptimizerSection, TrainSection
+from trifocal.train.graphs import MicroBatchGraphs
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.step import StepResult, train_step
 
 GIB = 2**30
 # fp32 weight and gradient, and AdamW's two moments.
 _BYTES_PER_PARAMETER = 16
+_KERNEL_ROWS = 40
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +43,11 @@ class TrainCase:
         tokens: In a sequence.
         checkpointing: As `train.activation_checkpointing`.
         compile: Whether the model is compiled.
+        cuda_graphs: Whether forward and backward are replayed as a CUDA graph.
         precision: "bf16" or "fp32".
         warmup_steps, timed_steps: Numbers of steps.
         device: Where.
+        profiled_steps: Steps whose kernels are listed, after the timed ones; only on a GPU.
     """
 
     size: str
@@ -53,10 +57,12 @@ class TrainCase:
     tokens: int
     checkpointing: str
     compile: bool
+    cuda_graphs: bool
     precision: str
     warmup_steps: int
     timed_steps: int
     device: str
+    profiled_steps: int = 0
 
     def labels(self) -> dict[str, Any]:
         """The columns that say what the row is."""
@@ -67,6 +73,7 @@ class TrainCase:
             "tokens": self.tokens,
             "checkpointing": self.checkpointing,
             "compile": self.compile,
+            "cuda_graphs": self.cuda_graphs,
             "precision": self.precision,
         }
 
@@ -90,13 +97,19 @@ class TrainBench:
             precision=case.precision,  # type: ignore[arg-type]
             activation_checkpointing=case.checkpointing,
             compile=case.compile,
+            cuda_graphs=case.cuda_graphs,
         )
         model = DecoderLM(self.config)
         model.init_weights(0)
         model.to(self.device)
         model.set_activation_checkpointing(*self.section.checkpointed_layers(self.config.num_layers))
         self.optimizer = make_optimizer(model, OptimizerSection())
-        self.loss_function: Callable[..., torch.Tensor] = torch.compile(model) if case.compile else model
+        if case.compile:
+            model.compile_training()
+        self.model = model
+        self.graphs: MicroBatchGraphs | None = None
+        if case.cuda_graphs and self.device.type == "cuda":
+            self.graphs = MicroBatchGraphs(model, model.parameters(), self.device, case.precision)
         # Never entered: its phases are kept, its thread and file are not made.
         self.heartbeat = Heartbeat(tempfile.gettempdir(), device=self.device)
         generator = torch.Generator().manual_seed(0)
@@ -120,7 +133,8 @@ class TrainBench:
                 self.first_step_seconds = time.perf_counter() - begin
         if self.device.type == "cuda":
             # Others may be preparing: memory that only waits is theirs.
-            self.optimizer.zero_grad(set_to_none=True)
+            if self.graphs is None:
+                self.optimizer.zero_grad(set_to_none=True)
             gc.collect()
             torch.cuda.empty_cache()
 
@@ -161,6 +175,24 @@ class TrainBench:
             "weights_and_optimizer_gib": parameter_count(self.config) * _BYTES_PER_PARAMETER / GIB,
             "first_step_seconds": self.first_step_seconds,
             "loss": self.result.loss.item(),
+            **self._kernels(),
+        }
+
+    def _kernels(self) -> dict[str, Any]:
+        steps = self.case.profiled_steps
+        if not steps or self.device.type != "cuda":
+            return {}
+
+        def work() -> None:
+            for _ in range(steps):
+                self._step()
+
+        kernels = record_kernels(work, self.device)
+        return {
+            "gpu_busy_share": busy_share(kernels),
+            "kernels_a_step": len(kernels) / steps,
+            "kernel_ms_a_step": sum(kernel.end - kernel.begin for kernel in kernels) / steps / 1e6,
+            "kernels": kernel_table(kernels, steps, _KERNEL_ROWS),
         }
 
     def _step(self) -> None:
@@ -174,12 +206,13 @@ class TrainBench:
         self.result = train_step(
             1,
             self.batches,
-            loss_function=self.loss_function,
+            loss_function=self.model,
             optimizer=self.optimizer,
             device=self.device,
             config=self.section,
             heartbeat=self.heartbeat,
             before_backward=wait_for_verdict,
+            graphs=self.graphs,
         )
 
     def _step_times_ms(self) -> list[float]:

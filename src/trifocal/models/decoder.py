@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, norm, output projection, loss. How it is run in parallel is decided outside."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class DecoderLM(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self._checkpointed_layers = range(0)
+        self._run_block: Callable[..., Tensor] = run_block
+        self._run_end: Callable[..., Tensor] = run_end
         self.init_weights()
 
     def init_weights(self, seed: int | torch.Generator | None = None) -> None:
@@ -101,8 +103,11 @@ class DecoderLM(nn.Module):
         """
         if targets is not None and targets.shape != tokens.shape:
             raise ValueError(f"targets must have the shape of tokens, {list(tokens.shape)}, got {list(targets.shape)}")
-        logits = self.logits(self.hidden_states(tokens, cu_seqlens=cu_seqlens, cache=cache))
-        return logits if targets is None else _mean_loss(logits, targets)
+        x = self._last_residual(tokens, cu_seqlens, cache)
+        if targets is None:
+            return self.logits(self.norm(x))
+        end = self._run_end if torch.is_grad_enabled() else run_end
+        return end(self.norm, self._output_weight(), x, targets)
 
     def hidden_states(
         self,
@@ -112,6 +117,11 @@ class DecoderLM(nn.Module):
         cache: Sequence[Any] | None = None,
     ) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
+        return self.norm(self._last_residual(tokens, cu_seqlens, cache))
+
+    def _last_residual(
+        self, tokens: Tensor, cu_seqlens: Tensor | Documents | None, cache: Sequence[Any] | None
+    ) -> Tensor:
         if tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype not in (torch.int64, torch.int32):
             raise ValueError(
                 f"tokens must be [B, T] of int64 or int32 and not empty, got {list(tokens.shape)} of {tokens.dtype}"
@@ -125,17 +135,29 @@ class DecoderLM(nn.Module):
             documents = Documents(*(part.to(tokens.device) for part in documents))
 
         x = self.embedding(tokens)
-        for index, block in enumerate(self.blocks):
-            if index in self._checkpointed_layers and torch.is_grad_enabled():
-                # The block itself: a closure over the loop variable would recompute every layer as the last one.
-                x = checkpoint(block, x, use_reentrant=False, context_fn=_save_attention, cu_seqlens=documents)
-            else:
+        if torch.is_grad_enabled() and cache is None:
+            for index, block in enumerate(self.blocks):
+                x = self._run_block(block, x, documents, index in self._checkpointed_layers)
+        else:
+            for index, block in enumerate(self.blocks):
                 x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index])
-        return self.norm(x)
+        return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project hidden states [..., E] to logits [..., vocab_size]."""
-        return nn.functional.linear(hidden, self.embedding.weight) if self.head is None else self.head(hidden)
+        return nn.functional.linear(hidden, self._output_weight())
+
+    def _output_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    def compile_training(self) -> None:
+        """Compile what training runs, each layer by itself, when it first runs; passes without gradients stay eager.
+
+        The layers are alike, so that one of them is compiled for all: the start takes a few seconds at any depth.
+        Lengths are compiled in; another one compiles anew.
+        """
+        self._run_block = torch.compile(run_block, fullgraph=True, dynamic=False)
+        self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
 
     def set_activation_checkpointing(self, first: int, last: int) -> None:
         """Recompute layers `first` up to, not including, `last` in backward instead of keeping their activations.
@@ -181,6 +203,22 @@ class DecoderLM(nn.Module):
             stop_token=stop_token,
             prefill_chunk_size=prefill_chunk_size,
         )
+
+
+def run_block(block: nn.Module, x: Tensor, documents: Documents | None, checkpointed: bool) -> Tensor:
+    """One layer in training; `checkpointed` computes it again in backward."""
+    if not checkpointed:
+        return block(x, cu_seqlens=documents)
+    # The block itself: a closure over the loop variable would recompute every layer as the last one. Nothing in it
+    # is random, so no random state is kept, which a CUDA graph could not read.
+    return checkpoint(
+        block, x, use_reentrant=False, preserve_rng_state=False, context_fn=_save_attention, cu_seqlens=documents
+    )
+
+
+def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor) -> Tensor:
+    """The loss from the last layer's output."""
+    return _mean_loss(nn.functional.linear(norm(x), output_weight), targets)
 
 
 # Non-reentrant checkpointing that keeps the results of some operators. The choice, because one made again costs as

@@ -267,7 +267,8 @@ def _compressed_visibility(
 def _token_positions(q: Tensor, num_keys: int, documents: Documents | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Documents and positions of queries [T] and keys [S]; without documents the queries are the last T."""
     if documents is not None:
-        return documents.ids, documents.positions, documents.ids, documents.positions
+        # Views for the keys: the compiler takes no tensor twice among the inputs of one function.
+        return documents.ids, documents.positions, documents.ids.view(-1), documents.positions.view(-1)
     positions = torch.arange(num_keys, device=q.device, dtype=torch.int32)
     ids = torch.zeros_like(positions)
     first_query = num_keys - q.shape[1]

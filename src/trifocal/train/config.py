@@ -50,7 +50,10 @@ class TrainSection:
     activation_checkpointing: str = "none"
     """Layers that recompute their activations in backward: "none", "all", or a half-open range like "0:6"."""
     compile: bool = False
-    """Compile the model with torch.compile: a slower start, faster steps."""
+    """Compile the layers with torch.compile: a slower start, faster steps."""
+    cuda_graphs: bool = False
+    """Record a micro-batch's forward and backward once and replay them: small batches are no longer bound by the host.
+    For one process on a GPU; elsewhere it does nothing, and a note says so."""
     gradient_clip_norm: float = 1.0
     """Largest norm of the whole gradient; longer ones are scaled down to it. 0 turns clipping off."""
 

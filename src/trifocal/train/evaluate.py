@@ -10,7 +10,8 @@ from trifocal.data import Batch, DataConfig, Tokenizer, make_loader
 from trifocal.distributed import Processes
 from trifocal.models import DecoderLM
 from trifocal.train.config import LogSection, RunConfig
-from trifocal.train.step import autocast, batch_loss, valid_targets
+from trifocal.train.inputs import autocast
+from trifocal.train.step import batch_loss, valid_targets
 
 
 @dataclass(frozen=True)

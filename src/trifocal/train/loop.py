@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trifocal.data import Batch, Loader, Tokenizer, make_loader
 from trifocal.diagnostics import (
     AttentionTelemetry,
@@ -32,13 +30,15 @@ from trifocal.train.checkpoint import (
 from trifocal.train.company import Company
 from trifocal.train.config import RunConfig
 from trifocal.train.evaluate import Evaluation, evaluate, read_validation_batches, sample
+from trifocal.train.graphs import MicroBatchGraphs
+from trifocal.train.inputs import autocast
 from trifocal.train.meter import Meter
 from trifocal.train.nonfinite import stop_non_finite
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.run_directory import save_config
 from trifocal.train.schedule import learning_rate
-from trifocal.train.step import StepResult, autocast, train_step
+from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
 
 
@@ -79,8 +79,9 @@ class Trainer:
         self.telemetry = AttentionTelemetry(self.model)
         self.parallel, self.mode_note = self._parallelise()
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        whole = config.train.compile and not self.parallel.sharded
-        self.loss_function = torch.compile(self.parallel.module) if whole else self.parallel.module
+        if config.train.compile and not self.parallel.sharded:
+            self.model.compile_training()
+        self.graphs, self.graphs_note = self._make_graphs()
         self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * processes.size)
         # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
         self.split_rows = self.device.type == "cpu" and processes.size == 1 and not config.train.compile
@@ -128,7 +129,7 @@ class Trainer:
             self.meter = Meter(config, self.device, self.processes.size)
             self.signals = stack.enter_context(StopSignals())
             stack.enter_context(self.company.watched(self.heartbeat, directory, config.parallel.silence_seconds))
-            for note in [*notes, *filter(None, [self.mode_note])]:
+            for note in [*notes, *filter(None, [self.mode_note, self.graphs_note])]:
                 self._say("note", note)
             self.heartbeat.update(step=self.step)
             # From here on the random generators are where the checkpoint left them.
@@ -163,7 +164,7 @@ class Trainer:
         self.pending = train_step(
             step,
             batches,
-            loss_function=self.loss_function,
+            loss_function=self.parallel.module,
             optimizer=self.optimizer,
             device=self.device,
             config=config.train,
@@ -173,6 +174,7 @@ class Trainer:
             split_rows=self.split_rows,
             parallel=self.parallel,
             total_targets=total_targets,
+            graphs=self.graphs,
         )
         self.learning_rate = rate
         self.step = step
@@ -359,6 +361,16 @@ class Trainer:
             compile=train.compile,
         )
         return parallel, note
+
+    def _make_graphs(self) -> tuple[MicroBatchGraphs | None, str]:
+        """Graphs, where they are wanted and can be; and where only the first, a sentence that says why not."""
+        if not self.config.train.cuda_graphs:
+            return None, ""
+        if self.device.type != "cuda" or self.processes.size > 1:
+            where = f"{self.processes.size} processes" if self.processes.size > 1 else f"a {self.device.type}"
+            return None, f"train.cuda_graphs is for one process on a GPU: without effect on {where}"
+        parameters, precision = self.model.parameters(), self.config.train.precision
+        return MicroBatchGraphs(self.parallel.module, parameters, self.device, precision), ""
 
     def _make_loader(self) -> Loader:
         config = self.config

@@ -11,11 +11,10 @@ from trifocal.data import Batch
 from trifocal.diagnostics import Heartbeat
 from trifocal.distributed import Parallel
 from trifocal.models.decoder import IGNORED_TARGET
-from trifocal.ops import Documents
 from trifocal.train.config import TrainSection
+from trifocal.train.graphs import MicroBatchGraphs
+from trifocal.train.inputs import LossFunction, autocast, call_with, model_inputs, to_device
 from trifocal.train.optimizer import gradient_norm, guarded_step
-
-LossFunction = Callable[..., Tensor]
 
 
 class DeviceFlag:
@@ -65,12 +64,14 @@ class StepResult:
     finite: DeviceFlag
 
 
-def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[None]:
-    """bf16 matrix products for "bf16"; nothing for "fp32". The weights are fp32 either way."""
-    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
-
-
-def batch_loss(loss_function: LossFunction, batch: Batch, device: torch.device, *, split_rows: bool = False) -> Tensor:
+def batch_loss(
+    loss_function: LossFunction,
+    batch: Batch,
+    device: torch.device,
+    *,
+    split_rows: bool = False,
+    pad_documents: bool = False,
+) -> Tensor:
     """Mean loss over the valid targets of one micro-batch.
 
     Rows that hold document borders are passed as one row of packed documents.
@@ -82,32 +83,23 @@ def batch_loss(loss_function: LossFunction, batch: Batch, device: torch.device, 
         split_rows: Pack only the rows with borders inside, in a call of their own. The reference's work grows with
             the square of a packed row, so this is much faster where few rows have borders. Not for several
             processes: they would differ in the number of their calls.
+        pad_documents: As in `model_inputs`: for a compiled model.
 
     Returns:
         A scalar, fp32.
     """
-    if batch.cu_seqlens is None:
-        return loss_function(_move(batch.tokens, device), _move(batch.targets, device))
-    if not split_rows:
-        return _packed_loss(loss_function, batch.tokens, batch.targets, batch.cu_seqlens, device)
+    if batch.cu_seqlens is None or not split_rows:
+        inputs = model_inputs(batch, pad_documents=pad_documents)
+        return call_with(loss_function, [to_device(tensor, device) for tensor in inputs])
     has_border, borders = _rows_with_borders(batch.cu_seqlens.long(), *batch.tokens.shape)
-    packed = _packed_loss(loss_function, batch.tokens[has_border], batch.targets[has_border], borders, device)
+    rows = batch._replace(tokens=batch.tokens[has_border], targets=batch.targets[has_border], cu_seqlens=borders)
+    packed = batch_loss(loss_function, rows, device, pad_documents=pad_documents)
     if has_border.all():
         return packed
-    tokens, targets = batch.tokens[~has_border], batch.targets[~has_border]
-    plain = loss_function(_move(tokens, device), _move(targets, device))
-    share = int((targets != IGNORED_TARGET).sum()) / max(valid_targets(batch), 1)
+    rows = batch._replace(tokens=batch.tokens[~has_border], targets=batch.targets[~has_border], cu_seqlens=None)
+    plain = batch_loss(loss_function, rows, device)
+    share = valid_targets(rows) / max(valid_targets(batch), 1)
     return share * plain + (1 - share) * packed
-
-
-def _packed_loss(
-    loss_function: LossFunction, tokens: Tensor, targets: Tensor, cu_seqlens: Tensor, device: torch.device
-) -> Tensor:
-    # The borders are checked here, on the host, so that the model need not wait for the device to look at them.
-    documents = Documents.from_cu_seqlens(cu_seqlens, tokens.numel())
-    documents = Documents(*(_move(part, device) for part in documents))
-    flat_tokens, flat_targets = tokens.reshape(1, -1), targets.reshape(1, -1)
-    return loss_function(_move(flat_tokens, device), _move(flat_targets, device), cu_seqlens=documents)
 
 
 def _rows_with_borders(borders: Tensor, num_rows: int, length: int) -> tuple[Tensor, Tensor]:
@@ -140,6 +132,7 @@ def train_step(
     split_rows: bool = False,
     parallel: Parallel | None = None,
     total_targets: int | None = None,
+    graphs: MicroBatchGraphs | None = None,
 ) -> StepResult:
     """Take one step.
 
@@ -160,6 +153,8 @@ def train_step(
         split_rows: As in `batch_loss`.
         parallel: How the model is spread, where several processes each have a part of the global batch.
         total_targets: Valid targets of the global batch, in all processes together; those of `batches` by default.
+        graphs: Of the loss function, to replay instead of calling it; for one process. Forward and backward are then
+            one phase, `forward`, and `before_backward` comes before the first.
 
     Returns:
         The results, not waited for.
@@ -170,20 +165,28 @@ def train_step(
     processes = 1 if parallel is None else parallel.size
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+    if graphs is not None:
+        before_backward()
+        graphs.zero_gradients()
     for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
+        weight = count / total
+        if graphs is not None:
+            with heartbeat.phase(forward_phase):
+                loss_sum += graphs.add_gradients(batch, weight)
+            continue
         exchange = (
             contextlib.nullcontext() if parallel is None else parallel.micro_batch(last=index == len(batches) - 1)
         )
         with exchange:
             with heartbeat.phase(forward_phase), autocast(device, config.precision):
-                loss = batch_loss(loss_function, batch, device, split_rows=split_rows)
+                loss = batch_loss(loss_function, batch, device, split_rows=split_rows, pad_documents=config.compile)
             if index == 0:
                 before_backward()
                 optimizer.zero_grad(set_to_none=True)
                 if parallel is not None and parallel.watch is not None:
                     parallel.watch.reset()
             with heartbeat.phase("backward"):
-                weighted = loss * (count / total)
+                weighted = loss * weight
                 (weighted * processes).backward()
                 loss_sum += weighted.detach()
     with heartbeat.phase("optimizer"):
@@ -193,9 +196,3 @@ def train_step(
         norm = gradient_norm(parameters)
         finite = DeviceFlag(guarded_step(optimizer, parameters, norm, loss_sum, config.gradient_clip_norm))
     return StepResult(step, batches, loss_sum, local_loss, norm, finite)
-
-
-def _move(tensor: Tensor, device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)

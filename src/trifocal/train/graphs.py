@@ -1,0 +1,110 @@
+"""Forward and backward of a micro-batch as one CUDA graph: recorded once, then started with a single call.
+
+Small micro-batches are bound by the host: a layer's forward and backward are about a hundred kernels, and each costs
+Python some 10 to 50 µs to start, whatever it does on the device. A graph starts all of them at once.
+
+A graph reads and writes fixed memory. So inputs are copied into tensors of its own, gradients are added up in buffers
+that stay, and each kind of micro-batch (plain rows, packed documents) has a graph of its own. Document borders are
+padded to a fixed number, with empty documents behind the last one.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.data import Batch
+from trifocal.train.inputs import autocast, call_with, model_inputs, to_device
+
+LossFunction = Callable[..., Tensor]
+Kind = tuple[int, ...]
+
+_WARM_UP_PASSES = 2
+
+
+class _Recording(NamedTuple):
+    graph: torch.cuda.CUDAGraph
+    inputs: list[Tensor]
+    weight: Tensor
+    loss: Tensor
+
+
+class MicroBatchGraphs:
+    """Computes weighted losses and adds up their gradients, by graphs that are recorded when first needed.
+
+    Use it from one process on a CUDA device; the model's parameters must keep their memory.
+
+    Args:
+        loss_function: The model, called as `DecoderLM` with targets.
+        parameters: Those that get gradients.
+        device: Where they are.
+        precision: "bf16" or "fp32", as in `TrainSection`.
+    """
+
+    def __init__(
+        self, loss_function: LossFunction, parameters: Iterable[nn.Parameter], device: torch.device, precision: str
+    ) -> None:
+        self._loss_function = loss_function
+        self._parameters = list(parameters)
+        self._device, self._precision = device, precision
+        self._gradients: list[Tensor] = []
+        self._recordings: dict[Kind, _Recording] = {}
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def zero_gradients(self) -> None:
+        """Begin a step: every parameter's gradient is zero, in the memory that the graphs add to."""
+        if not self._gradients:
+            self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
+        else:
+            torch._foreach_zero_(self._gradients)
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
+
+    def add_gradients(self, batch: Batch, weight: float) -> Tensor:
+        """Add the gradient of `weight * loss` to the parameters' gradients.
+
+        Args:
+            batch: The micro-batch, on the host.
+            weight: Its share in the step's loss.
+
+        Returns:
+            `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind overwrites.
+        """
+        inputs = model_inputs(batch, pad_documents=True)
+        kind = _kind(inputs)
+        if kind not in self._recordings:
+            self._recordings[kind] = self._record(inputs)
+        recording = self._recordings[kind]
+        for own, given in zip(recording.inputs, inputs, strict=True):
+            own.copy_(given.pin_memory(), non_blocking=True)
+        recording.weight.fill_(weight)
+        recording.graph.replay()
+        return recording.loss
+
+    def _record(self, inputs: list[Tensor]) -> _Recording:
+        own = [to_device(tensor, self._device) for tensor in inputs]
+        # Passes to warm up add nothing to the gradients.
+        weight = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UP_PASSES):
+                self._pass(own, weight)
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Threads that pin memory for other tensors must not spoil the recording.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            loss = self._pass(own, weight)
+        return _Recording(graph, own, weight, loss)
+
+    def _pass(self, inputs: list[Tensor], weight: Tensor) -> Tensor:
+        with autocast(self._device, self._precision):
+            loss = call_with(self._loss_function, inputs)
+        weighted = loss * weight
+        weighted.backward()
+        return weighted.detach()
+
+
+def _kind(inputs: list[Tensor]) -> Kind:
+    return tuple(size for tensor in inputs for size in tensor.shape)

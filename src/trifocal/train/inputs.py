@@ -1,0 +1,62 @@
+"""A micro-batch as the model takes it: plain rows, or one row of packed documents."""
+
+import contextlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trifocal.data import Batch
+from trifocal.ops import Documents
+
+LossFunction = Callable[..., Tensor]
+
+# Room for documents is counted in powers of two, and begins with that for documents of this many tokens.
+_TOKENS_OF_DOCUMENT = 256
+_FEWEST_DOCUMENTS = 16
+
+
+def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[None]:
+    """bf16 matrix products for "bf16"; nothing for "fp32". The weights are fp32 either way."""
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def model_inputs(batch: Batch, *, pad_documents: bool = False) -> list[Tensor]:
+    """Tokens and targets and, where a border lies inside a row, the three tensors of its `Documents`; on the host.
+
+    The borders are checked here, so that the model need not wait for a device to look at them.
+
+    Args:
+        batch: The micro-batch.
+        pad_documents: Append empty documents, up to a number that depends little on the batch: compiled code and
+            recorded graphs then fit the next one too.
+    """
+    if batch.cu_seqlens is None:
+        return [batch.tokens, batch.targets]
+    num_tokens = batch.tokens.numel()
+    documents = Documents.from_cu_seqlens(batch.cu_seqlens, num_tokens)
+    if pad_documents:
+        documents = documents._replace(cu_seqlens=_padded(documents.cu_seqlens, num_tokens))
+    return [batch.tokens.reshape(1, -1), batch.targets.reshape(1, -1), *documents]
+
+
+def call_with(loss_function: LossFunction, inputs: list[Tensor]) -> Tensor:
+    """Call the model with `model_inputs`."""
+    tokens, targets, *documents = inputs
+    if not documents:
+        return loss_function(tokens, targets)
+    return loss_function(tokens, targets, cu_seqlens=Documents(*documents))
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a host's tensor without waiting for it."""
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def _padded(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+    room = max(_FEWEST_DOCUMENTS, num_tokens // _TOKENS_OF_DOCUMENT)
+    while room < cu_seqlens.numel() - 1:
+        room *= 2
+    return torch.nn.functional.pad(cu_seqlens, (0, room + 1 - cu_seqlens.numel()), value=num_tokens)
