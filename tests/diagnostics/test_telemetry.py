@@ -1,13 +1,16 @@
 """Telemetry against counting by hand, on a real model."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from trifocal.diagnostics import MetricsWriter, read_metrics
+from trifocal.diagnostics.attention_maps import LayerAttention, dense_block_mass
 from trifocal.diagnostics.attention_statistics import (
+    dense_recall,
     distance_bins,
     gate_statistics,
     importance_covered,
@@ -29,14 +32,17 @@ GEOMETRY = Geometry(
 LENGTH = 150  # 19 blocks, the last one short; far more than n
 
 
-def choice(borders: list[int] | None) -> tuple[torch.Tensor, ...]:
+def layer_of(borders: list[int] | None) -> LayerAttention:
     generator = torch.Generator().manual_seed(5)
     q = 3 * torch.randn(1, LENGTH, 4, 8, generator=generator)
     k = torch.randn(1, LENGTH, 2, 8, generator=generator)
     cu_seqlens = None if borders is None else torch.tensor(borders)
     k_cmp = mean_compress(k, GEOMETRY, cu_seqlens=cu_seqlens)
     _, lse = compressed_attention(q, k_cmp, k_cmp, GEOMETRY, cu_seqlens=cu_seqlens)
-    return q[0], k_cmp[0], lse[0], select_blocks(q, k_cmp, lse, GEOMETRY, cu_seqlens=cu_seqlens)[0]
+    selected = select_blocks(q, k_cmp, lse, GEOMETRY, cu_seqlens=cu_seqlens)
+    documents = documents_of(borders)
+    gates = torch.full((LENGTH, 4, 3), 0.5)
+    return LayerAttention(gates, q[0], k_cmp[0], lse[0], k[0], selected[0], GEOMETRY, 8**-0.5, documents)
 
 
 def documents_of(borders: list[int] | None) -> Documents | None:
@@ -45,7 +51,7 @@ def documents_of(borders: list[int] | None) -> Documents | None:
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
 def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> None:
-    *_, selected = choice(borders)
+    selected = layer_of(borders).selected
     figures = selection_statistics(selected, GEOMETRY, documents_of(borders))
     starts = [0] if borders is None else borders[:-1]
     bins = [0.0] * distance_bins(LENGTH, GEOMETRY)
@@ -84,16 +90,17 @@ def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> 
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
 def test_covered_importance_is_everything_when_everything_is_chosen(borders: list[int] | None) -> None:
-    q, k_cmp, lse, _ = choice(borders)
+    layer = layer_of(borders)
     everything = torch.arange(19, dtype=torch.int32).expand(LENGTH, 2, 19)
-    covered = importance_covered(q, k_cmp, lse, everything, GEOMETRY, 8**-0.5, documents_of(borders))
+    covered = importance_covered(replace(layer, selected=everything))
     assert covered.item() == pytest.approx(1.0, abs=1e-5)
     nothing = torch.full((LENGTH, 2, 4), -1, dtype=torch.int32)
-    assert importance_covered(q, k_cmp, lse, nothing, GEOMETRY, 8**-0.5, documents_of(borders)).item() == 0.0
+    assert importance_covered(replace(layer, selected=nothing)).item() == 0.0
 
 
 def test_covered_importance_equals_the_sum_by_hand() -> None:
-    q, k_cmp, lse, selected = choice(None)
+    layer = layer_of(None)
+    q, k_cmp, lse, selected = layer.q, layer.k_cmp, layer.lse, layer.selected
     sample = torch.linspace(0, LENGTH - 1, 128).round().long().tolist()
     shares = []
     for t in sample:
@@ -110,9 +117,65 @@ def test_covered_importance_equals_the_sum_by_hand() -> None:
             if sum(importance) > 0:
                 taken = sum(importance[j] for j in selected[t, group].tolist() if j >= 0)
                 shares.append(taken / sum(importance))
-    covered = importance_covered(q, k_cmp, lse, selected, GEOMETRY, 8**-0.5, None)
+    covered = importance_covered(layer)
     assert covered.item() == pytest.approx(sum(shares) / len(shares), rel=1e-4)
     assert 0.3 < covered.item() < 1.0
+
+
+@pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
+def test_recall_equals_ranking_blocks_by_hand(borders: list[int] | None) -> None:
+    layer = layer_of(borders)
+    starts = [0] if borders is None else borders[:-1]
+    recalls, masses, chances = [], [], []
+    for t in torch.linspace(0, LENGTH - 1, 128).round().long().tolist():
+        start = max(border for border in starts if border <= t)
+        candidates = (t - start) // 8 + 1
+        if candidates <= 4:
+            continue
+        for group in range(2):
+            mass = [0.0] * candidates
+            for head in (2 * group, 2 * group + 1):
+                p = (layer.k_slc[start : t + 1, group].double() @ layer.q[t, head].double() * 8**-0.5).softmax(0)
+                for s, share in enumerate(p.tolist()):
+                    mass[s // 8] += share / 2
+            chosen = [block for block in layer.selected[t, group].tolist() if block >= 0]
+            best = sorted(range(candidates), key=lambda block: -mass[block])[:4]
+            recalls.append(len(set(best) & set(chosen)) / 4)
+            masses.append(sum(mass[block] for block in chosen))
+            chances.append(4 / candidates)
+    figures = {name: value.item() for name, value in dense_recall(layer).items()}
+    assert figures["dense_recall"] == pytest.approx(sum(recalls) / len(recalls), rel=1e-5)
+    assert figures["dense_mass_covered"] == pytest.approx(sum(masses) / len(masses), rel=1e-5)
+    assert figures["recall_by_chance"] == pytest.approx(sum(chances) / len(chances), rel=1e-5)
+    assert figures["recall_by_chance"] < figures["dense_recall"] < 1.0
+
+
+def test_recall_is_everything_when_the_best_are_chosen_and_nothing_when_the_worst_are() -> None:
+    layer = layer_of(None)
+    queries = torch.arange(LENGTH)
+    mass = dense_block_mass(layer, queries)
+    assert torch.allclose(mass.sum(-1), torch.ones(LENGTH, 2))
+    best = replace(layer, selected=mass.topk(4, -1).indices.sort(-1).values.int())
+    assert dense_recall(best)["dense_recall"].item() == 1.0
+    order = mass.masked_fill(mass == 0, torch.inf).argsort(-1)[..., :4]
+    worst = dense_recall(replace(layer, selected=order.int()))
+    # Of fewer than eight candidates, the last four are partly the first four.
+    candidates = [count for t in layer.sampled_queries().tolist() if (count := t // 8 + 1) > 4]
+    unavoidable = sum(max(0, 8 - count) / 4 for count in candidates) / len(candidates)
+    assert worst["dense_recall"].item() == pytest.approx(unavoidable, rel=1e-5)
+
+
+def test_recall_needs_a_choice() -> None:
+    layer = layer_of(None)
+    wide = replace(layer, geometry=replace(GEOMETRY, num_selected_blocks=19))
+    assert all(math.isnan(value.item()) for value in dense_recall(wide).values())
+
+
+def test_few_queries_stand_for_a_long_sequence() -> None:
+    layer = layer_of(None)
+    assert layer.sampled_queries().tolist()[-1] == LENGTH - 1 and len(layer.sampled_queries()) == 128
+    long = replace(layer, q=torch.empty(65536, 64, 1, device="meta"))
+    assert len(long.sampled_queries()) == 16
 
 
 def test_gate_figures() -> None:
@@ -125,6 +188,8 @@ def test_gate_figures() -> None:
     assert figures["gate_entropy_win"] == pytest.approx(math.log(2))
     assert figures["gate_entropy_cmp"] == pytest.approx(0.75 * math.log(2))
     assert figures["gate_spread_win"] == 0.0
+    assert figures["gate_share_win"] == pytest.approx((gates[..., 2] / gates.sum(-1)).double().mean().item(), rel=1e-5)
+    assert sum(figures[f"gate_share_{branch}"] for branch in ("cmp", "slc", "win")) == pytest.approx(1)
     assert figures["gate_spread_slc"] == pytest.approx(gates[..., 1].double().std(correction=0).item(), rel=1e-5)
 
 
@@ -157,6 +222,7 @@ def test_a_model_gives_a_row_for_each_layer(gate: str) -> None:
         assert sum(row["selected_distance_shares"]) == pytest.approx(1, abs=1e-3)
         assert row["gate_mean_slc"] == pytest.approx(start, abs=0.1)
         assert 0 < row["importance_covered"] <= 1
+        assert 0 < row["dense_recall"] <= 1
         # Queries in the first three blocks have at most three candidates.
         assert row["fewer_than_n_share"] == pytest.approx(24 / LENGTH, abs=1e-4)
 

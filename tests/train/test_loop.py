@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.tiny import before_step, make_config, read_checkpoint
+from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from trifocal.data import DataConfig, Loader, make_tokenizer
 from trifocal.diagnostics import read_metrics
+from trifocal.diagnostics.attention_picture import read_picture
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, load_model
 from trifocal.train import NonFiniteError, load_config, resume, train
@@ -215,6 +216,39 @@ def test_a_full_disk_at_the_last_checkpoint_is_an_error(tmp_path: Path, monkeypa
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
     monkeypatch.undo()
     assert resume(tmp_path / "run").finished
+
+
+def test_a_full_disk_under_samples_and_pictures_costs_them_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+
+    def block(step: int, *_: Any) -> None:
+        for name in ("samples", "attention"):
+            (run / name).touch()
+
+    before_step(monkeypatch, block)
+    settings = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--log.sample_tokens", "4")
+    assert train(make_config(tmp_path, *settings)).finished
+    printed = capsys.readouterr().out
+    events = [row for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "write_failed"]
+    for what in ("attention picture", "sample"):
+        assert f"WARNING: the {what} of step 3 could not be written" in printed
+        assert [f"the {what} of" in row["message"] for row in events].count(True) == 2
+
+
+def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path: Path) -> None:
+    assert train(make_config(tmp_path, "--evaluate.interval_steps", "3")).finished
+    paths = sorted((tmp_path / "run" / "attention").iterdir())
+    assert [path.name for path in paths] == ["step_00000003.npz", "step_00000006.npz"]
+    first, last = (read_picture(path) for path in paths)
+    assert (first.step, last.step) == (3, 6) and first.texts == last.texts
+    assert len(first.texts) == 32 and set("".join(first.texts)) <= {*"".join(WORDS), " ", "\n", ".", "∎"}
+    # A new document begins after each separator.
+    begins = [index for index in range(1, 32) if first.positions[index] == 0]
+    assert begins == [index for index in range(1, 32) if first.texts[index - 1] == "∎"]
+    assert train(make_config(tmp_path, "--log.telemetry_interval_steps", "0"), overwrite=True).finished
+    assert not (tmp_path / "run" / "attention").exists()
 
 
 def test_an_existing_run_is_safe(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from trifocal.bench.recorder import Refused
 from trifocal.bench.shapes import AttentionShape
 from trifocal.checks.numerics import allowed_error, error
 from trifocal.checks.seeds import Inputs, attention_inputs
+from trifocal.diagnostics.attention_maps import LayerAttention
 from trifocal.diagnostics.attention_statistics import importance_covered
 from trifocal.ops import Geometry, compressed_attention, nsa_attention, select_blocks
 
@@ -68,7 +69,8 @@ def _check_choice(inputs: Inputs, geometry: Geometry, backend: str) -> torch.Ten
     covered = {}
     for name in ("reference", backend):
         choice = select_blocks(q, k_cmp, lse, geometry, num_keys=tokens, backend=name)
-        covered[name] = importance_covered(q[0], k_cmp[0], lse[0], choice[0], geometry, scale, None).item()
+        layer = LayerAttention(inputs.gates[0], q[0], k_cmp[0], lse[0], inputs.k_slc[0], choice[0], geometry, scale)
+        covered[name] = importance_covered(layer).item()
     missing, bound = covered["reference"] - covered[backend], allowed_error(torch.float32, inputs.q.device)
     if not missing <= bound:
         raise Refused(f"the chosen blocks miss {missing:.3g} of the importance that the best ones cover")

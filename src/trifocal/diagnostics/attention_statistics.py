@@ -8,14 +8,24 @@ import math
 import torch
 from torch import Tensor
 
+from trifocal.diagnostics.attention_maps import LayerAttention, block_importance, dense_block_mass, evenly_spaced
 from trifocal.ops import Documents, Geometry
-from trifocal.ops.layout import compressed_layout
 
 BRANCHES = ("cmp", "slc", "win")
 IGNORED_GATE = 0.05
 """A head whose mean gate of a branch is below this ignores the branch."""
-_SAMPLED_QUERIES = 128
-"""Queries at which importance and overlap are measured: enough for a mean, and bounded for any length."""
+_SAMPLED_PAIRS = 128
+"""Neighbours whose choices are compared: enough for a mean, and bounded for any length."""
+
+
+def attention_statistics(layer: LayerAttention) -> dict[str, Tensor]:
+    """All figures of one layer: those of the four functions below."""
+    return {
+        **gate_statistics(layer.gates),
+        **selection_statistics(layer.selected, layer.geometry, layer.documents),
+        "importance_covered": importance_covered(layer),
+        **dense_recall(layer),
+    }
 
 
 def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
@@ -26,8 +36,9 @@ def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
 
     Returns:
         For each branch b: `gate_mean_b` and `gate_spread_b` (standard deviation), over tokens and heads;
-        `gate_entropy_b`, the mean entropy of the gate seen as a coin, in nats: ln 2 when undecided, 0 when saturated
-        and without gradient; `heads_ignoring_b`, the share of heads whose mean gate is below IGNORED_GATE.
+        `gate_share_b`, the branch's mean part in the sum of the three gates; `gate_entropy_b`, the mean entropy of the
+        gate seen as a coin, in nats: ln 2 when undecided, 0 when saturated and without gradient; `heads_ignoring_b`,
+        the share of heads whose mean gate is below IGNORED_GATE.
     """
     gates = gates.float()
     entropy = torch.special.entr(gates) + torch.special.entr(1 - gates)
@@ -35,6 +46,7 @@ def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
     per_branch = {
         "gate_mean": gates.mean((0, 1)),
         "gate_spread": gates.std((0, 1), correction=0),
+        "gate_share": (gates / gates.sum(-1, keepdim=True).clamp(min=1e-9)).mean((0, 1)),
         "gate_entropy": entropy.mean((0, 1)),
         "heads_ignoring": ignoring,
     }
@@ -94,63 +106,57 @@ def distance_bins(num_tokens: int, geometry: Geometry) -> int:
     return 1 if longest == 0 else 2 + int(math.log2(longest))
 
 
-def importance_covered(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    selected: Tensor,
-    geometry: Geometry,
-    scale: float,
-    documents: Documents | None,
-) -> Tensor:
+def importance_covered(layer: LayerAttention) -> Tensor:
     """How much of the importance (Eq. 9, 10) lies in the blocks that were chosen.
 
     Args:
-        q: Queries, [T, H, D].
-        k_cmp: Compressed keys, [C, G, D].
-        lse: Log-sum-exp of the compressed scores, [T, H]; -inf where no block is visible.
-        selected: Chosen blocks, [T, G, N].
-        geometry: Block sizes, in tokens.
-        scale: Factor on the scores.
-        documents: Packed documents, if there are several.
+        layer: What the layer computed.
 
     Returns:
-        Mean share between 0 and 1 over evenly spaced queries that see a compressed block; 1 if none does.
+        Mean share between 0 and 1 over sampled queries that see a compressed block; 1 if none does.
     """
-    num_queries, num_groups = q.shape[0], k_cmp.shape[1]
-    sample = _evenly_spaced(num_queries, q.device)
-    stride, block = geometry.compression_stride, geometry.selection_block_size
-    if documents is None:
-        positions, ids = torch.arange(num_queries, device=q.device), torch.zeros(num_queries, device=q.device)
-        starts = torch.arange(k_cmp.shape[0], device=q.device) * stride
-        block_ids = torch.zeros_like(starts)
-    else:
-        positions, ids = documents.positions, documents.ids
-        layout = compressed_layout(documents, k_cmp.shape[0], geometry)
-        starts, block_ids = layout.starts, layout.ids
-    positions, ids = positions[sample], ids[sample]
-    ends = starts + geometry.compression_block_size
-    visible_TC = (block_ids == ids[:, None]) & (ends - 1 <= positions[:, None])
-
-    q_TGRD = q[sample].float().unflatten(1, (num_groups, -1))
-    scores_TGRC = torch.einsum("tgrd,cgd->tgrc", q_TGRD, k_cmp.float()) * scale
-    lse_TGR = lse[sample].float().unflatten(1, (num_groups, -1))
-    p_TGRC = (scores_TGRC - lse_TGR[..., None]).exp().masked_fill(~visible_TC[:, None, None], 0.0)
-
-    first = torch.arange(geometry.num_selection_blocks(num_queries), device=q.device) * block
-    overlap_CJ = (torch.minimum(ends[:, None], first + block) - torch.maximum(starts[:, None], first)).clamp(min=0)
-    importance_TGJ = p_TGRC.sum(2) @ (overlap_CJ / stride).float()
-
-    chosen = selected[sample]
-    taken = importance_TGJ.gather(-1, chosen.clamp(min=0).long()).masked_fill(chosen < 0, 0.0).sum(-1)
-    total = importance_TGJ.sum(-1)
+    queries = layer.sampled_queries()
+    importance, chosen = block_importance(layer, queries), layer.selected[queries]
+    taken, total = _taken(importance, chosen), importance.sum(-1)
     seen = total > 0
     share = torch.where(seen, taken / total.clamp(min=1e-30), 0.0).sum() / seen.sum().clamp(min=1)
     return torch.where(seen.any(), share, 1.0)
 
 
+def dense_recall(layer: LayerAttention) -> dict[str, Tensor]:
+    """How well the choice agrees with full attention over the selected branch's keys, at sampled queries.
+
+    Only queries with more candidates than n count: the others read everything.
+
+    Args:
+        layer: What the layer computed.
+
+    Returns:
+        `dense_recall`: of the n blocks with most of full attention's probability, the share that was selected;
+        `dense_mass_covered`: share of that probability inside the selected blocks; `recall_by_chance`: the recall
+        of n blocks drawn blindly, mean of n / candidates. All NaN if no query has a choice.
+    """
+    queries, geometry = layer.sampled_queries(), layer.geometry
+    mass, chosen = dense_block_mass(layer, queries), layer.selected[queries]
+    candidates = layer.positions[queries] // geometry.selection_block_size + 1
+    has_choice = (candidates > geometry.num_selected_blocks).float()
+    top = mass.topk(min(geometry.num_selected_blocks, mass.shape[-1]), dim=-1).indices
+    found = (top[..., :, None] == chosen[..., None, :]).any(-1).float().mean((-1, -2))
+    count = has_choice.sum()
+    return {
+        "dense_recall": (found * has_choice).sum() / count,
+        "dense_mass_covered": (_taken(mass, chosen).mean(-1) * has_choice).sum() / count,
+        "recall_by_chance": (geometry.num_selected_blocks / candidates * has_choice).sum() / count,
+    }
+
+
+def _taken(weights: Tensor, chosen: Tensor) -> Tensor:
+    """What lies in the chosen blocks: [Q, G] of weights [Q, G, J] and choices [Q, G, N]."""
+    return weights.gather(-1, chosen.clamp(min=0).long()).masked_fill(chosen < 0, 0.0).sum(-1)
+
+
 def _neighbour_overlap(selected: Tensor, documents: Documents | None) -> Tensor:
-    later = _evenly_spaced(selected.shape[0] - 1, selected.device) + 1
+    later = evenly_spaced(selected.shape[0] - 1, _SAMPLED_PAIRS, selected.device) + 1
     mine, before = selected[later], selected[later - 1]
     shared = (mine[..., :, None] == before[..., None, :]).any(-1) & (mine >= 0)
     valid = torch.ones_like(later, dtype=torch.bool)
@@ -158,8 +164,3 @@ def _neighbour_overlap(selected: Tensor, documents: Documents | None) -> Tensor:
         valid = documents.ids[later] == documents.ids[later - 1]
     counted = (mine >= 0) & valid[:, None, None]
     return (shared & counted).sum() / counted.sum().clamp(min=1)
-
-
-def _evenly_spaced(num_queries: int, device: torch.device) -> Tensor:
-    count = min(max(num_queries, 0), _SAMPLED_QUERIES)
-    return torch.linspace(0, max(num_queries - 1, 0), count, device=device).round().long()

@@ -1,11 +1,12 @@
 """What the attention does during a run: gates and chosen blocks of every layer, as `telemetry` rows.
 
 Measured on the first sequence of a batch by a forward pass of its own, without gradient: nothing is added to the
-training step, compiled or not, and the cost is one sequence's forward pass every `interval` steps. The host waits for
-the device once, at the end.
+training step, compiled or not, and the cost is one sequence's forward pass, and full attention of some of its queries,
+every `interval` steps. The host waits for the device once, at the end.
 
-A row has `layer` and the figures that diagnostics/attention_statistics.py documents. Alarms are events, once when a
-state begins, and an `info` event with the suffix `_over` when it ends:
+A row has `layer` and the figures that diagnostics/attention_statistics.py documents; those that compare with full
+attention are null where every query reads all that it may. Alarms are events, once when a state begins, and an `info`
+event with the suffix `_over` when it ends:
 
 | event | when |
 |---|---|
@@ -14,6 +15,7 @@ state begins, and an `info` event with the suffix `_over` when it ends:
 | choices_local | of the choices that were free, more than LOCAL_SHARE lie inside the window: selection adds nothing |
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,12 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trifocal.diagnostics.attention_statistics import (
-    BRANCHES,
-    gate_statistics,
-    importance_covered,
-    selection_statistics,
-)
+from trifocal.diagnostics.attention_maps import LayerAttention, evenly_spaced
+from trifocal.diagnostics.attention_picture import AttentionPicture, assemble, describe_layer, picture_queries
+from trifocal.diagnostics.attention_statistics import BRANCHES, attention_statistics
 from trifocal.diagnostics.jsonl import Row
 from trifocal.diagnostics.metrics import MetricsWriter
 from trifocal.nn import NSAttention
@@ -39,10 +38,17 @@ SATURATED_ENTROPY = 0.02
 LOCAL_SHARE = 0.95
 
 
+Describe = Callable[[LayerAttention], dict[str, Tensor]]
+
+
 @dataclass
 class _Record:
+    """What the hooks have seen of one layer."""
+
+    layer: NSAttention
     gates: Tensor | None = None
-    selection: list[dict[str, Tensor]] = field(default_factory=list)
+    keys: Tensor | None = None
+    described: list[dict[str, Tensor]] = field(default_factory=list)
 
 
 class AttentionTelemetry:
@@ -73,27 +79,48 @@ class AttentionTelemetry:
         """
         if not self.layers:
             return []
-        tokens = tokens[:1]
-        borders = None
-        if cu_seqlens is not None:
-            length = tokens.shape[1]
-            inside = [border for border in cu_seqlens.tolist() if border < length]
-            borders = torch.tensor([*inside, length], dtype=torch.int32)
-        records = [_Record() for _ in self.layers]
-        with torch.no_grad(), self._recording(records):
-            self.model(tokens, cu_seqlens=borders)
-        rows = [_described(record) for record in records]
+        figures = self.figures(tokens, cu_seqlens=cu_seqlens)
         # One transfer for all layers.
-        flat = torch.cat([value.float().flatten() for row in rows for value in row.values()]).tolist()
+        flat = torch.cat([value.float().flatten() for row in figures for value in row.values()]).tolist()
         remaining = iter(flat)
-        result: list[Row] = []
-        for layer, row in enumerate(rows):
-            figures: Row = {"layer": layer}
-            for name, value in row.items():
-                numbers = [round(next(remaining), 5) for _ in range(value.numel())]
-                figures[name] = numbers if value.ndim else numbers[0]
-            result.append(figures)
-        return result
+        rows: list[Row] = []
+        for layer, values in enumerate(figures):
+            row: Row = {"layer": layer}
+            for name, value in values.items():
+                numbers = [_rounded(next(remaining)) for _ in range(value.numel())]
+                row[name] = numbers if value.ndim else numbers[0]
+            rows.append(row)
+        return rows
+
+    def figures(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[dict[str, Tensor]]:
+        """What `measure` gives, for each layer, still on the device: the host has waited for nothing."""
+        documents = _documents_of_first(cu_seqlens, tokens)
+        return self._observe(tokens[:1], documents, attention_statistics)
+
+    def picture(
+        self, step: int, tokens: Tensor, texts: list[str], *, cu_seqlens: Tensor | None = None
+    ) -> AttentionPicture:
+        """Run the first sequence of a batch through the model and keep what each branch of each layer reads.
+
+        With a sharded model every rank must call this.
+
+        Args:
+            step: Optimizer steps done.
+            tokens, cu_seqlens: As in `measure`.
+            texts: The text of each of the T tokens.
+
+        Raises:
+            ValueError: If there are not as many texts as tokens, or the model has no NSA layer.
+        """
+        num_tokens = tokens.shape[1]
+        if len(texts) != num_tokens or not self.layers:
+            raise ValueError(f"expected {num_tokens} texts and an NSA layer, got {len(texts)} and {len(self.layers)}")
+        geometry, num_groups = self.layers[0].geometry, self.layers[0].num_kv_groups
+        cells = len(self.layers) * num_groups * geometry.num_selection_blocks(num_tokens)
+        queries = evenly_spaced(num_tokens, picture_queries(num_tokens, cells), tokens.device)
+        documents = _documents_of_first(cu_seqlens, tokens)
+        layers = self._observe(tokens[:1], documents, lambda layer: describe_layer(layer, queries))
+        return assemble(step, geometry, texts, documents, queries, layers)
 
     def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
         """Measure, write a row for each layer, and an event for each alarm that begins or ends.
@@ -119,8 +146,20 @@ class AttentionTelemetry:
         self._active = set(alarms)
         return rows
 
+    @torch.no_grad()
+    def _observe(self, tokens: Tensor, documents: Documents | None, describe: Describe) -> list[dict[str, Tensor]]:
+        records = [_Record(layer) for layer in self.layers]
+        with self._recording(records, describe, documents):
+            self.model(tokens, cu_seqlens=documents)
+        for record in records:
+            if len(record.described) != 1:
+                raise RuntimeError(
+                    f"expected one call of trifocal::select_blocks in each layer, got {len(record.described)}"
+                )
+        return [record.described[0] for record in records]
+
     @contextmanager
-    def _recording(self, records: list[_Record]) -> Iterator[None]:
+    def _recording(self, records: list[_Record], describe: Describe, documents: Documents | None) -> Iterator[None]:
         current: list[_Record] = []
 
         def enter(record: _Record) -> Callable[[nn.Module, Any], None]:
@@ -129,12 +168,26 @@ class AttentionTelemetry:
         def keep_gates(module: nn.Module, inputs: Any, gates: Tensor) -> None:
             current[-1].gates = gates[0]
 
+        def keep_keys(module: nn.Module, inputs: Any, keys: Tensor) -> None:
+            current[-1].keys = keys
+
+        def choice(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: Geometry, scale: float, selected: Tensor) -> None:
+            record = current[-1]
+            if record.gates is None or record.keys is None:
+                raise RuntimeError("a layer chose its blocks before its gates and keys were computed")
+            k_slc = record.layer.selected_keys(record.keys, documents)[0]
+            layer = LayerAttention(record.gates, q[0], k_cmp[0], lse[0], k_slc, selected[0], geometry, scale, documents)
+            # Matrix products in bf16 would not match the log-sum-exp that the layer computed.
+            with torch.autocast(q.device.type, enabled=False):
+                record.described.append(describe(layer))
+
         handles = []
-        for layer, record in zip(self.layers, records, strict=True):
-            handles.append(layer.register_forward_pre_hook(enter(record)))
-            handles.append(layer.gate.register_forward_hook(keep_gates))
+        for record in records:
+            handles.append(record.layer.register_forward_pre_hook(enter(record)))
+            handles.append(record.layer.gate.register_forward_hook(keep_gates))
+            handles.append(record.layer.k_proj.register_forward_hook(keep_keys))
         try:
-            with _SelectionRecorder(lambda figures: current[-1].selection.append(figures)):
+            with _SelectionRecorder(choice):
                 yield
         finally:
             for handle in handles:
@@ -144,31 +197,32 @@ class AttentionTelemetry:
 class _SelectionRecorder(TorchDispatchMode):
     """Sees every call of the operator `trifocal::select_blocks`, whichever backend makes the choice."""
 
-    def __init__(self, record: Callable[[dict[str, Tensor]], None]) -> None:
+    def __init__(self, record: Callable[[Tensor, Tensor, Tensor, Geometry, float, Tensor], None]) -> None:
         super().__init__()
         self._record = record
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is torch.ops.trifocal.select_blocks.default:
-            q, k_cmp, lse, sizes, num_keys, scale, cu_seqlens, *_ = args
-            geometry = Geometry(*sizes)
-            documents = None if cu_seqlens is None else Documents.from_checked(cu_seqlens, num_keys)
-            figures = selection_statistics(result[0], geometry, documents)
-            figures["importance_covered"] = importance_covered(
-                q[0], k_cmp[0], lse[0], result[0], geometry, scale, documents
-            )
-            self._record(figures)
+            q, k_cmp, lse, sizes, _, scale, *_ = args
+            self._record(q, k_cmp, lse, Geometry(*sizes), scale, result)
         return result
 
 
-def _described(record: _Record) -> dict[str, Tensor]:
-    if record.gates is None or len(record.selection) != 1:
-        raise RuntimeError(
-            f"expected one call of the gate and one of trifocal::select_blocks in each layer, got "
-            f"{int(record.gates is not None)} and {len(record.selection)}"
-        )
-    return {**gate_statistics(record.gates), **record.selection[0]}
+def _documents_of_first(cu_seqlens: Tensor | None, tokens: Tensor) -> Documents | None:
+    """The documents of the first sequence of [B, T] tokens, on their device, without waiting for it."""
+    if cu_seqlens is None:
+        return None
+    length = tokens.shape[1]
+    inside = [border for border in cu_seqlens.tolist() if border < length]
+    documents = Documents.from_cu_seqlens(torch.tensor([*inside, length], dtype=torch.int32), length)
+    if tokens.is_cuda:
+        documents = Documents(*(part.pin_memory().to(tokens.device, non_blocking=True) for part in documents))
+    return documents
+
+
+def _rounded(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 5)
 
 
 def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:

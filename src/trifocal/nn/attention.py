@@ -169,6 +169,17 @@ class NSAttention(nn.Module):
         )
         return self.o_proj(o.flatten(2))
 
+    def selected_keys(self, projected: Tensor, documents: Documents | None = None) -> Tensor:
+        """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output: what full attention would read.
+
+        Args:
+            projected: [B, T, branches * G * D].
+            documents: Packed documents, if there are several.
+        """
+        k_slc = self._split_branches(projected, self.head_dim)[1]
+        _, positions = _locate(projected, documents, None)
+        return rotate(k_slc, *self._rotary_tables(positions, k_slc))
+
     def _split_branches(self, projected: Tensor, features: int) -> tuple[Tensor, Tensor, Tensor]:
         """[B, T, branches * G * features] -> cmp, slc, win, each [B, T, G, features]."""
         branches = projected.unflatten(-1, (-1, self.num_kv_groups, features)).unbind(2)

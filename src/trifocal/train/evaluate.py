@@ -3,8 +3,10 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from trifocal.data import Batch, DataConfig, Tokenizer, make_loader
 from trifocal.distributed import Processes
@@ -92,6 +94,39 @@ def evaluate(
     has_text = data.source != "synthetic" and text_bytes > 0
     bits_per_byte = nats / math.log(2) / text_bytes if has_text else None
     return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, bits_per_byte)
+
+
+class ShownSequence(NamedTuple):
+    """The sequence that every attention picture of a run shows.
+
+    Attributes:
+        tokens: [1, T], on the host.
+        cu_seqlens: Borders of its documents, [documents + 1]; None if it is one document.
+        texts: The text of each token.
+    """
+
+    tokens: Tensor
+    cu_seqlens: Tensor | None
+    texts: list[str]
+
+
+def sequence_to_show(batches: Sequence[Batch], tokenizer: Tokenizer) -> ShownSequence:
+    """The first validation row with the fewest document borders: the longest text to look back on.
+
+    Args:
+        batches: From `read_validation_batches`.
+        tokenizer: Writes the tokens as text; a separator, which has none, as `∎`.
+    """
+    rows = []
+    for batch in batches:
+        num_rows, length = batch.tokens.shape
+        borders = batch.cu_seqlens
+        for row in range(num_rows):
+            inside = [] if borders is None else [b - row * length for b in borders.tolist()]
+            rows.append((batch.tokens[row], [b for b in inside if 0 < b < length]))
+    tokens, inside = min(rows, key=lambda row: len(row[1]))
+    cu_seqlens = torch.tensor([0, *inside, len(tokens)], dtype=torch.int32) if inside else None
+    return ShownSequence(tokens[None], cu_seqlens, [tokenizer.decode([token]) or "∎" for token in tokens.tolist()])
 
 
 def sample(

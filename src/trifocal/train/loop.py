@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +30,14 @@ from trifocal.train.checkpoint import (
 )
 from trifocal.train.company import Company
 from trifocal.train.config import RunConfig
-from trifocal.train.evaluate import Evaluation, evaluate, read_validation_batches, sample
+from trifocal.train.evaluate import (
+    Evaluation,
+    ShownSequence,
+    evaluate,
+    read_validation_batches,
+    sample,
+    sequence_to_show,
+)
 from trifocal.train.graphs import MicroBatchGraphs
 from trifocal.train.inputs import autocast
 from trifocal.train.meter import Meter
@@ -92,6 +100,7 @@ class Trainer:
         self.sample: str | None = None
         self.saved_step = 0
         self.validation_batches: list[Batch] | None = None
+        self.shown: ShownSequence | None = None
         self.company = Company(processes)
         self.background = BackgroundWriter(processes) if config.checkpoint.asynchronous else None
         self.loader: Loader = processes.together(self._make_loader)
@@ -193,6 +202,9 @@ class Trainer:
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("evaluate"):
                 self._evaluate()
+            if self.telemetry.layers and config.log.telemetry_interval_steps:
+                with self.meter.paused(), self.heartbeat.phase("telemetry"):
+                    self._picture_attention()
         if self.telemetry.layers and _due(step, config.log.telemetry_interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("telemetry"):
@@ -256,6 +268,17 @@ class Trainer:
         with autocast(self.device, self.config.train.precision):
             self.telemetry.log(self.metrics, self.step, tokens, cu_seqlens=batch.cu_seqlens)
 
+    def _picture_attention(self) -> None:
+        if self.validation_batches is None or not (self.processes.first or self.parallel.sharded):
+            return
+        if self.shown is None:
+            self.shown = sequence_to_show(self.validation_batches, self.tokenizer)
+        tokens, cu_seqlens, texts = self.shown
+        with autocast(self.device, self.config.train.precision):
+            picture = self.telemetry.picture(self.step, tokens.to(self.device), texts, cu_seqlens=cu_seqlens)
+        path = self.directory / "attention" / f"step_{self.step:08d}.npz"
+        self._keep("attention picture", lambda: picture.save(path))
+
     def _sample(self) -> None:
         if not (self.processes.first or self.parallel.sharded):
             return
@@ -267,11 +290,22 @@ class Trainer:
             device=self.device,
             precision=self.config.train.precision,
         )
+        text, folder = self.sample, self.directory / "samples"
+
+        def write() -> None:
+            folder.mkdir(exist_ok=True)
+            (folder / f"step_{self.step:08d}.txt").write_text(text + "\n", encoding="utf-8")
+
+        self._keep("sample", write)
+
+    def _keep(self, what: str, write: Callable[[], None]) -> None:
+        """Write what is good to have, in rank 0: a full disk costs it, never the run."""
         if not self.processes.first:
             return
-        folder = self.directory / "samples"
-        folder.mkdir(exist_ok=True)
-        (folder / f"step_{self.step:08d}.txt").write_text(self.sample + "\n", encoding="utf-8")
+        try:
+            write()
+        except OSError as error:
+            self._say("write_failed", f"the {what} of step {self.step} could not be written: {error}", "warning")
 
     def _save(self, *, must_succeed: bool) -> None:
         """Write a checkpoint. A failure on the way is loud and training goes on; the last one must succeed."""

@@ -1,0 +1,123 @@
+"""Which blocks one attention layer reads, and which full attention would have read: pure functions on the device.
+
+Shape letters as in DESIGN.md; the batch is one sequence, so B is left out. Q sampled queries stand for all T.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trifocal.ops import Documents, Geometry
+from trifocal.ops.layout import compressed_layout
+
+_MOST_QUERIES = 128
+"""Queries that are looked at: enough for a mean, and bounded for any length."""
+_FEWEST_QUERIES = 16
+_MOST_SCORES = 2**26
+"""Scores of full attention at a time, so that they take 256 MiB in fp32 at most, however long the sequence is."""
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """What one layer computed for one sequence.
+
+    Attributes:
+        gates: [T, H, 3] in the order cmp, slc, win.
+        q: Queries, [T, H, D].
+        k_cmp: Compressed keys, [C, G, D].
+        lse: Log-sum-exp of the compressed scores, [T, H]; -inf where no block is visible.
+        k_slc: Keys of the selected branch, [T, G, D].
+        selected: Chosen blocks, [T, G, N], -1 pads, counted from the start of the query's document.
+        geometry: Block sizes, in tokens.
+        scale: Factor on the scores.
+        documents: Packed documents, if there are several.
+    """
+
+    gates: Tensor
+    q: Tensor
+    k_cmp: Tensor
+    lse: Tensor
+    k_slc: Tensor
+    selected: Tensor
+    geometry: Geometry
+    scale: float
+    documents: Documents | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """Position of each token in its document, [T]."""
+        if self.documents is None:
+            return torch.arange(self.q.shape[0], device=self.q.device)
+        return self.documents.positions
+
+    @property
+    def document_ids(self) -> Tensor:
+        """Document of each token, [T]."""
+        if self.documents is None:
+            return torch.zeros(self.q.shape[0], dtype=torch.int32, device=self.q.device)
+        return self.documents.ids
+
+    def sampled_queries(self) -> Tensor:
+        """Evenly spaced queries, few enough that full attention of them fits anywhere, [Q]."""
+        num_tokens, num_heads = self.q.shape[:2]
+        most = max(_FEWEST_QUERIES, min(_MOST_QUERIES, _MOST_SCORES // (num_tokens * num_heads)))
+        return evenly_spaced(num_tokens, most, self.q.device)
+
+
+def block_importance(layer: LayerAttention, queries: Tensor) -> Tensor:
+    """Importance of each selection block (Eq. 9, 10), which the choice follows.
+
+    Args:
+        layer: What the layer computed.
+        queries: Which queries, [Q].
+
+    Returns:
+        [Q, G, J], blocks counted from the start of the query's document; all 0 where no compressed block is visible.
+    """
+    geometry, device = layer.geometry, layer.q.device
+    num_tokens, num_groups = layer.q.shape[0], layer.k_cmp.shape[1]
+    stride, block = geometry.compression_stride, geometry.selection_block_size
+    if layer.documents is None:
+        starts = torch.arange(layer.k_cmp.shape[0], device=device) * stride
+        block_ids = torch.zeros_like(starts)
+    else:
+        layout = compressed_layout(layer.documents, layer.k_cmp.shape[0], geometry)
+        starts, block_ids = layout.starts, layout.ids
+    positions, ids = layer.positions[queries], layer.document_ids[queries]
+    ends = starts + geometry.compression_block_size
+    visible_QC = (block_ids == ids[:, None]) & (ends - 1 <= positions[:, None])
+
+    q_QGRD = layer.q[queries].float().unflatten(1, (num_groups, -1))
+    scores_QGRC = torch.einsum("qgrd,cgd->qgrc", q_QGRD, layer.k_cmp.float()) * layer.scale
+    lse_QGR = layer.lse[queries].float().unflatten(1, (num_groups, -1))
+    p_QGRC = (scores_QGRC - lse_QGR[..., None]).exp().masked_fill(~visible_QC[:, None, None], 0.0)
+
+    first = torch.arange(geometry.num_selection_blocks(num_tokens), device=device) * block
+    overlap_CJ = (torch.minimum(ends[:, None], first + block) - torch.maximum(starts[:, None], first)).clamp(min=0)
+    return p_QGRC.sum(2) @ (overlap_CJ / stride).float()
+
+
+def dense_block_mass(layer: LayerAttention, queries: Tensor) -> Tensor:
+    """Where full attention over the selected branch's keys would look: its probability in each selection block.
+
+    Args:
+        layer: What the layer computed.
+        queries: Which queries, [Q].
+
+    Returns:
+        [Q, G, J], mean over the heads of a group; sums to 1 over the blocks.
+    """
+    num_tokens, num_groups = layer.k_slc.shape[:2]
+    positions, ids = layer.positions, layer.document_ids
+    visible_QS = (ids[queries][:, None] == ids) & (positions <= positions[queries][:, None])
+    q_QGRD = layer.q[queries].float().unflatten(1, (num_groups, -1))
+    scores_QGRS = torch.einsum("qgrd,sgd->qgrs", q_QGRD, layer.k_slc.float()) * layer.scale
+    p_QGS = scores_QGRS.masked_fill_(~visible_QS[:, None, None], -torch.inf).softmax(-1).mean(2)
+    mass = p_QGS.new_zeros(len(queries), num_groups, layer.geometry.num_selection_blocks(num_tokens))
+    return mass.index_add_(2, positions // layer.geometry.selection_block_size, p_QGS)
+
+
+def evenly_spaced(count: int, most: int, device: torch.device) -> Tensor:
+    """At most `most` of `count` indices, with both ends, [min(count, most)]."""
+    return torch.linspace(0, max(count - 1, 0), min(max(count, 0), most), device=device).round().long()
