@@ -189,6 +189,9 @@ def check(worker: int) -> None:
         ("blocks of 48", 1, 250, 250, 40, 1, 64, 64, odd, None, ("gathered", "masked")),
         ("packed", 1, 420, 420, 6, 2, 64, 64, usual, [100, 1, 17, 64, 200, 38], ("gathered", "masked", "query")),
         ("64 heads a group", 1, 150, 150, 64, 1, 128, 64, usual, None, ("gathered", "masked")),
+        ("blocks of 64", 2, 700, 700, 32, 2, 128, 128, PAPER, None, ("gathered",)),
+        ("64, packed", 1, 900, 900, 16, 4, 64, 128, PAPER, [100, 1, 64, 65, 400, 270], ("gathered",)),
+        ("64, one head", 1, 333, 400, 2, 2, 128, 64, PAPER, None, ("gathered",)),
     ]
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         for why, batch, queries, keys, heads, groups, dim, value_dim, geometry, lengths, orders in cases:
@@ -220,7 +223,9 @@ def check(worker: int) -> None:
             leaves = [x.double().requires_grad_() for x in (q, k, v)]
             exact = reference.selected_attention(*leaves, chosen, geometry, scale, documents)
             exact_gradients = torch.autograd.grad(exact, leaves, d_o.double())
-            for order in orders:
+            for order, by_hand in [(order, hand) for order in orders for hand in (True, False)]:
+                if by_hand and order != "gathered":
+                    continue
                 try:
                     first = None
                     for _ in range(2):
@@ -228,22 +233,24 @@ def check(worker: int) -> None:
                         for _ in range(4):
                             poison = torch.full((2**22,), float("nan"), device="cuda")
                         del poison
-                        o, lse = selected_forward(q, k, v, chosen, geometry, scale, documents, order=order)
+                        o, lse = selected_forward(
+                            q, k, v, chosen, geometry, scale, documents, order=order, by_hand=by_hand
+                        )
                         got = [o]
                         if order != "query":
                             got += selected_backward(
-                                d_o, q, k, v, o, lse, chosen, geometry, scale, documents, order=order
+                                d_o, q, k, v, o, lse, chosen, geometry, scale, documents, order=order, by_hand=by_hand
                             )
                         same = first is None or all(torch.equal(a, b) for a, b in zip(first, got, strict=True))
                         first = got
                     errors = [error(a, e) for a, e in zip(got, (exact, *exact_gradients), strict=False)]
                     verdict = "ok" if max(errors) <= allowed and same else "WRONG"
                     say(
-                        f"check {verdict:5} {str(dtype)[6:]:8} {order:8} {why:16} "
+                        f"check {verdict:5} {str(dtype)[6:]:8} {order:8} {'by hand' if by_hand else '':7} {why:16} "
                         + " ".join(f"{e:.1e}" for e in errors)
                         + f" (allowed {allowed:.1e}) equal bits {same}"
                     )
-                    results[f"check {dtype} {order} {why}"] = [verdict, errors, allowed, same]
+                    results[f"check {dtype} {order} {by_hand} {why}"] = [verdict, errors, allowed, same]
                 except Exception:
                     say(f"check FAIL {dtype} {order} {why}\n{traceback.format_exc(limit=-4)[-1500:]}")
             if documents is None and geometry.num_selected_blocks < blocks:
@@ -262,72 +269,56 @@ def check(worker: int) -> None:
 
 # --- how fast? ---
 
-# Scoring: a tile, and whether the threshold's search has a head start.
 SCORING = {
-    "A": [
-        (Tile(64, 128, 4, 3), True), (Tile(64, 128, 4, 3), False), (Tile(128, 128, 8, 3), True),
-        (Tile(64, 128, 4, 4), True),
-    ],
-    "C": [(Tile(64, 128, 4, 3), True), (Tile(64, 128, 4, 2), True)],
-    "D": [(Tile(64, 128, 4, 2), True), (Tile(64, 128, 4, 2), False)],
-    "B": [(Tile(64, 128, 4, 3), True)],
-    "P": [(Tile(64, 64, 4, 2), True)],
-}  # fmt: skip
-# Order, tile, and what else `selected_forward` takes. Without dense_forced all slots go through the index.
-ALL_SLOTS = {"dense_forced": False}
+    "A": [Tile(64, 128, 4, 3), Tile(128, 128, 8, 3)],
+    "C": [Tile(64, 128, 4, 2), Tile(64, 128, 4, 3)],
+    "D": [Tile(64, 128, 4, 2)],
+    "B": [Tile(64, 128, 4, 3)],
+    "P": [Tile(64, 64, 4, 2)],
+}
+PORTABLE = {"by_hand": False}
+# Order, tile, and what else `selected_forward` takes.
 FORWARD: dict[str, list[tuple[str, Tile, dict[str, Any]]]] = {
     "A": [
-        ("gathered", Tile(64, 64, 4, 2), ALL_SLOTS), ("gathered", Tile(64, 64, 4, 3), ALL_SLOTS),
-        ("gathered", Tile(64, 64, 4, 2), {}), ("gathered", Tile(64, 64, 4, 3), {}),
-        ("gathered", Tile(64, 128, 4, 3), {}), ("gathered", Tile(64, 64, 4, 2, 128), {}),
-        ("gathered", Tile(128, 64, 8, 3), {}),
-        ("gathered", Tile(64, 64, 4, 3), {"finish_tile": Tile(64, 1, 4, 1)}),
-        ("gathered", Tile(64, 64, 4, 3), {"finish_tile": Tile(64, 4, 4, 1)}),
-        ("gathered", Tile(64, 64, 4, 3), {"finish_tile": Tile(64, 2, 4, 2)}),
-        ("gathered", Tile(64, 64, 4, 3), {"finish_tile": Tile(64, 2, 4, 1, 168)}),
-        ("gathered", Tile(64, 64, 4, 3), {"finish_tile": Tile(128, 2, 8, 1)}),
+        ("gathered", Tile(64, 64, 4, 2), PORTABLE), ("gathered", Tile(64, 64, 4, 1), {}),
+        ("gathered", Tile(64, 128, 4, 1), {}), ("gathered", Tile(64, 256, 4, 1), {}),
     ],
     "C": [
-        ("gathered", Tile(64, 128, 4, 3), ALL_SLOTS), ("gathered", Tile(64, 128, 4, 2), {}),
-        ("gathered", Tile(64, 128, 4, 3), {}), ("gathered", Tile(64, 256, 4, 3), {}),
-        ("gathered", Tile(64, 128, 4, 3), {"finish_tile": Tile(128, 2, 8, 1)}),
+        ("gathered", Tile(64, 128, 4, 3), PORTABLE), ("gathered", Tile(64, 128, 4, 1), {}),
+        ("gathered", Tile(64, 256, 4, 1), {}), ("gathered", Tile(64, 512, 4, 1), {}),
     ],
     "B": [
-        ("gathered", Tile(64, 64, 4, 2), {}), ("gathered", Tile(64, 64, 4, 3), {}),
-        ("gathered", Tile(64, 32, 4, 3), {}), ("masked", Tile(128, 0, 8, 3, 128), {}),
+        ("gathered", Tile(64, 64, 4, 2), PORTABLE), ("gathered", Tile(64, 64, 4, 1), {}),
+        ("gathered", Tile(64, 128, 4, 1), {}), ("gathered", Tile(64, 256, 4, 1), {}),
+        ("masked", Tile(128, 0, 8, 3, 128), {}),
     ],
     "D": [
-        ("masked", Tile(64, 0, 4, 3), {}), ("masked", Tile(64, 0, 4, 3, 128), {}),
-        ("masked", Tile(64, 0, 4, 3, 168), {}), ("masked", Tile(128, 0, 8, 3, 128), {}),
-        ("masked", Tile(64, 0, 4, 2, 168), {}),
-        ("gathered", Tile(64, 64, 4, 3), {}),
+        ("masked", Tile(128, 0, 8, 3, 128), {}), ("gathered", Tile(64, 128, 4, 1), {}),
+        ("gathered", Tile(64, 256, 4, 1), {}),
     ],
     "P": [("gathered", Tile(64, 32, 4, 2), {}), ("gathered", Tile(64, 64, 4, 3), {})],
 }  # fmt: skip
-ROWS_AS_ROWS = {"keys_as_rows": False}
-# Order, tile, tile of a separate pass for d_q, and what else `selected_backward` takes.
+# Order, tile, tile of the masked order's d_q, and what else `selected_backward` takes.
 BACKWARD: dict[str, list[tuple[Any, ...]]] = {
     "A": [
-        ("gathered", Tile(64, 256, 4, 2), None), ("gathered", Tile(64, 256, 4, 3), None),
-        ("gathered", Tile(64, 256, 8, 2), None), ("gathered", Tile(128, 256, 8, 2), None),
-        ("gathered", Tile(32, 256, 4, 2), None), ("gathered", Tile(64, 256, 4, 1), None),
-        ("gathered", Tile(64, 256, 4, 2), Tile(64, 256, 4, 2)),
-        ("gathered", Tile(64, 256, 4, 2), None, ROWS_AS_ROWS), ("gathered", Tile(64, 256, 4, 3), None, ROWS_AS_ROWS),
-        ("gathered", Tile(128, 256, 8, 2), None, ROWS_AS_ROWS), ("gathered", Tile(64, 256, 8, 2), None, ROWS_AS_ROWS),
-        ("gathered", Tile(32, 256, 4, 2), Tile(64, 256, 4, 2)),
+        ("gathered", Tile(64, 256, 4, 2), None, PORTABLE), ("gathered", Tile(128, 256, 8, 2), None, PORTABLE),
+        ("gathered", Tile(64, 128, 4, 1), None), ("gathered", Tile(64, 256, 4, 1), None),
+        ("gathered", Tile(64, 512, 4, 1), None),
     ],
     "C": [
-        ("gathered", Tile(64, 512, 4, 2), None), ("gathered", Tile(64, 512, 8, 2), None),
-        ("gathered", Tile(64, 256, 4, 2), None), ("gathered", Tile(64, 256, 4, 2), None, ROWS_AS_ROWS),
+        ("gathered", Tile(64, 512, 4, 2), None, PORTABLE), ("gathered", Tile(64, 256, 4, 1), None),
+        ("gathered", Tile(64, 512, 4, 1), None),
     ],
-    "B": [("gathered", Tile(64, 256, 4, 2), None), ("gathered", Tile(64, 128, 4, 2), None)],
+    "B": [
+        ("gathered", Tile(64, 256, 4, 2), None, PORTABLE), ("gathered", Tile(128, 256, 8, 1), None, PORTABLE),
+        ("gathered", Tile(64, 128, 4, 1), None), ("gathered", Tile(64, 256, 4, 1), None),
+    ],
     "D": [
-        ("masked", Tile(64, 0, 4, 1), Tile(128, 0, 8, 3)), ("masked", Tile(64, 0, 4, 2), Tile(64, 0, 4, 3, 168)),
-        ("masked", Tile(128, 0, 4, 2), Tile(64, 0, 4, 2, 168)), ("masked", Tile(64, 0, 4, 2, 168), Tile(64, 0, 4, 3)),
-        ("masked", Tile(64, 0, 4, 1, 168), Tile(128, 0, 8, 3, 128)),
+        ("masked", Tile(128, 0, 4, 2), Tile(64, 0, 4, 2, 168)), ("masked", Tile(128, 0, 4, 2), Tile(64, 0, 4, 2)),
+        ("masked", Tile(64, 0, 4, 1), Tile(128, 0, 8, 3)),
+        ("gathered", Tile(64, 512, 4, 1), None),
     ],
-    "P": [("gathered", Tile(64, 256, 4, 2), None), ("gathered", Tile(64, 256, 8, 1), None),
-        ("gathered", Tile(64, 256, 8, 1), None, ROWS_AS_ROWS)],
+    "P": [("gathered", Tile(64, 256, 4, 2), None), ("gathered", Tile(64, 256, 8, 1), None)],
 }  # fmt: skip
 
 
@@ -340,7 +331,7 @@ def jobs() -> list[tuple[str, str, Any]]:
 
 def run_job(problem: Problem, stage: str, option: Any, choice: str, saved: Any = None) -> Callable[[], Any]:
     if stage == "scoring":
-        return lambda: problem.score(tile=option[0], head_start=option[1])
+        return lambda: problem.score(tile=option)
     if stage == "forward":
         return lambda: problem.forward(choice, order=option[0], tile=option[1], **option[2])
     o, lse = saved
@@ -368,9 +359,7 @@ def compare_orders(problem: Problem) -> None:
     """Two independent loop orders on a shape too large for the reference."""
     o, lse = problem.forward(order="masked")
     masked = (o, *problem.backward(o, lse, order="masked"))
-    for title, forward, backward in (
-        ("", {}, {}), ("all slots, rows as rows", ALL_SLOTS, ROWS_AS_ROWS), ("again", {}, {}),
-    ):  # fmt: skip
+    for title, forward, backward in (("by hand", {}, {}), ("portable", PORTABLE, PORTABLE), ("again", {}, {})):
         o, lse = problem.forward(order="gathered", **forward)
         gathered = (o, *problem.backward(o, lse, order="gathered", **backward))
         gaps = [error(a, b) for a, b in zip(gathered, masked, strict=True)]
@@ -409,14 +398,14 @@ def times(shape: str, seconds: float, stages: list[str]) -> None:
                 say(f"{stage:8} {shape} smooth {spent:8.3f} ms  {plain(best[1])}")
                 results[f"{stage} {shape} smooth {plain(best[1])}"] = spent
             if stage == "forward" and shape in ("A", "C"):
-                for size in (2**29, 2**30, 2**32):
+                for size in (2**28, 2**29, 2**30):
                     options = {"order": best[1][0], "tile": best[1][1], **best[1][2], "buffer_bytes": size}
                     spent = milliseconds(lambda options=options: problem.forward(**options))
                     say(f"{stage:8} {shape} random {spent:8.3f} ms  buffer {size >> 20} MiB {plain(best[1])}")
                     results[f"{stage} {shape} random buffer {size}"] = spent
             if stage == "scoring" and shape == "A":
-                for size in (2**25, 2**30):
-                    spent = milliseconds(lambda size=size, tile=best[1][0]: problem.score(tile=tile, buffer_bytes=size))
+                for size in (2**25,):
+                    spent = milliseconds(lambda size=size, tile=best[1]: problem.score(tile=tile, buffer_bytes=size))
                     say(f"{stage:8} {shape} random {spent:8.3f} ms  buffer {size >> 20} MiB {plain(best[1])}")
                     results[f"{stage} {shape} random buffer {size}"] = spent
             if "profile" in stages:

@@ -21,23 +21,6 @@ from torch import Tensor
 from trifocal.ops.layout import Documents
 
 
-class Forced(NamedTuple):
-    """Blocks that dense work takes instead of the index, when they are chosen; the same few for neighbours.
-
-    Attributes:
-        initial: How many of a document's first blocks.
-        local: How many of a query's last blocks, in undivided ones.
-        parts: Blocks that an undivided one was cut into.
-    """
-
-    initial: int
-    local: int
-    parts: int
-
-
-NOTHING_FORCED = Forced(0, 0, 1)
-
-
 class ChoiceIndex(NamedTuple):
     """The slots sorted by chunk of rows, batch, group and block.
 
@@ -114,12 +97,6 @@ def row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED:
     return token, position, first_token, document
 
 
-@triton.jit
-def first_local_block(position, BLOCK: tl.constexpr, LOCAL: tl.constexpr, PARTS: tl.constexpr):
-    """The first of the local blocks of a position; before the document's first block for early positions."""
-    return (position // (BLOCK * PARTS) - LOCAL + 1) * PARTS
-
-
 @triton.jit(
     do_not_specialize=[
         "num_slots_of_rows", "num_queries", "query_shift", "chunk_rows", "num_blocks", "keys_per_chunk", "unused"
@@ -143,9 +120,6 @@ def _slot_keys_kernel(
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
     SLOTS: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    PARTS: tl.constexpr,
 ):
     """The key of every slot; one number is read for each earlier place of the slot's choice, all from cache."""
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
@@ -157,9 +131,7 @@ def _slot_keys_kernel(
     group = row_group % GROUPS
     block = tl.load(selected_blocks + slot)
     _, position, first_token, document = row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED)
-    used = inside & (block >= INITIAL) & (block <= position // BLOCK)
-    if LOCAL > 0:
-        used = used & (block < first_local_block(position, BLOCK, LOCAL, PARTS))
+    used = inside & (block >= 0) & (block <= position // BLOCK)
     for earlier in range(PLACES - 1):
         other = tl.load(selected_blocks + slot - place + earlier, mask=earlier < place, other=-1)
         used = used & (other != block)
@@ -178,7 +150,6 @@ def build_choice_index(
     *,
     chunk_rows: int,
     piece_slots: int,
-    forced: Forced = NOTHING_FORCED,
 ) -> ChoiceIndex:
     """Sort the choice by block.
 
@@ -189,7 +160,6 @@ def build_choice_index(
         documents: Packed documents; None for one sequence a batch entry.
         chunk_rows: Rows (batch, query) that are sorted together.
         piece_slots: Most slots of a piece.
-        forced: Blocks whose slots are left out: marked as unused.
 
     Raises:
         ValueError: If slots or keys do not fit into 32 bits.
@@ -216,7 +186,6 @@ def build_choice_index(
         selected_blocks, keys, ids, positions, cu_seqlens, num_slots, num_queries, num_keys - num_queries,
         chunk_rows, num_blocks, keys_per_chunk, num_of_keys,
         GROUPS=groups, PLACES=places, BLOCK=block_size, PACKED=documents is not None, SLOTS=slots_of_program,
-        INITIAL=forced.initial, LOCAL=forced.local, PARTS=forced.parts,
     )  # fmt: skip
     sorted_keys, slots = torch.sort(keys, stable=True)
     every_key = torch.arange(num_of_keys + 1, dtype=torch.int32, device=device)
@@ -325,59 +294,5 @@ def choice_bits(selected_blocks: Tensor, block_size: int, num_keys: int, documen
     _choice_bits_kernel[(triton.cdiv(num_queries, queries), num_words, batch * groups)](
         selected_blocks, bits, positions, num_queries, num_keys - num_queries, num_words,
         GROUPS=groups, PLACES=places, BLOCK=block_size, PACKED=documents is not None, QUERIES=queries,
-    )  # fmt: skip
-    return bits
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_queries", "query_shift"])
-def _forced_bits_kernel(
-    selected_blocks,
-    bits,
-    positions,
-    num_rows,
-    num_queries,
-    query_shift,
-    GROUPS: tl.constexpr,
-    PLACES: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PACKED: tl.constexpr,
-    INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row_group = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row_group < num_rows * GROUPS
-    position = (row_group // GROUPS) % num_queries + query_shift
-    if PACKED:
-        position = tl.load(positions + position, mask=inside, other=0)
-    own_block = position // BLOCK
-    first_local = first_local_block(position, BLOCK, LOCAL, PARTS)
-    found = tl.zeros([ROWS], tl.int32)
-    for place in range(PLACES):
-        block = tl.load(selected_blocks + row_group.to(tl.int64) * PLACES + place, mask=inside, other=-1)
-        is_initial = (block >= 0) & (block < INITIAL)
-        is_local = (block >= INITIAL) & (block >= first_local)
-        bit = tl.where(is_initial, block, INITIAL + block - first_local)
-        here = (is_initial | is_local) & (block <= own_block)
-        found = found | tl.where(here, 1 << tl.where(here, bit, 0), 0)
-    tl.store(bits + row_group, found, mask=inside)
-
-
-def forced_bits(
-    selected_blocks: Tensor, block_size: int, num_keys: int, documents: Documents | None, forced: Forced
-) -> Tensor:
-    """Which forced blocks each row's choice holds, [B * T * G], int32.
-
-    Bit i is initial block i; from bit `initial` on come the local blocks that are not initial, the first one first.
-    """
-    batch, num_queries, groups, places = selected_blocks.shape
-    bits = torch.empty(batch * num_queries * groups, dtype=torch.int32, device=selected_blocks.device)
-    _, positions, _ = documents_or(documents, bits)
-    rows = 128
-    _forced_bits_kernel[(triton.cdiv(bits.numel(), rows),)](
-        selected_blocks, bits, positions, batch * num_queries, num_queries, num_keys - num_queries,
-        GROUPS=groups, PLACES=places, BLOCK=block_size, PACKED=documents is not None,
-        INITIAL=forced.initial, LOCAL=forced.local, PARTS=forced.parts, ROWS=rows,
     )  # fmt: skip
     return bits

@@ -141,6 +141,11 @@ def has_copy_engine(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is of the one generation with Hopper's matrix units."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+
+
 def tma_fits(*tensors: Tensor) -> bool:
     """Whether the tensor copy engine of this device, if it has one, can read these: 16-byte alignment everywhere.
 
@@ -186,3 +191,16 @@ def store_tile(base, offsets, keep, values, FIRST: tl.constexpr, PART: tl.conste
     if FIRST + PART > SIZE:
         mask = mask & (columns < SIZE)[None, :]
     tl.store(pointers, values.to(base.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def add_product(total, a, b):
+    """total + a @ b, for sums over many tiles.
+
+    In fp32 a tile's products are added up by themselves first. Within the product each would be one more link of a
+    chain as long as all rows of all tiles, whose rounding is twice as bad as that of PyTorch's attention.
+    """
+    if a.dtype == tl.float32:
+        # As an addition the compiler would draw it into the product.
+        return tl.fma(tl.dot(a, b, input_precision="ieee"), 1.0, total)
+    return tl.dot(a, b, total, input_precision="ieee")

@@ -137,7 +137,7 @@ def choice_kernel(
     first_query, end_query, num_queries, query_shift, block_lines, rows,
     GROUPS: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
     PLACES: tl.constexpr, PLACES_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
-    PACKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, HEAD_START: tl.constexpr,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The choice of some rows (batch, query of the chunk, group) from the importance of all their blocks."""
     num_blocks = block_lines * LINE
@@ -166,16 +166,10 @@ def choice_kernel(
     bits = tl.minimum(tl.maximum(importance.to(tl.int32, bitcast=True), 0), INFINITY_BITS)
     bits = tl.where(free, bits, -1)
 
-    # Invariant: at least `wanted` values reach `low`; fewer reach `high`, or none is wanted. Of as many parts of a row
-    # as are wanted, each has its own largest value: the least of these is a good first `low`.
+    # Invariant: at least `wanted` values reach `low`; fewer reach `high`, or none is wanted.
     all_taken = tl.sum(free.to(tl.int32), 1) == wanted
     low = tl.zeros([ROWS], tl.int32)
-    if HEAD_START > 0:
-        largest = tl.max(tl.reshape(bits, [ROWS, BLOCKS // HEAD_START, HEAD_START]), 1)
-        low = tl.where(all_taken, 0, tl.maximum(tl.min(largest, 1), 0))
-        high = tl.max(largest, 1) + 1
-    else:
-        high = tl.max(bits, 1) + 1
+    high = tl.max(bits, 1) + 1
     done = all_taken | (high <= 1)
     while tl.min(done.to(tl.int32), 0) == 0:
         middle = low + (high - low) // 2
@@ -212,7 +206,6 @@ def select_blocks_forward(
     *,
     tile: Tile | None = None,
     buffer_bytes: int = BUFFER_BYTES,
-    head_start: bool = False,
 ) -> Tensor:
     """Choose the selection blocks of every query and group.
 
@@ -226,7 +219,6 @@ def select_blocks_forward(
         documents: Packed documents; None for one sequence a batch entry.
         tile: A configuration instead of the device's: queries, compressed blocks, warps, stages.
         buffer_bytes: Importance that may be held at a time.
-        head_start: Whether the search for the threshold starts from a bound; the choice is the same.
 
     Returns:
         Block indices, [B, T, G, N], int32, ascending; -1 pads.
@@ -291,7 +283,6 @@ def select_blocks_forward(
             first_query, end_query, num_queries, shift, block_lines, rows,
             **sizes, PLACES_PAD=triton.next_power_of_2(places), INITIAL=geometry.num_initial_blocks,
             LOCAL=geometry.num_local_blocks, ROWS=rows_of_program, BLOCKS=columns,
-            HEAD_START=min(columns, triton.next_power_of_2(places)) if head_start else 0,
             num_warps=max(1, min(8, columns // 1024)),
         )  # fmt: skip
     return selected_blocks

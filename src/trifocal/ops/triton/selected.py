@@ -21,28 +21,22 @@ from torch import Tensor
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.choice_index import (
-    NOTHING_FORCED,
-    Forced,
     block_place,
     build_choice_index,
     choice_bits,
     documents_or,
     find_piece,
-    first_local_block,
-    forced_bits,
     row_token,
     split_blocks,
 )
 from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
-from trifocal.ops.triton.selected_tiles import finishing_tile, forward_tile
+from trifocal.ops.triton.selected_tiles import fits_by_hand, forward_tile, sizes_by_hand
 
 LOWEST = tl.constexpr(-1.0e30)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOG2_E = 1.4426950408889634
 # Larger blocks are cut into equal parts of at most this many tokens, each with a slot of its own.
 LARGEST_BLOCK = 64
-# Forced blocks are bits of one word.
-MOST_FORCED = 31
 # Partial results of this many bytes are kept at a time.
 BUFFER_BYTES = 2**31
 # Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen.
@@ -73,12 +67,11 @@ def gathered_forward_kernel(
     GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Partial o and lse (base 2) of the slots of one piece.
 
     The numbers of the slots three tiles ahead are on their way while a tile is worked on: the pipeline fetches queries
-    two tiles ahead and must not wait for their numbers. Without CAUSAL no slot is of a query's own block.
+    two tiles ahead and must not wait for their numbers.
     """
     _piece, begin, end, batch, group, block = find_piece(
         tl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
@@ -125,14 +118,11 @@ def gathered_forward_kernel(
             slot_0 = slot_1 + zero
             slot_1 = slot_2 + zero
             _later, slot_2 = load_slots(slots, first + 3 * STEP, end, REP, ROWS)
-            if CAUSAL:
-                position = slot // (GROUPS * PLACES) - first_row + query_shift
-                if PACKED:
-                    position = tl.load(positions + position, mask=exists, other=0)
-                visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
-                scores = tl.where(visible, scores, float("-inf"))
-            elif BLOCK < KEYS:
-                scores = tl.where(key_exists[None, :], scores, float("-inf"))
+            position = slot // (GROUPS * PLACES) - first_row + query_shift
+            if PACKED:
+                position = tl.load(positions + position, mask=exists, other=0)
+            visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
             # Every slot sees its block's first key; rows without a slot may not see any.
             top = tl.maximum(tl.max(scores, 1) * score_scale, LOWEST)
             p = tl.exp2(scores * score_scale - top[:, None])
@@ -193,138 +183,6 @@ def reduce_slots_kernel(
     if WEIGHTED:
         natural = tl.where(total > 0, (top + tl.log2(tl.where(total > 0, total, 1.0))) * LN_2, float("-inf"))
         tl.store(lse + number, natural, mask=exists)
-
-
-@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "first_row", "end_row", "unused"])
-def finish_forward_kernel(
-    q, k, v, o_slots, lse_slots, keys, forced, o, lse, ids, positions, cu_seqlens,
-    q_batch_stride, q_time_stride, q_head_stride,
-    k_batch_stride, k_time_stride, k_head_stride,
-    v_batch_stride, v_time_stride, v_head_stride,
-    num_queries, query_shift, num_keys, first_row, end_row, unused, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
-    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr,
-    INITIAL: tl.constexpr, LOCAL: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, UNROLL: tl.constexpr,
-):  # fmt: skip
-    """o and lse of one tile of rows: the partials of their slots, in order, then the forced blocks that they chose.
-
-    The first is work of memory and the second of the matrix units, so programs at different points share a
-    multiprocessor well.
-    """
-    batch = first_row // num_queries + tl.program_id(1) // GROUPS
-    group = tl.program_id(1) % GROUPS
-    end_query = tl.minimum(end_row - batch * num_queries, num_queries)
-    first = tl.maximum(first_row - batch * num_queries, 0) * REP + tl.program_id(0) * ROWS
-    if first < end_query * REP:
-        row = first + tl.arange(0, ROWS)
-        exists = row < end_query * REP
-        row = tl.where(exists, row, first)
-        query = row // REP
-        head = row % REP
-        row_group = (batch * num_queries + query) * GROUPS + group
-        # Partials are stored from the chunk's first row on.
-        source = (row_group.to(tl.int64) - first_row * GROUPS) * (PLACES * REP) + head
-        key_place = keys + row_group.to(tl.int64) * PLACES
-        running_max = tl.full([ROWS], LOWEST, tl.float32)
-        running_sum = tl.zeros([ROWS], tl.float32)
-        o_1 = tl.zeros([ROWS, V_1], tl.float32)
-        o_2 = running_sum
-        if V_2 > 0:
-            o_2 = tl.zeros([ROWS, V_2], tl.float32)
-        for place in tl.range(0, PLACES, loop_unroll_factor=UNROLL):
-            used = exists & (tl.load(key_place + place, mask=exists, other=unused) != unused)
-            part_lse = tl.load(lse_slots + source + place * REP, mask=used, other=float("-inf"))
-            new_max = tl.maximum(running_max, part_lse)
-            running_sum = running_sum * tl.exp2(running_max - new_max) + tl.exp2(part_lse - new_max)
-            running_max = new_max
-        for place in tl.range(0, PLACES, loop_unroll_factor=UNROLL):
-            used = exists & (tl.load(key_place + place, mask=exists, other=unused) != unused)
-            part_lse = tl.load(lse_slots + source + place * REP, mask=used, other=float("-inf"))
-            share = tl.exp2(part_lse - running_max)
-            part = (source + place * REP) * V
-            o_1 += load_tile(o_slots, part, used, 0, V_1, V, True).to(tl.float32) * share[:, None]
-            if V_2 > 0:
-                o_2 += load_tile(o_slots, part, used, V_1, V_2, V, True).to(tl.float32) * share[:, None]
-
-        bits = tl.load(forced + row_group, mask=exists, other=0)
-        first_document = 0
-        last_document = 0
-        if PACKED:
-            position = tl.load(positions + query + query_shift)
-            document_of_row = tl.load(ids + query + query_shift)
-            first_document = tl.min(document_of_row)
-            last_document = tl.max(document_of_row)
-        else:
-            position = query + query_shift
-        first_local = first_local_block(position, BLOCK, LOCAL, PARTS)
-        q += batch.to(tl.int64) * q_batch_stride + group * REP * q_head_stride
-        k += batch.to(tl.int64) * k_batch_stride + group * k_head_stride
-        v += batch.to(tl.int64) * v_batch_stride + group * v_head_stride
-        q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
-        q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-        q_2 = q_1
-        if D_2 > 0:
-            q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
-        in_block = tl.arange(0, KEYS)
-        for document in range(first_document, last_document + 1):
-            in_document = exists
-            document_start = 0 * document
-            if PACKED:
-                in_document = exists & (document_of_row == document)
-                document_start = tl.load(cu_seqlens + document)
-            last_position = tl.max(tl.where(in_document, position, 0))
-            lowest_position = tl.min(tl.where(in_document, position, last_position))
-            end_block = last_position // BLOCK + 1
-            end_initial = tl.minimum(end_block, INITIAL)
-            second = tl.maximum(first_local_block(lowest_position, BLOCK, LOCAL, PARTS), INITIAL)
-            count = end_initial
-            if LOCAL > 0:
-                count += tl.maximum(end_block - second, 0)
-            for number in tl.range(0, count):
-                block = tl.where(number < end_initial, number, second + number - end_initial)
-                bit = tl.where(block < INITIAL, block, INITIAL + block - first_local)
-                is_local = (block >= first_local) & (block < first_local + LOCAL * PARTS)
-                in_bits = is_local | (block < INITIAL)
-                chosen = in_document & in_bits & (((bits >> tl.where(in_bits, bit, 0)) & 1) != 0)
-                key_position = block * BLOCK + in_block
-                # What no row of the tile sees is not read: it must not reach a product.
-                keep = (in_block < BLOCK) & (key_position <= last_position) & (tl.max(chosen.to(tl.int32)) > 0)
-                first_token = (document_start + block * BLOCK).to(tl.int64)
-                k_base = k + first_token * k_time_stride
-                v_base = v + first_token * v_time_stride
-                k_1 = load_tile(k_base, in_block * k_time_stride, keep, 0, D_1, D, True)
-                scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-                if D_2 > 0:
-                    k_2 = load_tile(k_base, in_block * k_time_stride, keep, D_1, D_2, D, True)
-                    scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-                # A row that did not choose the block sees up to a position before its first key.
-                limit = tl.where(chosen, position, -1)
-                visible = keep[None, :] & (key_position[None, :] <= limit[:, None])
-                scores = tl.where(visible, scores, float("-inf"))
-                new_max = tl.maximum(running_max, tl.max(scores, 1) * score_scale)
-                p = tl.exp2(scores * score_scale - new_max[:, None])
-                decay = tl.exp2(running_max - new_max)
-                running_max = new_max
-                running_sum = running_sum * decay + tl.sum(p, 1)
-                v_1 = load_tile(v_base, in_block * v_time_stride, keep, 0, V_1, V, True)
-                p = p.to(v_1.dtype)
-                o_1 = tl.dot(p, v_1, o_1 * decay[:, None], input_precision="ieee")
-                if V_2 > 0:
-                    v_2 = load_tile(v_base, in_block * v_time_stride, keep, V_1, V_2, V, True)
-                    o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
-
-        sees = running_sum > 0
-        inverse = tl.where(sees, 1.0 / tl.where(sees, running_sum, 1.0), 0.0)
-        o_1 = o_1 * inverse[:, None]
-        if V_2 > 0:
-            o_2 = o_2 * inverse[:, None]
-        target = row_group.to(tl.int64) * REP + head
-        store_tile(o, target * V, exists, o_1, 0, V_1, V)
-        if V_2 > 0:
-            store_tile(o, target * V, exists, o_2, V_1, V_2, V)
-        natural = (running_max + tl.log2(tl.where(sees, running_sum, 1.0))) * LN_2
-        tl.store(lse + target, tl.where(sees, natural, float("-inf")), mask=exists)
 
 
 @triton.jit
@@ -559,8 +417,7 @@ def selected_forward(
     order: str | None = None,
     tile: Tile | None = None,
     buffer_bytes: int = BUFFER_BYTES,
-    finish_tile: Tile | None = None,
-    dense_forced: bool = False,
+    by_hand: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tokens of the chosen blocks.
 
@@ -575,8 +432,7 @@ def selected_forward(
         order: A loop order instead of the one that the shape asks for.
         tile: A configuration instead of the device's; `keys` is how many slots a piece has.
         buffer_bytes: Partial results that keys-outside may hold at a time.
-        finish_tile: A configuration of keys-outside's last kernel; `keys` is how many slots it adds at a time.
-        dense_forced: Whether keys-outside takes the forced blocks out of the index.
+        by_hand: Whether keys-outside runs the kernel scheduled by hand for Hopper; None: where it can.
 
     Returns:
         o, [B, T, H, V], in the type of q, and lse, [B, T, H], natural log, fp32; zeros and -inf where a query sees
@@ -604,7 +460,8 @@ def selected_forward(
     shift = num_queries, num_keys - num_queries, num_keys
     # Zero would turn what is masked into NaN; this is as good, exp2(1e-30 x) being 1.
     score_scale = max(scale * LOG2_E, 1e-30)
-    tile = tile or forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded)
+    by_hand = order == "gathered" and fits_by_hand(q, k, v, rep=rep, block_size=block_size) and by_hand is not False
+    tile = tile or forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded, by_hand)
     if order == "query":
         ids, positions, cu_seqlens = documents_or(documents, lse)
         query_forward_kernel[(batch * num_queries * groups,)](
@@ -625,45 +482,28 @@ def selected_forward(
     row_slots = groups * places
     rows = batch * num_queries
     chunk_rows = rows_of_chunk(row_slots * rep * value_dim * q.element_size(), rows, buffer_bytes)
-    forced = forced_blocks(geometry, block_size) if dense_forced else NOTHING_FORCED
     index = build_choice_index(
-        selected_blocks, block_size, num_keys, documents,
-        chunk_rows=chunk_rows, piece_slots=tile.keys, forced=forced,
-    )  # fmt: skip
-    constants = {"INITIAL": forced.initial, "LOCAL": forced.local, "PARTS": forced.parts}
-    bits = forced_bits(selected_blocks, block_size, num_keys, documents, forced) if dense_forced else index.keys
+        selected_blocks, block_size, num_keys, documents, chunk_rows=chunk_rows, piece_slots=tile.keys
+    )
     slots_of_chunk = index.chunk_rows * row_slots
     o_slots = torch.empty(slots_of_chunk * rep, value_dim, dtype=q.dtype, device=q.device)
     lse_slots = torch.empty(slots_of_chunk * rep, dtype=torch.float32, device=q.device)
-    finish = finish_tile or finishing_tile(q.dtype, widths.padded, value_widths.padded)
+    gathered, configuration = gathered_forward_kernel, {**shape, "ROWS": tile.rows, "maxnreg": tile.registers}
+    if by_hand:
+        from trifocal.ops.triton.selected_hopper import gathered_forward_hopper_kernel
+
+        gathered, configuration = gathered_forward_hopper_kernel, sizes_by_hand(shape)
     for chunk in range(index.num_chunks):
-        gathered_forward_kernel[(index.pieces_per_chunk,)](
+        gathered[(index.pieces_per_chunk,)](
             q, k, v, o_slots, lse_slots, index.slots, index.starts, index.first_pieces, index.piece_keys,
             ids, positions, cu_seqlens, *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks,
-            index.keys_per_chunk, score_scale, **shape, PLACES=places, PIECE=tile.keys, ROWS=tile.rows,
-            CAUSAL=forced.local == 0, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+            index.keys_per_chunk, score_scale, **configuration, PLACES=places, PIECE=tile.keys,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         first_row = chunk * index.chunk_rows
         end_row = min(first_row + index.chunk_rows, rows)
-        if not dense_forced:
-            reduce_slots(o_slots, lse_slots, index.keys, o, lse, first_row, end_row, index.unused, 1.0, rep, places)
-            continue
-        batches = (end_row - 1) // num_queries - first_row // num_queries + 1
-        tiles = triton.cdiv(min(end_row - first_row, num_queries) * rep, finish.rows)
-        finish_forward_kernel[(tiles, batches * groups)](
-            q, k, v, o_slots, lse_slots, index.keys, bits, o, lse, ids, positions, cu_seqlens, *all_strides, *shift,
-            first_row, end_row, index.unused, score_scale, **shape, **constants, PLACES=places, ROWS=finish.rows,
-            UNROLL=finish.keys, num_warps=finish.warps, num_stages=finish.stages, maxnreg=finish.registers,
-        )  # fmt: skip
+        reduce_slots(o_slots, lse_slots, index.keys, o, lse, first_row, end_row, index.unused, 1.0, rep, places)
     return o, lse
-
-
-def forced_blocks(geometry: Geometry, block_size: int) -> Forced:
-    """The blocks that every query takes, by geometry, in blocks of this size; none if too many for a word."""
-    parts = geometry.selection_block_size // block_size
-    if (geometry.num_initial_blocks + geometry.num_local_blocks) * parts > MOST_FORCED:
-        return NOTHING_FORCED
-    return Forced(geometry.num_initial_blocks * parts, geometry.num_local_blocks, parts)
 
 
 def rows_of_chunk(bytes_of_row: int, rows: int, buffer_bytes: int) -> int:

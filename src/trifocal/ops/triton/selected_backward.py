@@ -30,7 +30,8 @@ from trifocal.ops.triton.choice_index import (
     find_piece,
     split_blocks,
 )
-from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
+from trifocal.ops.triton.combine import row_sums
+from trifocal.ops.triton.common import Tile, add_product, load_tile, split_width, store_tile, strides, unit_stride
 from trifocal.ops.triton.selected import (
     BUFFER_BYTES,
     LARGEST_BLOCK,
@@ -40,30 +41,16 @@ from trifocal.ops.triton.selected import (
     reduce_slots,
     rows_of_chunk,
 )
-from trifocal.ops.triton.selected_tiles import gathered_tile, masked_d_q_tile, masked_tile
+from trifocal.ops.triton.selected_tiles import (
+    fits_by_hand,
+    gathered_tile,
+    masked_d_q_tile,
+    masked_tile,
+    sizes_by_hand,
+)
 
 LOG2_E = 1.4426950408889634
 LOG2_E_KERNEL = tl.constexpr(LOG2_E)
-
-
-@triton.jit(do_not_specialize=["num_rows", "num_queries"])
-def delta_kernel(
-    o, d_o, delta, num_rows, num_queries, num_heads,
-    o_batch_stride, o_time_stride, o_head_stride, d_batch_stride, d_time_stride, d_head_stride,
-    V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """delta [B, T, H]: the sum of o * d_o over the value dim."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    exists = row < num_rows
-    row = tl.where(exists, row, 0)
-    head = row % num_heads
-    query = (row // num_heads) % num_queries
-    batch = row // num_heads // num_queries
-    o_offsets = batch * o_batch_stride + query * o_time_stride + head * o_head_stride
-    d_offsets = batch * d_batch_stride + query * d_time_stride + head * d_head_stride
-    o_tile = load_tile(o, o_offsets, exists, 0, V_PAD, V, True).to(tl.float32)
-    d_tile = load_tile(d_o, d_offsets, exists, 0, V_PAD, V, True).to(tl.float32)
-    tl.store(delta + row, tl.sum(o_tile * d_tile, 1), mask=exists)
 
 
 @triton.jit
@@ -94,7 +81,7 @@ def gathered_backward_kernel(
     GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
-    ROWS: tl.constexpr, KEYS_AS_ROWS: tl.constexpr, WITH_D_Q: tl.constexpr, WITH_D_KV: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     """One piece: d_q of its slots and its part of d_k and d_v, all but for the factor `scale`."""
     piece, begin, end, batch, group, block = find_piece(
@@ -130,100 +117,54 @@ def gathered_backward_kernel(
             d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
 
         head = tl.arange(0, ROWS) % REP
-        first_row = batch * num_queries
-        STEP: tl.constexpr = ROWS // REP
-        # See the forward on slots three tiles ahead and on this zero.
-        zero = begin >> 31
-        exists, slot_0 = load_slots(slots, begin, end, REP, ROWS)
-        exists, slot_1 = load_slots(slots, begin + STEP, end, REP, ROWS)
-        exists, slot_2 = load_slots(slots, begin + 2 * STEP, end, REP, ROWS)
-        for first in tl.range(begin, end, STEP):
+        for first in tl.range(begin, end, ROWS // REP):
             exists, slot = load_slots(slots, first, end, REP, ROWS)
             row = slot // (GROUPS * PLACES)
-            position = row - first_row + query_shift
+            query = row - batch * num_queries
+            position = query + query_shift
             if PACKED:
                 position = tl.load(positions + position, mask=exists, other=0)
             lse_2, delta_row, gate_row = _row_numbers(
                 lse, delta, gate, (row.to(tl.int64) * GROUPS + group) * REP + head, exists, GATED
             )
-            query = slot_0 // (GROUPS * PLACES) - first_row
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
-            if KEYS_AS_ROWS:
-                # Keys are rows here, so that p and d_scores go from registers into the products for d_v and d_k.
-                q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-                scores = tl.dot(k_1, tl.trans(q_1), input_precision="ieee")
-                if D_2 > 0:
-                    q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
-                    scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision="ieee")
-                visible = key_exists[:, None] & (first_position + in_block[:, None] <= position[None, :])
-                p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[None, :]), 0.0)
-                if GATED:
-                    p = p * gate_row[None, :]
-                d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
-                if WITH_D_KV:
-                    d_v_1 = tl.dot(p.to(d_o_1.dtype), d_o_1, d_v_1, input_precision="ieee")
-                d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
-                if V_2 > 0:
-                    d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
-                    if WITH_D_KV:
-                        d_v_2 = tl.dot(p.to(d_o_1.dtype), d_o_2, d_v_2, input_precision="ieee")
-                    d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
-                d_scores = (p * (d_p - delta_row[None, :])).to(q_1.dtype)
-                if WITH_D_Q:
-                    place = ((slot - first_slot_of_chunk).to(tl.int64) * REP + head) * D
-                    d_q_1 = tl.dot(tl.trans(d_scores), k_1, input_precision="ieee")
-                    store_tile(d_q_slots, place, exists, d_q_1, 0, D_1, D)
-                    if D_2 > 0:
-                        d_q_2 = tl.dot(tl.trans(d_scores), k_2, input_precision="ieee")
-                        store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
-                if WITH_D_KV:
-                    d_k_1 = tl.dot(d_scores, q_1, d_k_1, input_precision="ieee")
-                    if D_2 > 0:
-                        d_k_2 = tl.dot(d_scores, q_2, d_k_2, input_precision="ieee")
-            else:
-                q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
-                scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
-                if D_2 > 0:
-                    q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
-                    scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-                visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
-                p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[:, None]), 0.0)
-                if GATED:
-                    p = p * gate_row[:, None]
-                d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
-                d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
-                if V_2 > 0:
-                    d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
-                    d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
-                d_scores = (p * (d_p - delta_row[:, None])).to(q_1.dtype)
-                if WITH_D_Q:
-                    place = ((slot - first_slot_of_chunk).to(tl.int64) * REP + head) * D
-                    store_tile(d_q_slots, place, exists, tl.dot(d_scores, k_1, input_precision="ieee"), 0, D_1, D)
-                    if D_2 > 0:
-                        d_q_2 = tl.dot(d_scores, k_2, input_precision="ieee")
-                        store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
-                if WITH_D_KV:
-                    p = p.to(d_o_1.dtype)
-                    d_v_1 = tl.dot(tl.trans(p), d_o_1, d_v_1, input_precision="ieee")
-                    if V_2 > 0:
-                        d_v_2 = tl.dot(tl.trans(p), d_o_2, d_v_2, input_precision="ieee")
-                    d_k_1 = tl.dot(tl.trans(d_scores), q_1, d_k_1, input_precision="ieee")
-                    if D_2 > 0:
-                        d_k_2 = tl.dot(tl.trans(d_scores), q_2, d_k_2, input_precision="ieee")
-            slot_0 = slot_1 + zero
-            slot_1 = slot_2 + zero
-            _later, slot_2 = load_slots(slots, first + 3 * STEP, end, REP, ROWS)
-
-        if WITH_D_KV:
-            part = piece.to(tl.int64) * BLOCK + in_block
-            in_part = in_block < BLOCK
-            store_tile(d_k_parts, part * D, in_part, d_k_1, 0, D_1, D)
-            store_tile(d_v_parts, part * V, in_part, d_v_1, 0, V_1, V)
+            q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
+            scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
             if D_2 > 0:
-                store_tile(d_k_parts, part * D, in_part, d_k_2, D_1, D_2, D)
+                q_2 = load_tile(q, q_offsets, exists, D_1, D_2, D, True)
+                scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
+            visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
+            p = tl.where(visible, tl.exp2(scores * score_scale - lse_2[:, None]), 0.0)
+            if GATED:
+                p = p * gate_row[:, None]
+            d_o_1 = load_tile(d_o, d_offsets, exists, 0, V_1, V, True)
+            d_p = tl.dot(d_o_1, tl.trans(v_1), input_precision="ieee")
             if V_2 > 0:
-                store_tile(d_v_parts, part * V, in_part, d_v_2, V_1, V_2, V)
+                d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
+                d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
+            d_scores = (p * (d_p - delta_row[:, None])).to(q_1.dtype)
+            place = ((slot - first_slot_of_chunk).to(tl.int64) * REP + head) * D
+            store_tile(d_q_slots, place, exists, tl.dot(d_scores, k_1, input_precision="ieee"), 0, D_1, D)
+            if D_2 > 0:
+                d_q_2 = tl.dot(d_scores, k_2, input_precision="ieee")
+                store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
+            p = p.to(d_o_1.dtype)
+            d_v_1 = add_product(d_v_1, tl.trans(p), d_o_1)
+            if V_2 > 0:
+                d_v_2 = add_product(d_v_2, tl.trans(p), d_o_2)
+            d_k_1 = add_product(d_k_1, tl.trans(d_scores), q_1)
+            if D_2 > 0:
+                d_k_2 = add_product(d_k_2, tl.trans(d_scores), q_2)
+
+        part = piece.to(tl.int64) * BLOCK + in_block
+        in_part = in_block < BLOCK
+        store_tile(d_k_parts, part * D, in_part, d_k_1, 0, D_1, D)
+        store_tile(d_v_parts, part * V, in_part, d_v_1, 0, V_1, V)
+        if D_2 > 0:
+            store_tile(d_k_parts, part * D, in_part, d_k_2, D_1, D_2, D)
+        if V_2 > 0:
+            store_tile(d_v_parts, part * V, in_part, d_v_2, V_1, V_2, V)
 
 
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_chunks", "num_blocks", "keys_per_chunk"])
@@ -472,16 +413,16 @@ def masked_d_kv_kernel(
             if GATED:
                 p = p * gate_row[None, :]
             d_o_1 = load_tile(d_o, d_offsets, in_tile, 0, V_1, V, True)
-            d_v_1 = tl.dot(p.to(d_o_1.dtype), d_o_1, d_v_1, input_precision="ieee")
+            d_v_1 = add_product(d_v_1, p.to(d_o_1.dtype), d_o_1)
             d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
             if V_2 > 0:
                 d_o_2 = load_tile(d_o, d_offsets, in_tile, V_1, V_2, V, True)
-                d_v_2 = tl.dot(p.to(d_o_1.dtype), d_o_2, d_v_2, input_precision="ieee")
+                d_v_2 = add_product(d_v_2, p.to(d_o_1.dtype), d_o_2)
                 d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
             d_scores = (p * (d_p - delta_row[None, :])).to(q_1.dtype)
-            d_k_1 = tl.dot(d_scores, q_1, d_k_1, input_precision="ieee")
+            d_k_1 = add_product(d_k_1, d_scores, q_1)
             if D_2 > 0:
-                d_k_2 = tl.dot(d_scores, q_2, d_k_2, input_precision="ieee")
+                d_k_2 = add_product(d_k_2, d_scores, q_2)
         # d_k and d_v are contiguous, [B, S, G, *].
         key_place = (batch * num_keys + first_token + in_block) * GROUPS + group
         store_tile(d_k, key_place * D, key_exists, d_k_1 * scale, 0, D_1, D)
@@ -490,19 +431,6 @@ def masked_d_kv_kernel(
             store_tile(d_k, key_place * D, key_exists, d_k_2 * scale, D_1, D_2, D)
         if V_2 > 0:
             store_tile(d_v, key_place * V, key_exists, d_v_2, V_1, V_2, V)
-
-
-def row_delta(o: Tensor, d_o: Tensor) -> Tensor:
-    """The sum of o * d_o over the value dim, [B, T, H], fp32."""
-    batch, num_queries, num_heads, value_dim = o.shape
-    delta = torch.empty(batch, num_queries, num_heads, dtype=torch.float32, device=o.device)
-    columns = max(16, triton.next_power_of_2(value_dim))
-    rows = max(4, 4096 // columns)
-    delta_kernel[(triton.cdiv(delta.numel(), rows),)](
-        o, d_o, delta, delta.numel(), num_queries, num_heads, *strides(o), *strides(d_o),
-        V=value_dim, V_PAD=columns, ROWS=rows, num_warps=4,
-    )  # fmt: skip
-    return delta
 
 
 def selected_backward(
@@ -523,7 +451,7 @@ def selected_backward(
     tile: Tile | None = None,
     tile_d_q: Tile | None = None,
     buffer_bytes: int = BUFFER_BYTES,
-    keys_as_rows: bool = True,
+    by_hand: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `selected_forward`.
 
@@ -539,9 +467,9 @@ def selected_backward(
         delta: The sum of `o * d_o` over the value dim, [B, T, H], fp32; computed here when not given.
         order: `"gathered"` or `"masked"` instead of what the shape asks for.
         tile: A configuration of the d_k, d_v kernel; `keys` is how many slots a piece has.
-        tile_d_q: A configuration of the d_q kernel. For keys-outside None means that one kernel makes all three.
+        tile_d_q: A configuration of the masked order's d_q kernel.
         buffer_bytes: Partial d_q that may be held at a time.
-        keys_as_rows: Which way keys-outside lays its scores: p and d_scores, or row numbers, then cost less.
+        by_hand: Whether keys-outside runs the kernel scheduled by hand for Hopper; None: where it can.
 
     Returns:
         d_q, d_k, d_v in the types of q, k, v, contiguous.
@@ -554,7 +482,7 @@ def selected_backward(
     order = order or choose_order(batch, num_queries, num_keys, places, block_size)
     rep = num_heads // groups
     widths, value_widths = split_width(dim), split_width(value_dim)
-    delta = row_delta(o, d_o) if delta is None else delta.contiguous()
+    delta = row_sums(d_o, o.contiguous()) if delta is None else delta.contiguous()
     gates = delta if gate is None else gate.contiguous()
     lse = lse.contiguous()
     d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
@@ -594,7 +522,8 @@ def selected_backward(
         )  # fmt: skip
         return d_q, d_k, d_v
 
-    tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded)
+    by_hand = fits_by_hand(q, k, v, d_o, rep=rep, block_size=block_size) and by_hand is not False
+    tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand)
     row_slots = groups * places
     rows = batch * num_queries
     chunk_rows = rows_of_chunk(row_slots * rep * dim * q.element_size(), rows, buffer_bytes)
@@ -605,17 +534,18 @@ def selected_backward(
     num_pieces = index.piece_keys.shape[0]
     d_k_parts = torch.empty(num_pieces * block_size, dim, dtype=torch.float32, device=q.device)
     d_v_parts = torch.empty(num_pieces * block_size, value_dim, dtype=torch.float32, device=q.device)
-    passes = [(tile, True, True)] if tile_d_q is None else [(tile, False, True), (tile_d_q, True, False)]
+    gathered, configuration = gathered_backward_kernel, {**shape, "ROWS": tile.rows, "maxnreg": tile.registers}
+    if by_hand:
+        from trifocal.ops.triton.selected_hopper import gathered_backward_hopper_kernel
+
+        gathered, configuration = gathered_backward_hopper_kernel, sizes_by_hand(shape)
     for chunk in range(index.num_chunks):
-        for pass_tile, with_d_q, with_d_kv in passes:
-            gathered_backward_kernel[(index.pieces_per_chunk,)](
-                q, k, v, d_o, lse, delta, gates, d_q_slots, d_k_parts, d_v_parts,
-                index.slots, index.starts, index.first_pieces, index.piece_keys, ids, positions, cu_seqlens,
-                *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, score_scale,
-                **shape, PLACES=places, PIECE=tile.keys, ROWS=pass_tile.rows, KEYS_AS_ROWS=keys_as_rows and with_d_kv,
-                WITH_D_Q=with_d_q, WITH_D_KV=with_d_kv, num_warps=pass_tile.warps, num_stages=pass_tile.stages,
-                maxnreg=pass_tile.registers,
-            )  # fmt: skip
+        gathered[(index.pieces_per_chunk,)](
+            q, k, v, d_o, lse, delta, gates, d_q_slots, d_k_parts, d_v_parts,
+            index.slots, index.starts, index.first_pieces, index.piece_keys, ids, positions, cu_seqlens,
+            *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, score_scale,
+            **configuration, PLACES=places, PIECE=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
         first_row = chunk * index.chunk_rows
         end_row = min(first_row + index.chunk_rows, rows)
         reduce_slots(d_q_slots, None, index.keys, d_q, None, first_row, end_row, index.unused, scale, rep, places)

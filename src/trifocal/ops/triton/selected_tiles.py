@@ -2,12 +2,36 @@
 
 import torch
 import triton
+from torch import Tensor
 
-from trifocal.ops.triton.common import Tile
+from trifocal.ops.triton.common import Tile, is_hopper, strides
 
 
-def forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
+def fits_by_hand(*tensors: Tensor, rep: int, block_size: int) -> bool:
+    """Whether keys-outside's kernels scheduled by hand take these queries, keys and values, [B, *, heads, D].
+
+    On Hopper; 16-bit types; widths of 64 and 128; blocks of 64 tokens; a power of two of heads in a group; rows that
+    are copied 16 bytes at a time.
+    """
+    return (
+        all(x.dtype != torch.float32 and x.shape[-1] in (64, 128) for x in tensors)
+        and block_size == 64
+        and rep in (1, 2, 4, 8, 16, 32, 64)
+        and is_hopper(tensors[0].device)
+        and all(x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides(x)) for x in tensors)
+    )
+
+
+def sizes_by_hand(shape: dict[str, int]) -> dict[str, int]:
+    """The compile-time sizes that these kernels take, of those of the portable ones."""
+    parts = ("D_1", "D_2", "V_1", "V_2", "KEYS")
+    return {name: size for name, size in shape.items() if name not in parts}
+
+
+def forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool) -> Tile:
     """Fixed configurations; `keys` is the number of slots of a piece."""
+    if by_hand:
+        return Tile(rows=64, keys=max(128, 512 // rep), warps=4, stages=1)
     if dtype == torch.float32:
         # Exact products run on the ordinary units, fully unrolled: large tiles would spill.
         if order == "masked":
@@ -24,23 +48,15 @@ def forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: 
     return Tile(rows=64, keys=max(64, 512 // rep), warps=4, stages=2 if wide or rep >= 16 else 3)
 
 
-def finishing_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:
-    """Fixed configurations; `keys` is the number of slots that are added at a time."""
-    if dtype == torch.float32:
-        return Tile(rows=32, keys=1, warps=8, stages=1)
-    return Tile(rows=64, keys=2, warps=4, stages=1)
-
-
-def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
+def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool) -> Tile:
     """Fixed configurations; `keys` is the number of slots of a piece."""
+    if by_hand:
+        return Tile(rows=64, keys=max(256, 1024 // rep), warps=4, stages=1)
     if dtype == torch.float32:
         return Tile(rows=max(16, triton.next_power_of_2(rep)), keys=128, warps=8, stages=1)
-    wide = max(dim, value_dim) > 128
-    if wide:
+    if max(dim, value_dim) > 128:
         return Tile(rows=64, keys=256, warps=8, stages=1)
-    if rep >= 16:
-        return Tile(rows=32, keys=256, warps=4, stages=2)
-    return Tile(rows=64, keys=max(256, 2048 // rep), warps=8, stages=2)
+    return Tile(rows=64, keys=max(256, 2048 // rep), warps=4, stages=2)
 
 
 def masked_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
