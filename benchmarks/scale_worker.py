@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trifocal.diagnostics import read_metrics
-from trifocal.distributed import Processes, kept_bytes, processes_started
+from trifocal.distributed import Processes, kept_bytes, leave_at_once, processes_started
 from trifocal.train import load_config
 from trifocal.train.config import RunConfig
 from trifocal.train.loop import Trainer
@@ -96,9 +96,7 @@ def main() -> None:
             # The next model needs the room, and compiles its own code.
             gc.collect()
             torch._dynamo.reset()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave_at_once(0)
 
 
 if __name__ == "__main__":

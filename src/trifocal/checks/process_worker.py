@@ -7,8 +7,6 @@ the same four rows: one process all of them, several processes an equal part eac
 import dataclasses
 import importlib
 import json
-import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trifocal.checks.seeds import make_model, random_tokens, small_config
-from trifocal.distributed import Parallel, Processes, parallelise, processes_started
+from trifocal.distributed import Parallel, Processes, leave_at_once, parallelise, processes_started
 from trifocal.distributed.parallel import Mode
 from trifocal.models import DecoderLM
 from trifocal.train.config import OptimizerSection
@@ -160,10 +158,7 @@ def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) 
             found.append(max(processes.gather(measure(case, processes))))
         if processes.first:
             Path(path).write_text(json.dumps(found), encoding="utf-8")
-    # A thread of gloo that still runs while the interpreter is taken down can abort a process that has done its work.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave_at_once(0)
 
 
 def _model(case: Case, processes: Processes) -> DecoderLM:

@@ -7,11 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import tyro
 
-from trifocal.distributed import PeerLost
+from trifocal.distributed import PeerLost, leave_at_once
 from trifocal.errors import UserError
 from trifocal.train.arguments import check_flags, load_config, override, parse_arguments
 from trifocal.train.config import RunConfig
@@ -55,24 +55,13 @@ def run(args: Sequence[str]) -> int:
         return 1
     except PeerLost as error:
         print(f"trifocal: {error}", file=sys.stderr)
-        _leave_at_once(1)
+        leave_at_once(1)
     summary = _summary(result)
     if summary:
         print(summary)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        _leave_at_once(0)
+        leave_at_once(0)
     return 0
-
-
-def _leave_at_once(status: int) -> NoReturn:
-    """End without tidying up the libraries that connect processes.
-
-    They would wait for a process that is lost; and after a run that ended well, a thread of theirs that still runs
-    while the interpreter is taken down can abort the process, which `torchrun` would take for a failure.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def _split(flags: list[str]) -> tuple[list[str], dict[str, str], list[str]]:

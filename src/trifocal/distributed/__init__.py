@@ -2,7 +2,7 @@
 
 from trifocal.distributed.parallel import Parallel, choose_mode, kept_bytes, parallelise, whole_model
 from trifocal.distributed.peers import PeerLost, Peers
-from trifocal.distributed.processes import Processes, processes_started
+from trifocal.distributed.processes import Processes, leave_at_once, processes_started
 
 __all__ = [
     "Parallel",
@@ -11,6 +11,7 @@ __all__ = [
     "Processes",
     "choose_mode",
     "kept_bytes",
+    "leave_at_once",
     "parallelise",
     "processes_started",
     "whole_model",

@@ -6,11 +6,12 @@ never wait for a GPU.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,22 @@ class Processes:
         total = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(total, group=self.group)
         return total.tolist()
+
+    def sum_later(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Begin to add up the values of all processes; the answer waits for the sum.
+
+        The others' values travel while this process does other work.
+        """
+        if self.size == 1:
+            return lambda: list(values)
+        total = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(total, group=self.group, async_op=True)
+
+        def answer() -> list[float]:
+            work.wait()
+            return list(total.tolist())
+
+        return answer
 
     def gather(self, value: T) -> list[T]:
         """The values of all processes by rank: anything that can be pickled."""
@@ -100,6 +117,17 @@ class Processes:
                 if error is not None and rank == self.rank:
                     raise error
                 raise _named(found, rank) from error
+
+
+def leave_at_once(status: int) -> NoReturn:
+    """End this process without tidying up the libraries that connect processes.
+
+    They would wait for a process that is lost; and after a run that ended well, a thread of theirs that still runs
+    while the interpreter is taken down can abort the process, which `torchrun` would take for a failure.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def _portable(error: Exception) -> tuple[str, int | None, str]:

@@ -5,8 +5,9 @@ import faulthandler
 import json
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -29,6 +30,22 @@ _OWN_PHASES = ("data", "forward")
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection", "process group", "timed out", "timeout", "socket", "watchdog")
 
 
+class StepData(NamedTuple):
+    """What a step is taken on: its micro-batches, the position in the data after them, and the valid targets of the
+    whole global batch (None for a single process, which knows)."""
+
+    batches: list[Batch]
+    position: dict[str, Any]
+    total_targets: int | None
+
+
+class _Ahead(NamedTuple):
+    batches: list[Batch]
+    position: dict[str, Any]
+    error: Exception | None
+    answer: Callable[[], list[float]]
+
+
 class Company:
     """Keeps the processes of a run in step; with a single process everything is immediate.
 
@@ -38,46 +55,62 @@ class Company:
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._stop_agreed = False
+        self._ahead: _Ahead | None = None
+        self._begun = False
         self._peers: Peers | None = None
         self._slow: set[int] = set()
         self._changing: dict[int, int] = {}
 
-    def read(self, loader: Loader, count: int) -> tuple[list[Batch], Exception | None]:
-        """This process's micro-batches of a step; an error is handed to `meet`, so that no process waits for it."""
-        if self._processes.size == 1:
-            return [next(loader) for _ in range(count)], None
-        try:
-            return [next(loader) for _ in range(count)], None
-        except Exception as error:
-            return [], error
+    def next_step(
+        self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, *, last: bool
+    ) -> StepData | None:
+        """The next step's micro-batches, agreed on with the other processes: the number of targets, a stop, a failure.
 
-    def meet(
-        self, batches: list[Batch], error: Exception | None, signals: StopSignals, heartbeat: Heartbeat
-    ) -> int | None:
-        """Meet the other processes before a step: agree on the number of targets, on a stop, on a failure.
+        One exchange of three numbers between the hosts. It is begun a step ahead, as soon as the batches are there,
+        so that it is over when it is asked for: a step waits neither for the other hosts nor for any device. What is
+        read ahead when all stop is read again when the run goes on.
 
-        One exchange of three numbers between the hosts; devices are not waited for.
+        Args:
+            loader: Of this process.
+            count: Micro-batches of a step.
+            signals: Whether this process was asked to stop.
+            heartbeat: Told the phases.
+            last: No step follows this one.
 
         Returns:
-            Valid targets of the whole global batch; None for a single process, which knows.
+            The step's data; None if all processes are to stop before it. One step is taken in any case.
 
         Raises:
             UserError: If the data failed anywhere; names the rank.
         """
         if self._processes.size == 1:
-            return None
+            if signals.received is not None and self._begun:
+                return None
+            self._begun = True
+            with heartbeat.phase("data"):
+                return StepData([next(loader) for _ in range(count)], loader.state_dict(), None)
+        current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
         with heartbeat.phase("wait"):
-            targets = sum(map(valid_targets, batches))
-            total, stop, failed = self._processes.sum([targets, signals.received is not None, error is not None])
+            targets, stop, failed = current.answer()
             if failed:
-                self._processes.agree(error)
-        self._stop_agreed = stop > 0
-        return int(total)
+                self._processes.agree(current.error)
+        if stop and self._begun:
+            return None
+        self._begun = True
+        self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat)
+        return StepData(current.batches, current.position, int(targets))
 
-    def stopping(self, signals: StopSignals) -> bool:
-        """Whether to stop after the step that was taken last: all processes answer alike."""
-        return signals.received is not None if self._processes.size == 1 else self._stop_agreed
+    def _read_ahead(self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat) -> _Ahead:
+        batches: list[Batch] = []
+        error: Exception | None = None
+        with heartbeat.phase("data"):
+            try:
+                batches = [next(loader) for _ in range(count)]
+            except Exception as caught:  # Raised where all processes meet, so that none waits for this one.
+                error = caught
+        targets = sum(map(valid_targets, batches))
+        answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
+        return _Ahead(batches, loader.state_dict(), error, answer)
 
     @contextlib.contextmanager
     def watched(self, heartbeat: Heartbeat, directory: Path, silence_seconds: float) -> Iterator[None]:

@@ -104,6 +104,7 @@ class Trainer:
         self.company = Company(processes)
         self.background = BackgroundWriter(processes) if config.checkpoint.asynchronous else None
         self.loader: Loader = processes.together(self._make_loader)
+        self.data_position = self.loader.state_dict()
         # With the hub's branch as the commit that it found: the saved config names it, so that a resumed run reads it.
         self.config = replace(config, data=self.loader.config)
 
@@ -144,8 +145,8 @@ class Trainer:
             # From here on the random generators are where the checkpoint left them.
             if checkpoint is not None:
                 restore_random_state(self.restored_random_state)
-            while self.step < total and not self.company.stopping(self.signals):
-                self._step()
+            while self.step < total and self._step():
+                pass
             self._take_written(wait=True)
             if self.saved_step != self.step:
                 self._save(must_succeed=True)
@@ -154,7 +155,8 @@ class Trainer:
                 save_weights(whole, directory / "weights")
         return TrainResult(directory, self.step, finished, self.loss, self.evaluation, self.sample, first)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        """Take a step, unless all processes are to stop before it."""
         config = self.config
         step = self.step + 1
         rate = learning_rate(
@@ -164,15 +166,17 @@ class Trainer:
             total_steps=config.train.steps,
             minimum_factor=config.schedule.minimum_factor,
         )
-        with self.heartbeat.phase("data"):
-            batches, error = self.company.read(self.loader, self.accumulation)
-        total_targets = self.company.meet(batches, error, self.signals, self.heartbeat)
+        data = self.company.next_step(
+            self.loader, self.accumulation, self.signals, self.heartbeat, last=step == config.train.steps
+        )
+        if data is None:
+            return False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         first_compiled = config.train.compile and self.meter.steps == 0
         self.pending = train_step(
             step,
-            batches,
+            data.batches,
             loss_function=self.parallel.module,
             optimizer=self.optimizer,
             device=self.device,
@@ -182,14 +186,15 @@ class Trainer:
             forward_phase="compile" if first_compiled else "forward",
             split_rows=self.split_rows,
             parallel=self.parallel,
-            total_targets=total_targets,
+            total_targets=data.total_targets,
             graphs=self.graphs,
         )
         self.learning_rate = rate
-        self.step = step
+        self.step, self.data_position = step, data.position
         self.meter.steps += 1
         self.heartbeat.update(step=step)
         self._after_step(self.pending)
+        return True
 
     def _after_step(self, result: StepResult) -> None:
         """Log, evaluate, sample and save where it is time to; each of them first makes sure that the step was sound."""
@@ -315,7 +320,7 @@ class Trainer:
             state = {
                 "step": self.step,
                 "loss": self.loss,
-                "data": self.loader.state_dict(),
+                "data": self.data_position,
                 "random": random_state(),
             }
             parts: dict[str, Any] = {
@@ -374,6 +379,7 @@ class Trainer:
             processes=self.processes,
         )
         self.loader.load_state_dict(state["data"])
+        self.data_position = state["data"]
         self.step = self.saved_step = state["step"]
         self.loss = state["loss"]
         self.restored_random_state = state["random"]
