@@ -9,6 +9,7 @@ would be one more tensor a branch.
 """
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -352,6 +353,8 @@ def launch_backward(
     d_k_d_v_tile: Tile | None = None,
     parts: int | None = None,
     tma: bool | None = None,
+    hopper_d_q: dict[str, Any] | None = None,
+    hopper_d_k_d_v: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of attention.
 
@@ -365,13 +368,14 @@ def launch_backward(
         branch: What a query sees.
         d_q: Gradient of the queries from elsewhere, contiguous, [B, T, H, D], that this one is added to in place.
         d_q_tile, d_k_d_v_tile, parts, tma: Configuration instead of the table's, for measurements.
+        hopper_d_q, hopper_d_k_d_v: Configurations of the Hopper kernels, to take them.
 
     Returns:
         d_q, d_k, d_v, contiguous, in the types of q, k, v.
     """
     q, k, v, d_o = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(d_o)
-    d_q = launch_d_q(d_o, q, k, v, lse, delta, gate, scale, branch, d_q_tile, tma, d_q)
-    return d_q, *launch_d_k_d_v(d_o, q, k, v, lse, delta, gate, scale, branch, d_k_d_v_tile, parts, tma)
+    d_q = launch_d_q(d_o, q, k, v, lse, delta, gate, scale, branch, d_q_tile, tma, d_q, hopper_d_q)
+    return d_q, *launch_d_k_d_v(d_o, q, k, v, lse, delta, gate, scale, branch, d_k_d_v_tile, parts, tma, hopper_d_k_d_v)
 
 
 def launch_d_q(
@@ -387,8 +391,13 @@ def launch_d_q(
     tile: Tile | None = None,
     tma: bool | None = None,
     d_q: Tensor | None = None,
+    hopper: dict[str, Any] | None = None,
 ) -> Tensor:
     """The first part of `launch_backward`."""
+    if hopper is not None:
+        from trifocal.ops.triton.interval_hopper_backward import launch_hopper_d_q
+
+        return launch_hopper_d_q(d_o, q, k, v, lse, delta, gate, scale, branch, d_q, **hopper)
     batch, num_queries, num_heads, _ = q.shape
     num_groups = k.shape[2]
     rep = num_heads // num_groups
@@ -450,8 +459,13 @@ def launch_d_k_d_v(
     tile: Tile | None = None,
     parts: int | None = None,
     tma: bool | None = None,
+    hopper: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The second part of `launch_backward`."""
+    if hopper is not None:
+        from trifocal.ops.triton.interval_hopper_backward import launch_hopper_d_k_d_v
+
+        return launch_hopper_d_k_d_v(d_o, q, k, v, lse, delta, gate, scale, branch, parts, **hopper)
     batch, num_queries, num_heads, _ = q.shape
     num_keys, num_groups = k.shape[1:3]
     rep = num_heads // num_groups
@@ -507,10 +521,10 @@ def launch_d_k_d_v(
         )
     if not split:
         return d_k[0], d_v[0]
-    return _sum_parts(d_k, k.dtype), _sum_parts(d_v, v.dtype)
+    return sum_parts(d_k, k.dtype), sum_parts(d_v, v.dtype)
 
 
-def _sum_parts(summands: Tensor, dtype: torch.dtype) -> Tensor:
+def sum_parts(summands: Tensor, dtype: torch.dtype) -> Tensor:
     total = torch.empty_like(summands[0], dtype=dtype)
     count = total.numel()
     if count:

@@ -1,6 +1,7 @@
 """The forward kernel of interval attention; see `interval`."""
 
 import math
+from typing import Any
 
 import torch
 import triton
@@ -135,7 +136,14 @@ def interval_forward_kernel(
 
 
 def launch_forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, branch: Branch, tile: Tile | None = None, tma: bool | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    branch: Branch,
+    tile: Tile | None = None,
+    tma: bool | None = None,
+    hopper: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend.
 
@@ -145,6 +153,7 @@ def launch_forward(
         scale: Factor on the scores.
         branch: What a query sees.
         tile, tma: Configuration instead of the table's, for measurements.
+        hopper: Configuration of the Hopper kernel, to take it.
 
     Returns:
         o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log, -inf where nothing is seen.
@@ -152,6 +161,10 @@ def launch_forward(
     batch, num_queries, num_heads, _ = q.shape
     num_groups = k.shape[2]
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    if hopper is not None:
+        from trifocal.ops.triton.interval_hopper import launch_hopper_forward
+
+        return launch_hopper_forward(q, k, v, scale, branch, **hopper)
     tile = tile or choose_tile("forward", q, v, window=branch.window_size > 0)
     tma = tma_fits(k, v) if tma is None else tma
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])

@@ -1,0 +1,353 @@
+"""The forward kernel of interval attention for Hopper, in Gluon; see `interval` for what it computes.
+
+The portable kernel leaves more than a third of the matrix units' limit unused there: one program's warps all multiply
+or all exponentiate at a time. Here a program has three parts that run side by side:
+
+| part | warps | does |
+|---|---|---|
+| first rows, second rows | 4 each | 64 rows each: scores of the next key tile while the last product with values runs |
+| loader | 1 | starts the copies of q, k and v (TMA) as soon as a buffer is free |
+
+A program stays on its multiprocessor and takes one tile of 128 rows after the other, those with the longest past
+first. Order of keys per tile: the tiles that need a mask, then the others. From memory, per tile of rows: q once, k and
+v of the range, o and lse out.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from trifocal.ops.triton.common import multiprocessors
+from trifocal.ops.triton.interval import Branch, full_tiles, visible_keys
+
+LOWEST = tl.constexpr(-1.0e30)
+LN_2 = tl.constexpr(math.log(2.0))
+PART_ROWS = tl.constexpr(64)
+
+# fmt: off
+
+@gluon.jit
+def place_tile(
+    slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, KEYS: gl.constexpr,
+):
+    """Batch, group, first query and key range of the slot-th tile of rows, and which of its key tiles are full."""
+    QUERIES: gl.constexpr = 2 * PART_ROWS // REP
+    first_query = (row_tiles - 1 - slot // batch_groups) * QUERIES
+    batch = (slot % batch_groups) // GROUPS
+    group = slot % GROUPS
+    last_query = gl.minimum(first_query + QUERIES, num_queries) - 1
+    begin, full_end = visible_keys(
+        first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    full_begin, end = visible_keys(
+        last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
+    return batch, group, first_query, begin, gl.maximum(tiles, 1), first_full, last_full
+
+
+@gluon.jit
+def first_key_of(number, begin, tiles, first_full, last_full, KEYS: gl.constexpr):
+    """First key of the number-th tile: those that need a mask come first."""
+    masked = tiles - (last_full - first_full)
+    place = number
+    if number >= masked:
+        place = number - masked + first_full
+    elif number >= first_full:
+        place = number - first_full + last_full
+    return begin + place * KEYS
+
+
+@gluon.jit
+def load_forward(
+    descriptors, buffers, barriers, masks, counts,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):
+    """The loader: k of the first tile, q, then v and k by turns."""
+    q_source, k_source, v_source, o_target = descriptors
+    q_tiles, k_tiles, v_tiles, o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    query_shift, window_size, ids, positions, first_blocks = masks
+    slots, row_tiles, batch_groups, num_queries = counts
+    QUERIES: gl.constexpr = PART_ROWS // REP
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
+            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        for number in range(tiles):
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+            stage = count % STAGES
+            free = (count // STAGES & 1) ^ 1
+            mbarrier.wait(k_free.index(stage), free)
+            mbarrier.expect(k_ready.index(stage), k_source.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                k_source, [batch, first_key, group, 0], k_ready.index(stage), k_tiles.index(stage))
+            if number == 0:
+                for part in gl.static_range(2):
+                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
+                    mbarrier.expect(q_ready.index(part), q_source.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        q_source, [batch, first_query + part * QUERIES, group * REP, 0], q_ready.index(part),
+                        q_tiles.index(part))
+            mbarrier.wait(v_free.index(stage), free)
+            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v_source, [batch, first_key, group, 0], v_ready.index(stage), v_tiles.index(stage))
+            count += 1
+        visit += 1
+
+
+@gluon.jit
+def hide(scores, first_key, row_begin, row_end, KEYS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Put scores of keys that a row does not see to -inf."""
+    key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, LAYOUT))
+    visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def weigh(scores, running_max, running_sum, score_scale):
+    """One step of the running softmax: probabilities, maximum, sum, and what everything so far shrinks by."""
+    new_max = gl.maximum(running_max, gl.max(scores, 1) * score_scale)
+    p = gl.exp2(scores * score_scale - new_max[:, None])
+    decay = gl.exp2(running_max - new_max)
+    return p, new_max, running_sum * decay + gl.sum(p, 1), decay
+
+
+@gluon.jit
+def settle(x):
+    """x itself, no sooner than it is known: what stands behind in the program stays behind.
+
+    The assembler moves a wait for products in front of arithmetic that should run beside them. It moves nothing
+    across a fence; this one is never executed, since x is no negative number.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p membar.cta; mov.b32 $0, $1; }",
+        "=f,f", [x], gl.float32, False, 1)
+
+
+@gluon.jit
+def attend_tiles(
+    o, p, running_max, running_sum, q_tile, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
+    begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
+    D: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
+    SETTLE: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+):
+    """Key tiles number start to stop: each one's scores together with the tile before's product with values."""
+    for number in range(start, stop):
+        stage = count % STAGES
+        before = (count - 1) % STAGES
+        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+        k_tile = k_tiles.index(stage).reshape([KEYS, D]).permute((1, 0))
+        scores = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
+        scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=False, is_async=True)
+        mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
+        p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        o = warpgroup_mma(p_operand, v_tiles.index(before).reshape([KEYS, V]), o, is_async=True)
+        scores = warpgroup_mma_wait(1, [scores])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        if MASKED:
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+            scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
+        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
+        if SETTLE:
+            running_sum = settle(running_sum)
+        o, p = warpgroup_mma_wait(0, [o, p])
+        mbarrier.arrive(v_free.index(before), count=1)
+        o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
+        count += 1
+    return o, p, running_max, running_sum, count
+
+
+@gluon.jit
+def attend_rows(
+    PART: gl.constexpr, descriptors, buffers, barriers, masks, counts, lse, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    SETTLE: gl.constexpr,
+):
+    """o and lse of one half of each tile of rows."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    QUERIES: gl.constexpr = PART_ROWS // REP
+    q_source, k_source, v_source, o_target = descriptors
+    q_tiles, k_tiles, v_tiles, o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    query_shift, window_size, ids, positions, first_blocks = masks
+    slots, row_tiles, batch_groups, num_queries = counts
+    q_tile = q_tiles.index(PART).reshape([PART_ROWS, D])
+    o_tile = o_tiles.index(PART)
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
+            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        masked = tiles - (last_full - first_full)
+        first_query = tile_query + PART * QUERIES
+        row = gl.arange(0, PART_ROWS, ROW)
+        row_query = first_query + row // REP
+        row_begin, row_end = visible_keys(
+            gl.minimum(row_query, num_queries - 1), query_shift, window_size, ids, positions, first_blocks,
+            COMPRESSED, BLOCK, STRIDE, PACKED)
+
+        stage = count % STAGES
+        mbarrier.wait(q_ready.index(PART), visit & 1)
+        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+        k_tile = k_tiles.index(stage).reshape([KEYS, D]).permute((1, 0))
+        scores = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
+        scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, [scores])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        first_key = first_key_of(0, begin, tiles, first_full, last_full, KEYS)
+        scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
+        running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
+        running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
+        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
+        o = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT)
+        count += 1
+        o, p, running_max, running_sum, count = attend_tiles(
+            o, p, running_max, running_sum, q_tile, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
+            begin, tiles, first_full, last_full, row_begin, row_end, 1, masked, score_scale,
+            D, V, KEYS, STAGES, True, SETTLE, SCORES, OUTPUT)
+        o, p, running_max, running_sum, count = attend_tiles(
+            o, p, running_max, running_sum, q_tile, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
+            begin, tiles, first_full, last_full, row_begin, row_end, gl.maximum(masked, 1), tiles, score_scale,
+            D, V, KEYS, STAGES, False, SETTLE, SCORES, OUTPUT)
+        mbarrier.arrive(q_free.index(PART), count=1)
+        before = (count - 1) % STAGES
+        mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
+        p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        o = warpgroup_mma(p_operand, v_tiles.index(before).reshape([KEYS, V]), o, is_async=True)
+        sees = running_sum > 0
+        inverse = gl.where(sees, 1.0 / gl.where(sees, running_sum, 1.0), 0.0)
+        natural = gl.where(sees, (running_max + gl.log2(gl.where(sees, running_sum, 1.0))) * LN_2, float("-inf"))
+        place = ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * REP
+        gl.store(lse + place + ((row // REP) * (GROUPS * REP) + row % REP), natural, mask=row_query < num_queries)
+        o = warpgroup_mma_wait(0, [o])
+        mbarrier.arrive(v_free.index(before), count=1)
+        column_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
+        o = gl.where(column_inverse > 0, o * column_inverse, 0.0)
+        tma.store_wait(0)
+        o_tile.reshape([PART_ROWS, V]).store(o.to(o_tiles.dtype))
+        fence_async_shared()
+        tma.async_copy_shared_to_global(o_target, [batch, first_query, group * REP, 0], o_tile)
+        visit += 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
+def hopper_forward_kernel(
+    q_source, k_source, v_source, o_target, lse, ids, positions, first_blocks,
+    slots, row_tiles, batch_groups, num_queries, query_shift, window_size, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, SETTLE: gl.constexpr,
+):
+    """o and lse of every tile of rows that falls to this program."""
+    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
+    k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES] + k_source.block_type.shape, k_source.layout)
+    v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
+    o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(2):
+        mbarrier.init(q_ready.index(part), count=1)
+        mbarrier.init(q_free.index(part), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    descriptors = (q_source, k_source, v_source, o_target)
+    buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
+    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    masks = (query_shift, window_size, ids, positions, first_blocks)
+    counts = (slots, row_tiles, batch_groups, num_queries)
+    gl.warp_specialize([
+        (attend_rows, (0, descriptors, buffers, barriers, masks, counts, lse, score_scale,
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, STAGES, SETTLE)),
+        (attend_rows, (1, descriptors, buffers, barriers, masks, counts, lse, score_scale,
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, STAGES, SETTLE)),
+        (load_forward, (descriptors, buffers, barriers, masks, counts,
+                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, STAGES)),
+    ], [4, 1], [240, 24])
+
+# fmt: on
+
+
+def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> TensorDescriptor:
+    """A descriptor of x [B, positions, heads, columns] in tiles of so many."""
+    block = [1, positions, heads, columns]
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def launch_hopper_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    branch: Branch,
+    keys: int = 128,
+    stages: int = 2,
+    settle: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """As `launch_forward`."""
+    batch, num_queries, num_heads, dim = q.shape
+    num_groups, value_dim = k.shape[2], v.shape[3]
+    rep = num_heads // num_groups
+    o = q.new_empty(batch, num_queries, num_heads, value_dim)
+    lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
+    queries = PART_ROWS.value // rep
+    row_tiles = triton.cdiv(num_queries, 2 * queries)
+    slots = row_tiles * batch * num_groups
+    hopper_forward_kernel[(min(slots, multiprocessors(q.device)),)](
+        tile_descriptor(q, queries, rep, dim),
+        tile_descriptor(k, keys, 1, dim),
+        tile_descriptor(v, keys, 1, value_dim),
+        tile_descriptor(o, queries, rep, value_dim),
+        lse,
+        branch.ids,
+        branch.positions,
+        branch.first_blocks,
+        slots,
+        row_tiles,
+        batch * num_groups,
+        num_queries,
+        branch.query_shift,
+        branch.window_size,
+        scale * math.log2(math.e),
+        num_groups,
+        rep,
+        dim,
+        value_dim,
+        **branch.constants(),
+        KEYS=keys,
+        STAGES=stages,
+        SETTLE=settle,
+        num_warps=4,
+        maxnreg=168,
+    )
+    return o, lse

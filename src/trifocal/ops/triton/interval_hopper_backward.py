@@ -1,0 +1,601 @@
+"""The backward kernels of interval attention for Hopper, in Gluon; see `interval_hopper` for how programs are divided.
+
+| kernel | both halves of the warps share | each half holds | loop |
+|---|---|---|---|
+| d_q | key and value tiles | 64 rows of q, d_o and d_q | key tiles, as in forward |
+| d_k, d_v | tiles of 64 rows of q, d_o | 64 keys, values, d_k and d_v | row tiles, those that need a mask first |
+
+With keys as the rows of the scores, probabilities and d_scores stay in registers: they are left factors of the products
+that make d_v and d_k. lse, delta and gates of a row tile come through the copy engine too, from [B, T, H] in fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from trifocal.ops.triton.common import Tile, multiprocessors
+from trifocal.ops.triton.interval import Branch, full_tiles, seeing_queries, visible_keys
+from trifocal.ops.triton.interval_backward import LOG2_E, choose_parts, sum_parts
+from trifocal.ops.triton.interval_hopper import PART_ROWS, first_key_of, place_tile, tile_descriptor
+
+LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+# fmt: off
+
+@triton.jit(do_not_specialize=["count", "num_queries", "gate_batch_stride", "gate_time_stride", "gate_head_stride"])
+def row_numbers_kernel(
+    lse, gate, lse_2, gate_32, gate_batch_stride, gate_time_stride, gate_head_stride, count, num_queries,
+    HEADS: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr,
+):
+    """What the copy engine reads of rows: lse in base 2, +inf where nothing is seen; the gate, contiguous, in fp32."""
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    keep = row < count
+    value = tl.load(lse + row, mask=keep, other=0.0)
+    value = tl.where(value == float("-inf"), float("inf"), value * LOG2_E)
+    tl.store(lse_2 + row, value, mask=keep)
+    if GATED:
+        position = row // HEADS
+        batch = (position // num_queries).to(tl.int64)
+        query = (position % num_queries).to(tl.int64)
+        head = row % HEADS
+        place = batch * gate_batch_stride + query * gate_time_stride + head * gate_head_stride
+        tl.store(gate_32 + row, tl.load(gate + place, mask=keep, other=0.0).to(tl.float32), mask=keep)
+
+
+@gluon.jit
+def place_keys(
+    parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
+):
+    """This program's keys, and its tiles of rows: how many, and which of them every key is seen by."""
+    first_key = (gl.program_id(0) // parts) * KEYS
+    part = gl.program_id(0) % parts
+    batch = gl.program_id(1) // GROUPS
+    group = gl.program_id(1) % GROUPS
+    last_key = gl.minimum(first_key + KEYS, num_keys) - 1
+    begin, full_end = seeing_queries(
+        first_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
+    full_begin, end = seeing_queries(
+        last_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
+    part_rows = gl.cdiv(gl.cdiv((end - begin) * REP, parts), ROWS) * ROWS
+    row_origin = begin * REP + part * part_rows
+    row_limit = gl.maximum(gl.minimum(row_origin + part_rows, end * REP), row_origin)
+    tiles, first_full, last_full = full_tiles(row_origin, row_limit, full_begin * REP, full_end * REP, ROWS)
+    return first_key, part, batch, group, row_origin, tiles, first_full, last_full
+
+
+@gluon.jit
+def load_rows_of_keys(
+    descriptors, buffers, barriers, masks, counts,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):
+    """The loader of d_k, d_v: keys and values once, then tiles of rows."""
+    q_source, k_source, v_source, d_o_source, lse_source, delta_source, gate_source = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
+    keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
+    query_shift, window_size, query_begin, query_end = masks
+    parts, batches, num_queries, num_keys = counts
+    ROW_BYTES: gl.constexpr = ROWS * 4
+    first_key, part, batch, group, row_origin, tiles, first_full, last_full = place_keys(
+        parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
+        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
+    mbarrier.expect(keys_ready, 2 * (k_source.block_type.nbytes + v_source.block_type.nbytes))
+    for half in gl.static_range(2):
+        key = first_key + half * (KEYS // 2)
+        tma.async_copy_global_to_shared(k_source, [batch, key, group, 0], keys_ready, k_tiles.index(half))
+        tma.async_copy_global_to_shared(v_source, [batch, key, group, 0], keys_ready, v_tiles.index(half))
+    head = group * REP
+    for number in range(tiles):
+        query = first_key_of(number, row_origin, tiles, first_full, last_full, ROWS) // REP
+        stage = number % STAGES
+        free = (number // STAGES & 1) ^ 1
+        ready = q_ready.index(stage)
+        mbarrier.wait(q_free.index(stage), free)
+        mbarrier.expect(ready, q_source.block_type.nbytes + (2 if GATED else 1) * ROW_BYTES)
+        tma.async_copy_global_to_shared(q_source, [batch, query, head, 0], ready, q_tiles.index(stage))
+        tma.async_copy_global_to_shared(lse_source, [batch, query, head], ready, lse_tiles.index(stage))
+        if GATED:
+            tma.async_copy_global_to_shared(gate_source, [batch, query, head], ready, gate_tiles.index(stage))
+        ready = d_o_ready.index(stage)
+        mbarrier.wait(d_o_free.index(stage), free)
+        mbarrier.expect(ready, d_o_source.block_type.nbytes + ROW_BYTES)
+        tma.async_copy_global_to_shared(d_o_source, [batch, query, head, 0], ready, d_o_tiles.index(stage))
+        tma.async_copy_global_to_shared(delta_source, [batch, query, head], ready, delta_tiles.index(stage))
+
+
+@gluon.jit
+def gather_keys(
+    d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, tiles, first_full, last_full, key_begin, key_end,
+    start, stop, score_scale,
+    REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr,
+    OUTPUT_V: gl.constexpr,
+):
+    """Add what tiles of rows number start to stop give to d_k and d_v."""
+    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
+    keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
+    ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
+    for number in range(start, stop):
+        stage = number % STAGES
+        phase = number // STAGES & 1
+        q_tile = q_tiles.index(stage).reshape([ROWS, D])
+        d_o_tile = d_o_tiles.index(stage).reshape([ROWS, V])
+        zeros = gl.zeros([PART_ROWS, ROWS], gl.float32, SCORES)
+        mbarrier.wait(q_ready.index(stage), phase)
+        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(d_o_ready.index(stage), phase)
+        d_p = warpgroup_mma(v_tile, d_o_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        row_lse = lse_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
+        scores = warpgroup_mma_wait(1, [scores])
+        p = gl.exp2(scores * score_scale - row_lse[None, :])
+        if GATED:
+            p = p * gate_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)[None, :]
+        if MASKED:
+            first_row = first_key_of(number, row_origin, tiles, first_full, last_full, ROWS)
+            row = first_row + gl.arange(0, ROWS, ROW)
+            visible = (row[None, :] >= (key_begin * REP)[:, None]) & (row[None, :] < (key_end * REP)[:, None])
+            p = gl.where(visible, p, 0.0)
+        p_operand = gl.convert_layout(p.to(q_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_V, 2))
+        d_v = warpgroup_mma(p_operand, d_o_tile, d_v, is_async=True)
+        row_delta = delta_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
+        d_p = warpgroup_mma_wait(1, [d_p])
+        d_scores = p * (d_p - row_delta[None, :])
+        if MASKED:
+            d_scores = gl.where(visible, d_scores, 0.0)
+        d_scores_operand = gl.convert_layout(d_scores.to(q_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_D, 2))
+        d_k = warpgroup_mma(d_scores_operand, q_tile, d_k, is_async=True)
+        d_v = warpgroup_mma_wait(1, [d_v])
+        mbarrier.arrive(d_o_free.index(stage), count=1)
+        d_k = warpgroup_mma_wait(0, [d_k])
+        mbarrier.arrive(q_free.index(stage), count=1)
+    return d_k, d_v
+
+
+@gluon.jit
+def sum_keys(
+    HALF: gl.constexpr, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
+):
+    """d_k and d_v of one half of the program's keys."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    OUTPUT_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUTPUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
+    keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
+    query_shift, window_size, query_begin, query_end = masks
+    parts, batches, num_queries, num_keys = counts
+    first_key, part, batch, group, row_origin, tiles, first_full, last_full = place_keys(
+        parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
+        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
+    masked = tiles - (last_full - first_full)
+    half_key = first_key + HALF * (KEYS // 2)
+    key = half_key + gl.arange(0, PART_ROWS, gl.SliceLayout(1, SCORES))
+    key_begin, key_end = seeing_queries(
+        gl.minimum(key, num_keys - 1), num_queries, query_shift, window_size, query_begin, query_end,
+        COMPRESSED, BLOCK, STRIDE, PACKED)
+    k_tile = k_tiles.index(HALF).reshape([PART_ROWS, D])
+    v_tile = v_tiles.index(HALF).reshape([PART_ROWS, V])
+    d_k = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT_D)
+    d_v = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT_V)
+    mbarrier.wait(keys_ready, 0)
+    d_k, d_v = gather_keys(
+        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, tiles, first_full, last_full, key_begin, key_end,
+        0, masked, score_scale, REP, D, V, GATED, ROWS, STAGES, True, SCORES, OUTPUT_D, OUTPUT_V)
+    d_k, d_v = gather_keys(
+        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, tiles, first_full, last_full, key_begin, key_end,
+        masked, tiles, score_scale, REP, D, V, GATED, ROWS, STAGES, False, SCORES, OUTPUT_D, OUTPUT_V)
+    first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
+    in_d = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT_D))
+    in_v = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT_V))
+    columns_d = gl.arange(0, D, gl.SliceLayout(0, OUTPUT_D))
+    columns_v = gl.arange(0, V, gl.SliceLayout(0, OUTPUT_V))
+    gl.store(
+        d_k_target + first_place * D + (in_d * (GROUPS * D))[:, None] + columns_d[None, :],
+        (d_k * scale).to(d_k_target.dtype.element_ty), mask=(half_key + in_d < num_keys)[:, None])
+    gl.store(
+        d_v_target + first_place * V + (in_v * (GROUPS * V))[:, None] + columns_v[None, :],
+        d_v.to(d_v_target.dtype.element_ty), mask=(half_key + in_v < num_keys)[:, None])
+
+
+@gluon.jit(do_not_specialize=["num_queries", "num_keys", "query_shift", "window_size", "batches", "parts"])
+def hopper_d_k_d_v_kernel(
+    q_source, k_source, v_source, d_o_source, lse_source, delta_source, gate_source, d_k_target, d_v_target,
+    query_begin, query_end, batches, parts, num_queries, num_keys, query_shift, window_size, scale, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):
+    """d_k and d_v of one tile of keys, or one part of its rows: into [parts, B, keys, G, D] and [.., V]."""
+    k_tiles = gl.allocate_shared_memory(k_source.dtype, [2] + k_source.block_type.shape, k_source.layout)
+    v_tiles = gl.allocate_shared_memory(v_source.dtype, [2] + v_source.block_type.shape, v_source.layout)
+    q_tiles = gl.allocate_shared_memory(q_source.dtype, [STAGES] + q_source.block_type.shape, q_source.layout)
+    d_o_tiles = gl.allocate_shared_memory(d_o_source.dtype, [STAGES] + d_o_source.block_type.shape, d_o_source.layout)
+    numbers: gl.constexpr = [STAGES] + lse_source.block_type.shape
+    lse_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
+    gate_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    d_o_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    d_o_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_ready, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=2)
+        mbarrier.init(d_o_ready.index(stage), count=1)
+        mbarrier.init(d_o_free.index(stage), count=2)
+    descriptors = (q_source, k_source, v_source, d_o_source, lse_source, delta_source, gate_source)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles)
+    barriers = (keys_ready, q_ready, q_free, d_o_ready, d_o_free)
+    masks = (query_shift, window_size, query_begin, query_end)
+    counts = (parts, batches, num_queries, num_keys)
+    gl.warp_specialize([
+        (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES)),
+        (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES)),
+        (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, GATED, ROWS, KEYS, STAGES)),
+    ], [4, 1], [240, 24])
+
+@gluon.jit
+def load_keys_of_rows(
+    descriptors, buffers, barriers, masks, counts,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):
+    """The loader of d_q: k of the first tile, q and d_o, then v and k by turns."""
+    q_source, k_source, v_source, d_o_source = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    query_shift, window_size, ids, positions, first_blocks = masks
+    slots, row_tiles, batch_groups, num_queries = counts
+    QUERIES: gl.constexpr = PART_ROWS // REP
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
+            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        for number in range(tiles):
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+            stage = count % STAGES
+            free = (count // STAGES & 1) ^ 1
+            mbarrier.wait(k_free.index(stage), free)
+            mbarrier.expect(k_ready.index(stage), k_source.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                k_source, [batch, first_key, group, 0], k_ready.index(stage), k_tiles.index(stage))
+            if number == 0:
+                for part in gl.static_range(2):
+                    query = first_query + part * QUERIES
+                    ready = q_ready.index(part)
+                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
+                    mbarrier.expect(ready, q_source.block_type.nbytes + d_o_source.block_type.nbytes)
+                    tma.async_copy_global_to_shared(
+                        q_source, [batch, query, group * REP, 0], ready, q_tiles.index(part))
+                    tma.async_copy_global_to_shared(
+                        d_o_source, [batch, query, group * REP, 0], ready, d_o_tiles.index(part))
+            mbarrier.wait(v_free.index(stage), free)
+            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v_source, [batch, first_key, group, 0], v_ready.index(stage), v_tiles.index(stage))
+            count += 1
+        visit += 1
+
+
+@gluon.jit
+def gather_rows(
+    d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
+    begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
+    D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+):
+    """Add what key tiles number start to stop give to d_q."""
+    for number in range(start, stop):
+        stage = count % STAGES
+        phase = count // STAGES & 1
+        k_tile = k_tiles.index(stage).reshape([KEYS, D])
+        zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
+        mbarrier.wait(k_ready.index(stage), phase)
+        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        mbarrier.wait(v_ready.index(stage), phase)
+        v_tile = v_tiles.index(stage).reshape([KEYS, V])
+        d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, [scores])
+        p = gl.exp2(scores * score_scale - row_lse[:, None])
+        if GATED:
+            p = p * row_gate[:, None]
+        d_p = warpgroup_mma_wait(0, [d_p])
+        mbarrier.arrive(v_free.index(stage), count=1)
+        d_scores = p * (d_p - row_delta[:, None])
+        if MASKED:
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+            key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
+            visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
+            d_scores = gl.where(visible, d_scores, 0.0)
+        d_scores_operand = gl.convert_layout(d_scores.to(k_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+        d_q = warpgroup_mma(d_scores_operand, k_tile, d_q, is_async=True)
+        d_q = warpgroup_mma_wait(0, [d_q])
+        mbarrier.arrive(k_free.index(stage), count=1)
+        count += 1
+    return d_q, count
+
+
+@gluon.jit
+def sum_rows(
+    PART: gl.constexpr, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
+    scale, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
+):
+    """d_q of one half of each tile of rows."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    OUTPUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
+    QUERIES: gl.constexpr = PART_ROWS // REP
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    query_shift, window_size, ids, positions, first_blocks = masks
+    slots, row_tiles, batch_groups, num_queries = counts
+    gate_batch_stride, gate_time_stride, gate_head_stride = gate_strides
+    q_tile = q_tiles.index(PART).reshape([PART_ROWS, D])
+    d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
+            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        masked = tiles - (last_full - first_full)
+        first_query = tile_query + PART * QUERIES
+        row = gl.arange(0, PART_ROWS, ROW)
+        row_query = gl.minimum(first_query + row // REP, num_queries - 1)
+        head = group * REP + row % REP
+        row_begin, row_end = visible_keys(
+            row_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+        place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * REP) + head
+        row_lse = gl.load(lse + place)
+        row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
+        row_delta = gl.load(delta + place)
+        row_gate = row_delta
+        if GATED:
+            gate_place = batch.to(gl.int64) * gate_batch_stride + row_query.to(gl.int64) * gate_time_stride
+            row_gate = gl.load(gate + gate_place + head * gate_head_stride).to(gl.float32)
+        d_q = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT)
+        mbarrier.wait(q_ready.index(PART), visit & 1)
+        d_q, count = gather_rows(
+            d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+            count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
+            D, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT)
+        d_q, count = gather_rows(
+            d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+            count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
+            D, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT)
+        mbarrier.arrive(q_free.index(PART), count=1)
+        d_q = d_q * scale
+        out_row = gl.arange(0, PART_ROWS, OUTPUT_ROW)
+        out_query = first_query + out_row // REP
+        out_place = (batch * num_queries + out_query).to(gl.int64) * (GROUPS * REP) + (group * REP + out_row % REP)
+        pointers = d_q_target + (out_place * D)[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUTPUT))[None, :]
+        keep = (out_query < num_queries)[:, None]
+        if ADD:
+            d_q += gl.load(pointers, mask=keep, other=0.0).to(gl.float32)
+        gl.store(pointers, d_q.to(d_q_target.dtype.element_ty), mask=keep)
+        visit += 1
+
+
+@gluon.jit(do_not_specialize=[
+    "num_queries", "query_shift", "window_size", "slots", "row_tiles",
+    "gate_batch_stride", "gate_time_stride", "gate_head_stride",
+])
+def hopper_d_q_kernel(
+    q_source, k_source, v_source, d_o_source, lse, delta, gate, d_q_target, ids, positions, first_blocks,
+    gate_batch_stride, gate_time_stride, gate_head_stride,
+    slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+):
+    """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
+    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
+    d_o_tiles = gl.allocate_shared_memory(d_o_source.dtype, [2] + d_o_source.block_type.shape, d_o_source.layout)
+    k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES] + k_source.block_type.shape, k_source.layout)
+    v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(2):
+        mbarrier.init(q_ready.index(part), count=1)
+        mbarrier.init(q_free.index(part), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    descriptors = (q_source, k_source, v_source, d_o_source)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles)
+    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    masks = (query_shift, window_size, ids, positions, first_blocks)
+    counts = (slots, row_tiles, batch_groups, num_queries)
+    gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
+    gl.warp_specialize([
+        (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES)),
+        (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES)),
+        (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, STAGES)),
+    ], [4, 1], [240, 24])
+
+# fmt: on
+
+
+def _row_numbers(lse: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Base-2 lse and the gate in fp32, both contiguous, [B, T, H]; without a gate, the second is the first."""
+    lse_2 = torch.empty_like(lse)
+    gate_32 = lse_2 if gate is None else torch.empty_like(lse)
+    row_numbers_kernel[(triton.cdiv(lse.numel(), 1024),)](
+        lse,
+        gate,
+        lse_2,
+        gate_32,
+        *((0, 0, 0) if gate is None else gate.stride()),
+        lse.numel(),
+        lse.shape[1],
+        HEADS=lse.shape[2],
+        GATED=gate is not None,
+        SIZE=1024,
+    )
+    return lse_2, gate_32
+
+
+def _line_descriptor(x: Tensor, queries: int, heads: int) -> TensorDescriptor:
+    """A descriptor of numbers of rows [B, T, H] in fp32."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, queries, heads], layout)
+
+
+def launch_hopper_d_k_d_v(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gate: Tensor | None,
+    scale: float,
+    branch: Branch,
+    parts: int | None = None,
+    rows: int = 64,
+    stages: int = 2,
+) -> tuple[Tensor, Tensor]:
+    """As `launch_d_k_d_v`."""
+    batch, num_queries, num_heads, dim = q.shape
+    num_keys, num_groups = k.shape[1:3]
+    value_dim = v.shape[3]
+    rep = num_heads // num_groups
+    queries = rows // rep
+    keys = 2 * PART_ROWS.value
+    split = branch.window_size == 0
+    key_tiles = triton.cdiv(num_keys, keys)
+    if parts is None:
+        parts = choose_parts(q, key_tiles * batch * num_groups, rep, Tile(rows, keys, 12, stages)) if split else 1
+    lse_2, gate_32 = _row_numbers(lse, gate)
+    shape = (parts, batch, num_keys, num_groups)
+    d_k = k.new_empty(*shape, dim, dtype=torch.float32 if split else k.dtype)
+    d_v = v.new_empty(*shape, value_dim, dtype=torch.float32 if split else v.dtype)
+    hopper_d_k_d_v_kernel[key_tiles * parts, batch * num_groups](
+        tile_descriptor(q, queries, rep, dim),
+        tile_descriptor(k, keys // 2, 1, dim),
+        tile_descriptor(v, keys // 2, 1, value_dim),
+        tile_descriptor(d_o, queries, rep, value_dim),
+        _line_descriptor(lse_2, queries, rep),
+        _line_descriptor(delta, queries, rep),
+        _line_descriptor(gate_32, queries, rep),
+        d_k,
+        d_v,
+        branch.query_begin,
+        branch.query_end,
+        batch,
+        parts,
+        num_queries,
+        num_keys,
+        branch.query_shift,
+        branch.window_size,
+        scale,
+        scale * LOG2_E.value,
+        num_groups,
+        rep,
+        dim,
+        value_dim,
+        **branch.constants(),
+        GATED=gate is not None,
+        ROWS=rows,
+        KEYS=keys,
+        STAGES=stages,
+        num_warps=4,
+        maxnreg=168,
+    )
+    if not split:
+        return d_k[0], d_v[0]
+    return sum_parts(d_k, k.dtype), sum_parts(d_v, v.dtype)
+
+
+def launch_hopper_d_q(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gate: Tensor | None,
+    scale: float,
+    branch: Branch,
+    d_q: Tensor | None = None,
+    keys: int = 64,
+    stages: int = 2,
+) -> Tensor:
+    """As `launch_d_q`."""
+    batch, num_queries, num_heads, dim = q.shape
+    num_groups, value_dim = k.shape[2], v.shape[3]
+    rep = num_heads // num_groups
+    queries = PART_ROWS.value // rep
+    row_tiles = triton.cdiv(num_queries, 2 * queries)
+    slots = row_tiles * batch * num_groups
+    add = d_q is not None
+    if d_q is None:
+        d_q = q.new_empty(q.shape)
+    hopper_d_q_kernel[(min(slots, multiprocessors(q.device)),)](
+        tile_descriptor(q, queries, rep, dim),
+        tile_descriptor(k, keys, 1, dim),
+        tile_descriptor(v, keys, 1, value_dim),
+        tile_descriptor(d_o, queries, rep, value_dim),
+        lse,
+        delta,
+        gate,
+        d_q,
+        branch.ids,
+        branch.positions,
+        branch.first_blocks,
+        *((0, 0, 0) if gate is None else gate.stride()),
+        slots,
+        row_tiles,
+        batch * num_groups,
+        num_queries,
+        branch.query_shift,
+        branch.window_size,
+        scale,
+        scale * LOG2_E.value,
+        num_groups,
+        rep,
+        dim,
+        value_dim,
+        **branch.constants(),
+        GATED=gate is not None,
+        ADD=add,
+        KEYS=keys,
+        STAGES=stages,
+        num_warps=4,
+        maxnreg=168,
+    )
+    return d_q
