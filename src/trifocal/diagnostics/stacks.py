@@ -8,7 +8,9 @@ import sys
 import threading
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Self
+from typing import Self, TextIO
+
+from trifocal.diagnostics.jsonl import logger
 
 _COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_fx.py", "/triton/compiler/")
 
@@ -21,14 +23,21 @@ class StackDump:
     Windows, where this does nothing).
 
     Args:
-        directory: The run's `dumps` folder; stacks are appended to `stacks_rank{rank}.txt` there.
+        directory: The run's `dumps` folder; stacks are appended to `stacks_rank{rank}.txt` there. If that cannot be
+            opened, which is warned about, they go to the standard error.
         rank: The rank of this process.
     """
 
     def __init__(self, directory: str | os.PathLike[str], rank: int = 0) -> None:
         self.path = Path(directory) / f"stacks_rank{rank}.txt"
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.file = self.path.open("a")
+        self.file: TextIO
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("a")
+        except OSError as error:
+            logger.warning("cannot open %s (%s); training goes on, stacks go to the standard error", self.path, error)
+            # A copy, which close() may close.
+            self.file = os.fdopen(os.dup(2), "w")
         self._registered = hasattr(faulthandler, "register")
         if self._registered:
             faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
@@ -37,6 +46,13 @@ class StackDump:
         """Write the stacks now."""
         faulthandler.dump_traceback(file=self.file, all_threads=True)
 
+    def size(self) -> int:
+        """Bytes in the file; 0 if there is none."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
     def close(self) -> None:
         """Give the signal back and close the file; what is empty is removed."""
         if self.file.closed:
@@ -44,10 +60,10 @@ class StackDump:
         if self._registered:
             faulthandler.unregister(signal.SIGUSR1)
         self.file.close()
-        if self.path.exists() and self.path.stat().st_size == 0:
-            self.path.unlink()
+        if self.path.is_file() and self.size() == 0:
             # Not empty: something is worth keeping. Gone: another rank was faster.
             with contextlib.suppress(OSError):
+                self.path.unlink()
                 self.path.parent.rmdir()
 
     def __enter__(self) -> Self:

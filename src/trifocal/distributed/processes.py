@@ -20,6 +20,8 @@ from trifocal.errors import UserError
 
 T = TypeVar("T")
 
+_RECORDED_COLLECTIVES = 2000
+
 
 @dataclass(frozen=True)
 class Processes:
@@ -177,6 +179,9 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
         device = torch.device("cuda", place["LOCAL_RANK"])
         torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_seconds)
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        # PyTorch's record of the last collectives, which a stall's dump reads, under the newer of its names.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

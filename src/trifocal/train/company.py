@@ -1,8 +1,6 @@
 """A trainer's dealings with the other processes of its run: meeting before each step, and noticing who is lost."""
 
 import contextlib
-import faulthandler
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +11,7 @@ import torch
 
 from trifocal.data import Batch, Loader
 from trifocal.diagnostics import Heartbeat
+from trifocal.diagnostics.dump import write_details, write_stacks
 from trifocal.distributed import PeerLost, Peers, Processes
 from trifocal.errors import UserError
 from trifocal.train.nonfinite import NonFiniteError
@@ -124,11 +123,10 @@ class Company:
             row = heartbeat.snapshot()
             folder = directory / "dumps" / f"lost_step_{row['step']:08}"
             folder.mkdir(parents=True, exist_ok=True)
-            rank = self._processes.rank
-            with (folder / f"stacks_rank{rank}.txt").open("w") as file:
-                faulthandler.dump_traceback(file=file, all_threads=True)
-            summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, "phase": row["phase"], **row}
-            (folder / f"rank{rank}.json").write_text(json.dumps(summary, indent=1))
+            write_stacks(folder, self._processes.rank)
+            summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row}
+            # Before this process is ended: not as long as a dump of a stall may take.
+            write_details(folder, self._processes.rank, summary, self._processes.device, native_seconds=3.0)
 
         peers = Peers(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
         self._peers = peers

@@ -134,7 +134,9 @@ class Trainer:
             self.heartbeat = stack.enter_context(
                 Heartbeat(directory / "heartbeat", rank, config.log.heartbeat_seconds, device=self.device)
             )
-            stack.enter_context(Watchdog(self.heartbeat, directory, on_stall=self._report_stalled_phase))
+            stack.enter_context(
+                Watchdog(self.heartbeat, directory, device=self.device, on_stall=self._report_stalled_phase)
+            )
             self.progress = stack.enter_context(Progress(total, start_step=self.step, enabled=first))
             self.meter = Meter(config, self.device, self.processes.size)
             self.signals = stack.enter_context(StopSignals())

@@ -1,0 +1,150 @@
+"""What this process gave to NCCL and gloo last, from PyTorch's flight recorder, in words.
+
+The recorder is a ring of the last collectives (2,000 unless TORCH_FR_BUFFER_SIZE says otherwise) that costs next to
+nothing and is always on; see `trifocal.distributed.processes`.
+"""
+
+import pickle
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+_SHOWN = 30
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One operation in which processes meet."""
+
+    library: str
+    """nccl or gloo."""
+    group: str
+    """Number and description of the process group."""
+    number: int
+    """Of the operation in its group, counted in every process alike."""
+    operation: str
+    sizes: str
+    """Shapes and types of its inputs."""
+    ended: bool
+    state: str
+    """scheduled, started (NCCL alone knows) or completed."""
+    age_seconds: float
+    """Since this process called it."""
+    duration_milliseconds: float | None
+    """On the device, where NCCL measured it."""
+    called_at: str
+    """The innermost Python frames outside of PyTorch."""
+
+    def row(self) -> dict[str, Any]:
+        """Its fields, for JSON and tables."""
+        return asdict(self)
+
+
+def recorded_collectives() -> list[Collective]:
+    """What the flight recorders of this process hold, oldest first; empty without process groups."""
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return []
+    module = torch._C._distributed_c10d
+    found: list[Collective] = []
+    for name in ("_dump_nccl_trace", "_dump_fr_trace"):
+        dump = getattr(module, name, None)
+        if dump is not None:
+            # Made by this process a moment ago: nothing foreign is unpickled.
+            found += decode(pickle.loads(dump()), time.time())
+    return sorted(found, key=lambda collective: -collective.age_seconds)
+
+
+def decode(dump: dict[str, Any], now: float) -> list[Collective]:
+    """Read a flight recorder's dump.
+
+    Args:
+        dump: The unpickled dump.
+        now: Seconds since the epoch.
+    """
+    found = []
+    for entry in dump.get("entries", []):
+        library, _, operation = entry["profiling_name"].partition(":")
+        types = [*entry.get("input_dtypes", []), *[""] * len(entry["input_sizes"])]
+        sizes = ", ".join(
+            f"{list(size)} {kind}".strip() for size, kind in zip(entry["input_sizes"], types, strict=False)
+        )
+        ended = bool(entry["retired"]) or entry["state"] == "completed"
+        found.append(
+            Collective(
+                library=library,
+                group=" ".join(filter(None, entry["process_group"])),
+                number=entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"],
+                operation=operation,
+                sizes=sizes,
+                ended=ended,
+                state="completed" if ended else entry["state"],
+                age_seconds=round(now - entry["time_created_ns"] / 1e9, 3),
+                duration_milliseconds=entry.get("duration_ms"),
+                called_at=_called_at(entry.get("frames") or []),
+            )
+        )
+    return found
+
+
+def last_of_each_group(collectives: Iterable[Collective]) -> list[Collective]:
+    """The last collective of every library's every group."""
+    last = {(found.library, found.group): found for found in collectives}
+    return list(last.values())
+
+
+def describe(collectives: Sequence[Collective]) -> str:
+    """A page for a person: what is open, and the last of all."""
+    if not collectives:
+        return "No collective is on record.\n"
+    lines = ["Collectives that this process has called and that have not ended:", ""]
+    lines += [f"  {_line(found)}" for found in collectives if not found.ended] or ["  none"]
+    lines += ["", f"The last {min(_SHOWN, len(collectives))} of {len(collectives)} on record, oldest first:", ""]
+    lines += [f"  {_line(found)}" for found in collectives[-_SHOWN:]]
+    return "\n".join([*lines, ""])
+
+
+def who_waits_for_whom(last: dict[int, list[Collective]]) -> list[str]:
+    """Sentences about the ranks that stand in a collective that others have not called.
+
+    Args:
+        last: Of each rank, `last_of_each_group`.
+    """
+    groups = sorted({(found.library, found.group) for of_rank in last.values() for found in of_rank})
+    sentences = []
+    for key in groups:
+        at = {rank: found for rank, of_rank in last.items() for found in of_rank if (found.library, found.group) == key}
+        newest = max(at.values(), key=lambda found: found.number)
+        waiting = [rank for rank, found in at.items() if found.number == newest.number and not found.ended]
+        behind = [rank for rank, found in at.items() if found.number < newest.number]
+        if not waiting:
+            continue
+        what = f"{newest.library}'s {newest.operation} number {newest.number} of group {newest.group}"
+        if behind:
+            verb, come = ("waits", "has") if len(waiting) == 1 else ("wait", "have")
+            come = "has" if len(behind) == 1 else "have"
+            sentences.append(f"{_ranks(waiting)} {verb} in {what} for {_ranks(behind)}, which {come} not come to it.")
+        elif len(waiting) == len(at) > 1:
+            sentences.append(f"All ranks are in {what}, and it does not end: look at the network and at the devices.")
+    return sentences
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _line(found: Collective) -> str:
+    took = "" if found.duration_milliseconds is None else f", took {found.duration_milliseconds:.3g} ms"
+    return (
+        f"{found.library} {found.operation} number {found.number} of group {found.group}: {found.state}, called "
+        f"{found.age_seconds:.1f} s ago{took}; {found.sizes or 'no input'}; {found.called_at or 'called by C++ code'}"
+    )
+
+
+def _called_at(frames: Sequence[dict[str, Any]], depth: int = 3) -> str:
+    own = [frame for frame in frames if "/torch/" not in frame["filename"].replace("\\", "/")]
+    return " < ".join(
+        f"{frame['name']} ({frame['filename'].rpartition('/')[2]}:{frame['line']})" for frame in own[:depth]
+    )
