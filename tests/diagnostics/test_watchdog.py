@@ -121,7 +121,9 @@ def test_a_long_first_step_is_neither_and_a_sleep_is_slow_and_leaves_no_dump(
     assert (folder / "summary.md").read_text().startswith("# Rank 0 was asked for its stacks")
 
 
-def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path) -> None:
+def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Where it is installed, it stops the clock of this process.
+    monkeypatch.setattr("trifocal.diagnostics.dump.find_py_spy", lambda: None)
     sentences: list[str] = []
     heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05, minimum_stall_seconds=0.15)
     with heartbeat, Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: sentences.append(text)):

@@ -4,7 +4,9 @@
 beside the run's folder when they strike, so that a test knows when.
 """
 
+import contextlib
 import errno
+import functools
 import os
 import sys
 import time
@@ -228,6 +230,95 @@ def code():
 
     if RANK == 1:
         start._code_hash = lambda: "abc"
+
+
+def quick_stalls(minimum_seconds):
+    """A phase may count as stalled this soon, not after minutes."""
+    loop.Heartbeat = functools.partial(loop.Heartbeat, minimum_stall_seconds=minimum_seconds)
+
+
+def endless_hook():
+    """A backward hook of one parameter that never returns."""
+    quick_stalls(2.0)
+    now = [0]
+    original = loop.train_step
+
+    def endless(parameter):
+        if now[0] == STEP:
+            mark()
+        while now[0] == STEP:
+            pass
+
+    def wrapped(step, *args, **kwargs):
+        if RANK == 1 and step == 1:
+            parameters = list(kwargs["loss_function"].parameters())
+            parameters[0].register_post_accumulate_grad_hook(endless)
+        now[0] = step
+        return original(step, *args, **kwargs)
+
+    loop.train_step = wrapped
+
+
+def sleep():
+    """A minute's sleep in a forward pass, which is nothing against the two minutes of a stall."""
+    original = SwiGLU.forward
+    now = [0]
+    before_step(lambda step: now.__setitem__(0, step))
+
+    def sleepy_forward(self, x):
+        if now[0] == STEP:
+            mark()
+            time.sleep(60)
+        return original(self, x)
+
+    SwiGLU.forward = sleepy_forward
+
+
+def slow_compiler():
+    """torch.compile with a compiler that takes far longer than a stall may, in the first step and once more later."""
+    quick_stalls(1.0)
+    slow = [True]
+
+    def compiler(graph, inputs):
+        if slow[0]:
+            slow[0] = False
+            time.sleep(3)
+        return graph
+
+    def action(step):
+        if step == 4:
+            slow[0] = True
+            torch._dynamo.reset()
+
+    torch.compile = functools.partial(torch.compile, backend=compiler)
+    before_step(action)
+
+
+def full_disk():
+    """The disk of the run fills up in step 3, stays full through a stall, and has room again in step 6."""
+    quick_stalls(0.5)
+    filler = Path(os.environ["RUN"]) / "filler"
+
+    def action(step):
+        if step == STEP:
+            with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+                while file.write(b"0" * 4096):
+                    pass
+            mark()
+        if step == 6:
+            filler.unlink()
+
+    before_step(action)
+    original = SwiGLU.forward
+    slept = []
+
+    def forward(self, x):
+        if filler.exists() and not slept:
+            slept.append(True)
+            time.sleep(2.5)
+        return original(self, x)
+
+    SwiGLU.forward = forward
 
 
 if __name__ == "__main__":

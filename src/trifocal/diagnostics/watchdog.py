@@ -75,11 +75,10 @@ class Watchdog:
         faulthandler.dump_traceback_later(frozen_seconds, file=self._stacks.file)
         self._answer_other_ranks(row)
         limit, size = row["stall_limit_seconds"], self._stacks.size()
-        if limit is not None and row["phase_seconds"] > limit:
-            entry = self._heartbeat.current_phase()
-            if entry != self._stalled:
-                self._stalled = entry
-                self._report_stall(row)
+        entry = self._heartbeat.current_phase()
+        if limit is not None and row["phase_seconds"] > limit and entry != self._stalled:
+            self._stalled = entry
+            self._report_stall(row)
         elif size > self._stacks_size:
             self._dump("asked", "was asked for its stacks", row)
         self._stacks_size = size

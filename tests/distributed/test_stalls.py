@@ -1,0 +1,128 @@
+"""Real runs, broken: an endless loop is stalled, a sleep is slow, a compiler is neither, a full disk stops nothing."""
+
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.children import environment
+from tests.distributed.test_faults import QUICK, Case
+from tests.distributed.test_faults import case as case
+from trifocal.diagnostics import read_metrics
+from trifocal.diagnostics.run import read_run
+from trifocal.diagnostics.verdict import Verdict, judge
+from trifocal.errors import UserError
+
+OFTEN = ("--log.heartbeat_seconds", "0.2")
+
+
+def verdicts(run: Path) -> dict[int, Verdict]:
+    """What the files say of each rank now."""
+    try:
+        return {rank: judge(rows[-1]) for rank, rows in read_run(run, whole_heartbeats=False).heartbeats.items()}
+    except UserError:
+        return {}
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(case: Case) -> None:
+    workers = case.start("endless_hook", *OFTEN)
+    workers.wait_for(case.fault_file)
+    wait_for(lambda: {rank: found.state for rank, found in verdicts(case.run).items()} == {0: "stalled", 1: "stalled"})
+    reason = verdicts(case.run)[1].reason
+    assert "in backward" in reason and "endless (faults.py" in reason
+    wait_for(lambda: any(case.run.glob("dumps/stalled_*/summary.md")))
+    (summary,) = case.run.glob("dumps/stalled_*/summary.md")
+    wait_for(lambda: "rank 1, which has not come to it" in summary.read_text())
+    text = summary.read_text()
+    assert "is stalled in backward" in text.splitlines()[0]
+    assert "- Rank 0 waits in gloo's all_reduce number" in text
+    assert "- Rank 1 was in backward" in text and "at endless (faults.py" in text
+    folder = summary.parent
+    assert "endless" in (folder / "stacks_rank1.txt").read_text()
+    assert "endless" not in (folder / "stacks_rank0.txt").read_text()
+    open_ones = (folder / "collectives_rank0.txt").read_text().partition("The last")[0]
+    assert "gloo all_reduce number" in open_ones and "scheduled" in open_ones
+    assert "  none" in (folder / "collectives_rank1.txt").read_text().partition("The last")[0]
+    # Stalled is not stopped, and neither is asking again.
+    workers.send(signal.SIGUSR1, 0)
+    wait_for(lambda: any(case.run.glob("dumps/asked_*/summary.md")))
+    assert [process.poll() for process in workers.processes] == [None, None]
+    assert "stalled" in [row["name"] for row in read_metrics(case.run / "metrics.jsonl", "event")]
+
+
+def test_a_sleep_is_slow_and_not_stalled(case: Case) -> None:
+    workers = case.start("sleep", *OFTEN, mode="auto", size=1)
+    workers.wait_for(case.fault_file)
+    wait_for(lambda: verdicts(case.run)[0].state == "slow")
+    reason = verdicts(case.run)[0].reason
+    assert "in forward" in reason and "times its median" in reason and "sleepy_forward (faults.py" in reason
+    assert not list(case.run.glob("dumps/stalled_*"))
+
+
+def test_a_compiler_is_neither_slow_nor_stalled(case: Case) -> None:
+    # Little to trace: what is slow is the compiler alone.
+    small = ("--model.num_layers", "1", "--model.attention", "dense", "--data.source", "synthetic")
+    flags = ("--train.compile", "true", "--train.steps", "5", *small, *OFTEN)
+    workers = case.start("slow_compiler", *flags, mode="auto", size=1)
+    seen: list[Verdict] = []
+    while workers.processes[0].poll() is None:
+        found = verdicts(case.run).get(0)
+        if found is not None and (not seen or found != seen[-1]):
+            seen.append(found)
+        time.sleep(0.1)
+    (end,) = workers.join()
+    assert end.status == 0, end.error
+    compiling = [found for found in seen if found.reason.startswith("compiling in ")]
+    # In the first step, under its own name, and later, in the middle of a forward pass.
+    assert any("compile" in found.reason[12:] for found in compiling), seen
+    assert any("in forward for" in found.reason for found in compiling), seen
+    assert not [found for found in seen if found.state in ("slow", "stalled")], seen
+    assert not list(case.run.glob("dumps/stalled_*"))
+
+
+def can_mount() -> bool:
+    """Whether this user may mount a small disk of its own."""
+    if shutil.which("unshare") is None:
+        return False
+    mount = ["unshare", "-Urm", "mount", "-t", "tmpfs", "none", "/mnt"]
+    return subprocess.run(mount, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_mount(), reason="no disk can be mounted here")
+def test_a_full_disk_under_the_diagnostics_never_stops_training(case: Case) -> None:
+    """A disk of 4 MB that is full for three steps, one of them stalled: rows, dumps and a checkpoint are missing."""
+    faults = Path(__file__).with_name("faults.py")
+    # All goes on in the namespace that has the disk; what is left on it is copied out at the end.
+    disk, left = case.folder / "disk", case.folder / "left"
+    disk.mkdir()
+    train = [
+        sys.executable, str(faults), "full_disk", "train", str(case.config), "--run.directory", str(disk / "run"),
+        "--log.heartbeat_seconds", "0.1", "--log.sample_interval_steps", "1", "--log.sample_tokens", "4",
+        "--train.steps", "8", *QUICK,
+    ]  # fmt: skip
+    script = f"mount -t tmpfs -o size=4m none {disk} && {shlex.join(train)} && cp -r {disk}/run {left}"
+    variables = environment(OMP_NUM_THREADS=1, RUN=disk, FAULT_FILE=case.fault_file)
+    done = subprocess.run(["unshare", "-Urm", "sh", "-c", script], capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    assert case.fault_file.exists()
+    said = done.stdout + done.stderr
+    assert "the checkpoint of step 4 could not be written" in said
+    assert "the sample could not be written" in said and "No space left on device" in said
+    assert "is stalled in forward" in said
+    assert "cannot write the dump" in said
+    steps = [row["step"] for row in read_metrics(left / "metrics.jsonl", "train")]
+    assert steps[:2] == [1, 2] and steps[-2:] == [7, 8]
+    assert sorted(path.name for path in (left / "checkpoints").iterdir())[-1] == "step_00000008"

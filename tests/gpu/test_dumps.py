@@ -1,0 +1,42 @@
+"""A dump on GPUs: the memory's summary, and NCCL's flight recorder."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.test_faults import QUICK
+from tests.distributed.test_stalls import wait_for
+from tests.distributed.workers import train
+from tests.train.tiny import write_config
+from trifocal.diagnostics import Heartbeat
+from trifocal.diagnostics.dump import write_details
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+def test_the_memory_of_the_gpu_is_in_the_dump(tmp_path: Path) -> None:
+    kept = torch.zeros(1 << 20, device="cuda")
+    row = Heartbeat(tmp_path / "heartbeat", device="cuda").snapshot()
+    write_details(tmp_path, 0, row, torch.device("cuda"), native_seconds=0)
+    assert "Allocated memory" in (tmp_path / "cuda_memory_rank0.txt").read_text()
+    assert kept.is_cuda
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_that_waits_in_nccl_is_named(tmp_path: Path) -> None:
+    """One of two ranks loops in a backward hook: the other one's all-reduce is open in NCCL's recorder."""
+    run, fault_file = tmp_path / "run", tmp_path / "fault"
+    flags = (*QUICK, "--run.device", "cuda", "--parallel.mode", "ddp", "--log.heartbeat_seconds", "0.2")
+    workers = train(tmp_path, write_config(tmp_path), *flags, fault="endless_hook", FAULT_FILE=str(fault_file))
+    try:
+        workers.wait_for(fault_file, timeout=120)
+        wait_for(lambda: any(run.glob("dumps/stalled_*/summary.md")), 120)
+        (summary,) = run.glob("dumps/stalled_*/summary.md")
+        wait_for(lambda: "rank 1, which has not come to it" in summary.read_text())
+        text = summary.read_text()
+        assert "Rank 0 waits in nccl's all_reduce number" in text, text
+        assert "at endless (faults.py" in text, text
+        assert "Allocated memory" in (summary.parent / "cuda_memory_rank0.txt").read_text()
+    finally:
+        workers.kill()
