@@ -125,7 +125,9 @@ def who_waits_for_whom(last: dict[int, list[Collective]]) -> list[str]:
         if behind:
             verb = "waits" if len(waiting) == 1 else "wait"
             come = "has" if len(behind) == 1 else "have"
-            sentences.append(f"{_ranks(waiting).capitalize()} {verb} in {what} for {_ranks(behind)}, which {come} not come to it.")
+            sentences.append(
+                f"{_ranks(waiting).capitalize()} {verb} in {what} for {_ranks(behind)}, which {come} not come to it."
+            )
         elif len(waiting) == len(at) > 1:
             sentences.append(f"All ranks are in {what}, and it does not end: look at the network and at the devices.")
     return sentences
