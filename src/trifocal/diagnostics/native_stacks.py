@@ -21,8 +21,8 @@ def find_py_spy() -> str | None:
 def native_stacks(seconds: float = 10.0) -> str:
     """The stacks of this process's threads with native frames, or a sentence that says why there are none.
 
-    py-spy stops the process while it looks, for a second or a few. That is bounded from outside the process, by `timeout`: a thread of this
-    process could not end a py-spy that has stopped it.
+    py-spy stops the process while it looks, for a second or a few. That is bounded from outside the process, by
+    `timeout`: a thread of this process could not end a py-spy that has stopped it.
 
     Args:
         seconds: The longest that it may take.
