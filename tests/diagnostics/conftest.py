@@ -9,11 +9,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trifocal.diagnostics import MetricsWriter, write_environment
+from trifocal.diagnostics.attention_picture import AttentionPicture
 from trifocal.diagnostics.heartbeat import Heartbeat
 from trifocal.diagnostics.jsonl import JsonLinesWriter
+from trifocal.ops import Geometry
 
 CONFIG = """\
 [run]
@@ -119,6 +122,9 @@ def write_run(
             middle = {name: seconds / 2 for name, seconds in totals.items()}
             writer.append(beat(rank=rank, step=steps // 2, total_seconds=middle, unix_time_seconds=began + 350))
             writer.append(beat(rank=rank, step=steps, status="finished", total_seconds=totals))
+    if telemetry:
+        for step in (steps // 2, steps):
+            write_picture(directory, step, layers)
     (directory / "samples").mkdir()
     for index in range(samples):
         step = steps * (index + 1) // samples
@@ -131,9 +137,11 @@ def telemetry_fields(done: float, layer: int, layers: int) -> dict[str, Any]:
     """One layer's telemetry: compressed gates close with depth, selection learns to look further."""
     depth = layer / max(1, layers - 1)
     fields: dict[str, Any] = {}
+    shown = {"cmp": 0.4, "slc": 0.3, "win": 0.3}
     for branch, level in (("cmp", 0.5 - 0.3 * done * depth), ("slc", 0.5 + 0.2 * done), ("win", 0.5 + 0.3 * done)):
         fields[f"gate_mean_{branch}"] = level
         fields[f"gate_spread_{branch}"] = 0.05 + 0.1 * done
+        fields[f"gate_share_{branch}"] = shown[branch]
         fields[f"gate_entropy_{branch}"] = -level * math.log(level) - (1 - level) * math.log(1 - level)
         fields[f"heads_ignoring_{branch}"] = max(0.0, 0.3 * done * depth) if branch == "cmp" else 0.0
     shares = [0.3, 0.2, 0.2, 0.15, 0.1 + 0.03 * done * depth]
@@ -141,10 +149,48 @@ def telemetry_fields(done: float, layer: int, layers: int) -> dict[str, Any]:
         "selected_distance_shares": [*shares, 1 - sum(shares)],
         "selected_forced_share": 0.375,
         "importance_covered": 0.6 + 0.25 * done,
+        "dense_recall": 0.4 + 0.3 * done,
+        "dense_mass_covered": 0.5 + 0.3 * done,
+        "recall_by_chance": 0.35,
+        "free_local_share": 0.1,
         "neighbour_overlap": 0.7 + 0.1 * depth,
         "selected_block_entropy": 2.0,
         "fewer_than_n_share": 0.25,
     }
+
+
+GEOMETRY = Geometry(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=4,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+    window_size=12,
+)
+TEXT = "def add(a, b):\n    return a + b\n∎# <script>: a second document that is longer than the first one &c.\n"
+
+
+def write_picture(directory: Path, step: int, layers: int) -> None:
+    """A picture of two documents: every query chooses the latest blocks, and full attention likes the first."""
+    texts = list(TEXT)
+    second = texts.index("∎") + 1
+    documents = np.array([int(t >= second) for t in range(len(texts))], dtype=np.int32)
+    positions = np.array([t - second if t >= second else t for t in range(len(texts))], dtype=np.int32)
+    queries = np.arange(len(texts), dtype=np.int32)
+    blocks = GEOMETRY.num_selection_blocks(len(texts))
+    shape = (layers, len(texts), 2)
+    selected = np.full((*shape, 4), -1, dtype=np.int16)
+    importance, dense = np.zeros((*shape, blocks), dtype=np.uint8), np.zeros((*shape, blocks), dtype=np.uint8)
+    for t in range(len(texts)):
+        own = positions[t] // 8
+        chosen = sorted({0, *range(max(0, own - 2), own + 1)})
+        selected[:, t, :, : len(chosen)] = chosen
+        importance[:, t, :, : own + 1] = round(255 * (1 / (own + 1)) ** 0.5)
+        dense[:, t, :, 0] = 255
+    gates = np.full((*shape, 3), 128, dtype=np.uint8)
+    picture = AttentionPicture(step, GEOMETRY, texts, positions, documents, queries, selected, importance, dense, gates)
+    picture.save(directory / "attention" / f"step_{step:08}.npz")
 
 
 @pytest.fixture

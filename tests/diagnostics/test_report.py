@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,17 +11,19 @@ from pathlib import Path
 import pytest
 
 from tests.diagnostics.browser import Browser, find
-from tests.diagnostics.conftest import set_last_beat, write_run
+from tests.diagnostics.conftest import TEXT, set_last_beat, write_picture, write_run
 from trifocal.diagnostics import MetricsWriter
 from trifocal.diagnostics.report import summarise, write_report
 from trifocal.diagnostics.report.attention_charts import distance_labels
 from trifocal.diagnostics.report.charts import smoothed, thin
+from trifocal.diagnostics.report.picture import pictures_of
 from trifocal.diagnostics.run import read_run
 from trifocal.errors import UserError
 
 MakeRun = Callable[..., Path]
 CHARTS_OF_A_CPU_RUN = 8
-ATTENTION_CHARTS = 7
+ATTENTION_CHARTS = 11
+MAPS = 4
 GPU_ONLY_CHARTS = 1
 
 
@@ -47,7 +50,7 @@ def drawn(browser: Browser) -> int:
     return int(browser.evaluate(script))
 
 
-@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (390, "dark")])
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
 def test_every_chart_is_drawn_without_a_word_on_the_console(
     make_run: MakeRun, browser: Browser, width: int, theme: str
 ) -> None:
@@ -55,7 +58,7 @@ def test_every_chart_is_drawn_without_a_word_on_the_console(
     browser.requests.clear()
     browser.open(page, width=width, theme=theme)
     assert browser.problems == []
-    assert drawn(browser) == CHARTS_OF_A_CPU_RUN + GPU_ONLY_CHARTS + ATTENTION_CHARTS
+    assert drawn(browser) == CHARTS_OF_A_CPU_RUN + GPU_ONLY_CHARTS + ATTENTION_CHARTS + MAPS
     assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than its screen"
     assert browser.evaluate("document.documentElement.dataset.theme") == theme
     fetched = {url for url in browser.requests if not url.startswith(("data:", "blob:"))}
@@ -68,7 +71,7 @@ def test_the_theme_button_repaints_every_chart(opened: Browser) -> None:
     opened.evaluate("document.getElementById('theme').click()")
     assert opened.evaluate("document.documentElement.dataset.theme") == "dark"
     assert opened.evaluate(colour) != before
-    assert drawn(opened) == CHARTS_OF_A_CPU_RUN + ATTENTION_CHARTS
+    assert drawn(opened) == CHARTS_OF_A_CPU_RUN + ATTENTION_CHARTS + MAPS
     assert opened.problems == []
 
 
@@ -80,6 +83,74 @@ def test_hover_shows_values_and_zoom_zooms(opened: Browser) -> None:
     before = opened.evaluate(span)
     opened.evaluate("document.querySelector('#chart-loss [data-title=\"Zoom in\"]').click()")
     assert 0 < opened.evaluate(span) < 0.6 * before
+
+
+def test_the_picture_shows_the_text_that_a_query_reads(opened: Browser) -> None:
+    key = TEXT.index("second")
+
+    def pane(selector: str) -> str:
+        parts = f"[...document.querySelectorAll('.reader .text {selector}')].map((part) => part.textContent)"
+        return str(opened.evaluate(f"{parts}.join('|')"))
+
+    # The cell of the last row, at the column of a word in its document, by its distance in pixels.
+    point = f"""(() => {{
+      const div = document.querySelector('[data-map=slc]'), layout = div._fullLayout, box = div.getBoundingClientRect();
+      return [box.left + layout.xaxis._offset + layout.xaxis.d2p({key}),
+              box.top + layout.yaxis._offset + layout.yaxis.d2p({len(TEXT) - 1})];
+    }})()"""
+    opened.evaluate("document.querySelector('.picture').scrollIntoView()")
+    x, y = opened.evaluate(point)
+    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 4, y=y)
+    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tip = "document.querySelector('.tip').hidden ? '' : document.querySelector('.tip').innerText"
+    deadline = time.time() + 10
+    while not (text := opened.evaluate(tip)) and time.time() < deadline:
+        time.sleep(0.05)
+    second = TEXT.index("∎") + 1
+    start = second + (key - second) // 8 * 8
+    assert f"Tokens {start}\N{EN DASH}{start + 7} for query {len(TEXT) - 1}" in text
+    assert TEXT[start : start + 8] in text and "not selected" in text
+    while pane("mark") != "\N{RETURN SYMBOL}\n" and time.time() < deadline:
+        time.sleep(0.05)
+    own = second + (len(TEXT) - 1 - second) // 8 * 8
+    assert pane("mark") == "\N{RETURN SYMBOL}\n"
+    assert pane(".unread") == TEXT[:second], "another document is not read"
+    assert pane(".slc").replace("|", "") == TEXT[second : second + 8] + TEXT[own - 16 : len(TEXT) - 1]
+    assert pane(".win").replace("|", "") == TEXT[len(TEXT) - 12 : len(TEXT) - 1]
+    assert opened.problems == []
+
+
+def test_layer_group_and_step_of_the_picture_can_be_chosen(opened: Browser) -> None:
+    assert opened.evaluate("[...document.querySelectorAll('.picture select.layer option')].length") == 4
+    script = """(async () => {
+      const set = (name, value) => {
+        const input = document.querySelector('.picture ' + name);
+        input.value = value;
+        input.dispatchEvent(new Event('input'));
+      };
+      set('.layer', 1); set('.group', 1); set('.frame', 0); set('.row', 3);
+      await new Promise((done) => setTimeout(done, 300));
+      return [document.querySelector('.frame-label').textContent, document.querySelector('.text mark').textContent];
+    })()"""
+    assert opened.evaluate(script) == ["200", TEXT[3] if TEXT[3].strip() else "\N{MIDDLE DOT}"]
+    assert "hold 100 %" in opened.evaluate("document.querySelector('.reader-head').textContent")
+    assert opened.problems == []
+
+
+def test_a_damaged_picture_is_named(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    path = run / "attention" / "step_00000300.npz"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(UserError, match=r"step_00000300\.npz.*remove it"):
+        write_report(run)
+
+
+def test_a_long_run_keeps_a_few_pictures_with_both_ends(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    for step in range(310, 420, 10):
+        write_picture(run, step, 4)
+    steps = [picture.step for picture in pictures_of(read_run(run))]
+    assert len(steps) == 6 and (steps[0], steps[-1]) == (150, 410)
 
 
 def test_samples_over_time_can_be_stepped_through(opened: Browser) -> None:
@@ -116,7 +187,7 @@ class Checker(HTMLParser):
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         self.scripts += tag == "script"
         for name, value in attributes:
-            if name in ("src", "href") and value is not None and not value.startswith("data:"):
+            if name in ("src", "href") and value is not None and not value.startswith(("data:", "#")):
                 self.fetches.append(value)
 
 
@@ -127,7 +198,7 @@ def test_the_page_is_one_file_with_plotly_in_it_once(make_run: MakeRun) -> None:
     checker = Checker()
     checker.feed(page.read_text())
     assert checker.fetches == []
-    assert checker.scripts == 3
+    assert checker.scripts == 4
     assert page.stat().st_size < 7e6
 
 
@@ -251,7 +322,9 @@ def test_thinning_keeps_ends_spikes_and_order() -> None:
 def test_smoothing_keeps_straight_lines_and_does_not_lag() -> None:
     line = [3.0 - 0.01 * index for index in range(300)]
     assert smoothed(line) == pytest.approx(line)
-    assert smoothed([0.0, 3.0, 0.0], width=3) == pytest.approx([0.0, 1.0, 0.0])
+    assert smoothed([0.0, 3.0, 0.0, 0.0, 6.0], width=3) == pytest.approx([1.0, 1.0, 1.0, 2.0, 5.0])
+    noisy = [float(index % 2) for index in range(300)]
+    assert max(smoothed(noisy)) < 0.8, "also at the ends"
     assert smoothed([]) == []
 
 

@@ -79,7 +79,7 @@ def read_picture(path: Path) -> AttentionPicture:
         UserError: If the file is damaged or of another version; names it.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             header = json.loads(file["header"].tobytes())
             arrays = {name: file[name] for name in _ARRAYS}
     except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:

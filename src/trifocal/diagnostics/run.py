@@ -32,6 +32,8 @@ class Run:
     """Rows of every rank; the last row alone if read with `whole_heartbeats=False`."""
     samples: list[tuple[int, str]] = field(default_factory=list)
     """Step and text, in order of steps."""
+    pictures: list[Path] = field(default_factory=list)
+    """Files of diagnostics/attention_picture.py, in order of steps."""
 
     def of_kind(self, kind: str) -> list[Row]:
         """The metric rows of one kind."""
@@ -109,6 +111,7 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
         match = re.search(r"(\d+)", path.stem)
         run.samples.append((int(match[1]) if match else 0, path.read_text(errors="replace")))
     run.samples.sort(key=lambda sample: sample[0])
+    run.pictures = sorted((directory / "attention").glob("step_*.npz"))
     return run
 
 

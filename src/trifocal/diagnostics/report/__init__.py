@@ -7,6 +7,7 @@ from pathlib import Path
 from trifocal.diagnostics.report.attention_charts import attention_charts
 from trifocal.diagnostics.report.charts import training_charts
 from trifocal.diagnostics.report.page import build_page
+from trifocal.diagnostics.report.picture import pictures_of
 from trifocal.diagnostics.report.summary import Finding, summarise
 from trifocal.diagnostics.run import read_run
 from trifocal.errors import UserError
@@ -47,7 +48,8 @@ def write_report(
     for index, charts in enumerate(attention):
         for chart in charts:
             chart.key = f"{chart.key}-{index}"
-    page = build_page(runs, [summarise(run) for run in runs], training, attention, plotly)
+    pictures = [pictures_of(run) for run in runs]
+    page = build_page(runs, [summarise(run) for run in runs], training, attention, pictures, plotly)
     path = Path(output) if output is not None else runs[0].directory / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

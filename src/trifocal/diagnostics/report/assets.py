@@ -6,12 +6,14 @@ STYLE = """
   --page: #f6f7f9; --surface: #ffffff; --ink: #16191d; --soft: #5b6470; --line: #e3e6ea; --hover: #f0f2f5;
   --accent: #2563eb; --good: #0f7b4f; --watch: #a15c00; --bad: #c02626; --unknown: #5b6470;
   --good-back: #e4f5ec; --watch-back: #fdf1dc; --bad-back: #fde8e8; --unknown-back: #eceff3;
+  --cmp: #7c3aed; --slc: #0d9488; --win: #d97706;
 }
 :root[data-theme="dark"] {
   color-scheme: dark;
   --page: #0e1116; --surface: #171b22; --ink: #e8ebef; --soft: #9aa4b1; --line: #2a303a; --hover: #1f252e;
   --accent: #6ea8ff; --good: #4cc38a; --watch: #e9a83b; --bad: #ff7b7b; --unknown: #9aa4b1;
   --good-back: #12291f; --watch-back: #2e2410; --bad-back: #331a1c; --unknown-back: #232932;
+  --cmp: #b197fc; --slc: #3fd0c0; --win: #f0b04a;
 }
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; }
@@ -20,6 +22,7 @@ body { margin: 0; background: var(--page); color: var(--ink); font: 16px/1.5 sys
 main { max-width: 1240px; margin: 0 auto; padding: 28px 20px 64px; }
 header { display: flex; gap: 16px; align-items: flex-start; justify-content: space-between; margin-bottom: 22px; }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 0 4px; letter-spacing: -0.02em; overflow-wrap: anywhere; }
+h1 .mark { display: inline-block; vertical-align: middle; letter-spacing: 0; line-height: 1.6; }
 h2 { font-size: 1.15rem; margin: 40px 0 14px; letter-spacing: -0.01em; }
 h3 { font-size: 1rem; margin: 0; }
 p { margin: 0; }
@@ -32,7 +35,7 @@ button:hover { background: var(--hover); color: var(--ink); }
 .finding { border-left: 5px solid var(--mark); }
 .finding h3 { display: flex; gap: 10px; align-items: center; margin-bottom: 6px; }
 .mark { font-size: 0.75rem; font-weight: 600; color: var(--mark); background: var(--back); border-radius: 99px;
-  padding: 1px 10px; }
+  padding: 1px 10px; white-space: nowrap; }
 .good { --mark: var(--good); --back: var(--good-back); }
 .watch { --mark: var(--watch); --back: var(--watch-back); }
 .bad { --mark: var(--bad); --back: var(--bad-back); }
@@ -47,15 +50,25 @@ button:hover { background: var(--hover); color: var(--ink); }
 .columns3 { grid-column: span 3; }
 .columns6 { grid-column: span 6; }
 .chart { padding: 16px 14px 8px; }
+@media (pointer: fine) {
+  .chart .modebar-container { top: -46px !important; }
+  .chart .modebar { opacity: 0; transition: opacity 0.15s; background: var(--surface); border-radius: 8px; }
+  .chart:hover .modebar, .chart:focus-within .modebar { opacity: 1; }
+}
 .chart .soft { margin: 2px 0 6px; }
 .scroll { overflow-x: auto; }
+.second, .charts + details.card { margin-top: 14px; }
 table { border-collapse: collapse; width: 100%; font-size: 0.9rem; }
 th, td { text-align: left; padding: 7px 14px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 tr:last-child td { border-bottom: 0; }
 th { color: var(--soft); font-weight: 500; white-space: nowrap; }
-th:last-child:not(:first-child) { width: 50%; }
+.tight td:not(:last-child), .tight th:not(:last-child) { width: 1%; white-space: nowrap; padding-right: 22px; }
+nav { display: flex; flex-wrap: wrap; gap: 6px 18px; margin: -8px 0 18px; font-size: 0.9rem; }
+a { color: var(--accent); text-decoration: none; }
+a:hover { text-decoration: underline; }
+section { scroll-margin-top: 12px; }
 td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.text { overflow-wrap: anywhere; }
+td.text { overflow-wrap: break-word; min-width: 150px; }
 tr.differs td { background: var(--watch-back); }
 details { margin-top: 10px; }
 details:first-child { margin-top: 0; }
@@ -68,6 +81,7 @@ pre { margin: 8px 0 0; padding: 14px; background: var(--page); border: 1px solid
 input[type=range] { flex: 1; min-width: 0; accent-color: var(--accent); }
 #js-missing { padding: 10px 14px; }
 @media (max-width: 760px) {
+  .tight td:not(:last-child), .tight th:not(:last-child) { padding-right: 12px; }
   main { padding: 18px 12px 48px; }
   .charts { grid-template-columns: minmax(0, 1fr); }
   .chart { grid-column: auto; }
@@ -85,7 +99,10 @@ SCRIPT = """
     light: {
       runs: ["#2563eb", "#d97706", "#0d9467", "#c026d3", "#dc2626", "#0e7490"],
       surface: "#ffffff", ink: "#16191d", soft: "#5b6470", line: "#e9ebef", edge: "#cfd5dc",
-      cmp: "#7c3aed", slc: "#0d9488", win: "#d97706",
+      cmp: "#7c3aed", slc: "#0d9488", win: "#d97706", forced: "#8fd3cc", unread: "#f1f3f6",
+      "scale-cmp": [[0, "#f4f1fd"], [0.5, "#b79bf5"], [1, "#5b21b6"]],
+      "scale-slc": [[0, "#eef8f7"], [0.5, "#6cc5bc"], [1, "#0b5f58"]],
+      "scale-win": [[0, "#fdf5e9"], [0.5, "#efae55"], [1, "#9a5200"]],
       sequential: [[0, "#f1f5fb"], [0.25, "#bcd3f7"], [0.5, "#7aa7ee"], [0.75, "#3b74d6"], [1, "#123a86"]],
       data: "#d97706", forward: "#60a5fa", backward: "#2563eb", optimizer: "#1e3a8a", checkpoint: "#c026d3",
       evaluate: "#0d9467", telemetry: "#84cc16", sample: "#0891b2", wait: "#dc2626", compile: "#9ca3af",
@@ -94,7 +111,10 @@ SCRIPT = """
     dark: {
       runs: ["#6ea8ff", "#f0b04a", "#4cc9a0", "#e58bf2", "#ff8a8a", "#5cc8df"],
       surface: "#171b22", ink: "#e8ebef", soft: "#9aa4b1", line: "#252b34", edge: "#39414d",
-      cmp: "#b197fc", slc: "#3fd0c0", win: "#f0b04a",
+      cmp: "#b197fc", slc: "#3fd0c0", win: "#f0b04a", forced: "#2a6d68", unread: "#222933",
+      "scale-cmp": [[0, "#1f1b2e"], [0.5, "#6d4fc4"], [1, "#d9ccff"]],
+      "scale-slc": [[0, "#14231f"], [0.5, "#1f8478"], [1, "#a8f0e6"]],
+      "scale-win": [[0, "#2a2013"], [0.5, "#a8701c"], [1, "#ffdf9e"]],
       sequential: [[0, "#1a212c"], [0.25, "#1f3f73"], [0.5, "#2f68bd"], [0.75, "#6ea8ff"], [1, "#dcebff"]],
       data: "#f0b04a", forward: "#93c5fd", backward: "#4f8df0", optimizer: "#2b57ab", checkpoint: "#e58bf2",
       evaluate: "#4cc9a0", telemetry: "#a3e635", sample: "#5cc8df", wait: "#ff7b7b", compile: "#6b7280",
@@ -102,6 +122,7 @@ SCRIPT = """
     },
   };
   const charts = JSON.parse(document.getElementById("charts").textContent);
+  const pictures = [...document.querySelectorAll(".picture")].map(makePicture);
   const touch = matchMedia("(pointer: coarse)").matches;
   const system = matchMedia("(prefers-color-scheme: dark)");
   const zoom = ["zoomIn2d", "zoomOut2d", "resetScale2d"];
@@ -140,7 +161,7 @@ SCRIPT = """
       legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", traceorder: "normal",
         font: { color: palette.ink } },
       height: chart.height, dragmode: touch ? false : "zoom",
-      ...merged, margin: { l: 8, r: 10, t: 30, b: 8, ...(layout.margin || {}) },
+      ...merged, margin: { l: 8, r: 10, t: touch ? 30 : 10, b: 8, ...(layout.margin || {}) },
     };
   };
   const draw = () => {
@@ -150,8 +171,11 @@ SCRIPT = """
     for (const key of document.querySelectorAll("[data-colour]"))
       key.style.background = colour(key.dataset.colour, theme);
     const config = { responsive: true, displaylogo: false, displayModeBar: "hover", modeBarButtons: buttons };
-    return Promise.all(charts.map((chart) => Plotly.react(
-      document.getElementById("chart-" + chart.key), painted(chart.traces, theme), layoutOf(chart, theme), config)));
+    return Promise.all([
+      ...charts.map((chart) => Plotly.react(
+        document.getElementById("chart-" + chart.key), painted(chart.traces, theme), layoutOf(chart, theme), config)),
+      ...pictures.map((picture) => picture.draw(names[theme], (chart) => layoutOf(chart, theme), config)),
+    ]);
   };
   document.getElementById("theme").addEventListener("click", () => {
     chosen = root.dataset.theme === "dark" ? "light" : "dark";

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trifocal.diagnostics.attention_statistics import IGNORED_GATE
 from trifocal.diagnostics.report.charts import FULL, THIRD, Chart, Trace
 from trifocal.diagnostics.run import Run
 
@@ -11,6 +12,9 @@ _GATE_MAP_CAPTIONS = {
     "slc": "Which layers look at chosen blocks.",
     "win": "Which layers look at the near past.",
 }
+
+_STEP = {"title": {"text": "step"}}
+_MOST_LAYER_LINES = 32
 
 
 def attention_charts(run: Run) -> list[Chart]:
@@ -28,8 +32,12 @@ def attention_charts(run: Run) -> list[Chart]:
     charts = [
         _gates(rows),
         *(_gate_map(rows, branch) for branch in BRANCHES if any(row["layer"] > 0 for row in rows)),
-        _shut_heads(rows),
+        _entropy(rows),
+        _ignored(rows),
+        _recall(rows),
+        _recall_map(rows),
         _distances(rows),
+        _distances_over_time(rows),
         _selection(rows),
     ]
     return [chart for chart in charts if chart.traces]
@@ -37,96 +45,120 @@ def attention_charts(run: Run) -> list[Chart]:
 
 def _gates(rows: list[dict[str, Any]]) -> Chart:
     traces: list[Trace] = []
+    layers = sorted({row["layer"] for row in rows})
+    for branch in BRANCHES:
+        for layer in layers if 1 < len(layers) <= _MOST_LAYER_LINES else []:
+            steps, means = _mean_over_layers([row for row in rows if row["layer"] == layer], f"gate_mean_{branch}")
+            thin = {"line": {"color": f"@{branch}", "width": 1}, "opacity": 0.35}
+            traces.append({**_line(steps, means, ""), **thin, "showlegend": False, "hoverinfo": "skip"})
     for branch, label in BRANCHES.items():
         steps, means = _mean_over_layers(rows, f"gate_mean_{branch}")
-        _, spreads = _mean_over_layers(rows, f"gate_spread_{branch}")
-        if not steps:
-            continue
-        edge = {"type": "scatter", "mode": "lines", "x": steps, "showlegend": False, "hoverinfo": "skip"}
-        low = [round(max(0.0, mean - spread), 4) for mean, spread in zip(means, spreads, strict=True)]
-        high = [round(min(1.0, mean + spread), 4) for mean, spread in zip(means, spreads, strict=True)]
-        traces += [
-            {**edge, "y": low, "line": {"width": 0}},
-            {**edge, "y": high, "line": {"width": 0}, "fill": "tonexty", "fillcolor": f"@{branch}-faint"},
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "x": steps,
-                "y": means,
-                "name": label,
-                "line": {"color": f"@{branch}", "width": 2.5},
-            },
-        ]
-    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "gate"}, "range": [0, 1]}}
-    caption = (
-        "Mean over layers, heads and tokens; the band is one standard deviation. A line at 0 is a lens nobody uses."
-    )
-    return Chart("gates", "Gates of the three lenses", caption, traces, layout, columns=FULL, height=340)
+        if steps:
+            traces.append({**_line(steps, means, label), "line": {"color": f"@{branch}", "width": 3}})
+    layout = {"xaxis": _STEP, "yaxis": {"title": {"text": "gate"}, "range": [0, 1]}}
+    caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is a lens nobody uses."
+    if not any(row.get(f"heads_ignoring_{branch}") for row in rows for branch in BRANCHES):
+        caption += f" No head ignores a lens: each has a mean gate of {IGNORED_GATE} or more for all three."
+    return Chart("gates", "Gates of the three lenses", caption, traces, layout, columns=FULL, height=320)
 
 
 def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
-    steps, layers, values = _map(rows, f"gate_mean_{branch}")
-    trace: Trace = {
-        "type": "heatmap",
-        "x": steps,
-        "y": layers,
-        "z": values,
-        "zmin": 0,
-        "zmax": 1,
-        "colorscale": "@sequential",
-        "colorbar": {"thickness": 8, "outlinewidth": 0, "nticks": 3},
-        "hovertemplate": "step %{x}, layer %{y}: %{z:.3f}<extra></extra>",
-    }
-    layout = {
-        "hovermode": "closest",
-        "xaxis": {"title": {"text": "step"}, "nticks": 4},
-        "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(layers) // 6)},
-    }
     title = f"{BRANCHES[branch].capitalize()} gate by layer"
-    return Chart(f"gate_map_{branch}", title, _GATE_MAP_CAPTIONS[branch], [trace], layout, columns=THIRD, height=270)
+    chart = _layer_map(rows, f"gate_mean_{branch}", f"gate_map_{branch}", title, _GATE_MAP_CAPTIONS[branch])
+    chart.columns, chart.height = THIRD, 250
+    for trace in chart.traces:
+        trace |= {"zmin": 0, "zmax": 1, "colorscale": f"@scale-{branch}"}
+        trace["colorbar"] |= {"tickvals": [0, 0.5, 1]}
+    return chart
 
 
-def _shut_heads(rows: list[dict[str, Any]]) -> Chart:
+def _entropy(rows: list[dict[str, Any]]) -> Chart:
+    layout = {"xaxis": _STEP, "yaxis": {"range": [0, 0.72], "title": {"text": "nats"}}}
+    caption = "Mean entropy of a gate seen as a coin: 0.69 is undecided, 0 is stuck open or shut, without gradient."
+    return Chart("entropy", "How decided the gates are", caption, _branch_lines(rows, "gate_entropy_"), layout)
+
+
+def _ignored(rows: list[dict[str, Any]]) -> Chart:
     traces = _branch_lines(rows, "heads_ignoring_")
-    layout = {
-        "xaxis": {"title": {"text": "step"}},
-        "yaxis": {"range": [0, 1], "tickformat": ".0%", "title": {"text": "heads"}},
+    if not any(value for trace in traces for value in trace["y"]):
+        traces = []
+    yaxis = {"rangemode": "tozero", "tickformat": ".0%", "title": {"text": "heads"}}
+    caption = f"Share of heads whose mean gate of a branch is below {IGNORED_GATE}."
+    return Chart("ignored", "Heads that ignore a lens", caption, traces, {"xaxis": _STEP, "yaxis": yaxis})
+
+
+def _recall(rows: list[dict[str, Any]]) -> Chart:
+    names = {
+        "dense_recall": ("of its best blocks, selected", "@slc", "solid"),
+        "dense_mass_covered": ("of its attention, inside the selected", "@run0", "solid"),
+        "recall_by_chance": ("blocks drawn blindly", "@soft", "dot"),
     }
-    caption = "Share of heads whose mean gate of a branch is below 0.05."
-    return Chart("shut_heads", "Heads that ignore a lens", caption, traces, layout)
+    traces: list[Trace] = []
+    for name, (label, colour, dash) in names.items():
+        steps, values = _mean_over_layers(rows, name)
+        if steps:
+            traces.append({**_line(steps, values, label), "line": {"color": colour, "width": 2, "dash": dash}})
+    caption = "What full attention over the same keys would look at, and how much of it selection finds."
+    layout = {"xaxis": _STEP, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
+    return Chart("recall", "Selection against full attention", caption, traces, layout)
+
+
+def _recall_map(rows: list[dict[str, Any]]) -> Chart:
+    caption = "Share of full attention's best blocks that were selected; layers that choose badly are pale."
+    chart = _layer_map(rows, "dense_recall", "recall_map", "Recall by layer", caption)
+    several = len({row["layer"] for row in rows}) > 1
+    if not several or not any(row.get("dense_recall") is not None for row in rows):
+        chart.traces = []
+    for trace in chart.traces:
+        trace |= {"colorscale": "@scale-slc", "hovertemplate": "step %{x}, layer %{y}: %{z:.0%}<extra></extra>"}
+        trace["colorbar"] |= {"tickformat": ".0%"}
+    return chart
 
 
 def _distances(rows: list[dict[str, Any]]) -> Chart:
     last_step = max(row["step"] for row in rows)
     last = [row for row in rows if row["step"] == last_step and row.get("selected_distance_shares")]
     bins = max((len(row["selected_distance_shares"]) for row in last), default=0)
-    traces: list[Trace] = []
-    if last:
-        traces.append(
-            {
-                "type": "heatmap",
-                "x": distance_labels(bins),
-                "y": [row["layer"] for row in last],
-                "z": [row["selected_distance_shares"] for row in last],
-                "zmin": 0,
-                "colorscale": "@sequential",
-                "colorbar": {"thickness": 10, "outlinewidth": 0, "tickformat": ".0%"},
-                "hovertemplate": "layer %{y}, %{x} blocks back: %{z:.1%}<extra></extra>",
-            }
-        )
+    trace = _heat_map(
+        distance_labels(bins),
+        [row["layer"] for row in last],
+        [row["selected_distance_shares"] for row in last],
+        "layer %{y}, %{x} blocks back: %{z:.1%}<extra></extra>",
+    )
+    trace["colorbar"] |= {"tickformat": ".0%"}
     layout = {
         "hovermode": "closest",
         "xaxis": {"title": {"text": "blocks back"}, "type": "category"},
         "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(last) // 6)},
     }
     caption = f"Share of the selected blocks at each distance from the query, at step {last_step:,}."
-    return Chart("distances", "How far selection looks", caption, traces, layout)
+    return Chart("distances", "How far selection looks", caption, [trace] if last else [], layout)
+
+
+def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
+    by_step: dict[int, list[list[float]]] = {}
+    for row in rows:
+        if row.get("selected_distance_shares"):
+            by_step.setdefault(row["step"], []).append(row["selected_distance_shares"])
+    steps = sorted(by_step)
+    bins = max((len(shares) for group in by_step.values() for shares in group), default=0)
+    values = [
+        [round(sum(shares[index] for shares in by_step[step]) / len(by_step[step]), 5) for step in steps]
+        for index in range(bins)
+    ]
+    trace = _heat_map(steps, distance_labels(bins), values, "step %{x}, %{y} blocks back: %{z:.1%}<extra></extra>")
+    trace["colorbar"] |= {"tickformat": ".0%"}
+    yaxis = {"title": {"text": "blocks back"}, "type": "category"}
+    layout = {"hovermode": "closest", "xaxis": _STEP, "yaxis": yaxis}
+    caption = "The same over the run, mean over layers."
+    return Chart("distances_time", "Distance over time", caption, [trace] if len(steps) > 1 else [], layout)
 
 
 def _selection(rows: list[dict[str, Any]]) -> Chart:
     names = {
         "importance_covered": "importance covered",
         "neighbour_overlap": "overlap of neighbours' choices",
+        "free_local_share": "free choices inside the window",
         "selected_forced_share": "forced blocks",
         "fewer_than_n_share": "queries with fewer than n",
     }
@@ -134,9 +166,8 @@ def _selection(rows: list[dict[str, Any]]) -> Chart:
     for index, (name, label) in enumerate(names.items()):
         steps, values = _mean_over_layers(rows, name)
         if steps:
-            line = {"color": f"@run{index}", "width": 2}
-            traces.append({"type": "scatter", "mode": "lines", "x": steps, "y": values, "name": label, "line": line})
-    layout = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
+            traces.append({**_line(steps, values, label), "line": {"color": f"@run{index}", "width": 2}})
+    layout = {"xaxis": _STEP, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
     caption = "Mean over layers. Importance covered: how much of what the compressed lens finds important was selected."
     return Chart("selection", "Selected blocks", caption, traces, layout)
 
@@ -154,9 +185,41 @@ def _branch_lines(rows: list[dict[str, Any]], prefix: str) -> list[Trace]:
     for branch, label in BRANCHES.items():
         steps, values = _mean_over_layers(rows, prefix + branch)
         if steps:
-            line = {"color": f"@{branch}", "width": 2}
-            traces.append({"type": "scatter", "mode": "lines", "x": steps, "y": values, "name": label, "line": line})
+            traces.append({**_line(steps, values, label), "line": {"color": f"@{branch}", "width": 2}})
     return traces
+
+
+def _line(steps: list[int], values: list[float], name: str) -> Trace:
+    return {"type": "scatter", "mode": "lines", "x": steps, "y": values, "name": name}
+
+
+def _heat_map(x: list[Any], y: list[Any], z: list[list[Any]], hover: str) -> Trace:
+    return {
+        "type": "heatmap",
+        "x": x,
+        "y": y,
+        "z": z,
+        "zmin": 0,
+        "xgap": 0,
+        "ygap": 1,
+        "colorscale": "@sequential",
+        "colorbar": {"thickness": 8, "outlinewidth": 0, "nticks": 4},
+        "hovertemplate": hover,
+    }
+
+
+def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, caption: str) -> Chart:
+    """One figure of every layer over the run."""
+    values = {(row["layer"], row["step"]): row.get(name) for row in rows}
+    steps, layers = sorted({row["step"] for row in rows}), sorted({row["layer"] for row in rows})
+    z = [[values.get((layer, step)) for step in steps] for layer in layers]
+    trace = _heat_map(steps, layers, z, "step %{x}, layer %{y}: %{z:.3f}<extra></extra>")
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {**_STEP, "nticks": 5},
+        "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(layers) // 6)},
+    }
+    return Chart(key, title, caption, [trace], layout)
 
 
 def _mean_over_layers(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -166,10 +229,3 @@ def _mean_over_layers(rows: list[dict[str, Any]], name: str) -> tuple[list[int],
             by_step.setdefault(row["step"], []).append(row[name])
     steps = sorted(by_step)
     return steps, [round(sum(by_step[step]) / len(by_step[step]), 5) for step in steps]
-
-
-def _map(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[int], list[list[float | None]]]:
-    values = {(row["layer"], row["step"]): row.get(name) for row in rows}
-    steps = sorted({row["step"] for row in rows})
-    layers = sorted({row["layer"] for row in rows})
-    return steps, layers, [[values.get((layer, step)) for step in steps] for layer in layers]

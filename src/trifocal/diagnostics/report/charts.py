@@ -14,6 +14,7 @@ from trifocal.diagnostics.run import Run
 Trace = dict[str, Any]
 
 THIRD, HALF, FULL = 2, 3, 6
+_NAMED_SHARE = 0.12
 MOST_POINTS = 1500
 """Points of one curve; longer ones keep the lowest and the highest of every stretch."""
 _PHASES = (
@@ -94,7 +95,7 @@ def _bits_per_byte(runs: list[Run]) -> Chart:
 def _learning_rate(runs: list[Run]) -> Chart:
     traces = _of_each(runs, "train", "learning_rate")
     layout = _axes("", from_zero=True)
-    layout["yaxis"]["tickformat"] = ".1e"
+    layout["yaxis"]["tickformat"] = "~g"
     return Chart("learning_rate", "Learning rate", "Warm-up, then the schedule.", traces, layout)
 
 
@@ -102,6 +103,9 @@ def _gradient_norm(runs: list[Run]) -> Chart:
     traces = _of_each(runs, "train", "gradient_norm")
     positive = all(value > 0 for trace in traces for value in trace["y"])
     layout = _axes("norm", log=positive)
+    values = [value for trace in traces for value in trace["y"]]
+    if positive and values:
+        layout["yaxis"] |= {"tickformat": "~g", "dtick": "D2" if max(values) < 300 * min(values) else 1}
     return Chart("gradient_norm", "Gradient norm", "Before clipping. Spikes announce trouble.", traces, layout)
 
 
@@ -151,6 +155,11 @@ def _phases(runs: list[Run]) -> Chart:
                     "y": [label for label, _ in bars],
                     "x": [_significant(value) for value in seconds],
                     "customdata": [round(share, 4) for share in shares],
+                    "text": [f"{phase} {share:.0%}" if share >= _NAMED_SHARE else "" for share in shares],
+                    "textposition": "inside",
+                    "insidetextanchor": "middle",
+                    "textangle": 0,
+                    "textfont": {"color": "#ffffff"},
                     "hovertemplate": f"{phase}: %{{x:,.1f}} s (%{{customdata:.1%}})<extra>%{{y}}</extra>",
                     "marker": {"color": f"@{phase}"},
                 }
@@ -222,21 +231,29 @@ def _axes(unit: str, *, log: bool = False, from_zero: bool = False) -> dict[str,
 
 
 def smoothed(values: list[float], width: int | None = None) -> list[float]:
-    """Moving mean centred on each point, narrower towards the ends: smooth without lagging behind.
+    """Moving mean centred on each point; towards the ends, the line fitted to the last whole stretch.
+
+    So it is smooth to the very ends, and lags behind nowhere.
 
     Args:
         values: A curve.
-        width: Points in the mean, odd; about a fortieth of the curve by default.
+        width: Points in the mean, odd; about a thirtieth of the curve by default.
 
     Returns:
         As many values.
     """
-    half = max(2, len(values) // 80) if width is None else width // 2
+    count = len(values)
+    width = min(count, 2 * max(3, count // 60) + 1 if width is None else width)
     sums = [0.0, *itertools.accumulate(values)]
+    moments = [0.0, *itertools.accumulate(index * value for index, value in enumerate(values))]
     result = []
-    for index in range(len(values)):
-        reach = min(half, index, len(values) - 1 - index)
-        result.append((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
+    for index in range(count):
+        start = min(max(0, index - width // 2), count - width)
+        middle = start + (width - 1) / 2
+        mean = (sums[start + width] - sums[start]) / width
+        covariance = (moments[start + width] - moments[start]) / width - middle * mean
+        slope = 12 * covariance / (width**2 - 1) if width > 1 else 0.0
+        result.append(mean + slope * (index - middle))
     return result
 
 

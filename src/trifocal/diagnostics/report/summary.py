@@ -8,7 +8,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Literal
 
-from trifocal.diagnostics.run import Run
+from trifocal.diagnostics.run import Run, is_number
 from trifocal.diagnostics.verdict import judge
 
 Mark = Literal["good", "watch", "bad", "unknown"]
@@ -31,6 +31,8 @@ TELEMETRY_SHARE = 0.02
 """The same for looking at the attention."""
 SLOWDOWN = 0.8
 """Last tenth's median tokens/s as a share of the whole run's."""
+
+_LENSES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 
 
 @dataclass
@@ -123,7 +125,10 @@ def _healthy(run: Run) -> Finding:
         if messages:
             mark = "bad" if worse == "bad" or mark == "bad" else "watch"
             worries.append(f"{_count(len(messages), severity)}, the last one: {messages[-1]}")
-    norms = run.series("train", "gradient_norm")[1]
+    steps, norms = run.series("train", "gradient_norm")
+    # Before the peak of the learning rate, and in the first tenth, gradients are large in every run.
+    warm = max(run.config.get("schedule", {}).get("warmup_steps", 0), run.last_step / 10)
+    norms = [norm for step, norm in zip(steps, norms, strict=True) if step > warm]
     if len(norms) >= 20:
         median = statistics.median(norms)
         spikes = sum(norm > SPIKE_FACTOR * median for norm in norms)
@@ -141,7 +146,26 @@ def _healthy(run: Run) -> Finding:
         return Finding(question, mark, _sentence("; ".join(worries)), changes)
     if not run.heartbeats and not run.of_kind("train"):
         return Finding(question, "unknown", "No heartbeat and no training rows.")
-    return Finding(question, "good", "Yes: no warnings, no spikes in the gradient, nothing stalled.")
+    return Finding(question, "good", f"Yes: no warnings, no spikes in the gradient, nothing stalled.{_lenses(run)}")
+
+
+def _lenses(run: Run) -> str:
+    """How the attention uses its branches, at the last look; empty without telemetry."""
+    rows = run.of_kind("telemetry")
+    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    if not last:
+        return ""
+
+    def mean(name: str) -> float | None:
+        values = [row[name] for row in last if is_number(row.get(name))]
+        return statistics.fmean(values) if values else None
+
+    gates = ", ".join(f"{label} {mean(f'gate_mean_{branch}') or 0:.2f}" for branch, label in _LENSES.items())
+    text = f" The lenses are open ({gates})."
+    recall, chance = mean("dense_recall"), mean("recall_by_chance")
+    if recall is not None and chance is not None:
+        text += f" Selection finds {recall:.0%} of full attention's best blocks; chance would find {chance:.0%}."
+    return text
 
 
 def _fast(run: Run) -> Finding:

@@ -1,0 +1,162 @@
+"""The report's tables: key figures, comparison, figures by layer, events, ranks, environment and config."""
+
+import json
+import statistics
+from collections.abc import Iterable
+from html import escape
+from typing import Any
+
+from trifocal.diagnostics.progress import duration
+from trifocal.diagnostics.run import Run, is_number
+from trifocal.diagnostics.verdict import judge
+
+_MOST_EVENTS = 200
+
+
+def key_figures(run: Run) -> dict[str, str]:
+    """The figures that people ask for first, formatted, with their units; those that the run has."""
+    figures: dict[str, str] = {}
+    total = run.total_steps
+    unfinished = total is not None and run.last_step < total
+    figures["steps"] = f"{run.last_step:,}" + (f" / {total:,}" if unfinished else "")
+    losses = run.series("train", "loss")[1]
+    evaluations = run.series("evaluation", "validation_loss")[1]
+    bits = run.series("evaluation", "bits_per_byte")[1]
+    rates = run.series("train", "tokens_per_second")[1]
+    tokens = run.series("train", "tokens_seen")[1]
+    executed = run.series("train", "executed_mfu")[1]
+    memory = run.series("train", "memory_allocated_bytes")[1]
+    if evaluations:
+        figures["validation loss, last"] = f"{evaluations[-1]:.4f}"
+        figures["validation loss, best"] = f"{min(evaluations):.4f}"
+    elif losses:
+        figures["training loss, last"] = f"{losses[-1]:.4f}"
+    if bits:
+        figures["bits per byte, last"] = f"{bits[-1]:.4f}"
+    if rates:
+        figures["tokens/s, median"] = f"{statistics.median(rates):,.0f}"
+    if executed:
+        figures["MFU, executed"] = f"{statistics.median(executed):.1%}"
+    dense = run.series("train", "dense_equivalent_mfu")[1]
+    if dense:
+        figures["MFU, dense equivalent"] = f"{statistics.median(dense):.1%}"
+    if tokens:
+        figures["tokens seen"] = _short(tokens[-1])
+    seconds = sum(run.phase_seconds().values())
+    if seconds:
+        figures["time"] = duration(seconds)
+    if memory:
+        figures["memory, most"] = f"{max(memory) / 2**30:.2f} GiB"
+    return figures
+
+
+def comparison(runs: list[Run]) -> str:
+    """Key figures side by side, and the config keys in which the runs differ."""
+    figures = [key_figures(run) for run in runs]
+    names = list(dict.fromkeys(name for figure in figures for name in figure))
+    rows = [[name, *(figure.get(name, "-") for figure in figures)] for name in names]
+    side_by_side = table(["", *(run.name for run in runs)], rows, number_columns=True)
+    settings = [flat(run.config) for run in runs]
+    keys = sorted({key for setting in settings for key in setting} - {"run.directory"})
+    different = [key for key in keys if len({setting.get(key, "-") for setting in settings}) > 1]
+    if not different:
+        return f'<div class="card scroll">{side_by_side}</div><p class="soft">The configs are the same.</p>'
+    rows = [[key, *(setting.get(key, "-") for setting in settings)] for key in different]
+    differences = table(["config that differs", *(run.name for run in runs)], rows)
+    return f'<div class="card scroll">{side_by_side}</div><div class="card scroll second">{differences}</div>'
+
+
+def layer_table(run: Run) -> str:
+    """Every figure of the telemetry's last look, a column for each layer; empty without telemetry."""
+    rows = run.of_kind("telemetry")
+    if not rows:
+        return ""
+    last = sorted((row for row in rows if row["step"] == rows[-1]["step"]), key=lambda row: row["layer"])
+    names = [name for name in last[0] if name not in ("kind", "step", "unix_time_seconds", "layer")]
+    figures = [
+        [name.replace("_", " "), *(f"{row[name]:.3f}" if is_number(row.get(name)) else "-" for row in last)]
+        for name in names
+        if not isinstance(last[0][name], list)
+    ]
+    body = table(["layer", *(str(row["layer"]) for row in last)], figures, number_columns=True)
+    summary = f"All figures of every layer, at step {last[0]['step']:,}"
+    return f'<details class="card"><summary>{summary}</summary><div class="scroll">{body}</div></details>'
+
+
+def events_table(run: Run) -> str:
+    """What happened, with the time since the run's first row."""
+    events = run.of_kind("event")
+    began = run.rows[0]["unix_time_seconds"]
+    rows = []
+    for event in events[-_MOST_EVENTS:]:
+        severity = str(event.get("severity", "info"))
+        mark = {"error": "bad", "warning": "watch"}.get(severity, "unknown")
+        rows.append(
+            f'<tr><td class="number">{event["step"]:,}</td>'
+            f'<td class="number">{duration(max(0.0, event["unix_time_seconds"] - began))}</td>'
+            f'<td><span class="mark {mark}">{escape(severity)}</span></td>'
+            f'<td class="text"><b>{escape(str(event["name"]))}</b> {escape(str(event["message"]))}</td></tr>'
+        )
+    more = f'<p class="soft">The last {_MOST_EVENTS} of {len(events):,}.</p>' if len(events) > _MOST_EVENTS else ""
+    head = "<tr><th>step</th><th>time</th><th></th><th>what happened</th></tr>"
+    return f'<div class="card scroll"><table class="tight">{head}{"".join(rows)}</table>{more}</div>'
+
+
+def ranks_table(runs: list[Run]) -> str:
+    """The verdict on every process."""
+    rows = []
+    for run in runs:
+        for rank, beats in run.heartbeats.items():
+            verdict = judge(beats[-1])
+            rows.append([run.name, str(rank), str(beats[-1]["host"]), verdict.state, verdict.reason])
+    if not rows:
+        return '<p class="card soft">No heartbeat was written.</p>'
+    return f'<div class="card scroll">{table(["run", "rank", "host", "state", "why"], rows)}</div>'
+
+
+def settings(runs: list[Run]) -> str:
+    """Environment and config, folded."""
+    parts = []
+    for run in runs:
+        for title, text in (
+            ("Environment", json.dumps(run.environment, indent=2) if run.environment else ""),
+            ("Config", run.config_text),
+        ):
+            if text:
+                label = of_run(title, run, len(runs) > 1)
+                parts.append(f"<details><summary>{escape(label)}</summary><pre>{escape(text)}</pre></details>")
+    return f'<div class="card">{"".join(parts)}</div>' if parts else '<p class="card soft">Neither was saved.</p>'
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested config as dotted names and values in TOML's spelling."""
+    result: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            result |= flat(value, f"{prefix}{name}.")
+        else:
+            result[prefix + name] = json.dumps(value, default=str)
+    return result
+
+
+def table(head: Iterable[str], rows: list[list[str]], *, number_columns: bool = False) -> str:
+    """An HTML table; the first column names the row."""
+    kind = "number" if number_columns else "text"
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+    for first, *others in rows:
+        cells = "".join(f'<td class="{kind}">{escape(cell)}</td>' for cell in others)
+        lines.append(f"<tr><td>{escape(first)}</td>{cells}</tr>")
+    tight = "" if number_columns else ' class="tight"'
+    return f"<table{tight}>{''.join(lines)}</table>"
+
+
+def of_run(title: str, run: Run, compared: bool) -> str:
+    """A title that names the run where there are several."""
+    return f"{title}: {run.name}" if compared else title
+
+
+def _short(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"
