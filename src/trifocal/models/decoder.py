@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trifocal.models.config import ModelConfig
-from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm
+from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm, RotaryTables
 from trifocal.ops import Documents
 
 IGNORED_TARGET = -100
@@ -135,12 +135,13 @@ class DecoderLM(nn.Module):
             documents = Documents(*(part.to(tokens.device) for part in documents))
 
         x = self.embedding(tokens)
+        rotary = self.attention_layers()[0].rotary_tables(x, documents) if cache is None else None
         if torch.is_grad_enabled() and cache is None:
             for index, block in enumerate(self.blocks):
-                x = self._run_block(block, x, documents, index in self._checkpointed_layers)
+                x = self._run_block(block, x, documents, rotary, index in self._checkpointed_layers)
         else:
             for index, block in enumerate(self.blocks):
-                x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index])
+                x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index], rotary=rotary)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -205,14 +206,22 @@ class DecoderLM(nn.Module):
         )
 
 
-def run_block(block: nn.Module, x: Tensor, documents: Documents | None, checkpointed: bool) -> Tensor:
+def run_block(
+    block: nn.Module, x: Tensor, documents: Documents | None, rotary: RotaryTables | None, checkpointed: bool
+) -> Tensor:
     """One layer in training; `checkpointed` computes it again in backward."""
     if not checkpointed:
-        return block(x, cu_seqlens=documents)
+        return block(x, cu_seqlens=documents, rotary=rotary)
     # The block itself: a closure over the loop variable would recompute every layer as the last one. Nothing in it
     # is random, so no random state is kept, which a CUDA graph could not read.
     return checkpoint(
-        block, x, use_reentrant=False, preserve_rng_state=False, context_fn=_save_attention, cu_seqlens=documents
+        block,
+        x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=_save_attention,
+        cu_seqlens=documents,
+        rotary=rotary,
     )
 
 

@@ -1,6 +1,6 @@
 """Modules that own parameters: attention, its compressor and gates, and the decoder block around it."""
 
-from trifocal.nn.attention import DenseAttention, NSAttention
+from trifocal.nn.attention import DenseAttention, NSAttention, RotaryTables
 from trifocal.nn.block import Block, RMSNorm, SwiGLU
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import GroupSoftmaxGate, SigmoidGate
@@ -14,6 +14,7 @@ __all__ = [
     "MeanCompressor",
     "NSAttention",
     "RMSNorm",
+    "RotaryTables",
     "SigmoidGate",
     "SwiGLU",
     "rotary_tables",

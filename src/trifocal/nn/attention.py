@@ -4,18 +4,33 @@ Inputs are [B, T, E]. Shape letters as in DESIGN.md: H query heads in G groups, 
 """
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
+from trifocal.nn.projection import project
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention
-from trifocal.ops.layout import compressed_layout
+from trifocal.ops.layout import compressed_layout, max_packed_compressed_blocks
 
 KeysValues = tuple[Tensor, Tensor]
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines of a whole forward pass, the same in every layer.
+
+    Attributes:
+        cos, sin: Of the tokens, [T, D/2].
+        cos_cmp, sin_cmp: Of the compressed blocks, [C, D/2]; None in dense attention.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    cos_cmp: Tensor | None = None
+    sin_cmp: Tensor | None = None
 
 
 class NSACache(Protocol):
@@ -123,7 +138,12 @@ class NSAttention(nn.Module):
             self.gate = GroupSoftmaxGate(num_heads, num_kv_groups, head_dim)
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: Tensor | Documents | None = None, cache: NSACache | None = None
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | Documents | None = None,
+        cache: NSACache | None = None,
+        rotary: RotaryTables | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -131,6 +151,7 @@ class NSAttention(nn.Module):
             x: The layer's input, [B, T, E].
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
             cache: Earlier tokens; the T tokens follow them and are taken in.
+            rotary: From `rotary_tables` for these tokens, where layers share them; without a cache.
 
         Returns:
             [B, T, E].
@@ -139,17 +160,14 @@ class NSAttention(nn.Module):
             ValueError: If both documents and a cache are given, or the borders do not fit.
         """
         documents, positions = _locate(x, cu_seqlens, cache)
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k_cmp, k_slc, k_win = self._split_branches(self.k_proj(x), self.head_dim)
-        v_cmp, v_slc, v_win = self._split_branches(self.v_proj(x), self.value_dim)
-        gates = self.gate(x) if isinstance(self.gate, SigmoidGate) else self.gate(q)
+        q, (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win), gates = self._project(x)
 
-        cos, sin = self._rotary_tables(positions, q)
+        cos, sin = self._rotary_tables(positions, q) if rotary is None else (rotary.cos, rotary.sin)
         q = rotate(q, cos, sin)
         k_slc = rotate(k_slc, cos, sin)
         k_win = k_slc if self.shared_kv else rotate(k_win, cos, sin)
         if cache is None:
-            k_cmp, v_cmp = self._compress(k_cmp, v_cmp, 0, documents)
+            k_cmp, v_cmp = self._compress(k_cmp, v_cmp, 0, documents, rotary)
         else:
             (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = cache.extend(
                 (k_cmp, v_cmp), (k_slc, v_slc), None if self.shared_kv else (k_win, v_win), self._compress
@@ -176,26 +194,56 @@ class NSAttention(nn.Module):
             projected: [B, T, branches * G * D].
             documents: Packed documents, if there are several.
         """
-        k_slc = self._split_branches(projected, self.head_dim)[1]
+        branches = projected.unflatten(-1, (-1, self.num_kv_groups, self.head_dim)).unbind(2)
+        k_slc = branches[0] if self.shared_kv else branches[1]
         _, positions = _locate(projected, documents, None)
         return rotate(k_slc, *self._rotary_tables(positions, k_slc))
 
-    def _split_branches(self, projected: Tensor, features: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, branches * G * features] -> cmp, slc, win, each [B, T, G, features]."""
-        branches = projected.unflatten(-1, (-1, self.num_kv_groups, features)).unbind(2)
-        return (branches[0],) * 3 if self.shared_kv else (branches[0], branches[1], branches[2])
+    def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
+        """Tables for tokens without a cache, to be shared by layers alike; x [B, T, E] gives length, device, type."""
+        documents, positions = _locate(x, cu_seqlens, None)
+        if documents is None:
+            num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
+        else:
+            num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
+        starts = self._block_starts(num_blocks, documents, x.device)
+        return RotaryTables(*self._rotary_tables(positions, x), *self._rotary_tables(starts, x))
+
+    def _project(self, x: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor]:
+        """q [B, T, H, D]; keys and values of cmp, slc, win, each [B, T, G, *]; gates [B, T, H, 3]."""
+        branches = 1 if self.shared_kv else NUM_BRANCHES
+        linears, parts = [self.q_proj, self.k_proj, self.v_proj], [1, branches, branches]
+        if isinstance(self.gate, SigmoidGate):
+            q, *keys_values, logits = project(x, [*linears, self.gate.proj], [*parts, 1])
+            gates = self.gate(x, logits)
+            q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        else:
+            q, *keys_values = project(x, linears, parts)
+            q = q.unflatten(-1, (self.num_heads, self.head_dim))
+            gates = self.gate(q)
+        heads = [part.unflatten(-1, (self.num_kv_groups, -1)) for part in keys_values]
+        keys, values = heads[:branches], heads[branches:]
+        return q, keys * (NUM_BRANCHES // branches), values * (NUM_BRANCHES // branches), gates
 
     def _compress(
-        self, k_raw: Tensor, v_raw: Tensor, first_position: int, documents: Documents | None = None
+        self,
+        k_raw: Tensor,
+        v_raw: Tensor,
+        first_position: int,
+        documents: Documents | None = None,
+        rotary: RotaryTables | None = None,
     ) -> KeysValues:
         """Compress unrotated keys and values and rotate the keys; `first_position` is that of the first token."""
         k_cmp, v_cmp = self.k_compressor(k_raw, documents), self.v_compressor(v_raw, documents)
-        num_blocks = k_cmp.shape[1]
-        if documents is None:
-            starts = torch.arange(num_blocks, device=k_cmp.device) * self.geometry.compression_stride
-        else:
-            starts = compressed_layout(documents, num_blocks, self.geometry).starts
+        if rotary is not None and rotary.cos_cmp is not None and rotary.sin_cmp is not None:
+            return rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp), v_cmp
+        starts = self._block_starts(k_cmp.shape[1], documents, k_cmp.device)
         return rotate(k_cmp, *self._rotary_tables(first_position + starts, k_cmp)), v_cmp
+
+    def _block_starts(self, num_blocks: int, documents: Documents | None, device: torch.device) -> Tensor:
+        if documents is None:
+            return torch.arange(num_blocks, device=device) * self.geometry.compression_stride
+        return compressed_layout(documents, num_blocks, self.geometry).starts
 
     def _rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
@@ -237,21 +285,34 @@ class DenseAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=False)
 
     def forward(
-        self, x: Tensor, *, cu_seqlens: Tensor | Documents | None = None, cache: DenseCache | None = None
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | Documents | None = None,
+        cache: DenseCache | None = None,
+        rotary: RotaryTables | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
 
         Packed documents take a boolean mask of [T, T].
         """
         documents, positions = _locate(x, cu_seqlens, cache)
-        q = self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim))
-        k = self.k_proj(x).unflatten(-1, (self.num_kv_groups, self.head_dim))
-        v = self.v_proj(x).unflatten(-1, (self.num_kv_groups, self.value_dim))
-        tables = rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(q.dtype, torch.float32))
-        q, k = rotate(q, *tables), rotate(k, *tables)
+        q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj])
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        k = k.unflatten(-1, (self.num_kv_groups, self.head_dim))
+        v = v.unflatten(-1, (self.num_kv_groups, self.value_dim))
+        cos, sin = self._rotary_tables(positions, q) if rotary is None else (rotary.cos, rotary.sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(k, v)
         return self.o_proj(_dense_attention(q, k, v, documents).flatten(2))
+
+    def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
+        """As `NSAttention.rotary_tables`."""
+        return RotaryTables(*self._rotary_tables(_locate(x, cu_seqlens, None)[1], x))
+
+    def _rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trifocal.nn.attention import RotaryTables
+from trifocal.nn.projection import project
 from trifocal.ops import Documents
 
 
@@ -49,7 +51,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] -> [..., E]."""
-        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, [self.gate_proj, self.up_proj])
+        return self.down_proj(nn.functional.silu(gate) * up)
 
 
 class Block(nn.Module):
@@ -69,7 +72,14 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(dim, norm_eps)
         self.mlp = SwiGLU(dim, mlp_dim)
 
-    def forward(self, x: Tensor, *, cu_seqlens: Tensor | Documents | None = None, cache: Any | None = None) -> Tensor:
-        """[B, T, E] -> [B, T, E]; `cu_seqlens` and `cache` as the attention takes them."""
-        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache)
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | Documents | None = None,
+        cache: Any | None = None,
+        rotary: RotaryTables | None = None,
+    ) -> Tensor:
+        """[B, T, E] -> [B, T, E]; `cu_seqlens`, `cache` and `rotary` as the attention takes them."""
+        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache, rotary=rotary)
         return x + self.mlp(self.mlp_norm(x))

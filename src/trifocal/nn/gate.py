@@ -21,9 +21,13 @@ class SigmoidGate(nn.Module):
         self.proj = nn.Linear(dim, num_heads * NUM_BRANCHES)
         nn.init.zeros_(self.proj.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map the layer's input [B, T, E] to gates [B, T, H, 3] between 0 and 1, fp32 (fp64 for fp64)."""
-        return _in_full_precision(self.proj(x)).sigmoid().unflatten(-1, (-1, NUM_BRANCHES))
+    def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
+        """Map the layer's input [B, T, E] to gates [B, T, H, 3] between 0 and 1, fp32 (fp64 for fp64).
+
+        `logits` is `proj` of x, [B, T, 3 * H], where the layer has computed it together with other projections.
+        """
+        logits = self.proj(x) if logits is None else logits
+        return _in_full_precision(logits).sigmoid().unflatten(-1, (-1, NUM_BRANCHES))
 
 
 class GroupSoftmaxGate(nn.Module):

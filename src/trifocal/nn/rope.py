@@ -38,6 +38,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         The rotated tensor, [B, T, H, D], in the type of `x`.
     """
-    cos, sin = cos[:, None], sin[:, None]
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    # Without a concatenation, so that a compiler makes one pass of it, without fp32 tensors in memory.
+    cos, sin = cos[:, None, None], sin[:, None, None]
+    signs = torch.arange(-1, 2, 2, device=sin.device, dtype=sin.dtype)[:, None]
+    halves = x.to(cos.dtype).unflatten(-1, (2, -1))
+    return (halves * cos + halves.flip(-2) * (sin * signs)).flatten(-2).to(x.dtype)

@@ -64,11 +64,13 @@ class CompressedLayout(NamedTuple):
         ids: The document of each block, [C]; -1 for a slot that no document fills.
         starts: Position of each block's first token in its document, [C].
         first_blocks: The first block of each document, [documents].
+        counts: Blocks of each document, [documents].
     """
 
     ids: Tensor
     starts: Tensor
     first_blocks: Tensor
+    counts: Tensor
 
 
 def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry) -> CompressedLayout:
@@ -82,7 +84,7 @@ def compressed_layout(documents: Documents, num_blocks: int, geometry: Geometry)
     ids = torch.searchsorted(ends, slots, right=True, out_int32=True)
     filled = ids < counts.numel()
     starts = (slots - first_blocks[ids.clamp(max=counts.numel() - 1)]) * geometry.compression_stride
-    return CompressedLayout(torch.where(filled, ids, -1), torch.where(filled, starts, 0), first_blocks)
+    return CompressedLayout(torch.where(filled, ids, -1), torch.where(filled, starts, 0), first_blocks, counts)
 
 
 def first_compressed_blocks(documents: Documents, geometry: Geometry) -> Tensor:

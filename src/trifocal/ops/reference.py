@@ -62,17 +62,59 @@ def mean_compress(x: Tensor, geometry: Geometry, documents: Documents | None, nu
 
 def compression_windows(x: Tensor, geometry: Geometry, documents: Documents | None, num_blocks: int) -> Tensor:
     """The tokens of each compressed block, [B, S, G, D] -> [B, C, l, G, D]; zeros in slots that no document fills."""
-    block = geometry.compression_block_size
+    block, stride, num_tokens = geometry.compression_block_size, geometry.compression_stride, x.shape[1]
+    if num_blocks == 0:
+        return x[:, :0, None].expand(-1, -1, block, -1, -1)
     if documents is None:
-        if num_blocks == 0:
-            return x[:, :0, None].expand(-1, -1, block, -1, -1)
-        return x.unfold(1, block, geometry.compression_stride).movedim(-1, 2)
-    layout = compressed_layout(documents, num_blocks, geometry)
-    start = documents.cu_seqlens[layout.ids.clamp(min=0)] + layout.starts
-    filled = layout.ids >= 0
-    offsets = torch.arange(block, device=x.device, dtype=torch.int32)
-    tokens = torch.where(filled[:, None], start[:, None] + offsets, 0)
-    return x[:, tokens].where(filled[:, None, None, None], 0)
+        start_C = torch.arange(num_blocks, device=x.device, dtype=torch.int32) * stride
+        position_S = torch.arange(num_tokens, device=x.device, dtype=torch.int32)
+        first_S, count_S = torch.zeros_like(position_S), torch.full_like(position_S, num_blocks)
+    else:
+        layout = compressed_layout(documents, num_blocks, geometry)
+        start_C = (documents.cu_seqlens[layout.ids.clamp(min=0)] + layout.starts).where(layout.ids >= 0, -1)
+        position_S = documents.positions
+        first_S, count_S = layout.first_blocks[documents.ids], layout.counts[documents.ids]
+    return _CompressionWindows.apply(x, start_C, position_S, first_S, count_S, block, stride)  # type: ignore[no-untyped-call, return-value]
+
+
+class _CompressionWindows(torch.autograd.Function):
+    """Gathers tokens into blocks, and in backward gradients from blocks.
+
+    A token lies in the block that begins at its stride and in those shortly before it. So its gradient is a sum of
+    `l / d` terms in a fixed order, where the gradient of indexing would add in any order.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x: Tensor,
+        start_C: Tensor,
+        position_S: Tensor,
+        first_S: Tensor,
+        count_S: Tensor,
+        block: int,
+        stride: int,
+    ) -> Tensor:
+        """`start_C`: first token of each slot, -1 where none; of each token: position, first slot, slots."""
+        ctx.save_for_backward(position_S, first_S, count_S)
+        ctx.block, ctx.stride = block, stride
+        filled_C1 = (start_C >= 0)[:, None]
+        token_CL = start_C[:, None] + torch.arange(block, device=x.device, dtype=torch.int32)
+        return x[:, token_CL.where(filled_C1, 0)].where(filled_C1[..., None, None], 0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_windows: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        position_S, first_S, count_S = ctx.saved_tensors
+        block, stride = ctx.block, ctx.stride
+        before_K = torch.arange(block // stride, device=d_windows.device, dtype=torch.int32)
+        number_SK = (position_S // stride)[:, None] - before_K
+        holds_SK = (number_SK >= 0) & (number_SK < count_S[:, None])
+        place_SK = (position_S % stride)[:, None] + before_K * stride
+        row_SK = ((first_S[:, None] + number_SK) * block + place_SK).where(holds_SK, 0)
+        terms = d_windows.flatten(1, 2)[:, row_SK].where(holds_SK[..., None, None], 0)
+        d_x = terms.sum(2, dtype=_accumulator(d_windows)).to(d_windows.dtype)
+        return d_x, *[None] * 6
 
 
 def compressed_attention(
