@@ -1,8 +1,12 @@
 """The checks of several processes: healthy ones pass, each fault fails."""
 
+import subprocess
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from tests import warm
 from trifocal.checks import processes
 from trifocal.checks.process_worker import Case
 
@@ -15,7 +19,9 @@ SHARDED = (Case("fsdp", accumulation=2), Case("fsdp", checkpointing=True))
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the cases above."""
+    """Only the cases above, in processes that need not import everything first."""
+    quick = SimpleNamespace(Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(processes, "subprocess", quick)
     monkeypatch.setattr(processes, "DDP_CASES", DDP)
     monkeypatch.setattr(processes, "SHARDED_CASES", SHARDED)
     monkeypatch.setattr(processes, "STEP_CASES", (Case("ddp", steps=2),))

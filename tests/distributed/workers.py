@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tests import children
+from tests import children, warm
 
 
 @dataclass
@@ -37,7 +38,7 @@ class Workers:
             port = listener.getsockname()[1]
         self.folder = folder
         self.begin = time.monotonic()
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.processes: list[Any] = []
         for rank, command in enumerate(commands):
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": len(commands), "LOCAL_WORLD_SIZE": len(commands)}
             place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "PYTHONUNBUFFERED": 1}
@@ -46,7 +47,7 @@ class Workers:
             with (folder / f"out{rank}").open("wb") as out, (folder / f"error{rank}").open("wb") as error:
                 # Not for a test's own interpreter of kernels.
                 variables.pop("TRITON_INTERPRET", None)
-                started = subprocess.Popen([sys.executable, *command], stdout=out, stderr=error, env=variables)
+                started = warm.popen([sys.executable, *command], stdout=out, stderr=error, env=variables)
             self.processes.append(started)
 
     def error(self, rank: int) -> str:
