@@ -16,8 +16,10 @@ from rich.console import Console
 from tests.children import environment
 from tests.diagnostics.conftest import set_last_beat
 from trifocal.cli import main
+from trifocal.diagnostics import MetricsWriter
+from trifocal.diagnostics.remote import RemoteRun, remote_address
 from trifocal.diagnostics.run import read_run
-from trifocal.diagnostics.watch import remaining_seconds, render, sparkline
+from trifocal.diagnostics.watch import Silences, curve, remaining_seconds, render, verdicts
 
 MakeRun = Callable[..., Path]
 
@@ -31,7 +33,17 @@ def shown(run: Path, width: int = 100) -> str:
 def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
     run = make_run(steps=500, gpu=True, ranks=2)
     text = shown(run)
-    for part in ("500/500", "loss", "▁", "validation", "tokens/s", "MFU (executed)", "cmp 0.35", "finished", "GiB"):
+    for part in (
+        "500/500",
+        "loss",
+        "⠑",
+        "validation",
+        "tokens/s",
+        "MFU (executed)",
+        "cmp 0.35 ▅▄▃▂",
+        "recall 70%",
+        "finished",
+    ):
         assert part in text, part
     assert "saved checkpoints/step_500" in text
 
@@ -48,6 +60,90 @@ def test_every_rank_has_its_verdict(make_run: MakeRun) -> None:
     assert "slow" in lines["1"] and "18.0 times its median of 0.5 s" in lines["1"]
     assert "stalled" in lines["2"] and "hook (model.py:7)" in lines["2"]
     assert "dead" in lines["3"] and "elsewhere" in lines["3"]
+
+
+def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
+    run, now = make_run(steps=500, ranks=2), time.time()
+    healthy = {"phase_seconds": 0.0, "expected_phase_seconds": 60.0, "host": "elsewhere"}
+    silences = Silences()
+
+    def states(at: float) -> list[str]:
+        found = verdicts(read_run(run, whole_heartbeats=False), at, silences=silences)
+        return [found[rank].state for rank in (0, 1)]
+
+    # Rank 0 lives by a clock an hour behind; rank 1 died by a clock an hour ahead.
+    set_last_beat(run, 0, unix_time_seconds=now - 3600, **healthy)
+    set_last_beat(run, 1, unix_time_seconds=now + 3600, **healthy)
+    assert states(now)[0] == "dead", "one look cannot tell"
+    set_last_beat(run, 0, unix_time_seconds=now - 3595, **healthy)
+    assert states(now + 5) == ["running", "running"]
+    assert states(now + 60) == ["dead", "dead"]
+
+
+FAKE_SSH = """#!/bin/sh
+# Takes the place of ssh: the host is the last argument but one, the shell runs here, in the "home" of that host.
+for argument; do before=$last; last=$argument; done
+[ "$before" = user@machine ] || exit 255
+cd "$FAKE_HOME" && exec "$last"
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home directory of a machine that ssh reaches as user@machine."""
+    program = tmp_path / "bin" / "ssh"
+    program.parent.mkdir()
+    program.write_text(FAKE_SSH)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("FAKE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_run_elsewhere_is_watched_over_ssh(
+    machine: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run("a run's folder", steps=100, ranks=2)
+    for path in (f"~/{run.name}", run.name, str(run)):
+        assert main(["watch", f"user@machine:{path}"]) == 0
+        shown = capsys.readouterr().out
+        assert "100/100" in shown and shown.count("finished") == 2
+    set_last_beat(run, 1, unix_time_seconds=time.time(), phase_seconds=500.0)
+    assert main(["watch", f"user@machine:{run}"]) == 1
+    assert main(["watch", "user@machine:nowhere"]) == 2
+    assert "no run directory at user@machine:nowhere" in capsys.readouterr().err
+    assert main(["watch", "stranger@machine:run"]) == 2
+    assert "the connection to stranger@machine has ended (ssh: exit status 255)" in capsys.readouterr().err
+
+
+def test_what_grows_or_shrinks_over_there_does_so_here(machine: Path, make_run: MakeRun, tmp_path: Path) -> None:
+    run, metrics = make_run(steps=100), "metrics.jsonl"
+    (folder := tmp_path / "copy").mkdir()
+    with RemoteRun("user@machine", str(run), folder) as remote:
+        assert remote.read().rows == read_run(run).rows
+        with MetricsWriter(run / metrics) as writer:
+            writer.write("train", 110, loss=1.0)
+        with (run / metrics).open("a") as file:
+            file.write('{"torn":')
+        assert remote.read().rows == read_run(run).rows
+        with MetricsWriter(run / metrics, resume_step=50):
+            pass
+        assert remote.read().rows == read_run(run).rows
+        # Cut, and grown past the old end since the last look.
+        with MetricsWriter(run / metrics, resume_step=10) as writer:
+            for step in range(11, 200):
+                writer.write("train", step, loss=2.0, note="longer than the rows that were here before")
+        assert remote.read().of_kind("train")[-1]["step"] == 199
+        assert (folder / run.name / metrics).stat().st_size == (run / metrics).stat().st_size
+
+
+def test_only_what_ssh_would_reach_is_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert remote_address("me@node-3.cluster:runs/x") == ("me@node-3.cluster", "runs/x")
+    assert remote_address("runs/x") is None
+    assert remote_address("-oProxyCommand=x:y") is None
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd:name").mkdir()
+    assert remote_address("odd:name") is None
 
 
 def test_the_exit_status_tells_a_script(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
@@ -101,15 +197,11 @@ def test_the_time_left_follows_the_pace(make_run: MakeRun) -> None:
     assert remaining_seconds(run) is None
 
 
-@pytest.mark.parametrize(
-    ("values", "width", "line"),
-    [
-        ([], 5, ""),
-        ([1.0], 5, "▁"),
-        ([2.0, 2.0], 5, "▁▁"),
-        ([0.0, 7.0, 3.0], 5, "▁█▄"),
-        ([8.0, 6.0, 2.0, 0.0], 2, "█▁"),
-    ],
-)
-def test_sparklines(values: list[float], width: int, line: str) -> None:
-    assert sparkline(values, width) == line
+def test_a_curve_falls_from_the_first_line_to_the_last() -> None:
+    lines = curve([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 4, 2)
+    assert lines == ["⠑⢄⠀⠀", "⠀⠀⠑⢄"]
+    assert curve([], 10, 4) == []
+    assert curve([2.0, 2.0], 5, 1) == [chr(0x2800 + 0x40 + 0x80)]
+    # A fall from the top to the bottom is one stroke: eight dots below the first.
+    assert curve([1.0, 0.0], 5, 2) == [chr(0x2800 + 0x01 + 0x10 + 0x20 + 0x80), chr(0x2800 + 0x08 + 0x10 + 0x20 + 0x80)]
+    assert [len(line) for line in curve([float(n) for n in range(1000)], 30, 3)] == [30, 30, 30]

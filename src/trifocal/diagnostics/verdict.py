@@ -73,7 +73,9 @@ def _present(row: Row, age: float) -> Verdict:
     if row["compiling"]:
         return Verdict("running", f"compiling in {phase} for {duration(age)}")
     if limit is not None and age > limit:
-        return Verdict("stalled", f"in {phase} for {duration(age)}, usually {expected:.2g} s{place}")
+        since = time.strftime("%H:%M:%S", time.localtime(row["unix_time_seconds"] - row["phase_seconds"]))
+        reason = f"in {phase} for {duration(age)}, since {since}, usually {expected:.2g} s{place}"
+        return Verdict("stalled", reason)
     if expected is not None and age > SLOW_FACTOR * expected and age > expected + SLOW_SECONDS:
         times = age / max(expected, 1e-3)
         return Verdict(

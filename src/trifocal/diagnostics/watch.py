@@ -25,13 +25,51 @@ _COLOURS = {
     "dead": "bold red",
 }
 _BARS = "▁▂▃▄▅▆▇█"
+_BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_CURVE_LINES = 4
 _ETA_ROWS = 30
 _SHOWN_EVENTS = 4
 
 
-def verdicts(run: Run, now: float | None = None) -> dict[int, Verdict]:
-    """The verdict on every rank that has written a heartbeat."""
-    return {rank: judge(rows[-1], now) for rank, rows in run.heartbeats.items()}
+class Silences:
+    """How long every rank has been silent, by this machine's clock alone once it has been seen to write.
+
+    Clocks of other machines may be off, which would make the living look dead and the dead alive.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float, bool]] = {}
+
+    def of(self, rank: int, row: Row, now: float) -> float:
+        """Seconds since a rank's last row.
+
+        Args:
+            rank: The rank.
+            row: Its last row.
+            now: Seconds since the epoch, here.
+        """
+        written = row["unix_time_seconds"]
+        last, since, moved = self._seen.get(rank, (written, now, False))
+        if written != last:
+            last, since, moved = written, now, True
+        self._seen[rank] = (last, since, moved)
+        return now - since if moved else max(now - written, now - since)
+
+
+def verdicts(run: Run, now: float | None = None, *, silences: Silences | None = None) -> dict[int, Verdict]:
+    """The verdict on every rank that has written a heartbeat.
+
+    Args:
+        run: The run.
+        now: Seconds since the epoch; the present by default.
+        silences: Of earlier looks at the same run.
+    """
+    now = time.time() if now is None else now
+    silences = silences or Silences()
+    found = {}
+    for rank, (*_, row) in run.heartbeats.items():
+        found[rank] = judge(row, row["unix_time_seconds"] + silences.of(rank, row, now))
+    return found
 
 
 def remaining_seconds(run: Run) -> float | None:
@@ -46,33 +84,48 @@ def remaining_seconds(run: Run) -> float | None:
     return max(0.0, (run.total_steps - run.last_step) * seconds / steps)
 
 
-def sparkline(values: list[float], width: int) -> str:
-    """A curve in one line of block characters: means of equal stretches, from the lowest to the highest."""
+def curve(values: list[float], width: int, height: int) -> list[str]:
+    """A curve in Braille characters, two by four dots each: means of equal stretches, joined by vertical strokes.
+
+    Args:
+        values: The curve.
+        width: Characters in a line, at most.
+        height: Lines.
+
+    Returns:
+        The lines, from the highest values to the lowest; none for an empty curve.
+    """
     if not values:
-        return ""
-    width = min(width, len(values))
-    bounds = [len(values) * column // width for column in range(width + 1)]
+        return []
+    columns, dots = min(2 * width, len(values)), 4 * height
+    bounds = [len(values) * column // columns for column in range(columns + 1)]
     means = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(bounds)]
     low, high = min(means), max(means)
-    if high == low:
-        return _BARS[0] * width
-    return "".join(_BARS[round((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
+    levels = [round((high - mean) / (high - low) * (dots - 1)) if high > low else dots - 1 for mean in means]
+    cells = [[0] * ((columns + 1) // 2) for _ in range(height)]
+    for column, level in enumerate(levels):
+        before = levels[max(0, column - 1)]
+        for dot in range(min(level, before), max(level, before) + 1):
+            if dot != before or level == before:
+                cells[dot // 4][column // 2] |= _BRAILLE_DOTS[dot % 4][column % 2]
+    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
-def render(run: Run, *, now: float | None = None, width: int = 80) -> RenderableType:
+def render(run: Run, *, now: float | None = None, width: int = 80, silences: Silences | None = None) -> RenderableType:
     """Draw a run.
 
     Args:
         run: From `read_run(directory, whole_heartbeats=False)`.
         now: Seconds since the epoch; the present by default.
         width: Columns of the terminal.
+        silences: Of earlier looks at the same run.
 
     Returns:
         What rich can print.
     """
     now = time.time() if now is None else now
     parts: list[RenderableType] = [_progress(run, width), Padding(_figures(run, width), (1, 0))]
-    parts.append(_ranks(run, now))
+    parts.append(_ranks(run, now, silences))
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
@@ -100,9 +153,12 @@ def _figures(run: Run, width: int) -> Table:
     grid.add_column(overflow="fold")
     losses = run.series("train", "loss")[1]
     if losses:
-        curve = sparkline(losses, max(10, min(60, width - 54)))
-        numbers = f"{losses[-1]:.4f}  (highest {max(losses):.3f}, lowest {min(losses):.3f})"
-        grid.add_row("loss", Text.assemble((curve, "cyan"), "  ", numbers))
+        lines = curve(losses, max(20, min(100, width - 32)), _CURVE_LINES)
+        labels = [f"{max(losses):.3f} highest", *[""] * (_CURVE_LINES - 2), f"{min(losses):.3f} lowest"]
+        picture = Table.grid(padding=(0, 2))
+        picture.add_row(Text("\n".join(lines), style="cyan"), Text("\n".join(labels), style="dim"))
+        grid.add_row("loss", Text(f"{losses[-1]:.4f}", style="bold"))
+        grid.add_row("", picture)
     evaluations = run.series("evaluation", "validation_loss")[1]
     if evaluations:
         grid.add_row("validation", f"{evaluations[-1]:.4f}  (best {min(evaluations):.4f})")
@@ -113,28 +169,36 @@ def _figures(run: Run, width: int) -> Table:
             parts.append(f"{row['executed_mfu']:.1%} MFU (executed)")
         grid.add_row("throughput", ", ".join(parts))
     gates = _gates(run)
-    if gates:
+    if gates is not None:
         grid.add_row("gates", gates)
     return grid
 
 
-def _gates(run: Run) -> str:
+def _gates(run: Run) -> Text | None:
+    """The mean gate of each branch, and a bar for each layer's, from 0 to 1."""
     rows = run.of_kind("telemetry")
-    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    last = sorted((row for row in rows if row["step"] == rows[-1]["step"]), key=lambda row: row["layer"])
     if not last:
-        return ""
-    means = {branch: sum(row[f"gate_mean_{branch}"] for row in last) / len(last) for branch in BRANCHES}
-    return "  ".join(f"{branch} {mean:.2f}" for branch, mean in means.items()) + f"  (step {last[0]['step']:,})"
+        return None
+    parts: list[str | tuple[str, str]] = []
+    for branch in BRANCHES:
+        gates = [row[f"gate_mean_{branch}"] for row in last]
+        bars = "".join(_BARS[min(len(_BARS) - 1, int(gate * len(_BARS)))] for gate in gates)
+        parts += [f"{branch} {sum(gates) / len(gates):.2f} ", (bars, "magenta"), "  "]
+    recalls = [row["dense_recall"] for row in last if row.get("dense_recall") is not None]
+    if recalls:
+        parts.append(f"recall {sum(recalls) / len(recalls):.0%}  ")
+    return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))
 
 
-def _ranks(run: Run, now: float) -> RenderableType:
+def _ranks(run: Run, now: float, silences: Silences | None) -> RenderableType:
     if not run.heartbeats:
         return Text("no rank has written a heartbeat yet", style="yellow")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     for name in ("rank", "verdict", "step", "memory"):
         table.add_column(name, no_wrap=True, justify="left" if name == "verdict" else "right")
     table.add_column("what it does", ratio=1, overflow="fold")
-    for rank, verdict in verdicts(run, now).items():
+    for rank, verdict in verdicts(run, now, silences=silences).items():
         row = run.heartbeats[rank][-1]
         memory = row["memory_allocated_bytes"]
         table.add_row(
