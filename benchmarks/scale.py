@@ -73,6 +73,8 @@ def rows(options: argparse.Namespace) -> list[Row]:
     }
     if options.compile != "as configured":
         common["train.compile"] = options.compile
+    if options.graphs != "as configured":
+        common["train.cuda_graphs"] = options.graphs
     if options.tiny:
         common |= TINY
     quiet = {"evaluate.interval_steps": 0, "data.source": "synthetic", "log.interval_steps": 10}
@@ -211,6 +213,7 @@ def main() -> int:
     parser.add_argument("--text-steps", type=int, default=300)
     parser.add_argument("--wide-steps", type=int, default=16)
     parser.add_argument("--compile", choices=("true", "false", "as configured"), default="as configured")
+    parser.add_argument("--graphs", choices=("true", "false", "as configured"), default="as configured")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--tiny", action="store_true", help="two narrow layers in place of the models")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for all rows; later ones are left out")

@@ -57,6 +57,7 @@ def measured(config: RunConfig, configured_interval: int, peak: float, size: int
     return {
         "steps": steps,
         "compiled": config.train.compile,
+        "graphs": config.train.cuda_graphs,
         "tokens_per_second": median(row["tokens_per_second"] for row in steady),
         "step_ms": 1000 * step_seconds,
         "host_ms": 1000 * sum(beat.get(phase, 0.0) for phase in OWN_PHASES) / steps,

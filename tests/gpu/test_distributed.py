@@ -22,6 +22,8 @@ pytestmark = [
 
 GPU = torch.device("cuda")
 BF16 = ("--train.precision", "bf16", "--train.activation_checkpointing", "all")
+# Without effect under fsdp.
+GRAPHS = (*BF16, "--train.cuda_graphs", "true")
 
 
 @pytest.mark.parametrize("check", [processes.ddp_gradients, processes.sharded_gradients, processes.equal_parameters])
@@ -46,7 +48,7 @@ def finish(folder, mode, size, *flags):
     return folder / f"{mode}{size}"
 
 
-@pytest.mark.parametrize("precision", [(), BF16])
+@pytest.mark.parametrize("precision", [(), BF16, GRAPHS])
 def test_losses_are_those_of_one_gpu(tmp_path, precision):
     """Rounding of fp32, or of bf16, passed on by six steps of AdamW at 1e-2."""
     one = losses(finish(tmp_path / "one", "none", 1, *precision))

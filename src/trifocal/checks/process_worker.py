@@ -39,6 +39,7 @@ class Case:
         accumulation: Micro-batches.
         static_graph, find_unused: DDP's options.
         reshard: Give weights back after the forward pass.
+        after: Exchange gradients after backward, as recorded graphs need it.
         steps: 0 compares gradients; more compares the processes' parameters after so many steps.
     """
 
@@ -50,6 +51,7 @@ class Case:
     static_graph: bool = False
     find_unused: bool = False
     reshard: bool = True
+    after: bool = False
     steps: int = 0
 
     @property
@@ -82,6 +84,7 @@ def spread(case: Case, processes: Processes) -> tuple[DecoderLM, Parallel]:
         reshard_after_forward=case.reshard,
         static_graph=case.static_graph,
         find_unused_parameters=case.find_unused,
+        exchange_after=case.after,
     )
     return model, parallel
 
@@ -89,6 +92,12 @@ def spread(case: Case, processes: Processes) -> tuple[DecoderLM, Parallel]:
 def backward(case: Case, parallel: Parallel, processes: Processes, tokens: Tensor) -> None:
     """This process's part of the gradient: its rows, in micro-batches."""
     rows = tokens.chunk(processes.size)[processes.rank]
+    if parallel.flat_gradients is not None:
+        parallel.flat_gradients.zero()
+        for batch in rows.chunk(case.accumulation):
+            (parallel.module(batch, batch.roll(-1, 1)) / (case.accumulation * processes.size)).backward()
+        parallel.exchange_gradients()
+        return
     for index, batch in enumerate(rows.chunk(case.accumulation)):
         with parallel.micro_batch(last=index == case.accumulation - 1):
             (parallel.module(batch, batch.roll(-1, 1)) / case.accumulation).backward()

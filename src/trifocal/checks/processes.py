@@ -34,6 +34,7 @@ DDP_CASES = (
         for static, unused in ((False, False), (True, False), (False, True))
     ),
     Case("ddp", accumulation=2, static_graph=True),
+    Case("ddp", accumulation=2, after=True),
 )
 """Among them what was reported not to work: 5 and 12 layers, checkpointing, a static graph, unused parameters."""
 SHARDED_CASES = (
@@ -45,7 +46,10 @@ SHARDED_CASES = (
     *(Case("fsdp", num_layers=layers, checkpointing=recompute) for layers in (5, 12) for recompute in (False, True)),
     Case("fsdp", checkpointing=True, reshard=False),
 )
-STEP_CASES = tuple(Case(mode, shards=shards, accumulation=2, steps=5) for mode, shards in _ALL)
+STEP_CASES = (
+    *(Case(mode, shards=shards, accumulation=2, steps=5) for mode, shards in _ALL),
+    Case("ddp", accumulation=2, after=True, steps=5),
+)
 
 
 def ddp_gradients(device: torch.device, *, prepare: str = "") -> Measurement:

@@ -1,10 +1,12 @@
 """Several processes that train one model: how they find each other, agree, share the model and notice a loss."""
 
+from trifocal.distributed.flat_gradients import FlatGradients
 from trifocal.distributed.parallel import Parallel, choose_mode, kept_bytes, parallelise, whole_model
 from trifocal.distributed.peers import PeerLost, Peers
 from trifocal.distributed.processes import Processes, leave_at_once, processes_started
 
 __all__ = [
+    "FlatGradients",
     "Parallel",
     "PeerLost",
     "Peers",

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_f
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from trifocal.distributed.flat_gradients import FlatGradients
 from trifocal.distributed.gradient_watch import GradientWatch
 from trifocal.distributed.processes import Processes
 from trifocal.errors import UserError
@@ -94,10 +95,19 @@ class Parallel:
         size: Processes.
         module: What a training step calls, before compilation.
         watch: Whether this process's own gradient was finite, before the others' were added; None for one process.
+        flat_gradients: Under ddp with `exchange_after`, where the gradients are; None otherwise.
     """
 
-    def __init__(self, module: nn.Module, mode: Mode, size: int, watch: GradientWatch | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        mode: Mode,
+        size: int,
+        watch: GradientWatch | None,
+        flat_gradients: FlatGradients | None = None,
+    ) -> None:
         self.module, self.mode, self.size, self.watch = module, mode, size, watch
+        self.flat_gradients = flat_gradients
         # DDP learns a static graph in its first exchange, which must not be put off.
         self._learning = isinstance(module, DistributedDataParallel) and module.static_graph
 
@@ -114,6 +124,12 @@ class Parallel:
                 self.module.set_is_last_backward(last)  # type: ignore[operator]
             yield
         self._learning = self._learning and not last
+
+    def exchange_gradients(self) -> None:
+        """Add up the flat gradients, once all micro-batches of a step have added to them."""
+        if self.flat_gradients is not None:
+            assert self.watch is not None
+            self.flat_gradients.exchange(self.watch)
 
     def sum(self, value: Tensor) -> Tensor:
         """Add up a tensor over the processes, in place and on its device."""
@@ -138,6 +154,7 @@ def parallelise(
     static_graph: bool = False,
     find_unused_parameters: bool = False,
     compile: bool = False,
+    exchange_after: bool = False,
 ) -> Parallel:
     """Spread a model over the processes; it is the same in all of them before.
 
@@ -151,7 +168,10 @@ def parallelise(
         reshard_after_forward: Give a block's weights back between forward and backward.
         static_graph: DDP's option of that name.
         find_unused_parameters: DDP's option of that name; this model has none.
-        compile: Compile the blocks before they are sharded. (Elsewhere the whole module is compiled by the caller.)
+        compile: Compile the blocks before they are sharded. (Elsewhere the caller compiles.)
+        exchange_after: Under ddp, leave the model as it is, and send all gradients together after backward: for graphs
+            that were recorded, which run no hooks. The caller zeroes `flat_gradients`, lets its micro-batches add to
+            them, and calls `exchange_gradients`, which adds up and does not average.
 
     Raises:
         UserError: If `shards` does not divide the processes.
@@ -159,6 +179,8 @@ def parallelise(
     if mode == "none":
         return Parallel(model, mode, processes.size, None)
     watch = GradientWatch(processes.device)
+    if mode == "ddp" and exchange_after:
+        return Parallel(model, mode, processes.size, watch, FlatGradients(model.parameters()))
     if mode == "ddp":
         # Gradients stay in the buckets that are sent: no second copy, and nothing to write back.
         module = DistributedDataParallel(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.data import Batch
+from trifocal.distributed import FlatGradients
 from trifocal.train.inputs import autocast, call_with, model_inputs, to_device
 
 LossFunction = Callable[..., Tensor]
@@ -33,28 +34,38 @@ class _Recording(NamedTuple):
 class MicroBatchGraphs:
     """Computes weighted losses and adds up their gradients, by graphs that are recorded when first needed.
 
-    Use it from one process on a CUDA device; the model's parameters must keep their memory.
+    The model's parameters must keep their memory.
 
     Args:
         loss_function: The model, called as `DecoderLM` with targets.
         parameters: Those that get gradients.
         device: Where they are.
         precision: "bf16" or "fp32", as in `TrainSection`.
+        flat_gradients: Where the gradients are to be, for several processes to exchange them.
     """
 
     def __init__(
-        self, loss_function: LossFunction, parameters: Iterable[nn.Parameter], device: torch.device, precision: str
+        self,
+        loss_function: LossFunction,
+        parameters: Iterable[nn.Parameter],
+        device: torch.device,
+        precision: str,
+        flat_gradients: FlatGradients | None = None,
     ) -> None:
         self._loss_function = loss_function
         self._parameters = list(parameters)
         self._device, self._precision = device, precision
         self._gradients: list[Tensor] = []
+        self._flat_gradients = flat_gradients
         self._recordings: dict[Kind, _Recording] = {}
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def zero_gradients(self) -> None:
         """Begin a step: every parameter's gradient is zero, in the memory that the graphs add to."""
+        if self._flat_gradients is not None:
+            self._flat_gradients.zero()
+            return
         if not self._gradients:
             self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
         else:

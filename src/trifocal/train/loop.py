@@ -401,6 +401,7 @@ class Trainer:
             reshard_after_forward=section.reshard_after_forward,
             static_graph=section.static_graph,
             compile=train.compile,
+            exchange_after=train.cuda_graphs and self.device.type == "cuda",
         )
         return parallel, note
 
@@ -408,11 +409,12 @@ class Trainer:
         """Graphs, where they are wanted and can be; and where only the first, a sentence that says why not."""
         if not self.config.train.cuda_graphs:
             return None, ""
-        if self.device.type != "cuda" or self.processes.size > 1:
-            where = f"{self.processes.size} processes" if self.processes.size > 1 else f"a {self.device.type}"
-            return None, f"train.cuda_graphs is for one process on a GPU: without effect on {where}"
+        if self.device.type != "cuda" or self.parallel.sharded:
+            where = f"under {self.parallel.mode}" if self.device.type == "cuda" else f"on a {self.device.type}"
+            return None, f"train.cuda_graphs is for GPUs that have the whole model: without effect {where}"
         parameters, precision = self.model.parameters(), self.config.train.precision
-        return MicroBatchGraphs(self.parallel.module, parameters, self.device, precision), ""
+        flat = self.parallel.flat_gradients
+        return MicroBatchGraphs(self.parallel.module, parameters, self.device, precision, flat), ""
 
     def _make_loader(self) -> Loader:
         config = self.config

@@ -153,8 +153,8 @@ def train_step(
         split_rows: As in `batch_loss`.
         parallel: How the model is spread, where several processes each have a part of the global batch.
         total_targets: Valid targets of the global batch, in all processes together; those of `batches` by default.
-        graphs: Of the loss function, to replay instead of calling it; for one process. Forward and backward are then
-            one phase, `forward`, and `before_backward` comes before the first.
+        graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
+            `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
 
     Returns:
         The results, not waited for.
@@ -168,6 +168,8 @@ def train_step(
     if graphs is not None:
         before_backward()
         graphs.zero_gradients()
+        if parallel is not None and parallel.watch is not None:
+            parallel.watch.reset()
     for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
         weight = count / total
         if graphs is not None:
@@ -189,6 +191,9 @@ def train_step(
                 weighted = loss * weight
                 (weighted * processes).backward()
                 loss_sum += weighted.detach()
+    if graphs is not None and parallel is not None:
+        with heartbeat.phase("backward"):
+            parallel.exchange_gradients()
     with heartbeat.phase("optimizer"):
         local_loss = loss_sum.clone() if processes > 1 else loss_sum
         if parallel is not None:
