@@ -52,16 +52,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path, default=None)
-    arguments, extra = parser.parse_known_args()
-    extra = [argument for argument in extra if argument != "--"]
+    own, _, extra = " ".join(sys.argv[1:]).partition(" -- ")
+    arguments = parser.parse_args(own.split())
     file = ResultFile(
         "telemetry_cost", "Cost of the attention's telemetry", folder=arguments.output, commit=arguments.commit
     )
     rows: list[dict[str, Any]] = []
     for config in arguments.configs:
-        step, look = train(config, arguments.steps, INTERVAL // 10, 0, extra)
+        step, look = train(config, arguments.steps, INTERVAL // 10, 0, extra.split())
         # Looks at the end alone: what is left are the pictures of ten evaluations.
-        _, picture = train(config, arguments.steps, arguments.steps, arguments.steps // 10, extra)
+        _, picture = train(config, arguments.steps, arguments.steps, arguments.steps // 10, extra.split())
         rows.append(
             {
                 "config": config,

@@ -85,9 +85,10 @@ class Browser:
             raise RuntimeError(f"{expression}: {answer['exceptionDetails']}")
         return answer["result"].get("value")
 
-    def screenshot(self, path: Path, *, whole_page: bool = True) -> None:
-        """Save what is seen as PNG."""
-        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole_page)
+    def screenshot(self, path: Path, *, whole_page: bool = True, clip: dict[str, float] | None = None) -> None:
+        """Save the page, what is seen of it, or a rectangle of it as PNG."""
+        area = {} if clip is None else {"clip": clip}
+        answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole_page, **area)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def _receive(self) -> dict[str, Any]:

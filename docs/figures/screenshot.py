@@ -1,0 +1,55 @@
+"""Take the picture of a report that the pages show: `python docs/figures/screenshot.py RUN_DIR`.
+
+Needs Chromium, and a run whose sequences are long enough that selection has a choice. The picture on the pages is of
+
+    trifocal train configs/minimal.toml --model.vocab_size 257 --model.num_layers 3 --data.source builtin \
+        --train.steps 800 --train.sequence_length 512 --train.global_batch_size 2 --train.micro_batch_size 2 \
+        --schedule.warmup_steps 50 --optimizer.learning_rate 2e-3 --evaluate.interval_steps 100 \
+        --log.interval_steps 5 --log.telemetry_interval_steps 20
+"""
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tests.diagnostics.browser import Browser, find  # noqa: E402
+from trifocal.diagnostics.report import write_report  # noqa: E402
+
+WIDTH = 1160
+
+
+def shoot(run: Path, target: Path) -> None:
+    """Write a report of a run and save its top and its attention picture as PNG."""
+    executable = find()
+    if executable is None:
+        raise SystemExit("no Chromium is installed")
+    with tempfile.TemporaryDirectory() as folder, Browser(executable, Path(folder)) as browser:
+        page = write_report(run, Path(folder) / "report.html")
+        browser.open(page, width=WIDTH, height=1400)
+        # The charts in between are left out, so that the picture fits a page.
+        browser.evaluate(
+            """(() => {
+              document.getElementById('training').remove();
+              const attention = document.getElementById('attention');
+              attention.querySelector('.charts').remove();
+              while (attention.nextElementSibling) attention.nextElementSibling.remove();
+              attention.querySelector('details').remove();
+              document.querySelector('nav').remove();
+              document.querySelector('.reader pre.text').style.maxHeight = '250px';
+              const row = document.querySelector('.picture .row');
+              row.value = Math.round(0.8 * row.max);
+              row.dispatchEvent(new Event('input'));
+            })()"""
+        )
+        time.sleep(1)
+        height = browser.evaluate("document.querySelector('.picture').getBoundingClientRect().bottom + scrollY + 24")
+        clip = {"x": 0, "y": 0, "width": WIDTH, "height": height, "scale": 1}
+        browser.screenshot(target, clip=clip)
+
+
+if __name__ == "__main__":
+    shoot(Path(sys.argv[1]), ROOT / "docs/figures/report.png")

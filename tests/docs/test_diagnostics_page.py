@@ -1,0 +1,83 @@
+"""The page about diagnostics names every field, phase, alarm and threshold that the code has, and no other."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.docs.pages import ROOT, text_of
+from trifocal.diagnostics import (
+    AttentionTelemetry,
+    Heartbeat,
+    attention_picture,
+    attention_statistics,
+    telemetry,
+    verdict,
+)
+from trifocal.diagnostics.heartbeat import PHASES
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.ops import Geometry
+
+PAGE = text_of(ROOT / "docs/diagnostics.md")
+
+
+def table(heading: str) -> dict[str, str]:
+    """Names and meanings of the table whose head begins with this word; a row may name several."""
+    body = PAGE[re.search(rf"^\| {heading} \|", PAGE, re.MULTILINE).end() :].split("\n\n")[0]
+    rows = [line.strip("| ").split(" | ", 1) for line in body.splitlines()[2:]]
+    return {name: meaning for names, meaning in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def tables_of_fields() -> list[set[str]]:
+    parts = re.split(r"^\| field \|", PAGE, flags=re.MULTILINE)[1:]
+    firsts = [[line.split(" | ")[0] for line in part.split("\n\n")[0].splitlines()[2:]] for part in parts]
+    return [{name for cell in cells for name in re.findall(r"`(\w+)`", cell)} for cells in firsts]
+
+
+@pytest.fixture(scope="module")
+def rows():
+    geometry = Geometry(8, 4, 8, 4, 1, 2, 16)
+    sizes = {"vocab_size": 64, "dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_groups": 2, "mlp_dim": 64}
+    model = DecoderLM(ModelConfig(**sizes, head_dim=8, value_dim=8, geometry=geometry))
+    model.init_weights(0)
+    return AttentionTelemetry(model).measure(torch.arange(100)[None] % 64)
+
+
+def test_every_field_of_the_heartbeat_and_of_telemetry_is_explained(rows):
+    heartbeat, attention = tables_of_fields()
+    assert heartbeat == set(Heartbeat(Path(os.devnull)).snapshot())
+    assert attention == set(rows[0])
+
+
+def test_every_phase_is_explained():
+    assert set(table("phase")) == set(PHASES)
+
+
+def test_arrays_of_the_picture_are_those_of_its_module():
+    module = dict(re.findall(r"^\| (\w+) \| (\w+), ", attention_picture.__doc__, re.MULTILINE))
+    page = {name: meaning.partition(",")[0] for name, meaning in table("array").items()}
+    assert page == module
+    assert set(page) == {"header", *attention_picture._ARRAYS}
+
+
+def test_alarms_and_their_thresholds():
+    alarms = table("event")
+    names = re.findall(r"^\| (gate_\w+|choices_\w+) \|", telemetry.__doc__, re.MULTILINE)
+    assert set(alarms) == set(names)
+    assert f"below {telemetry.SHUT_GATE} " in alarms["gate_shut"]
+    assert f"below {telemetry.SATURATED_ENTROPY} nats" in alarms["gate_saturated"]
+    assert f"more than {telemetry.LOCAL_SHARE:.0%}".replace("%", " %") in alarms["choices_local"]
+    assert f"below {attention_statistics.IGNORED_GATE} " in PAGE
+
+
+def test_verdicts_and_their_thresholds():
+    body = PAGE[PAGE.index("| verdict |") :].split("\n\n")[0]
+    assert f"{verdict.SLOW_FACTOR:.0f} times its median and {verdict.SLOW_SECONDS:.0f} s longer" in body
+    assert f"no row for {verdict.SILENT_INTERVALS:.0f} intervals and {verdict.SILENT_SECONDS:.0f} s" in body
+    assert set(re.findall(r"^\| (\w+)(?:, (\w+))? \|", body, re.MULTILINE)) >= {("slow", ""), ("finished", "failed")}
+
+
+def test_the_screenshot_is_small():
+    assert (ROOT / "docs/figures/report.png").stat().st_size < 200_000
