@@ -460,7 +460,9 @@ def selected_forward(
     shift = num_queries, num_keys - num_queries, num_keys
     # Zero would turn what is masked into NaN; this is as good, exp2(1e-30 x) being 1.
     score_scale = max(scale * LOG2_E, 1e-30)
-    by_hand = order == "gathered" and fits_by_hand(q, k, v, rep=rep, block_size=block_size) and by_hand is not False
+    by_hand = (
+        order == "gathered" and by_hand is not False and fits_by_hand(order, q, k, v, rep=rep, block_size=block_size)
+    )
     tile = tile or forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded, by_hand)
     if order == "query":
         ids, positions, cu_seqlens = documents_or(documents, lse)

@@ -496,8 +496,9 @@ def selected_backward(
     shift = num_queries, num_keys - num_queries, num_keys
     score_scale = scale * LOG2_E
     ids, positions, cu_seqlens = documents_or(documents, lse)
+    by_hand = by_hand is not False and fits_by_hand(order, q, k, v, d_o, rep=rep, block_size=block_size)
     if order == "masked":
-        tile = tile or masked_tile(q.dtype, rep, widths.padded, value_widths.padded)
+        tile = tile or masked_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand)
         tile_d_q = tile_d_q or masked_d_q_tile(q.dtype, widths.padded, value_widths.padded)
         d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
@@ -515,14 +516,18 @@ def selected_backward(
             first_blocks = cu_seqlens[:-1] // block_size + every_document
             every_block = torch.arange(num_blocks, dtype=torch.int32, device=q.device)
             block_documents = torch.searchsorted(first_blocks, every_block, right=True, out_int32=True) - 1
-        masked_d_kv_kernel[(batch * groups, num_blocks)](
+        masked, configuration = masked_d_kv_kernel, {**shape, "ROWS": tile.rows}
+        if by_hand:
+            from trifocal.ops.triton.selected_hopper import masked_d_kv_hopper_kernel
+
+            masked, configuration = masked_d_kv_hopper_kernel, sizes_by_hand(shape)
+        masked[(batch * groups, num_blocks)](
             q, k, v, d_o, lse, delta, gates, d_k, d_v, bits, block_documents, cu_seqlens, *all_strides, *shift,
             bits.shape[2], score_scale, scale,
-            **shape, ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+            **configuration, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         return d_q, d_k, d_v
 
-    by_hand = fits_by_hand(q, k, v, d_o, rep=rep, block_size=block_size) and by_hand is not False
     tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand)
     row_slots = groups * places
     rows = batch * num_queries

@@ -7,16 +7,16 @@ from torch import Tensor
 from trifocal.ops.triton.common import Tile, is_hopper, strides
 
 
-def fits_by_hand(*tensors: Tensor, rep: int, block_size: int) -> bool:
-    """Whether keys-outside's kernels scheduled by hand take these queries, keys and values, [B, *, heads, D].
+def fits_by_hand(order: str, *tensors: Tensor, rep: int, block_size: int) -> bool:
+    """Whether the kernels scheduled by hand take these queries, keys and values, [B, *, heads, D].
 
-    On Hopper; 16-bit types; widths of 64 and 128; blocks of 64 tokens; a power of two of heads in a group; rows that
-    are copied 16 bytes at a time.
+    On Hopper; 16-bit types; widths of 64 and 128; blocks of 64 tokens; rows that are copied 16 bytes at a time; for
+    keys-outside, whole slots in a tile of 64 rows.
     """
     return (
         all(x.dtype != torch.float32 and x.shape[-1] in (64, 128) for x in tensors)
         and block_size == 64
-        and rep in (1, 2, 4, 8, 16, 32, 64)
+        and (order == "masked" or (order == "gathered" and 64 % rep == 0))
         and is_hopper(tensors[0].device)
         and all(x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides(x)) for x in tensors)
     )
@@ -59,7 +59,9 @@ def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_han
     return Tile(rows=64, keys=max(256, 2048 // rep), warps=4, stages=2)
 
 
-def masked_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int) -> Tile:
+def masked_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool) -> Tile:
+    if by_hand:
+        return Tile(rows=64, keys=0, warps=4, stages=1, registers=168 if max(dim, value_dim) <= 64 else None)
     if dtype == torch.float32:
         return Tile(rows=16, keys=0, warps=8, stages=1)
     wide = max(dim, value_dim) > 128
