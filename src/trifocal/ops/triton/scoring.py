@@ -107,13 +107,14 @@ def importance_kernel(
                     k_2 = load_tile(k_cmp, k_offsets, column_exists, D_1, D_2, D, True)
                 p = tl.zeros([QUERIES, COLUMNS], tl.float32)
                 for head in tl.range(0, REP):
+                    # Asked for before the products, it is there when they are.
+                    lse_of_head = tl.load(lse + lse_offsets + head * lse_head_stride, mask=exists, other=0.0)
                     q_head = q + head * q_head_stride
                     q_1 = load_tile(q_head, q_offsets, exists, 0, D_1, D, True)
                     scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
                     if D_2 > 0:
                         q_2 = load_tile(q_head, q_offsets, exists, D_1, D_2, D, True)
                         scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-                    lse_of_head = tl.load(lse + lse_offsets + head * lse_head_stride, mask=exists, other=0.0)
                     p += tl.exp2(scores * score_scale - (lse_of_head * 1.4426950408889634)[:, None])
                 last_token = compressed * STRIDE + (COMPRESSION - 1)
                 visible = column_exists[None, :] & (last_token[None, :] <= position[:, None])
