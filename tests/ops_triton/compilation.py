@@ -35,7 +35,7 @@ def compile_in_subprocess(module: str) -> list[dict[str, Any]]:
     """Rows of the kernels that `module.calls()` launch; see `compile_launches`."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.ops_triton.compilation", module]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=480, check=False)
     assert run.returncode == 0, run.stderr[-2000:]
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
@@ -60,7 +60,7 @@ def compile_launches(name: str, architecture: str, call: Callable[[], Any]) -> I
 def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     from triton.runtime.jit import JITFunction
 
-    from trifocal.ops.triton import common
+    from trifocal.ops.triton import common, scoring, selected_backward, selected_tiles
 
     launches = []
 
@@ -71,8 +71,10 @@ def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))
-        stack.enter_context(mock.patch.object(common, "architecture", lambda device: architecture))
+        for module in (common, scoring, selected_backward):
+            stack.enter_context(mock.patch.object(module, "architecture", lambda device: architecture))
         stack.enter_context(mock.patch.object(common, "has_copy_engine", lambda device: architecture == "hopper"))
+        stack.enter_context(mock.patch.object(selected_tiles, "is_hopper", lambda device: architecture == "hopper"))
         call()
     return launches
 
@@ -81,6 +83,7 @@ def _compile(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], ca
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     signature: dict[str, str] = {}
     constants: dict[str, Any] = {}
@@ -96,7 +99,8 @@ def _compile(kernel: Any, arguments: dict[str, Any], options: dict[str, Any], ca
         aligned = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0 and not plain)
         if aligned:
             attributes[(parameter.num,)] = [["tt.divisibility", 16]]
-    source = ASTSource(kernel, signature, constants, attributes)
+    kind = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = kind(kernel, signature, constants, attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 

@@ -11,10 +11,13 @@ MOST_SPILLED_BYTES = 256
 
 
 def calls():
-    """What to compile: each kernel of the two interval branches, at the widths that configurations are chosen by."""
+    """What to compile: each kernel, at the widths that configurations are chosen by."""
     from trifocal.ops.layout import Documents
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
+    from trifocal.ops.triton.scoring import select_blocks_forward
+    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_backward import selected_backward
     from trifocal.ops.triton.window import window_backward, window_forward
 
     def empty(*shape, dtype=torch.bfloat16):
@@ -37,6 +40,29 @@ def calls():
             compressed_forward(q, k, v, geometry, length, 0.1, documents)
             compressed_backward(d_o, q, k, v, None, lse, geometry, length, 0.1, documents, delta=lse, gate=gate)
 
+    def selected(heads, groups, dim, value_dim, order, dtype=torch.bfloat16, packed=False, by_hand=None):
+        geometry, length = Geometry(), 4096
+        documents = None
+        if packed:
+            documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length)))
+        q, d_o = empty(1, length, heads, dim, dtype=dtype), empty(1, length, heads, value_dim, dtype=dtype)
+        k, v = empty(1, length, groups, dim, dtype=dtype), empty(1, length, groups, value_dim, dtype=dtype)
+        gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
+        chosen = empty(1, length, groups, geometry.num_selected_blocks, dtype=torch.int32)
+        shared = {"order": order, "by_hand": by_hand}
+        selected_forward(q, k, v, chosen, geometry, 0.1, documents, **shared)
+        if order != "query":
+            selected_backward(d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents, gate=gate, delta=lse, **shared)
+
+    def scoring(heads, groups, dim, packed=False):
+        geometry, length = Geometry(), 4096
+        documents = None
+        if packed:
+            documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length)))
+        size = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
+        q, k = empty(1, length, heads, dim), empty(1, size, groups, dim)
+        select_blocks_forward(q, k, empty(1, length, heads, dtype=torch.float32), geometry, length, 0.1, documents)
+
     def combination():
         o = [empty(2, 64, 12, 128) for _ in range(4)]
         combine_forward(*o[:3], empty(2, 64, 12, 3))
@@ -48,9 +74,18 @@ def calls():
         result += [
             ("cmp 128", architecture, lambda: attention(64, 4, 128, 128, "cmp")),
             ("win 64", architecture, lambda: attention(12, 2, 64, 64, "win")),
+            ("slc 128, keys outside", architecture, lambda: selected(64, 4, 128, 128, "gathered")),
+            ("slc 64, masked", architecture, lambda: selected(12, 2, 64, 64, "masked")),
+            ("slc 128, by query", architecture, lambda: selected(64, 4, 128, 128, "query")),
+            ("scoring", architecture, lambda: scoring(64, 4, 128)),
         ]
     result += [
         ("win 192/128", "hopper", lambda: attention(64, 4, 192, 128, "win")),
+        ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "gathered", packed=True)),
+        ("slc 64 packed, masked", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True)),
+        ("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "gathered")),
+        ("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "gathered", torch.float32)),
+        ("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
         ("cmp 256 packed", "hopper", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
         ("win fp32", "ampere", lambda: attention(8, 2, 64, 64, "win", torch.float32)),
     ]
@@ -65,7 +100,18 @@ def rows():
 def test_every_kernel_is_compiled(rows):
     kernels = {(row["kernel"], row["architecture"]) for row in rows}
     names = ("interval_forward_kernel", "interval_d_q_kernel", "interval_d_k_d_v_kernel", "sum_parts_kernel")
+    names += (
+        "query_forward_kernel",
+        "masked_forward_kernel",
+        "masked_d_q_kernel",
+        "importance_kernel",
+        "choice_kernel",
+    )
+    names += ("reduce_slots_kernel", "reduce_pieces_kernel")
     assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
+    by_hand = ("gathered_forward", "gathered_backward", "masked_d_kv")
+    assert {(f"{name}_hopper_kernel", "hopper") for name in by_hand} <= kernels
+    assert {(f"{name}_kernel", "ampere") for name in by_hand} <= kernels
 
 
 def test_shared_memory_fits(rows):

@@ -25,7 +25,7 @@ from torch import Tensor
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
 from trifocal.ops.triton.choice_index import documents_or
-from trifocal.ops.triton.common import Tile, load_tile, split_width, strides, unit_stride
+from trifocal.ops.triton.common import Tile, architecture, load_tile, split_width, strides, unit_stride
 
 LOG2_E = 1.4426950408889634
 # Bytes of importance that are kept at a time.
@@ -242,7 +242,7 @@ def select_blocks_forward(
     taps = triton.next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
     parts = max(1, taps // MOST_TAPS)
     taps //= parts
-    tile = tile or _importance_tile(q.dtype, rep, widths.padded)
+    tile = tile or _importance_tile(q.dtype, rep, widths.padded, architecture(q.device) == "hopper")
     blocks_of_tile = max(1, tile.keys // taps)
 
     num_blocks = geometry.num_selection_blocks(num_keys)
@@ -289,10 +289,10 @@ def select_blocks_forward(
     return selected_blocks
 
 
-def _importance_tile(dtype: torch.dtype, rep: int, dim: int) -> Tile:
+def _importance_tile(dtype: torch.dtype, rep: int, dim: int, hopper: bool) -> Tile:
     """Fixed configurations; `keys` counts compressed blocks."""
     if dtype == torch.float32:
         return Tile(rows=32, keys=32, warps=4, stages=1)
-    if dim > 128:
+    if dim > 128 or not hopper:
         return Tile(rows=64, keys=64, warps=4, stages=2)
     return Tile(rows=64, keys=128 if rep > 2 else 64, warps=4, stages=3 if rep > 4 else 2)

@@ -31,7 +31,16 @@ from trifocal.ops.triton.choice_index import (
     split_blocks,
 )
 from trifocal.ops.triton.combine import row_sums
-from trifocal.ops.triton.common import Tile, add_product, load_tile, split_width, store_tile, strides, unit_stride
+from trifocal.ops.triton.common import (
+    Tile,
+    add_product,
+    architecture,
+    load_tile,
+    split_width,
+    store_tile,
+    strides,
+    unit_stride,
+)
 from trifocal.ops.triton.selected import (
     BUFFER_BYTES,
     LARGEST_BLOCK,
@@ -528,7 +537,8 @@ def selected_backward(
         )  # fmt: skip
         return d_q, d_k, d_v
 
-    tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand)
+    hopper = architecture(q.device) == "hopper"
+    tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand, hopper)
     row_slots = groups * places
     rows = batch * num_queries
     chunk_rows = rows_of_chunk(row_slots * rep * dim * q.element_size(), rows, buffer_bytes)

@@ -48,7 +48,7 @@ def forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: 
     return Tile(rows=64, keys=max(64, 512 // rep), warps=4, stages=2 if wide or rep >= 16 else 3)
 
 
-def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool) -> Tile:
+def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool, hopper: bool) -> Tile:
     """Fixed configurations; `keys` is the number of slots of a piece."""
     if by_hand:
         return Tile(rows=64, keys=max(256, 1024 // rep), warps=4, stages=1)
@@ -56,7 +56,7 @@ def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_han
         return Tile(rows=max(16, triton.next_power_of_2(rep)), keys=128, warps=8, stages=1)
     if max(dim, value_dim) > 128:
         return Tile(rows=64, keys=256, warps=8, stages=1)
-    return Tile(rows=64, keys=max(256, 2048 // rep), warps=4, stages=2)
+    return Tile(rows=64, keys=max(256, 2048 // rep), warps=4 if hopper else 8, stages=2 if hopper else 1)
 
 
 def masked_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool) -> Tile:
