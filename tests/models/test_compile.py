@@ -1,5 +1,6 @@
-"""The whole training step as one graph, without a break."""
+"""Compiled training: the whole model as one graph, or layer by layer, without a break."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from trifocal.models import DecoderLM
+from trifocal.ops import Documents
 
 # PyTorch's own tracer warns about its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -34,3 +36,54 @@ def test_compiles_whole_and_equals_eager(
     given = torch.autograd.grad(compiled_loss, list(model.parameters()))
     torch.testing.assert_close(compiled_loss, loss, rtol=0, atol=1e-12)
     torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12)
+
+
+def gradients(model: DecoderLM, tokens: torch.Tensor, documents: Documents | None = None) -> list[torch.Tensor]:
+    loss = model(tokens, tokens, cu_seqlens=documents)
+    return [loss, *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize(
+    ("options", "checkpointed"),
+    [({}, 3), ({"gate": "softmax", "shared_kv": True}, 0), ({"attention": "dense"}, 3)],
+    ids=str,
+)
+def test_layers_share_what_is_compiled(
+    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], checkpointed: int
+) -> None:
+    """Three layers, rows and packed documents with other borders: two graphs of a layer, and eager's gradients."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    model = make_model(num_layers=3, **options)
+    model.set_activation_checkpointing(0, checkpointed)
+    tokens = torch.randint(31, (2, 30))
+    packed = [
+        Documents.from_cu_seqlens(torch.tensor(borders), 60) for borders in ([0, 5, 30, 44, 60], [0, 1, 9, 58, 60])
+    ]
+    calls: list[tuple[torch.Tensor, Documents | None]] = [
+        (tokens, None), *((tokens.view(1, 60), documents) for documents in packed), (tokens, None)
+    ]  # fmt: skip
+    expected = [gradients(model, *call) for call in calls]
+    model.compile_training()
+    given = [gradients(model, *call) for call in calls]
+    torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12)
+    counters = torch._dynamo.utils.counters
+    # A layer and the end of the model, for rows and for one packed row.
+    assert counters["stats"]["unique_graphs"] == 4
+    assert not counters["graph_break"]
+    with torch.no_grad():
+        model(tokens[:, :7], tokens[:, :7])
+    assert counters["stats"]["unique_graphs"] == 4, "passes without gradients are eager"
+
+
+def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM]) -> None:
+    """The whole model by PyTorch's defaults: the second length makes one graph for all lengths."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = make_model(num_layers=1)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for length in (64, 48, 37):
+        tokens = torch.randint(31, (2, length))
+        torch.testing.assert_close(compiled(tokens, tokens), model(tokens, tokens), rtol=0, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

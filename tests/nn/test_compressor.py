@@ -48,6 +48,25 @@ def test_matches_a_loop_over_blocks(kind: str, length: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mean", "mlp"])
+@pytest.mark.parametrize("lengths", [[8], [11], [33], [5, 1, 8, 21, 7, 13]], ids=str)
+def test_gradient_is_that_of_the_loop(kind: str, lengths: list[int]) -> None:
+    """A token's gradient comes from every block that holds it, and from no other document's."""
+    compressor = make(kind)
+    total = sum(lengths)
+    x = torch.randn(1, total, 2, FEATURES, dtype=torch.float64, requires_grad=True)
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    documents = Documents.from_cu_seqlens(borders, total) if len(lengths) > 1 else None
+    by_loop = torch.cat(
+        [compress_by_loop(compressor, part) for part in x.split(lengths, dim=1) if part.shape[1] >= 8], 1
+    )
+    direction = torch.randn_like(by_loop)
+    parameters = [x, *compressor.parameters()]
+    expected = torch.autograd.grad(by_loop, parameters, direction)
+    given = torch.autograd.grad(compressor(x, documents)[:, : by_loop.shape[1]], parameters, direction)
+    torch.testing.assert_close(given, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["mean", "mlp"])
 def test_documents_have_their_own_grids(kind: str) -> None:
     compressor = make(kind)
     # Shorter than a block, one token, exactly a block, not divided by the stride.

@@ -25,10 +25,43 @@ _WARM_UP_PASSES = 2
 
 
 class _Recording(NamedTuple):
-    graph: torch.cuda.CUDAGraph
+    replay: Callable[[], None]
     inputs: list[Tensor]
     weight: Tensor
     loss: Tensor
+
+
+class Recorder:
+    """Records work on a CUDA device; all recordings share the memory of what they need in between.
+
+    Args:
+        device: Where the work is done.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """Do work a few times, so that everything is compiled and found, and then record it.
+
+        Args:
+            work: Queues its kernels without ever waiting for one.
+
+        Returns:
+            A call that does the work again, and the work's result, which every replay overwrites.
+        """
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            for _ in range(_WARM_UP_PASSES):
+                work()
+        torch.cuda.synchronize(self._device)
+        graph = torch.cuda.CUDAGraph()
+        # Threads that pin memory for other tensors must not spoil the recording.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            result = work()
+        return graph.replay, result
 
 
 class MicroBatchGraphs:
@@ -58,8 +91,7 @@ class MicroBatchGraphs:
         self._gradients: list[Tensor] = []
         self._flat_gradients = flat_gradients
         self._recordings: dict[Kind, _Recording] = {}
-        self._stream = torch.cuda.Stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._recorder = Recorder(device)
 
     def zero_gradients(self) -> None:
         """Begin a step: every parameter's gradient is zero, in the memory that the graphs add to."""
@@ -91,23 +123,15 @@ class MicroBatchGraphs:
         for own, given in zip(recording.inputs, inputs, strict=True):
             own.copy_(given.pin_memory(), non_blocking=True)
         recording.weight.fill_(weight)
-        recording.graph.replay()
+        recording.replay()
         return recording.loss
 
     def _record(self, inputs: list[Tensor]) -> _Recording:
         own = [to_device(tensor, self._device) for tensor in inputs]
         # Passes to warm up add nothing to the gradients.
         weight = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UP_PASSES):
-                self._pass(own, weight)
-        torch.cuda.synchronize(self._device)
-        graph = torch.cuda.CUDAGraph()
-        # Threads that pin memory for other tensors must not spoil the recording.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
-            loss = self._pass(own, weight)
-        return _Recording(graph, own, weight, loss)
+        replay, loss = self._recorder.record(lambda: self._pass(own, weight))
+        return _Recording(replay, own, weight, loss)
 
     def _pass(self, inputs: list[Tensor], weight: Tensor) -> Tensor:
         with autocast(self._device, self._precision):

@@ -1,0 +1,35 @@
+"""Joint projections: the same as one by one."""
+
+import pytest
+import torch
+from torch import nn
+
+from trifocal.nn.projection import project
+
+
+@pytest.mark.parametrize("parts", [None, [1, 3, 1]], ids=str)
+def test_one_product_is_the_several(parts: list[int] | None) -> None:
+    torch.manual_seed(0)
+    linears = [nn.Linear(5, size, bias=size == 4, dtype=torch.float64) for size in (7, 6, 4)]
+    x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
+    parameters = [parameter for linear in linears for parameter in linear.parameters()]
+    apart = [
+        part
+        for linear, count in zip(linears, parts or [1, 1, 1], strict=True)
+        for part in linear(x).chunk(count, dim=-1)
+    ]
+    together = project(x, linears, parts)
+    torch.testing.assert_close(together, apart, rtol=1e-14, atol=1e-14)
+    directions = [torch.randn_like(output) for output in apart]
+    expected = torch.autograd.grad(apart, [x, *parameters], directions)
+    given = torch.autograd.grad(together, [x, *parameters], directions)
+    torch.testing.assert_close(given, expected, rtol=1e-13, atol=1e-14)
+    with torch.no_grad():
+        torch.testing.assert_close(project(x, linears, parts), list(apart), rtol=0, atol=0)
+
+
+def test_products_keep_autocasts_type() -> None:
+    linears = [nn.Linear(8, 8, bias=False), nn.Linear(8, 4)]
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = project(torch.randn(3, 8, dtype=torch.bfloat16), linears)
+    assert [output.dtype for output in outputs] == [torch.bfloat16] * 2

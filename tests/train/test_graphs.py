@@ -1,0 +1,146 @@
+"""Recorded micro-batches on a CPU: a recorder that only does the work again stands in for the device's.
+
+What is tested is everything around the recording: inputs of its own, padding, weights, kinds, gradients that stay.
+That a GPU's recording gives the same is in tests/gpu.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.test_step import CPU, read_batches
+from tests.train.tiny import make_config
+from trifocal.data import Batch
+from trifocal.diagnostics import Heartbeat, read_metrics
+from trifocal.models import DecoderLM
+from trifocal.train import RunConfig, train
+from trifocal.train import graphs as graphs_module
+from trifocal.train.graphs import MicroBatchGraphs
+from trifocal.train.inputs import model_inputs
+from trifocal.train.optimizer import make_optimizer
+from trifocal.train.step import StepResult, train_step
+
+
+class Repeater:
+    """In place of `Recorder`: a replay does the work again and writes over the first result, as a recording would."""
+
+    recordings = 0
+
+    def __init__(self, device: torch.device) -> None:
+        assert device == CPU
+
+    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """One pass to warm up, and a recording that does nothing yet."""
+        Repeater.recordings += 1
+        result = work().clone()
+        return lambda: result.copy_(work()), result
+
+
+@pytest.fixture(autouse=True)
+def _repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_module, "Recorder", Repeater)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
+    Repeater.recordings = 0
+
+
+@pytest.fixture
+def heartbeat(tmp_path: Path) -> Iterator[Heartbeat]:
+    with Heartbeat(tmp_path / "heartbeat", interval_seconds=60) as heartbeat:
+        yield heartbeat
+
+
+def take_steps(
+    config: RunConfig, steps: list[list[Batch]], heartbeat: Heartbeat, recorded: bool
+) -> tuple[list[StepResult], DecoderLM]:
+    model = DecoderLM(config.model)
+    model.init_weights(5)
+    optimizer = make_optimizer(model, config.optimizer)
+    graphs = MicroBatchGraphs(model, model.parameters(), CPU, "fp32") if recorded else None
+    results = [
+        train_step(
+            number,
+            batches,
+            loss_function=model,
+            optimizer=optimizer,
+            device=CPU,
+            config=config.train,
+            heartbeat=heartbeat,
+            before_backward=lambda: None,
+            graphs=graphs,
+        )
+        for number, batches in enumerate(steps, 1)
+    ]
+    return results, model
+
+
+def test_recorded_steps_are_the_plain_ones(tmp_path: Path, heartbeat: Heartbeat) -> None:
+    """Several steps of several micro-batches, with and without borders: the same losses, norms and weights."""
+    config = make_config(tmp_path)
+    batches = read_batches(config, 2, 24)
+    kinds = {batch.cu_seqlens is None for batch in batches}
+    assert kinds == {True, False}
+    steps = [batches[first : first + 3] for first in range(0, 24, 3)]
+    plain, expected = take_steps(config, steps, heartbeat, recorded=False)
+    recorded, given = take_steps(config, steps, heartbeat, recorded=True)
+    assert Repeater.recordings == 2
+    for mine, theirs in zip(recorded, plain, strict=True):
+        torch.testing.assert_close(mine.loss, theirs.loss, rtol=1e-6, atol=0)
+        torch.testing.assert_close(mine.gradient_norm, theirs.gradient_norm, rtol=1e-5, atol=0)
+    assert len({result.loss.item() for result in recorded}) == len(recorded), "each result keeps its own loss"
+    for mine, theirs in zip(given.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_keep_their_memory_and_start_from_zero(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    batch = read_batches(config, 2, 1)[0]
+    model = DecoderLM(config.model)
+    graphs = MicroBatchGraphs(model, model.parameters(), CPU, "fp32")
+    graphs.zero_gradients()
+    first = graphs.add_gradients(batch, 0.5).item()
+    parameter = next(model.parameters())
+    gradient, place = parameter.grad.clone(), parameter.grad.data_ptr()  # type: ignore[union-attr]
+    graphs.add_gradients(batch, 0.25)
+    torch.testing.assert_close(parameter.grad, 1.5 * gradient)
+    parameter.grad = None
+    graphs.zero_gradients()
+    assert parameter.grad is not None and parameter.grad.data_ptr() == place and not parameter.grad.any()
+    assert graphs.add_gradients(batch, 1.0).item() == pytest.approx(2 * first, rel=1e-6)
+
+
+def test_padded_documents_change_nothing(tmp_path: Path) -> None:
+    """Empty documents behind the last one: the same loss and gradients, and one shape for many batches."""
+    config = make_config(tmp_path)
+    model = DecoderLM(config.model).double()
+    packed = [batch for batch in read_batches(config, 2, 30) if batch.cu_seqlens is not None]
+    counts = {batch.cu_seqlens.numel() for batch in packed if batch.cu_seqlens is not None}
+    assert len(counts) > 1
+    shapes = set()
+    for batch in packed:
+        both = []
+        for pad in (False, True):
+            inputs = model_inputs(batch, pad_documents=pad)
+            loss = graphs_module.call_with(model, inputs)
+            both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        shapes.add(tuple(tensor.shape for tensor in inputs))
+        torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
+    assert len(shapes) == 1
+
+
+def test_more_documents_find_more_room() -> None:
+    tokens = torch.zeros(1, 64, dtype=torch.int64)
+    batch = Batch(tokens, tokens, torch.arange(0, 65, 2, dtype=torch.int32), (), 0, 0)
+    cu_seqlens = model_inputs(batch, pad_documents=True)[2]
+    assert cu_seqlens.tolist() == list(range(0, 65, 2))
+    fewer = batch._replace(cu_seqlens=torch.tensor([0, 5, 64], dtype=torch.int32))
+    assert model_inputs(fewer, pad_documents=True)[2].tolist() == [0, 5, *[64] * 15]
+
+
+def test_a_cpu_run_says_that_it_records_nothing(tmp_path: Path) -> None:
+    train(make_config(tmp_path, "--train.cuda_graphs", "true", "--train.steps", "1"))
+    assert Repeater.recordings == 0
+    notes = [row["message"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event") if "message" in row]
+    assert any("train.cuda_graphs is for one process on a GPU" in note for note in notes), notes
