@@ -143,4 +143,4 @@ def test_a_cpu_run_says_that_it_records_nothing(tmp_path: Path) -> None:
     train(make_config(tmp_path, "--train.cuda_graphs", "true", "--train.steps", "1"))
     assert Repeater.recordings == 0
     notes = [row["message"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event") if "message" in row]
-    assert any("train.cuda_graphs is for one process on a GPU" in note for note in notes), notes
+    assert any("train.cuda_graphs is for GPUs that have the whole model" in note for note in notes), notes

@@ -291,6 +291,9 @@ def test_compiled_checkpointed_and_plain_runs_learn_the_same(tmp_path: Path, mon
     assert losses["compiled"] == pytest.approx(losses["plain"], rel=1e-5)
     heartbeat = (tmp_path / "compiled" / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1]
     assert "compile" in json.loads(heartbeat)["total_seconds"]
+    events = {row["name"]: row["message"] for row in read_metrics(tmp_path / "compiled" / "metrics.jsonl", "event")}
+    assert "compiles the model for" in events["compiling"] and "packed documents" in events["compiling"]
+    assert "compiled in" in events["compiled"]
 
 
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -49,6 +49,8 @@ from trifocal.train.schedule import learning_rate
 from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
 
+COMPILE_TIME = "about half a minute, less once its caches are filled"
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -89,6 +91,7 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile and not self.parallel.sharded:
             self.model.compile_training()
+        self.compiled_kinds: set[bool] = set()
         self.graphs, self.graphs_note = self._make_graphs()
         self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * processes.size)
         # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
@@ -175,7 +178,7 @@ class Trainer:
             return False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        first_compiled = config.train.compile and self.meter.steps == 0
+        phase, begin = self._forward_phase(step, data.batches), time.perf_counter()
         self.pending = train_step(
             step,
             data.batches,
@@ -185,18 +188,32 @@ class Trainer:
             config=config.train,
             heartbeat=self.heartbeat,
             before_backward=self._check_finite,
-            forward_phase="compile" if first_compiled else "forward",
+            forward_phase=phase,
             split_rows=self.split_rows,
             parallel=self.parallel,
             total_targets=data.total_targets,
             graphs=self.graphs,
         )
+        if phase == "compile":
+            self._say("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")
         self.learning_rate = rate
         self.step, self.data_position = step, data.position
         self.meter.steps += 1
         self.heartbeat.update(step=step)
         self._after_step(self.pending)
         return True
+
+    def _forward_phase(self, step: int, batches: Sequence[Batch]) -> str:
+        """ "compile" where code for a kind of micro-batch is made in this step, and says so; else "forward"."""
+        if not self.config.train.compile and self.graphs is None:
+            return "forward"
+        new = {batch.cu_seqlens is not None for batch in batches} - self.compiled_kinds
+        if not new:
+            return "forward"
+        self.compiled_kinds |= new
+        kinds = " and ".join("packed documents" if packed else "whole rows" for packed in sorted(new))
+        self._say("compiling", f"step {step} compiles the model for {kinds}, which takes {COMPILE_TIME}")
+        return "compile"
 
     def _after_step(self, result: StepResult) -> None:
         """Log, evaluate, sample and save where it is time to; each of them first makes sure that the step was sound."""
