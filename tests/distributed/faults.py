@@ -8,6 +8,7 @@ import contextlib
 import errno
 import functools
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -15,8 +16,7 @@ from pathlib import Path
 import torch
 
 from trifocal.cli import main
-from trifocal.data import Loader
-from trifocal.errors import UserError
+from trifocal.data.text import TextSource
 from trifocal.nn.block import SwiGLU
 from trifocal.train import checkpoint as checkpoint_module
 from trifocal.train import loop
@@ -171,29 +171,48 @@ def nan():
 
 
 def data():
-    """The source gives up in one process."""
-    original = Loader.__next__
-    calls = [0]
+    """The disk of the text fails in one process, some files on."""
+    original = TextSource.read
+    files = [0]
 
-    def following(self):
-        calls[0] += 1
-        if calls[0] == STEP and RANK == 1:
-            raise UserError("the source is gone")
-        return original(self)
+    def read(self, shard, cursor):
+        files[0] += 1
+        if files[0] > 8 and RANK == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        yield from original(self, shard, cursor)
 
-    Loader.__next__ = following
+    TextSource.read = read
 
 
-def disk():
-    """The disk is full in one process, at step 4."""
+def _before_writing_step_4(action):
+    """Call `action(path)` in one process, in the middle of the checkpoint of step 4."""
     original = checkpoint_module._write
 
     def write(path, text):
         if RANK == 1 and "00000004" in str(path):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            action(path)
         original(path, text)
 
     checkpoint_module._write = write
+
+
+def _fail(number):
+    raise OSError(number, os.strerror(number))
+
+
+def full():
+    """The disk is full."""
+    _before_writing_step_4(lambda path: _fail(errno.ENOSPC))
+
+
+def read_only():
+    """The disk has become read-only."""
+    _before_writing_step_4(lambda path: _fail(errno.EROFS))
+
+
+def vanishing():
+    """The folder that is written into is gone."""
+    _before_writing_step_4(lambda path: shutil.rmtree(path.parent))
 
 
 def error():

@@ -14,8 +14,11 @@ from tests.children import ROOT, environment
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
 from trifocal.diagnostics import read_metrics
-from trifocal.train import resume
+from trifocal.train import load_config, resume
+from trifocal.train import train as train_here
+from trifocal.train.arguments import override
 from trifocal.train.checkpoint import list_checkpoints, verify_checkpoint
+from trifocal.train.run_directory import load_run
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
 
@@ -43,9 +46,9 @@ class Case:
             verify_checkpoint(path)
         return [path.name for path in found]
 
-    def resumed_to_the_end(self) -> None:
-        """Go on in this process, and finish."""
-        assert resume(self.run).finished
+    def resumed_to_the_end(self, *flags: str) -> None:
+        """Go on in this process, and finish: the last step of every fault."""
+        assert resume(self.run, config=override(load_run(self.run), flags)).finished
         steps = [row["step"] for row in read_metrics(self.run / "metrics.jsonl", "train")]
         assert steps == [1, 2, 3, 4, 5, 6]
 
@@ -77,6 +80,7 @@ def test_sigterm_to_one_saves_and_ends_all_well(case: Case) -> None:
 @pytest.mark.parametrize(
     ("fault", "step", "flags"),
     [
+        ("wait_at_step", 4, ("--checkpoint.interval_steps", "0")),
         ("pause_in_evaluation", 3, ("--evaluate.interval_steps", "2", "--checkpoint.interval_steps", "0")),
         ("pause_in_checkpoint", 3, ()),
         ("pause_in_compilation", 2, ("--train.compile", "true", "--checkpoint.interval_steps", "0")),
@@ -93,6 +97,7 @@ def test_sigterm_to_all_at_any_time(case: Case, fault: str, step: int, flags: tu
     ended = workers.join()
     assert [end.status for end in ended] == [0, 0], ended
     assert case.checkpoints()[-1] == f"step_{step:08}"
+    case.resumed_to_the_end("--train.compile", "false", "--checkpoint.interval_steps", "2")
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
@@ -108,22 +113,33 @@ def test_nan_in_one_rank_stops_all_and_is_named(case: Case, mode: str) -> None:
     assert {path.name for path in dump.iterdir()} == {"batch_rank0.pt", "batch_rank1.pt", "summary.json", "weights"}
     assert case.checkpoints() == ["step_00000002"]
     assert read_metrics(case.run / "metrics.jsonl", "event")[-1]["name"] == "non_finite"
+    case.resumed_to_the_end()
 
 
 def test_data_that_fail_in_one_rank_stop_all_with_the_error(case: Case) -> None:
     ended = case.start("data").join()
     assert [end.status for end in ended] == [2, 2], ended
-    assert "rank 1: the source is gone" in ended[0].error
-    assert "the source is gone" in ended[1].error
+    assert "rank 1: text:" in ended[0].error and "cannot be read: [Errno 5]" in ended[0].error, ended[0].error
+    assert "cannot be read: [Errno 5]" in ended[1].error
     assert max(end.seconds for end in ended) < 60
+    assert case.checkpoints()
+    case.resumed_to_the_end()
 
 
-def test_a_full_disk_in_one_rank_is_loud_and_training_goes_on(case: Case) -> None:
-    ended = case.start("disk", mode="fsdp").join()
+@pytest.mark.parametrize(
+    ("fault", "says", "flags"),
+    [
+        ("full", "[Errno 28] rank 1: [Errno 28] No space left on device", ()),
+        ("read_only", "[Errno 30] rank 1: [Errno 30] Read-only file system", ("--checkpoint.asynchronous", "true")),
+        ("vanishing", "[Errno 2]", ()),
+    ],
+)
+def test_a_checkpoint_that_one_rank_cannot_write_is_loud_and_training_goes_on(
+    case: Case, fault: str, says: str, flags: tuple[str, ...]
+) -> None:
+    ended = case.start(fault, *flags, mode="fsdp").join()
     assert [end.status for end in ended] == [0, 0], ended
-    assert (
-        "ERROR: the checkpoint of step 4 could not be written: [Errno 28] rank 1: [Errno 28] No space" in ended[0].out
-    )
+    assert f"ERROR: the checkpoint of step 4 could not be written: {says}" in ended[0].out, ended[0].out
     assert case.checkpoints() == ["step_00000002", "step_00000006"]
     assert sorted(path.name for path in (case.run / "checkpoints").iterdir()) == case.checkpoints()
 
@@ -142,6 +158,7 @@ def test_another_config_or_other_code_is_refused(case: Case, fault: str, flags: 
         assert "the processes were started differently: " in end.error
         assert expected in end.error
     assert not case.run.exists()
+    assert train_here(load_config(case.config, QUICK)).finished
 
 
 @pytest.mark.parametrize("fault", ["freeze", "freeze_in_checkpoint"])
@@ -168,6 +185,7 @@ def test_a_killed_rank_0_is_named_though_it_kept_the_store(case: Case) -> None:
     (end,) = workers.join(30, ranks=[1])
     assert end.status == 1
     assert f"rank 0 (process {workers.processes[0].pid}) is gone" in end.error, end.error
+    case.resumed_to_the_end()
 
 
 def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
@@ -181,6 +199,8 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     assert "last seen in" in end.error and "at step 2" in end.error
     dump = case.run / "dumps" / "lost_step_00000002"
     assert "train_step" in (dump / "stacks_rank0.txt").read_text()
+    workers.kill()
+    case.resumed_to_the_end()
 
 
 def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) -> None:
@@ -191,10 +211,11 @@ def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) ->
     assert "rank 1: other for" in ended[0].error and "at step 2" in ended[0].error, ended[0].error
     assert "rank 0 has failed: PeerLost" in ended[1].error, ended[1].error
     assert "action" in (case.run / "dumps" / "lost_step_00000002" / "stacks_rank1.txt").read_text()
+    case.resumed_to_the_end()
 
 
 def test_a_slow_rank_is_reported_and_not_stopped(case: Case) -> None:
-    ended = case.start("slow", "--train.steps", "12").join()
+    ended = case.start("slow", "--train.steps", "15").join()
     assert [end.status for end in ended] == [0, 0], ended
     events = [row for row in read_metrics(case.run / "metrics.jsonl") if row.get("name") == "rank_slow"]
     assert len(events) == 1
@@ -209,6 +230,7 @@ def test_a_bug_in_one_rank_ends_the_others_with_its_text(case: Case) -> None:
     assert "IndexError: a bug" in ended[1].error
     assert ended[0].status == 1
     assert "rank 1 has failed: IndexError: a bug; rank 0 stops too" in ended[0].error, ended[0].error
+    case.resumed_to_the_end()
 
 
 def test_torchrun_starts_again_from_the_last_checkpoint(case: Case) -> None:

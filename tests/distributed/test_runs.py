@@ -1,7 +1,9 @@
 """Whole runs in several processes: the same losses as in one, and checkpoints that load in any mode and number."""
 
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,39 @@ def test_the_same_number_goes_on_bit_for_bit(runs: dict[str, Path], tmp_path: Pa
         assert torch.equal(mine[name], theirs[name]), name
     for rank in (0, 1):
         assert final(resumed, rank) == final(runs[mode], rank)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [(flip, "has changed since it was written (SHA-256 differs)"), (Path.unlink, "is missing"), (cut, "has ")],
+)
+def test_a_damaged_shard_is_refused_and_the_checkpoint_before_offered(
+    runs: dict[str, Path], tmp_path: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    run = shutil.copytree(runs["fsdp"], tmp_path / "run")
+    shard = run / "checkpoints" / "step_00000006" / "weights" / "__1_0.distcp"
+    damage(shard)
+    flags = ("--resume", str(run), "--train.steps", "8", "--parallel.mode", "fsdp")
+    ended = train(tmp_path, None, *flags).join()
+    assert [end.status for end in ended] == [2, 2], ended
+    advice = f"go on from the one before with: trifocal train --resume {run} --checkpoint step_00000004"
+    for end in ended:
+        assert f"checkpoint step_00000006 is damaged: {shard} {says}" in end.error, end.error
+        assert advice in end.error
+    if damage is flip:
+        ended = train(tmp_path, None, *flags, "--checkpoint", "step_00000004").join()
+        assert [end.status for end in ended] == [0, 0], ended[0].error
+        assert [row["step"] for row in read_metrics(run / "metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6, 7, 8]
 
 
 def test_written_in_the_background_it_is_the_same(runs: dict[str, Path], tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ SLOW_SECONDS = 0.05
 SLOW_LOOKS = 3
 """A process is slow if it takes so many times as long as the others, and so much longer, over its last five steps; and
 at so many looks in a row."""
+SLOW_AFTER_STEPS = 3
+"""The first steps of a process are no measure: libraries warm up, caches fill."""
 _OWN_PHASES = ("data", "forward")
 
 # How PyTorch's errors say that a collective failed; it has no one type for them.
@@ -56,6 +58,7 @@ class Company:
         self._processes = processes
         self._ahead: _Ahead | None = None
         self._begun = False
+        self._first_step = 0
         self._peers: Peers | None = None
         self._slow: set[int] = set()
         self._changing: dict[int, int] = {}
@@ -88,6 +91,8 @@ class Company:
             self._begun = True
             with heartbeat.phase("data"):
                 return StepData([next(loader) for _ in range(count)], loader.state_dict(), None)
+        if not self._begun:
+            self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
         with heartbeat.phase("wait"):
             targets, stop, failed = current.answer()
@@ -152,8 +157,10 @@ class Company:
         """
         if self._processes.size == 1 or self._peers is None:
             return []
-        recent = {rank: note["recent_seconds"] for rank, note in self._peers.notes().items()}
-        recent[self._processes.rank] = heartbeat.snapshot()["recent_seconds"]
+        notes = {**self._peers.notes(), self._processes.rank: heartbeat.snapshot()}
+        if min(note["step"] for note in notes.values()) < self._first_step + SLOW_AFTER_STEPS:
+            return []
+        recent = {rank: note["recent_seconds"] for rank, note in notes.items()}
         busy = {rank: sum(times.get(phase, 0.0) for phase in _OWN_PHASES) for rank, times in sorted(recent.items())}
         news = []
         for rank, seconds in busy.items():
