@@ -14,8 +14,8 @@ from tests.diagnostics.browser import Browser, find
 from tests.diagnostics.conftest import TEXT, set_last_beat, write_picture, write_run
 from trifocal.diagnostics import MetricsWriter
 from trifocal.diagnostics.report import summarise, write_report
-from trifocal.diagnostics.report.attention_charts import distance_labels
-from trifocal.diagnostics.report.charts import smoothed, thin
+from trifocal.diagnostics.report.attention_charts import attention_charts, distance_labels
+from trifocal.diagnostics.report.charts import smoothed, thin, training_charts
 from trifocal.diagnostics.report.picture import pictures_of
 from trifocal.diagnostics.run import read_run
 from trifocal.errors import UserError
@@ -289,6 +289,37 @@ def test_spikes_warnings_and_lost_losses_are_unhealthy(make_run: MakeRun) -> Non
         metrics.write("train", 2001, loss=float("nan"))
     assert marks(run)[1] == "bad"
     assert "layer 3: the compressed gate is shut" in words(run) and "not a number at step 2,001" in words(run)
+
+
+def test_warnings_are_marked_on_the_loss_and_every_rank_has_its_memory(make_run: MakeRun) -> None:
+    run = make_run(steps=300, ranks=3)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(200, "gate_shut", "layer 3: the <cmp> gate is shut", severity="warning")
+    charts = {chart.key: chart for chart in training_charts([read_run(run)])}
+    (marks,) = [trace for trace in charts["loss"].traces if trace["mode"] == "markers"]
+    assert marks["x"] == [200] and marks["text"] == ["layer 3: the &lt;cmp&gt; gate is shut"]
+    names = [trace["name"] for trace in charts["memory"].traces]
+    assert names == ["allocated", "rank 1, allocated", "rank 2, allocated"]
+
+
+def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "telemetry":
+            row |= {"dense_recall": None, "dense_mass_covered": None, "recall_by_chance": None}
+            row |= {f"heads_ignoring_{branch}": 0.0 for branch in ("cmp", "slc", "win")}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    charts = {chart.key: chart for chart in attention_charts(read_run(run))}
+    assert not {"recall", "recall_map", "ignored"} & set(charts)
+    assert "No head ignores a lens" in charts["gates"].caption
+    assert "lenses are open" in words(run) and "full attention" not in words(run)
+
+
+def test_early_gradients_are_no_spikes(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+    rewrite_training(run, lambda row: row.update(gradient_norm=100.0 if row["step"] <= 200 else 1.0))
+    assert marks(run)[1] == "good"
 
 
 def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:

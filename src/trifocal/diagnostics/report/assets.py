@@ -50,7 +50,7 @@ button:hover { background: var(--hover); color: var(--ink); }
 .columns3 { grid-column: span 3; }
 .columns6 { grid-column: span 6; }
 .chart { padding: 16px 14px 8px; }
-@media (pointer: fine) {
+@media not (pointer: coarse) {
   .chart .modebar-container { top: -46px !important; }
   .chart .modebar { opacity: 0; transition: opacity 0.15s; background: var(--surface); border-radius: 8px; }
   .chart:hover .modebar, .chart:focus-within .modebar { opacity: 1; }
@@ -132,11 +132,10 @@ SCRIPT = """
   const colour = (name, theme) => {
     const palette = names[theme];
     if (name.startsWith("run")) return palette.runs[Number(name.slice(3)) % palette.runs.length];
-    if (name.endsWith("-faint")) return palette[name.slice(0, -6)] + "26";
     return palette[name];
   };
   const painted = (value, theme) => {
-    if (typeof value === "string") return value[0] === "@" ? colour(value.slice(1), theme) : value;
+    if (typeof value === "string") return (value[0] === "@" && colour(value.slice(1), theme)) || value;
     if (Array.isArray(value)) return typeof value[0] === "number" ? value : value.map((v) => painted(v, theme));
     if (value && typeof value === "object")
       return Object.fromEntries(Object.entries(value).map(([key, v]) => [key, painted(v, theme)]));

@@ -67,7 +67,7 @@ def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
     chart = _layer_map(rows, f"gate_mean_{branch}", f"gate_map_{branch}", title, _GATE_MAP_CAPTIONS[branch])
     chart.columns, chart.height = THIRD, 250
     for trace in chart.traces:
-        trace |= {"zmin": 0, "zmax": 1, "colorscale": f"@scale-{branch}"}
+        trace |= {"zmax": 1, "colorscale": f"@scale-{branch}"}
         trace["colorbar"] |= {"tickvals": [0, 0.5, 1]}
     return chart
 
@@ -110,7 +110,8 @@ def _recall_map(rows: list[dict[str, Any]]) -> Chart:
     if not several or not any(row.get("dense_recall") is not None for row in rows):
         chart.traces = []
     for trace in chart.traces:
-        trace |= {"colorscale": "@scale-slc", "hovertemplate": "step %{x}, layer %{y}: %{z:.0%}<extra></extra>"}
+        hover = "step %{x}, layer %{y}: %{z:.0%}<extra></extra>"
+        trace |= {"colorscale": "@scale-slc", "zmax": 1, "hovertemplate": hover}
         trace["colorbar"] |= {"tickformat": ".0%"}
     return chart
 
@@ -200,7 +201,7 @@ def _heat_map(x: list[Any], y: list[Any], z: list[list[Any]], hover: str) -> Tra
         "y": y,
         "z": z,
         "zmin": 0,
-        "xgap": 0,
+        "zmax": max((value for line in z for value in line if value is not None), default=1.0),
         "ygap": 1,
         "colorscale": "@sequential",
         "colorbar": {"thickness": 8, "outlinewidth": 0, "nticks": 4},

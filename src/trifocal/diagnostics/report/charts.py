@@ -5,8 +5,10 @@ Colours are names (`@run0`, `@cmp`, …) that the page replaces by those of its 
 
 import itertools
 import math
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 from trifocal.diagnostics.run import Run
@@ -15,6 +17,9 @@ Trace = dict[str, Any]
 
 THIRD, HALF, FULL = 2, 3, 6
 _NAMED_SHARE = 0.12
+"""A phase with this share of the time has its name in the bar."""
+_MOST_RANK_LINES = 8
+_EVENT_COLOURS = {"warning": "@data", "error": "@wait"}
 MOST_POINTS = 1500
 """Points of one curve; longer ones keep the lowest and the highest of every stretch."""
 _PHASES = (
@@ -82,8 +87,33 @@ def _loss(runs: list[Run]) -> Chart:
                     "marker": {"size": 7, "color": "@surface", "line": {"color": f"@run{index}", "width": 2}},
                 }
             )
+    if len(runs) == 1:
+        traces += _events(runs[0], min((value for trace in traces for value in trace["y"]), default=0.0))
     caption = "Cross-entropy in nats per token; lower is better. Faint: as logged; strong: smoothed; dots: validation."
     return Chart("loss", "Loss", caption, traces, _axes("nats per token"), columns=FULL, height=380)
+
+
+def _events(run: Run, height: float) -> list[Trace]:
+    """Marks where something happened that is worth a look, with its words on hover."""
+    events = [event for event in run.of_kind("event") if event.get("severity") in _EVENT_COLOURS]
+    if not events:
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "warnings and errors",
+            "x": [event["step"] for event in events],
+            "y": [_significant(height)] * len(events),
+            "text": ["<br>".join(textwrap.wrap(escape(str(event["message"])), 60)) for event in events],
+            "hovertemplate": "%{text}<extra></extra>",
+            "marker": {
+                "symbol": "triangle-up",
+                "size": 11,
+                "color": [_EVENT_COLOURS[event["severity"]] for event in events],
+            },
+        }
+    ]
 
 
 def _bits_per_byte(runs: list[Run]) -> Chart:
@@ -180,7 +210,21 @@ def _memory(runs: list[Run]) -> Chart:
     names = {"memory_allocated_bytes": "allocated", "memory_reserved_bytes": "reserved"}
     caption = "On a GPU the allocator's figures, on a CPU the process's resident memory. It should be level."
     traces = _several(runs, names, scale=2**-30)
+    if len(runs) == 1:
+        traces += _memory_of_other_ranks(runs[0])
     return Chart("memory", "Memory", caption, traces, _axes("GiB", from_zero=True))
+
+
+def _memory_of_other_ranks(run: Run) -> list[Trace]:
+    """From their heartbeats; rank 0 has its figures in the metrics."""
+    traces: list[Trace] = []
+    for rank, beats in run.heartbeats.items():
+        rows = [row for row in beats if row["memory_allocated_bytes"] is not None]
+        if rank > 0 and rows and len(run.heartbeats) <= _MOST_RANK_LINES:
+            steps, gib = [row["step"] for row in rows], [row["memory_allocated_bytes"] * 2**-30 for row in rows]
+            trace = _line(*thin(steps, gib), f"rank {rank}, allocated", rank + 1)
+            traces.append({**trace, "line": {"color": f"@run{rank + 1}", "width": 1, "dash": "dot"}})
+    return traces
 
 
 def _several(runs: list[Run], names: dict[str, str], scale: float = 1.0) -> list[Trace]:
