@@ -17,7 +17,7 @@ from tests.children import environment
 from tests.train.tiny import TOML, before_step, write_config, write_documents
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
-from trifocal.train import loop
+from trifocal.train import records, saving
 
 ENVIRONMENT = environment()
 Capture = pytest.CaptureFixture[str]
@@ -207,10 +207,10 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "run" / "env.json"))
 
     config = write_config(tmp_path)
-    monkeypatch.setattr(loop, "write_environment", full)
+    monkeypatch.setattr(records, "write_environment", full)
     assert "No space left on device" in refused(capsys, "train", str(config))
     monkeypatch.undo()
-    monkeypatch.setattr(loop, "save_checkpoint", full)
+    monkeypatch.setattr(saving, "save_checkpoint", full)
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     message = refused(capsys, "train", str(config))
     assert "the checkpoint of step 6 could not be written" in message and "No space left" in message

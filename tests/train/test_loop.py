@@ -18,7 +18,7 @@ from trifocal.diagnostics import read_metrics
 from trifocal.diagnostics.attention_picture import read_picture
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, load_model
-from trifocal.train import NonFiniteError, load_config, resume, train
+from trifocal.train import NonFiniteError, load_config, resume, saving, train
 from trifocal.train import loop as loop_module
 from trifocal.train.evaluate import evaluate, read_validation_batches
 
@@ -185,14 +185,14 @@ def test_a_bad_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def failing_save(monkeypatch: pytest.MonkeyPatch, steps: set[int]) -> None:
-    original = loop_module.save_checkpoint
+    original = saving.save_checkpoint
 
     def save(root: Path, step: int, **kwargs: Any) -> Path:
         if step in steps:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return original(root, step, **kwargs)
 
-    monkeypatch.setattr(loop_module, "save_checkpoint", save)
+    monkeypatch.setattr(saving, "save_checkpoint", save)
 
 
 def test_a_full_disk_at_a_checkpoint_is_loud_and_training_goes_on(

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from trifocal.diagnostics.traces import AnomalyFound
 from trifocal.distributed import PeerLost, leave_at_once
 from trifocal.errors import UserError
 from trifocal.train.arguments import check_flags, load_config, override, parse_arguments
@@ -50,7 +51,7 @@ def run(args: Sequence[str]) -> int:
     paths, own, overrides = _split(check_flags(valid, args, switches=("overwrite",)))
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
-    except NonFiniteError as error:
+    except (NonFiniteError, AnomalyFound) as error:
         print(f"trifocal: {error}", file=sys.stderr)
         return 1
     except PeerLost as error:

@@ -1,6 +1,6 @@
 """Seeing a run: heartbeat, metrics, progress, environment, memory, stacks."""
 
-from trifocal.diagnostics.environment import environment, write_environment
+from trifocal.diagnostics.environment import environment, write_backends, write_environment
 from trifocal.diagnostics.hardware import peak_bf16_flops
 from trifocal.diagnostics.heartbeat import Heartbeat
 from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
@@ -26,5 +26,6 @@ __all__ = [
     "memory_statistics",
     "peak_bf16_flops",
     "read_metrics",
+    "write_backends",
     "write_environment",
 ]

@@ -57,12 +57,14 @@ def write_details(folder: Path, rank: int, row: Row, device: torch.device, *, na
     """
     with _one_at_a_time:
         collectives: list[Collective] = []
+        page = ""
         try:
             collectives = recorded_collectives()
+            page = describe(collectives) if collectives else ""
         except Exception as error:
-            _write(folder / f"collectives_rank{rank}.txt", lambda failed=str(error): f"cannot be read: {failed}\n")
-        if collectives:
-            _write(folder / f"collectives_rank{rank}.txt", lambda: describe(collectives))
+            page = f"cannot be read: {error}\n"
+        if page:
+            _write(folder / f"collectives_rank{rank}.txt", lambda: page)
         answer = {"row": row, "collectives": [found.row() for found in last_of_each_group(collectives)]}
         _write(folder / f"rank{rank}.json", lambda: json.dumps(answer, indent=1) + "\n")
         if native_seconds > 0 and find_py_spy() is not None:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from importlib import metadata
@@ -15,6 +16,7 @@ import torch
 
 from trifocal._version import __version__
 from trifocal.diagnostics.hardware import peak_bf16_flops
+from trifocal.ops import backend_choices
 
 _PACKAGES = (
     "torch",
@@ -30,7 +32,24 @@ _PACKAGES = (
     "trackio",
     "plotly",
 )
-_VARIABLES = ("NCCL_", "TORCH", "PYTORCH_", "CUDA_", "TRITON_", "OMP_", "MKL_", "GLOO_")
+_VARIABLES = (
+    "NCCL_",
+    "TORCH",
+    "PYTORCH_",
+    "CUDA_",
+    "CUBLAS",
+    "CUDNN_",
+    "NVIDIA_",
+    "TRITON_",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "GLOO_",
+    "UCX_",
+    "FI_",
+    "PYTHONHASHSEED",
+)
+_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment(config_text: str | None = None) -> dict[str, Any]:
@@ -40,11 +59,11 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         config_text: The run's resolved config as saved; its hash tells whether two runs had the same one.
 
     Returns:
-        JSON types only: `trifocal` (version, git_commit, git_changed), `config_sha256`, `command`, `python`,
+        JSON types only: `trifocal` (version, git_commit, git_changed), `config_sha256`, `command`, `python`, `host`,
         `system`, `packages`, `cpu` (name, logical_cores, usable_cores, memory_bytes), `torch` (threads, cuda,
         cudnn, nccl), `gpus` (name, compute_capability, memory_bytes, peak_bf16_flops), `gpu_driver`, and
-        `variables` (those that start with NCCL_, TORCH, PYTORCH_, CUDA_, TRITON_, OMP_, MKL_, GLOO_). What
-        does not exist here is null.
+        `variables` (of PyTorch, NCCL, CUDA, Triton, the math libraries and networks, and the process's place among
+        others). What does not exist here is null.
     """
     commit, changed = _git_state(Path(__file__).parent)
     return {
@@ -52,6 +71,7 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest() if config_text is not None else None,
         "command": sys.argv,
         "python": platform.python_version(),
+        "host": socket.gethostname(),
         "system": platform.platform(),
         "packages": {name: _version(name) for name in _PACKAGES},
         "cpu": {
@@ -68,7 +88,9 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         },
         "gpus": _gpus(),
         "gpu_driver": _gpu_driver(),
-        "variables": {name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)},
+        "variables": {
+            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES) or name in _PLACES
+        },
     }
 
 
@@ -77,6 +99,18 @@ def write_environment(path: str | os.PathLike[str], config_text: str | None = No
     description = environment(config_text)
     Path(path).write_text(json.dumps(description, indent=2) + "\n")
     return description
+
+
+def write_backends(path: str | os.PathLike[str]) -> None:
+    """Write which code ran each operation in this process, why, and how often so far, as JSON.
+
+    Compiled code counts when it is compiled, not when it runs; a CUDA graph when it is recorded.
+    """
+    rows = [
+        {"operation": operation, "backend": backend, "reason": reason, "calls": calls}
+        for (operation, backend, reason), calls in sorted(backend_choices().items())
+    ]
+    Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
 def _version(package: str) -> str | None:

@@ -33,10 +33,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 
@@ -62,6 +62,13 @@ PHASES = (
 _UNLIMITED = ("start", "compile", "wait")
 _TYPICAL_TIMES = 200
 _RECENT_TIMES = 5
+
+
+class Phases(Protocol):
+    """Whoever is told in which phase a step is: the heartbeat, or what stands before it."""
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Say that the training thread is in this phase until the block ends."""
 
 
 class Heartbeat:

@@ -1,5 +1,6 @@
 """Whose gradient it was: after the exchange every process has everyone's NaN, so each looks at its own before."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,9 +9,13 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule
 
-# The interface that custom reduce-scatters are to implement is public in name only; its default is taken as it is.
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+# The interfaces that custom collectives are to implement are public in name only; their defaults are taken as they are.
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
+
+Observer = Callable[[str, str, Tensor, list[Tensor]], Callable[[], None]]
+"""Told of an exchange when it begins: its kind, of what, the buffer, the parameters in it. What it returns is called
+when the exchange has ended (on a GPU: when that stands in the queue of work)."""
 
 
 class GradientWatch:
@@ -24,6 +29,8 @@ class GradientWatch:
 
     def __init__(self, device: torch.device) -> None:
         self._largest = torch.zeros((), device=device)
+        self._observer: Observer | None = None
+        self._parts: dict[str, FSDPModule] = {}
 
     def look(self, buffer: Tensor) -> None:
         """Take a buffer of gradients into account; NaN and infinity stay."""
@@ -47,21 +54,61 @@ class GradientWatch:
 
         Shards of one process are not scattered: with one shard a copy, nothing is seen.
         """
-        comm = _LookingReduceScatter(self)
-        for part in module.modules():
+        for path, part in module.named_modules():
             if isinstance(part, FSDPModule):
-                part.set_custom_reduce_scatter(comm)
+                name = path or "model"
+                self._parts[name] = part
+                part.set_custom_reduce_scatter(_LookingReduceScatter(self, name))
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tell an observer of every exchange from now on, of weights too where they are sharded; None for nobody."""
+        self._observer = observer
+        for name, part in self._parts.items():
+            part.set_custom_all_gather(DefaultAllGather() if observer is None else _ObservedAllGather(self, name))
+
+    def begin(self, kind: str, name: str, buffer: Tensor, parameters: list[Tensor]) -> Callable[[], None] | None:
+        """An exchange begins; what to call at its end, if somebody wants to know."""
+        return None if self._observer is None else self._observer(kind, name, buffer, parameters)
 
 
 def _look_and_average(watch: GradientWatch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     watch.look(bucket.buffer())
-    return allreduce_hook(None, bucket)  # type: ignore[arg-type]
+    end = watch.begin("all_reduce", f"bucket {bucket.index()}", bucket.buffer(), bucket.parameters())
+    averaged = allreduce_hook(None, bucket)  # type: ignore[arg-type]
+    if end is None:
+        return averaged
+
+    def noted(done: torch.futures.Future[Tensor]) -> Tensor:
+        end()
+        return done.value()
+
+    return averaged.then(noted)
+
+
+def _call_at_end(work: Any, end: Callable[[], None] | None) -> Any:
+    if end is None:
+        return work
+    if work is None:
+        end()
+    else:
+        work.get_future().then(lambda done: end())
+    return work
 
 
 class _LookingReduceScatter(DefaultReduceScatter):
-    def __init__(self, watch: GradientWatch) -> None:
-        self._watch = watch
+    def __init__(self, watch: GradientWatch, name: str) -> None:
+        self._watch, self._name = watch, name
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
         self._watch.look(input_tensor)
-        return super().__call__(output_tensor, input_tensor, *args, **options)
+        end = self._watch.begin("reduce_scatter", self._name, input_tensor, [])
+        return _call_at_end(super().__call__(output_tensor, input_tensor, *args, **options), end)
+
+
+class _ObservedAllGather(DefaultAllGather):
+    def __init__(self, watch: GradientWatch, name: str) -> None:
+        self._watch, self._name = watch, name
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
+        end = self._watch.begin("all_gather", self._name, output_tensor, [])
+        return _call_at_end(super().__call__(output_tensor, input_tensor, *args, **options), end)

@@ -9,7 +9,11 @@ from typing import Literal
 
 from trifocal.data import DataConfig
 from trifocal.diagnostics import SINKS
+from trifocal.diagnostics.traces import TRACES, UNBOUNDED
 from trifocal.models import ModelConfig
+
+MAX_TRACED_STEPS = 100
+"""What keeps something of every step may not do so for ever."""
 
 
 def _require(condition: bool, message: str) -> None:
@@ -240,6 +244,51 @@ class LogSection:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TraceSection:
+    """A close look at some steps, written to traces/ in the run's folder; off unless `what` names something."""
+
+    what: str = ""
+    """What to look at, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
+    "anomalies"."""
+    steps: str = "10:13"
+    """In which steps: half-open ranges like "10:13", separated by commas."""
+
+    def __post_init__(self) -> None:
+        names = self.names()
+        for name in names:
+            _require(name in TRACES, f'trace.what must name some of {", ".join(TRACES)}, got "{name}"')
+        _require(not {"nvtx", "profiler"} <= set(names), "trace.what: nvtx and profiler exclude each other")
+        for first, end in self.windows():
+            bounded = [name for name in names if name not in UNBOUNDED]
+            _require(
+                not bounded or end - first <= MAX_TRACED_STEPS,
+                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(bounded)} can look at "
+                f"{MAX_TRACED_STEPS} at once",
+            )
+
+    def names(self) -> list[str]:
+        """The parts of `what`, each once."""
+        return list(dict.fromkeys(filter(None, map(str.strip, self.what.split(",")))))
+
+    def windows(self) -> list[tuple[int, int]]:
+        """The ranges of `steps`: the first step, and the one after the last.
+
+        Raises:
+            ValueError: If they are not in this form, or not in order.
+        """
+        found: list[tuple[int, int]] = []
+        for part in self.steps.split(","):
+            first, _, end = part.strip().partition(":")
+            well_formed = first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end)
+            _require(
+                well_formed and (not found or found[-1][1] <= int(first)),
+                f'trace.steps must be ranges of steps in order, like "10:13" or "10:13, 500:501", got "{self.steps}"',
+            )
+            found.append((int(first), int(end)))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Everything that decides a training run."""
 
@@ -253,3 +302,4 @@ class RunConfig:
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     log: LogSection = field(default_factory=LogSection)
+    trace: TraceSection = field(default_factory=TraceSection)

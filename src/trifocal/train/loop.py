@@ -1,10 +1,9 @@
 """The training loop: one trainer, for every device and every run."""
 
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +11,14 @@ from trifocal.data import Batch, Loader, Tokenizer, make_loader
 from trifocal.diagnostics import (
     AttentionTelemetry,
     Heartbeat,
-    MetricsWriter,
     Progress,
     Watchdog,
-    make_sinks,
-    write_environment,
+    write_backends,
 )
 from trifocal.distributed import Parallel, Processes, choose_mode, parallelise, whole_model
-from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
-from trifocal.train.background import BackgroundWriter, Written
-from trifocal.train.checkpoint import (
-    load_checkpoint,
-    prune_checkpoints,
-    save_checkpoint,
-    set_aside_later,
-)
 from trifocal.train.company import Company
+from trifocal.train.compiling import CompileNotes
 from trifocal.train.config import RunConfig
 from trifocal.train.evaluate import (
     Evaluation,
@@ -44,12 +34,12 @@ from trifocal.train.meter import Meter
 from trifocal.train.nonfinite import stop_non_finite
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
-from trifocal.train.run_directory import save_config
+from trifocal.train.records import open_records
+from trifocal.train.saving import Saver
 from trifocal.train.schedule import learning_rate
 from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
-
-COMPILE_TIME = "about half a minute, less once its caches are filled"
+from trifocal.train.tracing import make_tracer
 
 
 @dataclass(frozen=True)
@@ -91,8 +81,8 @@ class Trainer:
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile and not self.parallel.sharded:
             self.model.compile_training()
-        self.compiled_kinds: set[bool] = set()
         self.graphs, self.graphs_note = self._make_graphs()
+        self.compile_notes = CompileNotes(config.train.compile or self.graphs is not None, self._say)
         self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * processes.size)
         # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
         self.split_rows = self.device.type == "cpu" and processes.size == 1 and not config.train.compile
@@ -101,11 +91,18 @@ class Trainer:
         self.loss: float | None = None
         self.evaluation: Evaluation | None = None
         self.sample: str | None = None
-        self.saved_step = 0
         self.validation_batches: list[Batch] | None = None
         self.shown: ShownSequence | None = None
         self.company = Company(processes)
-        self.background = BackgroundWriter(processes) if config.checkpoint.asynchronous else None
+        self.saver = Saver(
+            config,
+            directory / "checkpoints",
+            processes,
+            self.model,
+            self.optimizer,
+            event=self._event,
+            say=self._say,
+        )
         self.loader: Loader = processes.together(self._make_loader)
         self.data_position = self.loader.state_dict()
         # With the hub's branch as the commit that it found: the saved config names it, so that a resumed run reads it.
@@ -120,20 +117,7 @@ class Trainer:
                 self._restore(checkpoint)
             resume_step = self.step if checkpoint is not None else None
             rank, first = self.processes.rank, self.processes.first
-            sinks = make_sinks(
-                config.log.sink_names() if first else [],
-                directory,
-                project=config.log.project,
-                config=asdict(config),
-                resume_step=resume_step,
-            )
-            if first:
-                save_config(config, directory)
-                write_environment(directory / "env.json", (directory / "config.toml").read_text(encoding="utf-8"))
-            metrics = directory / "metrics.jsonl"
-            self.metrics = stack.enter_context(
-                MetricsWriter(metrics, resume_step=resume_step, sinks=sinks) if first else MetricsWriter.silent()
-            )
+            self.metrics = stack.enter_context(open_records(config, directory, resume_step=resume_step, first=first))
             self.heartbeat = stack.enter_context(
                 Heartbeat(directory / "heartbeat", rank, config.log.heartbeat_seconds, device=self.device)
             )
@@ -144,16 +128,28 @@ class Trainer:
             self.meter = Meter(config, self.device, self.processes.size)
             self.signals = stack.enter_context(StopSignals())
             stack.enter_context(self.company.watched(self.heartbeat, directory, config.parallel.silence_seconds))
+            self.tracer = make_tracer(
+                config,
+                directory,
+                self.processes,
+                model=self.model,
+                parallel=self.parallel,
+                optimizer=self.optimizer,
+                phases=self.heartbeat,
+                step=self.step,
+                say=self._say,
+            )
             for note in [*notes, *filter(None, [self.mode_note, self.graphs_note])]:
                 self._say("note", note)
+            stack.enter_context(self.tracer)
             self.heartbeat.update(step=self.step)
             # From here on the random generators are where the checkpoint left them.
             if checkpoint is not None:
                 restore_random_state(self.restored_random_state)
             while self.step < total and self._step():
                 pass
-            self._take_written(wait=True)
-            if self.saved_step != self.step:
+            self.saver.take_written(wait=True)
+            if self.saver.saved_step != self.step:
                 self._save(must_succeed=True)
             finished = self.step >= total
             if finished and (whole := whole_model(self.model, self.processes)) is not None:
@@ -178,24 +174,22 @@ class Trainer:
             return False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        phase, begin = self._forward_phase(step, data.batches), time.perf_counter()
-        self.pending = train_step(
-            step,
-            data.batches,
-            loss_function=self.parallel.module,
-            optimizer=self.optimizer,
-            device=self.device,
-            config=config.train,
-            heartbeat=self.heartbeat,
-            before_backward=self._check_finite,
-            forward_phase=phase,
-            split_rows=self.split_rows,
-            parallel=self.parallel,
-            total_targets=data.total_targets,
-            graphs=self.graphs,
-        )
-        if phase == "compile":
-            self._say("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")
+        with self.compile_notes.step(step, data.batches) as forward_phase, self.tracer.step(step) as phases:
+            self.pending = train_step(
+                step,
+                data.batches,
+                loss_function=self.parallel.module,
+                optimizer=self.optimizer,
+                device=self.device,
+                config=config.train,
+                heartbeat=phases,
+                before_backward=self._check_finite,
+                forward_phase=forward_phase,
+                split_rows=self.split_rows,
+                parallel=self.parallel,
+                total_targets=data.total_targets,
+                graphs=self.graphs,
+            )
         self.learning_rate = rate
         self.step, self.data_position = step, data.position
         self.meter.steps += 1
@@ -203,22 +197,12 @@ class Trainer:
         self._after_step(self.pending)
         return True
 
-    def _forward_phase(self, step: int, batches: Sequence[Batch]) -> str:
-        """ "compile" where code for a kind of micro-batch is made in this step, and says so; else "forward"."""
-        if not self.config.train.compile and self.graphs is None:
-            return "forward"
-        new = {batch.cu_seqlens is not None for batch in batches} - self.compiled_kinds
-        if not new:
-            return "forward"
-        self.compiled_kinds |= new
-        kinds = " and ".join("packed documents" if packed else "whole rows" for packed in sorted(new))
-        self._say("compiling", f"step {step} compiles the model for {kinds}, which takes {COMPILE_TIME}")
-        return "compile"
-
     def _after_step(self, result: StepResult) -> None:
         """Log, evaluate, sample and save where it is time to; each of them first makes sure that the step was sound."""
         config, step = self.config, self.step
         last = step == config.train.steps
+        if last or self.meter.steps == 1:
+            self._keep("choice of backends", lambda: write_backends(self.directory / "backends.json"))
         if last or step == 1 or step % config.log.interval_steps == 0:
             self._check_finite()
             self._log(result)
@@ -237,7 +221,7 @@ class Trainer:
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("sample"):
                 self._sample()
-        self._take_written(wait=False)
+        self.saver.take_written(wait=False)
         if _due(step, config.checkpoint.interval_steps, last):
             self._save(must_succeed=last)
 
@@ -332,79 +316,20 @@ class Trainer:
             self._say("write_failed", f"the {what} of step {self.step} could not be written: {error}", "warning")
 
     def _save(self, *, must_succeed: bool) -> None:
-        """Write a checkpoint. A failure on the way is loud and training goes on; the last one must succeed."""
         self._check_finite()
-        root = self.directory / "checkpoints"
         with self.meter.paused(), self.heartbeat.phase("checkpoint"):
-            state = {
-                "step": self.step,
-                "loss": self.loss,
-                "data": self.data_position,
-                "random": random_state(),
-            }
-            parts: dict[str, Any] = {
-                "model": self.model,
-                "optimizer": self.optimizer,
-                "model_config": self.config.model,
-            }
-            # One at a time; and the last one is not left to a thread.
-            self._take_written(wait=True)
-            if self.background is not None and not must_succeed:
-                self.background.start(root, self.step, process_state=state, **parts)
-                return
-            begin = time.perf_counter()
-            written = Written(self.step, None, None, 0.0, 0.0)
-            try:
-                path = save_checkpoint(root, self.step, process_state=state, processes=self.processes, **parts)
-                seconds = time.perf_counter() - begin
-                written = replace(written, path=path, seconds=seconds, blocked_seconds=seconds)
-            except OSError as error:
-                written = replace(written, error=error)
-            self._report_written(written, must_succeed=must_succeed)
+            self.saver.save(self.step, self._state, must_succeed=must_succeed)
 
-    def _take_written(self, *, wait: bool) -> None:
-        written = self.background.take(wait=wait) if self.background is not None else None
-        if written is not None:
-            self._report_written(written, must_succeed=False)
-
-    def _report_written(self, written: Written, *, must_succeed: bool) -> None:
-        if written.path is None:
-            message = f"the checkpoint of step {written.step} could not be written: {written.error}"
-            if must_succeed:
-                self.metrics.event(self.step, "checkpoint_failed", message, severity="error")
-                raise UserError(f"{message}; checkpoints that were complete before still are") from written.error
-            self._say("checkpoint_failed", f"{message}; training goes on, the last complete one stays", "error")
-            return
-        self.saved_step = written.step
-        message = f"{written.path.name} saved in {written.seconds:.1f} s"
-        self.metrics.event(
-            self.step,
-            "checkpoint_saved",
-            message,
-            save_seconds=written.seconds,
-            blocked_seconds=written.blocked_seconds,
-        )
-        saving = self.config.checkpoint
-        if self.processes.first:
-            root = written.path.parent
-            prune_checkpoints(root, keep_last=saving.keep_last, keep_every_steps=saving.keep_every_steps)
+    def _state(self) -> dict[str, Any]:
+        """What this process remembers besides model and optimizer."""
+        return {"step": self.step, "loss": self.loss, "data": self.data_position, "random": random_state()}
 
     def _restore(self, path: Path) -> None:
-        state = load_checkpoint(
-            path,
-            model=self.model,
-            optimizer=self.optimizer,
-            model_config=self.config.model,
-            processes=self.processes,
-        )
+        state = self.saver.restore(path)
         self.loader.load_state_dict(state["data"])
         self.data_position = state["data"]
-        self.step = self.saved_step = state["step"]
-        self.loss = state["loss"]
+        self.step, self.loss = state["step"], state["loss"]
         self.restored_random_state = state["random"]
-        if self.step > self.config.train.steps:
-            raise UserError(f"{path} is of step {self.step}, past train.steps {self.config.train.steps}")
-        self.processes.on_first(lambda: set_aside_later(path))
 
     def _parallelise(self) -> tuple[Parallel, str]:
         section, train = self.config.parallel, self.config.train
@@ -453,8 +378,11 @@ class Trainer:
     def _report_stalled_phase(self, message: str, folder: Path) -> None:
         self._say("stalled", message, "warning")
 
-    def _say(self, name: str, message: str, severity: str = "info", **values: float) -> None:
+    def _event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
         self.metrics.event(self.step, name, message, severity=severity, **values)
+
+    def _say(self, name: str, message: str, severity: str = "info", **values: float) -> None:
+        self._event(name, message, severity, **values)
         self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
         if severity != "info" and not self.processes.first:
             print(f"rank {self.processes.rank}: {severity.upper()}: {message}", file=sys.stderr, flush=True)

@@ -9,6 +9,7 @@ import torch
 
 from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.diagnostics import check_sinks
+from trifocal.diagnostics.traces import HOOKED, INSIDE_LAYERS
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.backends import resolve
@@ -58,6 +59,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_compiler(config, device)
     _check_disk(config)
     check_sinks(config.log.sink_names())
+    _check_traces(config, device)
     return tokenizer, _notes(config)
 
 
@@ -156,6 +158,19 @@ def _check_compiler(config: RunConfig, device: torch.device) -> None:
     candidates = [os.environ.get("CXX" if device.type == "cpu" else "CC", ""), "g++", "gcc", "clang++", "clang"]
     if not any(name and shutil.which(name) for name in candidates):
         raise UserError("train.compile needs a C++ compiler, and this machine has none; use --train.compile false")
+
+
+def _check_traces(config: RunConfig, device: torch.device) -> None:
+    names = config.trace.names()
+    if "nvtx" in names and device.type != "cuda":
+        raise UserError("trace.what: nvtx needs a GPU")
+    for setting, hidden in (("compile", INSIDE_LAYERS), ("cuda_graphs", HOOKED)):
+        lost = [name for name in names if name in hidden]
+        if lost and getattr(config.train, setting):
+            raise UserError(
+                f"trace.what: {', '.join(lost)} would see nothing with train.{setting}; trace with "
+                f"--train.{setting} false"
+            )
 
 
 def _check_disk(config: RunConfig) -> None:

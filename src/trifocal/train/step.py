@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trifocal.data import Batch
-from trifocal.diagnostics import Heartbeat
+from trifocal.diagnostics.heartbeat import Phases
 from trifocal.distributed import Parallel
 from trifocal.models.decoder import IGNORED_TARGET
 from trifocal.train.config import TrainSection
@@ -126,7 +126,7 @@ def train_step(
     optimizer: torch.optim.AdamW,
     device: torch.device,
     config: TrainSection,
-    heartbeat: Heartbeat,
+    heartbeat: Phases,
     before_backward: Callable[[], None],
     forward_phase: str = "forward",
     split_rows: bool = False,

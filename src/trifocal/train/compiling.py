@@ -1,0 +1,42 @@
+"""Saying that a step compiles, which takes its time and is no stall."""
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from trifocal.data import Batch
+from trifocal.train.saving import Say
+
+COMPILE_TIME = "about half a minute, less once its caches are filled"
+
+
+class CompileNotes:
+    """Knows for which kinds of micro-batches code has been made.
+
+    Args:
+        compiles: Whether the run compiles or records graphs at all.
+        say: Tells a person.
+    """
+
+    def __init__(self, compiles: bool, say: Say) -> None:
+        self._compiles, self._say = compiles, say
+        self._known: set[bool] = set()
+
+    @contextmanager
+    def step(self, step: int, batches: Sequence[Batch]) -> Iterator[str]:
+        """Around a step.
+
+        Yields:
+            The name of its forward phase: "compile" where code for a kind of micro-batch is made in it, which is said
+            before and after; else "forward".
+        """
+        new = {batch.cu_seqlens is not None for batch in batches} - self._known if self._compiles else set()
+        if not new:
+            yield "forward"
+            return
+        self._known |= new
+        kinds = " and ".join("packed documents" if packed else "whole rows" for packed in sorted(new))
+        self._say("compiling", f"step {step} compiles the model for {kinds}, which takes {COMPILE_TIME}")
+        begin = time.perf_counter()
+        yield "compile"
+        self._say("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")

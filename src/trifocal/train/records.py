@@ -1,0 +1,31 @@
+"""What a run writes down from its start on: its configuration, its environment, its metrics."""
+
+from dataclasses import asdict
+from pathlib import Path
+
+from trifocal.diagnostics import MetricsWriter, make_sinks, write_environment
+from trifocal.train.config import RunConfig
+from trifocal.train.run_directory import CONFIG_FILE, save_config
+
+
+def open_records(config: RunConfig, directory: Path, *, resume_step: int | None, first: bool) -> MetricsWriter:
+    """Write `config.toml` and `env.json`, and open the metrics with their sinks.
+
+    Args:
+        config: The run.
+        directory: Of the run.
+        resume_step: The step that it goes on from; None for a new one.
+        first: Whether this process writes for all; any other gets metrics that go nowhere.
+    """
+    if not first:
+        return MetricsWriter.silent()
+    save_config(config, directory)
+    write_environment(directory / "env.json", (directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    sinks = make_sinks(
+        config.log.sink_names(),
+        directory,
+        project=config.log.project,
+        config=asdict(config),
+        resume_step=resume_step,
+    )
+    return MetricsWriter(directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks)

@@ -1,0 +1,67 @@
+"""Traces of two processes: what DDP and FSDP2 exchange, and when gradients arrive there."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from tests.distributed.test_faults import QUICK
+from tests.distributed.workers import train
+from tests.train.test_traces import table
+from tests.train.tiny import make_config, write_config
+from trifocal.models import DecoderLM
+
+
+def traced(folder: Path, mode: str) -> Path:
+    """Two processes with one micro-batch each a step, steps 2 and 3 traced."""
+    flags = (*QUICK, "--parallel.mode", mode, "--trace.what", "exchange,gradients,dtypes", "--trace.steps", "2:4")
+    ended = train(folder, write_config(folder), *flags).join()
+    assert [end.status for end in ended] == [0, 0], ended[1].error
+    return folder / "run" / "traces" / "steps_2-3"
+
+
+def names_of(folder: Path) -> dict[str, int]:
+    model = DecoderLM(make_config(folder, name="other").model)
+    return {name: parameter.numel() for name, parameter in model.named_parameters()}
+
+
+def test_buckets_of_ddp_hold_every_gradient_once(tmp_path: Path) -> None:
+    folder, sizes = traced(tmp_path, "ddp"), names_of(tmp_path)
+    for rank in (0, 1):
+        rows = table(folder / f"exchange_rank{rank}.csv")
+        for step in ("2", "3"):
+            mine = [row for row in rows if row["step"] == step]
+            assert {(row["exchange"], row["phase"], row["dtype"]) for row in mine} == {
+                ("all_reduce", "backward", "float32")
+            }
+            assert Counter(name for row in mine for name in row["parameters"].split()) == Counter(list(sizes))
+            assert sum(int(row["bytes"]) for row in mine) == 4 * sum(sizes.values())
+            assert all(float(row["host_milliseconds"]) > 0 for row in mine)
+        arrived = table(folder / f"gradients_rank{rank}.csv")
+        assert Counter((row["step"], row["parameter"]) for row in arrived) == Counter(
+            (step, name) for step in ("2", "3") for name in sizes
+        )
+        figures = json.loads((folder / f"ddp_rank{rank}.json").read_text())
+        assert figures["backend_name"] == "gloo" and figures["total_parameter_size_bytes"] == 4 * sum(sizes.values())
+        collectives = Counter(row["operation"] for row in table(folder / f"collectives_rank{rank}.csv"))
+        assert collectives["all_reduce"] >= 2 * len(mine)
+
+
+def test_weights_are_gathered_and_gradients_scattered_part_by_part(tmp_path: Path) -> None:
+    folder, sizes = traced(tmp_path, "fsdp"), names_of(tmp_path)
+    rows = [row for row in table(folder / "exchange_rank1.csv") if row["step"] == "2"]
+    kinds = Counter((row["exchange"], row["of"]) for row in rows)
+    for part in ("model", "blocks.0", "blocks.1"):
+        assert kinds["reduce_scatter", part] == 1
+        assert kinds["all_gather", part] in (1, 2), "gathered for forward, and again for backward where it was freed"
+    assert kinds["all_gather", "blocks.0"] == 2
+    scattered = {row["of"]: int(row["bytes"]) for row in rows if row["exchange"] == "reduce_scatter"}
+    # Sharded along the first dimension, which is padded to the processes.
+    assert scattered["blocks.0"] >= 4 * sum(size for name, size in sizes.items() if name.startswith("blocks.0."))
+    order = [row["of"] for row in rows if row["exchange"] == "reduce_scatter"]
+    assert order == ["blocks.1", "blocks.0", "model"]
+    arrived = Counter(row["parameter"] for row in table(folder / "gradients_rank1.csv") if row["step"] == "2")
+    assert arrived == Counter(list(sizes))
+    kept = [row for row in table(folder / "dtypes_rank1.csv") if row["kind"] == "parameter"]
+    assert {row["name"] for row in kept} == set(sizes)
+    shape = next(row["shape"] for row in kept if row["name"] == "blocks.0.mlp.up_proj.weight")
+    assert shape == "16x16", "half of 32 x 16"

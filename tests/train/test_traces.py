@@ -1,0 +1,362 @@
+"""Each trace on a real small run: what it writes is true, and no other step has anything of it."""
+
+import csv
+import gzip
+import json
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.tiny import before_step, make_config, read_checkpoint
+from trifocal.cli import main
+from trifocal.diagnostics import read_metrics
+from trifocal.diagnostics.traces import TRACES, AnomalyFound
+from trifocal.diagnostics.traces.base import ModuleHooks, tensors_in
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM
+from trifocal.nn.block import SwiGLU
+from trifocal.train import TrainResult, resume, train
+
+QUICK = ("--evaluate.interval_steps", "1", "--log.telemetry_interval_steps", "1", "--checkpoint.interval_steps", "0")
+
+
+def traced(folder: Path, what: str, *flags: str, steps: str = "2:4") -> Path:
+    """A run with traces of its steps 2 and 3; the folder of the first window."""
+    config = make_config(folder, "--trace.what", what, "--trace.steps", steps, *QUICK, *flags)
+    assert train(config).finished
+    return folder / "run" / "traces" / "steps_2-3"
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def expected_model(folder: Path) -> DecoderLM:
+    return DecoderLM(make_config(folder, name="other").model)
+
+
+def test_gradients_arrive_once_a_micro_batch_and_the_last_layers_first(tmp_path: Path) -> None:
+    folder = traced(tmp_path, "gradients")
+    rows = table(folder / "gradients_rank0.csv")
+    names = [name for name, _ in expected_model(tmp_path).named_parameters()]
+    # Two steps of two micro-batches; each micro-batch may be cut into rows with and without borders, added up in one.
+    for step in ("2", "3"):
+        for micro_batch in ("1", "2"):
+            mine = [row for row in rows if (row["step"], row["micro_batch"]) == (step, micro_batch)]
+            assert Counter(row["parameter"] for row in mine) == Counter(names)
+            assert [int(row["order"]) for row in mine] == list(range(1, len(names) + 1))
+            times = [float(row["host_milliseconds"]) for row in mine]
+            assert times == sorted(times) and times[0] >= 0
+            order = [row["parameter"] for row in mine]
+            assert order.index("head.weight") < order.index("blocks.1.mlp.down_proj.weight")
+            assert order.index("blocks.1.mlp.down_proj.weight") < order.index("blocks.0.mlp.down_proj.weight")
+            assert order[-1] == "embedding.weight"
+    assert len(rows) == 4 * len(names)
+
+
+def test_modules_run_forward_in_order_backward_in_reverse_and_again_when_checkpointed(tmp_path: Path) -> None:
+    flags = ("--train.activation_checkpointing", "0:1", "--data.source", "synthetic", "--train.micro_batch_size", "4")
+    rows = table(traced(tmp_path, "modules", *flags) / "modules_rank0.csv")
+    assert {row["step"] for row in rows} == {"2", "3"} and {row["micro_batch"] for row in rows} == {"1"}
+    names = [name or "model" for name, _ in expected_model(tmp_path).named_modules()]
+
+    def order(event: str, step: str = "2") -> list[str]:
+        return [row["module"] for row in rows if (row["event"], row["step"]) == (event, step)]
+
+    # A row stands where a module ends: the model itself comes last, and of the blocks the parts come before the whole.
+    forward = order("forward")
+    assert set(forward) <= set(names) and forward[0] == "embedding" and forward[-1] == "model"
+    blocks = [name for name in forward if name in ("blocks.0", "blocks.1", "norm")]
+    assert blocks == ["blocks.0", "blocks.1", "norm"]
+    # Only the first layer is computed again, in backward.
+    assert order("recompute") and all(name.startswith("blocks.0") for name in order("recompute"))
+    backward = [name for name in order("backward") if name in ("blocks.0", "blocks.1", "norm", "model", "embedding")]
+    assert backward == ["model", "norm", "blocks.1", "blocks.0", "embedding"]
+    for row in rows:
+        assert float(row["host_begin_milliseconds"]) >= 0
+        if row["event"] != "backward":
+            assert float(row["host_milliseconds"]) >= 0
+    whole = next(row for row in rows if row["module"] == "model" and row["event"] == "forward")
+    part = next(row for row in rows if row["module"] == "blocks.0" and row["event"] == "forward")
+    assert float(part["host_milliseconds"]) < float(whole["host_milliseconds"])
+
+
+def test_the_audit_of_types_sees_fp32_weights_and_bf16_activations(tmp_path: Path) -> None:
+    rows = table(traced(tmp_path, "dtypes", "--train.precision", "bf16") / "dtypes_rank0.csv")
+    found = {kind: Counter(row["dtype"] for row in rows if row["kind"] == kind) for kind in {r["kind"] for r in rows}}
+    parameters = len(list(expected_model(tmp_path).parameters()))
+    assert found["parameter"] == found["gradient"] == {"float32": parameters}
+    assert found["optimizer state"] == {"float32": 3 * parameters}
+    assert found["activation"]["bfloat16"] > 10 and found["activation"]["float32"] >= 1
+    assert found["gradient of activation"]["bfloat16"] > 10
+    by_name = {(row["kind"], row["name"]): row for row in rows}
+    assert by_name["activation", "blocks.0.mlp.down_proj"]["dtype"] == "bfloat16"
+    assert by_name["activation", "embedding"]["dtype"] == "float32"
+    assert by_name["parameter", "blocks.0.mlp.up_proj.weight"]["shape"] == "32x16"
+    assert not any(row["remark"] for row in rows)
+
+
+def test_the_audit_remarks_on_half_precision_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def halve(step: int, arguments: dict[str, Any]) -> None:
+        if step == 1:
+            parameters = dict(arguments["loss_function"].named_parameters())
+            parameters["norm.weight"].data = parameters["norm.weight"].data.bfloat16()
+
+    before_step(monkeypatch, halve)
+    rows = table(traced(tmp_path, "dtypes") / "dtypes_rank0.csv")
+    remarks = {(row["kind"], row["name"]): row["remark"] for row in rows if row["remark"]}
+    assert remarks["parameter", "norm.weight"] == "small updates are lost at this precision"
+
+
+def test_the_memory_table_adds_up(tmp_path: Path) -> None:
+    flags = ("--data.source", "synthetic", "--train.micro_batch_size", "4", "--model.attention", "dense")
+    rows = {row.pop("module"): {name: int(value) for name, value in row.items()} for row in table(
+        traced(tmp_path, "memory", *flags) / "memory_rank0.csv"
+    )}  # fmt: skip
+    parameters = 4 * sum(parameter.numel() for parameter in expected_dense(tmp_path).parameters())
+    total = rows["total"]
+    assert total["parameter_bytes"] == total["gradient_bytes"] == parameters
+    # Two moments and a step counter a parameter tensor.
+    tensors = len(list(expected_dense(tmp_path).parameters()))
+    assert total["optimizer_bytes"] == 2 * parameters + 4 * tensors
+    saved = {name: row["saved_for_backward_bytes"] for name, row in rows.items()}
+    assert saved["total"] == sum(value for name, value in saved.items() if name != "total")
+    # B * T * E of fp32, which the down projection of the SwiGLU keeps: its input, 4 x 32 x 32.
+    assert saved["blocks.0.mlp.down_proj"] == 4 * 4 * 32 * 32
+    assert rows["blocks.0.mlp.down_proj"]["parameter_bytes"] == 4 * 32 * 16
+
+
+def expected_dense(folder: Path) -> DecoderLM:
+    return DecoderLM(make_config(folder, "--model.attention", "dense", name="other").model)
+
+
+def test_checkpointing_shows_in_the_memory_table(tmp_path: Path) -> None:
+    saved = {}
+    for name, flags in {"plain": (), "checkpointed": ("--train.activation_checkpointing", "all")}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        rows = table(traced(folder, "memory", "--data.source", "synthetic", *flags) / "memory_rank0.csv")
+        saved[name] = int(rows[-1]["saved_for_backward_bytes"])
+    assert saved["checkpointed"] < saved["plain"] / 3
+
+
+def test_the_profile_holds_every_phase_and_its_table_the_operations(tmp_path: Path) -> None:
+    folder = traced(tmp_path, "profiler")
+    operations = (folder / "operations_rank0.txt").read_text()
+    assert "aten::mm" in operations and "Self CPU" in operations
+    with gzip.open(folder / "profile_rank0.json.gz", "rt") as file:
+        names = Counter(event.get("name") for event in json.load(file)["traceEvents"])
+    # Forward and backward of two micro-batches, one update.
+    for step in (2, 3):
+        assert [names[f"step {step}: {phase}"] for phase in ("forward", "backward", "optimizer")] == [2, 2, 1]
+    assert names["step 1: forward"] == names["step 4: forward"] == 0
+
+
+class Nan(torch.autograd.Function):
+    """A backward pass that is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * torch.nan
+
+
+def break_backward(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
+    now = [0]
+    before_step(monkeypatch, lambda step, arguments: now.__setitem__(0, step))
+    original = SwiGLU.forward
+
+    def breaking_forward(self: SwiGLU, x: torch.Tensor) -> torch.Tensor:
+        y = original(self, x)
+        return Nan.apply(y) if now[0] == at_step else y  # type: ignore[no-any-return,no-untyped-call]
+
+    monkeypatch.setattr(SwiGLU, "forward", breaking_forward)
+
+
+def test_anomaly_detection_names_the_operation_and_its_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_backward(monkeypatch, 4)
+    config = make_config(tmp_path, "--trace.what", "anomalies", "--trace.steps", "3:1000000", *QUICK)
+    with pytest.raises(
+        AnomalyFound, match=r"step 4, micro-batch 1: Function 'NanBackward' returned nan values"
+    ) as caught:
+        train(config)
+    assert "called at breaking_forward (test_traces.py:" in str(caught.value)
+    text = (tmp_path / "run" / "traces" / "anomaly_step_00000004_rank0.txt").read_text()
+    assert "breaking_forward" in text and "Traceback of forward call" in text
+    (event,) = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl", "event") if r["name"] == "anomaly"]
+    assert event["severity"] == "error"
+    assert not torch.is_anomaly_enabled()
+    capsys.readouterr()
+    flags = ["--trace.what", "anomalies", "--trace.steps", "3:9"]
+    assert main(["train", str(tmp_path / "run.toml"), "--overwrite", *flags]) == 1
+    assert capsys.readouterr().err.startswith("trifocal: step 4, micro-batch 1: Function 'NanBackward'")
+
+
+def test_warnings_pass_through_anomaly_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Warner(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            warnings.warn("something else", stacklevel=1)
+            return gradient
+
+    original = SwiGLU.forward
+    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: Warner.apply(original(self, x)))  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced(tmp_path, "anomalies", "--model.num_layers", "1")
+    assert any("something else" in str(warning.message) for warning in caught)
+
+
+def test_ranges_open_and_close_in_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU, on a stand-in for it: what NVTX would be told."""
+    stack: list[str] = []
+    seen: list[str] = []
+
+    def push(name: str) -> None:
+        stack.append(name)
+        seen.append("/".join(stack))
+
+    class Emit:
+        def __enter__(self) -> None:
+            seen.append("emit")
+
+        def __exit__(self, *error: object) -> None:
+            seen.append("stop")
+
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", push)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", stack.pop)
+    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", Emit)
+    monkeypatch.setattr("trifocal.train.preflight._check_traces", lambda config, device: None)
+    traced(tmp_path, "nvtx", "--train.activation_checkpointing", "all")
+    assert stack == []
+    assert seen[0] == "emit" and seen[-1] == "stop"
+    assert "step 2: forward/model/blocks.0/blocks.0.mlp/blocks.0.mlp.down_proj" in seen
+    assert "step 3: backward/blocks.1/blocks.1.attention" in seen, "what checkpointing repeats is in backward's range"
+
+
+def hooks_left(model: torch.nn.Module) -> int:
+    of_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def test_nothing_is_installed_but_in_the_traced_steps_and_they_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: dict[int, int] = {}
+    before_step(monkeypatch, lambda step, arguments: counts.__setitem__(step, hooks_left(arguments["loss_function"])))
+    what = ",".join(name for name in TRACES if name not in ("nvtx", "exchange"))
+    flags = ("--checkpoint.interval_steps", "6")
+    train(make_config(tmp_path, *QUICK, *flags, "--trace.what", what, "--trace.steps", "2:4, 5:6", name="traced"))
+    assert counts[2] > 0 and counts[3] == counts[2] == counts[5]
+    assert counts[1] == counts[4] == counts[6] == 0
+    assert sorted(path.name for path in (tmp_path / "traced" / "traces").iterdir()) == ["steps_2-3", "steps_5-5"]
+    counts.clear()
+    train(make_config(tmp_path, *QUICK, *flags, name="plain"))
+    assert set(counts.values()) == {0} and not (tmp_path / "plain" / "traces").exists()
+    mine, theirs = (read_checkpoint(tmp_path / run / "checkpoints" / "step_00000006") for run in ("traced", "plain"))
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_a_window_that_the_run_ends_in_is_written(tmp_path: Path) -> None:
+    train(make_config(tmp_path, *QUICK, "--trace.what", "gradients", "--trace.steps", "5:50"))
+    assert {row["step"] for row in table(tmp_path / "run/traces/steps_5-6/gradients_rank0.csv")} == {"5", "6"}
+
+
+def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, rows: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("trifocal.diagnostics.traces.gradients.write_table", full)
+    train(make_config(tmp_path, *QUICK, "--trace.what", "gradients,memory", "--trace.steps", "2:4"))
+    assert "could not be written: [Errno 28] No space left on device; training goes on" in capsys.readouterr().out
+    names = [row["name"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")]
+    assert names.count("trace_failed") == 1 and "traced" not in names
+    assert (tmp_path / "run" / "traces" / "steps_2-3" / "memory_rank0.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (("--trace.what", "gradient"), r"trace\.what must name some of gradients, .*got \"gradient\""),
+        (("--trace.steps", "3"), r"trace\.steps must be ranges of steps in order"),
+        (("--trace.steps", "3:3"), r"trace\.steps must be ranges"),
+        (("--trace.steps", "0:3"), r"trace\.steps must be ranges"),
+        (("--trace.steps", "5:7,3:4"), r"trace\.steps must be ranges"),
+        (("--trace.what", "memory", "--trace.steps", "1:102"), "are 101 steps; memory can look at 100 at once"),
+        (("--trace.what", "nvtx,profiler"), "exclude each other"),
+        (("--trace.what", "nvtx"), "nvtx needs a GPU"),
+        (
+            ("--trace.what", "modules,profiler", "--train.compile", "true"),
+            "modules would see nothing with train.compile",
+        ),
+        (("--trace.what", "gradients", "--train.cuda_graphs", "true"), "see nothing with train.cuda_graphs"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(tmp_path: Path, flags: tuple[str, ...], expected: str) -> None:
+    with pytest.raises(UserError, match=expected):
+        train(make_config(tmp_path, *flags))
+
+
+def notes(result: TrainResult) -> list[str]:
+    return [
+        row["message"] for row in read_metrics(result.directory / "metrics.jsonl", "event") if row["name"] == "note"
+    ]
+
+
+def test_a_window_that_never_comes_is_said(tmp_path: Path) -> None:
+    result = train(make_config(tmp_path, *QUICK, "--trace.what", "gradients,exchange", "--trace.steps", "70:80"))
+    assert 'trace.steps "70:80" has no step of this run: nothing is traced' in notes(result)
+    assert "trace.what: one process exchanges nothing" in notes(result)
+    config = make_config(tmp_path, *QUICK, "--trace.what", "gradients", "--train.steps", "7", "--trace.steps", "2:4")
+    assert any("nothing is traced" in note for note in notes(resume(tmp_path / "run", config=config)))
+
+
+def test_the_backends_that_ran_are_written_down(tmp_path: Path) -> None:
+    train(make_config(tmp_path, *QUICK))
+    rows = json.loads((tmp_path / "run" / "backends.json").read_text())
+    attention = next(
+        row for row in rows if row["operation"] == "nsa_attention" and row["reason"].startswith("the tens")
+    )
+    assert (attention["backend"], attention["reason"]) == ("reference", "the tensors are not on a CUDA device")
+    assert attention["calls"] > 0
+
+
+def test_tensors_are_found_wherever_modules_put_them() -> None:
+    first, second, third = (torch.zeros(size) for size in (1, 2, 3))
+    assert tensors_in((first, [second, None], {"x": third, "y": "no"})) == [first, second, third]
+
+
+def test_hooks_close_what_an_exception_left_open() -> None:
+    """As checkpointing does, which ends a repeated pass as soon as it has what it needs."""
+
+    class Raises(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("enough")
+
+    stack: list[str] = []
+    model = torch.nn.Sequential(torch.nn.Identity(), Raises())
+    hooks = ModuleHooks(model, entered=lambda name, _: stack.append(name), left=lambda name, _: pop(stack, name))
+    with pytest.raises(KeyError):
+        model(torch.ones(1))
+    hooks.remove()
+    assert stack == [] and hooks_left(model) == 0
+
+
+def pop(stack: list[str], name: str) -> None:
+    assert stack.pop() == name
