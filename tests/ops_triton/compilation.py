@@ -75,6 +75,7 @@ def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[
             stack.enter_context(mock.patch.object(module, "architecture", lambda device: architecture))
         stack.enter_context(mock.patch.object(common, "has_copy_engine", lambda device: architecture == "hopper"))
         stack.enter_context(mock.patch.object(selected_tiles, "is_hopper", lambda device: architecture == "hopper"))
+        stack.enter_context(mock.patch.object(common, "is_hopper", lambda device: architecture == "hopper"))
         call()
     return launches
 
@@ -117,7 +118,8 @@ def _type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return "*" + names[value.dtype]
     if hasattr(value, "block_shape"):
-        return f"tensordesc<{names[value.base.dtype]}{json.dumps(value.block_shape).replace(' ', '')}>"
+        layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+        return f"tensordesc<{names[value.base.dtype]}{json.dumps(value.block_shape).replace(' ', '')}{layout}>"
     if isinstance(value, float):
         return "fp32"
     assert type(value) is int, value

@@ -93,6 +93,32 @@ def place_rows(row, num_queries, REP: tl.constexpr):
 
 
 @triton.jit
+def place_rows_of_program(
+    num_queries, query_shift, window_size, ids, positions, first_blocks,
+    GROUPS: tl.constexpr, REP: tl.constexpr, COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    PACKED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+):
+    """This program's tile of rows, the keys that each sees, and the key tiles: all of them, and the first and number
+    of those that every row sees. Tiles with the longest past start first, so that none is left over at the end."""
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    batch = tl.program_id(1) // GROUPS
+    group = tl.program_id(1) % GROUPS
+    first_query = first_row // REP
+    last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
+    row = first_row + tl.arange(0, ROWS)
+    query, head = place_rows(row, num_queries, REP)
+    row_begin, row_end = visible_keys(
+        query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    begin, full_end = visible_keys(
+        first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    full_begin, end = visible_keys(
+        last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
+    full = last_full - first_full
+    return batch, group, first_query, row, query, head, row_begin, row_end, begin, end, tiles, first_full, full
+
+
+@triton.jit
 def load_keys(
     source, batch, group, first_key, stride, keep, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr,

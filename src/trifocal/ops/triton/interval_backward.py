@@ -34,9 +34,9 @@ from trifocal.ops.triton.interval import (
     load_keys,
     load_rows,
     place_rows,
+    place_rows_of_program,
     row_sources,
     seeing_queries,
-    visible_keys,
 )
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -107,21 +107,10 @@ def interval_d_q_kernel(
     ADD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
 ):
     """d_q of one tile of rows, in the order of the forward kernel; with ADD, added to what d_q holds."""
-    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    batch = tl.program_id(1) // GROUPS
-    group = tl.program_id(1) % GROUPS
-    first_query = first_row // REP
-    last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
-    row = first_row + tl.arange(0, ROWS)
-    query, head = place_rows(row, num_queries, REP)
-    row_begin, row_end = visible_keys(
-        query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    begin, full_end = visible_keys(
-        first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    full_begin, end = visible_keys(
-        last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
-    full = last_full - first_full
+    batch, group, first_query, row, query, head, row_begin, row_end, begin, end, tiles, first_full, full = (
+        place_rows_of_program(
+            num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
 
     if not TMA:
         k_source_1 += batch.to(tl.int64) * k_batch_stride + group * k_head_stride
@@ -194,7 +183,12 @@ def _gather_d_k_d_v(
         row = first_row + tl.arange(0, ROWS)
         query, head = place_rows(row, num_queries, REP)
         place = (query * (GROUPS * REP) + head).to(tl.int64)
-
+        # Asked for before the products: where they are needed, each would cost the latency of a load.
+        row_lse = log2_sum(lse + place)
+        row_delta = tl.load(delta + place)
+        row_gate = row_delta
+        if GATED:
+            row_gate = tl.load(gate + query.to(tl.int64) * gate_time_stride + head * gate_head_stride)
         q_1 = load_rows(
             q_source_1, batch, group, first_query, query, head, q_time_stride, q_head_stride,
             0, D_1, D, ROWS, REP, TMA)
@@ -204,10 +198,8 @@ def _gather_d_k_d_v(
                 q_source_2, batch, group, first_query, query, head, q_time_stride, q_head_stride,
                 D_1, D_2, D, ROWS, REP, TMA)
             scores = tl.dot(k_2, tl.trans(q_2), scores, input_precision="ieee")
-        row_lse = log2_sum(lse + place)
         p = tl.exp2(scores * score_scale - row_lse[None, :])
         if GATED:
-            row_gate = tl.load(gate + query.to(tl.int64) * gate_time_stride + head * gate_head_stride)
             p = p * row_gate.to(tl.float32)[None, :]
         if MASKED:
             # By the row's own number: rows behind the last query must not count as that query.
@@ -224,7 +216,6 @@ def _gather_d_k_d_v(
                 V_1, V_2, V, ROWS, REP, TMA)
             d_v_2 = tl.dot(p.to(d_o_2.dtype), d_o_2, d_v_2, input_precision="ieee")
             d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
-        row_delta = tl.load(delta + place)
         d_scores = p * (d_p - row_delta[None, :])
         if MASKED:
             d_scores = tl.where(visible, d_scores, 0.0)

@@ -11,12 +11,10 @@ from torch import Tensor
 from trifocal.ops.triton.common import Tile, choose_tile, split_width, store_tile, strides, tma_fits, unit_stride
 from trifocal.ops.triton.interval import (
     Branch,
-    full_tiles,
     key_sources,
     load_keys,
     load_rows,
-    place_rows,
-    visible_keys,
+    place_rows_of_program,
 )
 
 # The running maximum starts at a finite low, so that no guard against inf - inf is needed.
@@ -75,22 +73,11 @@ def interval_forward_kernel(
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
 ):
-    """o and lse of one tile of rows. Tiles with the longest past start first, so that none is left over at the end."""
-    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    batch = tl.program_id(1) // GROUPS
-    group = tl.program_id(1) % GROUPS
-    first_query = first_row // REP
-    last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
-    row = first_row + tl.arange(0, ROWS)
-    query, head = place_rows(row, num_queries, REP)
-    row_begin, row_end = visible_keys(
-        query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    begin, full_end = visible_keys(
-        first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    full_begin, end = visible_keys(
-        last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
-    full = last_full - first_full
+    """o and lse of one tile of rows."""
+    batch, group, first_query, row, query, head, row_begin, row_end, begin, end, tiles, first_full, full = (
+        place_rows_of_program(
+            num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
 
     if not TMA:
         k_source_1 += batch.to(tl.int64) * k_batch_stride + group * k_head_stride

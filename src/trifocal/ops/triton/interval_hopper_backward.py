@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
+    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -120,7 +121,7 @@ def gather_keys(
     d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, tiles, first_full, last_full, key_begin, key_end,
     start, stop, score_scale,
     REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr,
+    STAGES: gl.constexpr, DEFER: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr,
     OUTPUT_V: gl.constexpr,
 ):
     """Add what tiles of rows number start to stop give to d_k and d_v."""
@@ -138,7 +139,13 @@ def gather_keys(
         mbarrier.wait(d_o_ready.index(stage), phase)
         d_p = warpgroup_mma(v_tile, d_o_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         row_lse = lse_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
-        scores = warpgroup_mma_wait(1, [scores])
+        if DEFER:
+            scores, d_k, d_v = warpgroup_mma_wait(1, [scores, d_k, d_v])
+            before = (number + (STAGES - 1)) % STAGES
+            mbarrier.arrive(d_o_free.index(before), count=1, pred=number > 0)
+            mbarrier.arrive(q_free.index(before), count=1, pred=number > 0)
+        else:
+            scores = warpgroup_mma_wait(1, [scores])
         p = gl.exp2(scores * score_scale - row_lse[None, :])
         if GATED:
             p = p * gate_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)[None, :]
@@ -156,10 +163,11 @@ def gather_keys(
             d_scores = gl.where(visible, d_scores, 0.0)
         d_scores_operand = gl.convert_layout(d_scores.to(q_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_D, 2))
         d_k = warpgroup_mma(d_scores_operand, q_tile, d_k, is_async=True)
-        d_v = warpgroup_mma_wait(1, [d_v])
-        mbarrier.arrive(d_o_free.index(stage), count=1)
-        d_k = warpgroup_mma_wait(0, [d_k])
-        mbarrier.arrive(q_free.index(stage), count=1)
+        if not DEFER:
+            d_v = warpgroup_mma_wait(1, [d_v])
+            mbarrier.arrive(d_o_free.index(stage), count=1)
+            d_k = warpgroup_mma_wait(0, [d_k])
+            mbarrier.arrive(q_free.index(stage), count=1)
     return d_k, d_v
 
 
@@ -168,7 +176,7 @@ def sum_keys(
     HALF: gl.constexpr, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, DEFER: gl.constexpr,
 ):
     """d_k and d_v of one half of the program's keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -191,13 +199,18 @@ def sum_keys(
     v_tile = v_tiles.index(HALF).reshape([PART_ROWS, V])
     d_k = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT_D)
     d_v = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT_V)
+    if DEFER:
+        d_k = warpgroup_mma_init(d_k)
+        d_v = warpgroup_mma_init(d_v)
     mbarrier.wait(keys_ready, 0)
     d_k, d_v = gather_keys(
         d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, tiles, first_full, last_full, key_begin, key_end,
-        0, masked, score_scale, REP, D, V, GATED, ROWS, STAGES, True, SCORES, OUTPUT_D, OUTPUT_V)
+        0, masked, score_scale, REP, D, V, GATED, ROWS, STAGES, DEFER, True, SCORES, OUTPUT_D, OUTPUT_V)
     d_k, d_v = gather_keys(
         d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, tiles, first_full, last_full, key_begin, key_end,
-        masked, tiles, score_scale, REP, D, V, GATED, ROWS, STAGES, False, SCORES, OUTPUT_D, OUTPUT_V)
+        masked, tiles, score_scale, REP, D, V, GATED, ROWS, STAGES, DEFER, False, SCORES, OUTPUT_D, OUTPUT_V)
+    if DEFER:
+        d_k, d_v = warpgroup_mma_wait(0, [d_k, d_v])
     first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
     in_d = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT_D))
     in_v = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT_V))
@@ -217,7 +230,7 @@ def hopper_d_k_d_v_kernel(
     query_begin, query_end, batches, parts, num_queries, num_keys, query_shift, window_size, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, DEFER: gl.constexpr,
 ):
     """d_k and d_v of one tile of keys, or one part of its rows: into [parts, B, keys, G, D] and [.., V]."""
     k_tiles = gl.allocate_shared_memory(k_source.dtype, [2] + k_source.block_type.shape, k_source.layout)
@@ -246,9 +259,9 @@ def hopper_d_k_d_v_kernel(
     counts = (parts, batches, num_queries, num_keys)
     gl.warp_specialize([
         (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES, DEFER)),
         (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES, DEFER)),
         (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
                              GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, GATED, ROWS, KEYS, STAGES)),
     ], [4, 1], [240, 24])
@@ -303,7 +316,7 @@ def gather_rows(
     d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
     begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
     D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    DEFER: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
     """Add what key tiles number start to stop give to d_q."""
     for number in range(start, stop):
@@ -316,7 +329,11 @@ def gather_rows(
         mbarrier.wait(v_ready.index(stage), phase)
         v_tile = v_tiles.index(stage).reshape([KEYS, V])
         d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(1, [scores])
+        if DEFER:
+            scores, d_q = warpgroup_mma_wait(1, [scores, d_q])
+            mbarrier.arrive(k_free.index((count + (STAGES - 1)) % STAGES), count=1, pred=number > 0)
+        else:
+            scores = warpgroup_mma_wait(1, [scores])
         p = gl.exp2(scores * score_scale - row_lse[:, None])
         if GATED:
             p = p * row_gate[:, None]
@@ -330,8 +347,9 @@ def gather_rows(
             d_scores = gl.where(visible, d_scores, 0.0)
         d_scores_operand = gl.convert_layout(d_scores.to(k_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         d_q = warpgroup_mma(d_scores_operand, k_tile, d_q, is_async=True)
-        d_q = warpgroup_mma_wait(0, [d_q])
-        mbarrier.arrive(k_free.index(stage), count=1)
+        if not DEFER:
+            d_q = warpgroup_mma_wait(0, [d_q])
+            mbarrier.arrive(k_free.index(stage), count=1)
         count += 1
     return d_q, count
 
@@ -342,7 +360,7 @@ def sum_rows(
     scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, DEFER: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -379,15 +397,20 @@ def sum_rows(
             gate_place = batch.to(gl.int64) * gate_batch_stride + row_query.to(gl.int64) * gate_time_stride
             row_gate = gl.load(gate + gate_place + head * gate_head_stride).to(gl.float32)
         d_q = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT)
+        if DEFER:
+            d_q = warpgroup_mma_init(d_q)
         mbarrier.wait(q_ready.index(PART), visit & 1)
         d_q, count = gather_rows(
             d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
-            D, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT)
+            D, V, GATED, KEYS, STAGES, DEFER, True, SCORES, OUTPUT)
         d_q, count = gather_rows(
             d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
-            D, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT)
+            D, V, GATED, KEYS, STAGES, DEFER, False, SCORES, OUTPUT)
+        if DEFER:
+            d_q = warpgroup_mma_wait(0, [d_q])
+            mbarrier.arrive(k_free.index((count + (STAGES - 1)) % STAGES), count=1)
         mbarrier.arrive(q_free.index(PART), count=1)
         d_q = d_q * scale
         out_row = gl.arange(0, PART_ROWS, OUTPUT_ROW)
@@ -412,6 +435,7 @@ def hopper_d_q_kernel(
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    DEFER: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
     q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
@@ -440,9 +464,9 @@ def hopper_d_q_kernel(
     gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES, DEFER)),
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES, DEFER)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
                              GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, STAGES)),
     ], [4, 1], [240, 24])
@@ -488,6 +512,7 @@ def launch_hopper_d_k_d_v(
     parts: int | None = None,
     rows: int = 64,
     stages: int = 2,
+    defer: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `launch_d_k_d_v`."""
     batch, num_queries, num_heads, dim = q.shape
@@ -533,6 +558,7 @@ def launch_hopper_d_k_d_v(
         ROWS=rows,
         KEYS=keys,
         STAGES=stages,
+        DEFER=defer,
         num_warps=4,
         maxnreg=168,
     )
@@ -554,6 +580,7 @@ def launch_hopper_d_q(
     d_q: Tensor | None = None,
     keys: int = 64,
     stages: int = 2,
+    defer: bool = False,
 ) -> Tensor:
     """As `launch_d_q`."""
     batch, num_queries, num_heads, dim = q.shape
@@ -595,6 +622,7 @@ def launch_hopper_d_q(
         ADD=add,
         KEYS=keys,
         STAGES=stages,
+        DEFER=defer,
         num_warps=4,
         maxnreg=168,
     )
