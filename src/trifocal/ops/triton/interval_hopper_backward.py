@@ -19,13 +19,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trifocal.ops.triton.common import Tile, multiprocessors
-from trifocal.ops.triton.interval import Branch, full_tiles, seeing_queries, visible_keys
+from trifocal.ops.triton.interval import Branch, seeing_queries, visible_keys
 from trifocal.ops.triton.interval_backward import LOG2_E, choose_parts, sum_parts
 from trifocal.ops.triton.interval_hopper import PART_ROWS, first_key_of, place_tile, tile_descriptor
 
@@ -59,21 +58,20 @@ def place_keys(
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):
-    """This program's keys, and its tiles of rows: how many, and which of them every key is seen by."""
+    """This program's keys, and its part of the rows that see any of them."""
     first_key = (gl.program_id(0) // parts) * KEYS
     part = gl.program_id(0) % parts
     batch = gl.program_id(1) // GROUPS
     group = gl.program_id(1) % GROUPS
     last_key = gl.minimum(first_key + KEYS, num_keys) - 1
-    begin, full_end = seeing_queries(
+    begin, first_end = seeing_queries(
         first_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
-    full_begin, end = seeing_queries(
+    last_begin, end = seeing_queries(
         last_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
     part_rows = gl.cdiv(gl.cdiv((end - begin) * REP, parts), ROWS) * ROWS
     row_origin = begin * REP + part * part_rows
     row_limit = gl.maximum(gl.minimum(row_origin + part_rows, end * REP), row_origin)
-    tiles, first_full, last_full = full_tiles(row_origin, row_limit, full_begin * REP, full_end * REP, ROWS)
-    return first_key, part, batch, group, row_origin, tiles, first_full, last_full
+    return first_key, part, batch, group, row_origin, row_limit
 
 
 @gluon.jit
@@ -89,7 +87,7 @@ def load_rows_of_keys(
     query_shift, window_size, query_begin, query_end = masks
     parts, batches, num_queries, num_keys = counts
     ROW_BYTES: gl.constexpr = ROWS * 4
-    first_key, part, batch, group, row_origin, tiles, first_full, last_full = place_keys(
+    first_key, part, batch, group, row_origin, row_limit = place_keys(
         parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
         GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
     mbarrier.expect(keys_ready, 2 * (k_source.block_type.nbytes + v_source.block_type.nbytes))
@@ -98,8 +96,8 @@ def load_rows_of_keys(
         tma.async_copy_global_to_shared(k_source, [batch, key, group, 0], keys_ready, k_tiles.index(half))
         tma.async_copy_global_to_shared(v_source, [batch, key, group, 0], keys_ready, v_tiles.index(half))
     head = group * REP
-    for number in range(tiles):
-        query = first_key_of(number, row_origin, tiles, first_full, last_full, ROWS) // REP
+    for number in range(gl.cdiv(row_limit - row_origin, ROWS)):
+        query = (row_origin + number * ROWS) // REP
         stage = number % STAGES
         free = (number // STAGES & 1) ^ 1
         ready = q_ready.index(stage)
@@ -117,11 +115,23 @@ def load_rows_of_keys(
 
 
 @gluon.jit
+def pass_rows(barriers, start, stop, STAGES: gl.constexpr):
+    """Give tiles of rows back that the other half alone needs."""
+    keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
+    for number in range(start, stop):
+        stage = number % STAGES
+        phase = number // STAGES & 1
+        mbarrier.wait(q_ready.index(stage), phase)
+        mbarrier.arrive(q_free.index(stage), count=1)
+        mbarrier.wait(d_o_ready.index(stage), phase)
+        mbarrier.arrive(d_o_free.index(stage), count=1)
+
+
+@gluon.jit
 def gather_keys(
-    d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, tiles, first_full, last_full, key_begin, key_end,
-    start, stop, score_scale,
+    d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, start, stop, score_scale,
     REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, DEFER: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr,
     OUTPUT_V: gl.constexpr,
 ):
     """Add what tiles of rows number start to stop give to d_k and d_v."""
@@ -139,19 +149,12 @@ def gather_keys(
         mbarrier.wait(d_o_ready.index(stage), phase)
         d_p = warpgroup_mma(v_tile, d_o_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         row_lse = lse_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
-        if DEFER:
-            scores, d_k, d_v = warpgroup_mma_wait(1, [scores, d_k, d_v])
-            before = (number + (STAGES - 1)) % STAGES
-            mbarrier.arrive(d_o_free.index(before), count=1, pred=number > 0)
-            mbarrier.arrive(q_free.index(before), count=1, pred=number > 0)
-        else:
-            scores = warpgroup_mma_wait(1, [scores])
+        scores = warpgroup_mma_wait(1, [scores])
         p = gl.exp2(scores * score_scale - row_lse[None, :])
         if GATED:
             p = p * gate_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)[None, :]
         if MASKED:
-            first_row = first_key_of(number, row_origin, tiles, first_full, last_full, ROWS)
-            row = first_row + gl.arange(0, ROWS, ROW)
+            row = row_origin + number * ROWS + gl.arange(0, ROWS, ROW)
             visible = (row[None, :] >= (key_begin * REP)[:, None]) & (row[None, :] < (key_end * REP)[:, None])
             p = gl.where(visible, p, 0.0)
         p_operand = gl.convert_layout(p.to(q_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_V, 2))
@@ -163,11 +166,10 @@ def gather_keys(
             d_scores = gl.where(visible, d_scores, 0.0)
         d_scores_operand = gl.convert_layout(d_scores.to(q_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_D, 2))
         d_k = warpgroup_mma(d_scores_operand, q_tile, d_k, is_async=True)
-        if not DEFER:
-            d_v = warpgroup_mma_wait(1, [d_v])
-            mbarrier.arrive(d_o_free.index(stage), count=1)
-            d_k = warpgroup_mma_wait(0, [d_k])
-            mbarrier.arrive(q_free.index(stage), count=1)
+        d_v = warpgroup_mma_wait(1, [d_v])
+        mbarrier.arrive(d_o_free.index(stage), count=1)
+        d_k = warpgroup_mma_wait(0, [d_k])
+        mbarrier.arrive(q_free.index(stage), count=1)
     return d_k, d_v
 
 
@@ -176,7 +178,7 @@ def sum_keys(
     HALF: gl.constexpr, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, DEFER: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_k and d_v of one half of the program's keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -186,31 +188,43 @@ def sum_keys(
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     query_shift, window_size, query_begin, query_end = masks
     parts, batches, num_queries, num_keys = counts
-    first_key, part, batch, group, row_origin, tiles, first_full, last_full = place_keys(
+    first_key, part, batch, group, row_origin, row_limit = place_keys(
         parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
         GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
-    masked = tiles - (last_full - first_full)
+    tiles = gl.cdiv(row_limit - row_origin, ROWS)
     half_key = first_key + HALF * (KEYS // 2)
     key = half_key + gl.arange(0, PART_ROWS, gl.SliceLayout(1, SCORES))
     key_begin, key_end = seeing_queries(
         gl.minimum(key, num_keys - 1), num_queries, query_shift, window_size, query_begin, query_end,
         COMPRESSED, BLOCK, STRIDE, PACKED)
+    # Of the program's tiles of rows, this half's keys are seen from `first` to `last`, all of them from
+    # `first_full` to `last_full`.
+    begin, full_end = seeing_queries(
+        gl.minimum(half_key, num_keys - 1), num_queries, query_shift, window_size, query_begin, query_end,
+        COMPRESSED, BLOCK, STRIDE, PACKED)
+    full_begin, end = seeing_queries(
+        gl.minimum(half_key + KEYS // 2, num_keys) - 1, num_queries, query_shift, window_size, query_begin, query_end,
+        COMPRESSED, BLOCK, STRIDE, PACKED)
+    first = gl.minimum(gl.maximum(begin * REP - row_origin, 0) // ROWS, tiles)
+    last = gl.maximum(gl.minimum(gl.cdiv(gl.maximum(end * REP - row_origin, 0), ROWS), tiles), first)
+    first_full = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(full_begin * REP - row_origin, 0), ROWS), first), last)
+    last_full = gl.maximum(gl.minimum(gl.maximum(full_end * REP - row_origin, 0) // ROWS, last), first_full)
     k_tile = k_tiles.index(HALF).reshape([PART_ROWS, D])
     v_tile = v_tiles.index(HALF).reshape([PART_ROWS, V])
     d_k = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT_D)
     d_v = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT_V)
-    if DEFER:
-        d_k = warpgroup_mma_init(d_k)
-        d_v = warpgroup_mma_init(d_v)
     mbarrier.wait(keys_ready, 0)
+    pass_rows(barriers, 0, first, STAGES)
     d_k, d_v = gather_keys(
-        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, tiles, first_full, last_full, key_begin, key_end,
-        0, masked, score_scale, REP, D, V, GATED, ROWS, STAGES, DEFER, True, SCORES, OUTPUT_D, OUTPUT_V)
+        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, first, first_full, score_scale,
+        REP, D, V, GATED, ROWS, STAGES, True, SCORES, OUTPUT_D, OUTPUT_V)
     d_k, d_v = gather_keys(
-        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, tiles, first_full, last_full, key_begin, key_end,
-        masked, tiles, score_scale, REP, D, V, GATED, ROWS, STAGES, DEFER, False, SCORES, OUTPUT_D, OUTPUT_V)
-    if DEFER:
-        d_k, d_v = warpgroup_mma_wait(0, [d_k, d_v])
+        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, first_full, last_full,
+        score_scale, REP, D, V, GATED, ROWS, STAGES, False, SCORES, OUTPUT_D, OUTPUT_V)
+    d_k, d_v = gather_keys(
+        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, last_full, last, score_scale,
+        REP, D, V, GATED, ROWS, STAGES, True, SCORES, OUTPUT_D, OUTPUT_V)
+    pass_rows(barriers, last, tiles, STAGES)
     first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
     in_d = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT_D))
     in_v = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT_V))
@@ -230,7 +244,7 @@ def hopper_d_k_d_v_kernel(
     query_begin, query_end, batches, parts, num_queries, num_keys, query_shift, window_size, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, DEFER: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_k and d_v of one tile of keys, or one part of its rows: into [parts, B, keys, G, D] and [.., V]."""
     k_tiles = gl.allocate_shared_memory(k_source.dtype, [2] + k_source.block_type.shape, k_source.layout)
@@ -259,9 +273,9 @@ def hopper_d_k_d_v_kernel(
     counts = (parts, batches, num_queries, num_keys)
     gl.warp_specialize([
         (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES, DEFER)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES)),
         (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES, DEFER)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES)),
         (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
                              GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, GATED, ROWS, KEYS, STAGES)),
     ], [4, 1], [240, 24])
@@ -316,7 +330,7 @@ def gather_rows(
     d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
     begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
     D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    DEFER: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
     """Add what key tiles number start to stop give to d_q."""
     for number in range(start, stop):
@@ -329,11 +343,7 @@ def gather_rows(
         mbarrier.wait(v_ready.index(stage), phase)
         v_tile = v_tiles.index(stage).reshape([KEYS, V])
         d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
-        if DEFER:
-            scores, d_q = warpgroup_mma_wait(1, [scores, d_q])
-            mbarrier.arrive(k_free.index((count + (STAGES - 1)) % STAGES), count=1, pred=number > 0)
-        else:
-            scores = warpgroup_mma_wait(1, [scores])
+        scores = warpgroup_mma_wait(1, [scores])
         p = gl.exp2(scores * score_scale - row_lse[:, None])
         if GATED:
             p = p * row_gate[:, None]
@@ -347,9 +357,8 @@ def gather_rows(
             d_scores = gl.where(visible, d_scores, 0.0)
         d_scores_operand = gl.convert_layout(d_scores.to(k_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         d_q = warpgroup_mma(d_scores_operand, k_tile, d_q, is_async=True)
-        if not DEFER:
-            d_q = warpgroup_mma_wait(0, [d_q])
-            mbarrier.arrive(k_free.index(stage), count=1)
+        d_q = warpgroup_mma_wait(0, [d_q])
+        mbarrier.arrive(k_free.index(stage), count=1)
         count += 1
     return d_q, count
 
@@ -360,7 +369,7 @@ def sum_rows(
     scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, DEFER: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -397,20 +406,15 @@ def sum_rows(
             gate_place = batch.to(gl.int64) * gate_batch_stride + row_query.to(gl.int64) * gate_time_stride
             row_gate = gl.load(gate + gate_place + head * gate_head_stride).to(gl.float32)
         d_q = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT)
-        if DEFER:
-            d_q = warpgroup_mma_init(d_q)
         mbarrier.wait(q_ready.index(PART), visit & 1)
         d_q, count = gather_rows(
             d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
-            D, V, GATED, KEYS, STAGES, DEFER, True, SCORES, OUTPUT)
+            D, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT)
         d_q, count = gather_rows(
             d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
-            D, V, GATED, KEYS, STAGES, DEFER, False, SCORES, OUTPUT)
-        if DEFER:
-            d_q = warpgroup_mma_wait(0, [d_q])
-            mbarrier.arrive(k_free.index((count + (STAGES - 1)) % STAGES), count=1)
+            D, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT)
         mbarrier.arrive(q_free.index(PART), count=1)
         d_q = d_q * scale
         out_row = gl.arange(0, PART_ROWS, OUTPUT_ROW)
@@ -435,7 +439,6 @@ def hopper_d_q_kernel(
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    DEFER: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
     q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
@@ -464,9 +467,9 @@ def hopper_d_q_kernel(
     gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES, DEFER)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES)),
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES, DEFER)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
                              GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, STAGES)),
     ], [4, 1], [240, 24])
@@ -512,7 +515,6 @@ def launch_hopper_d_k_d_v(
     parts: int | None = None,
     rows: int = 64,
     stages: int = 2,
-    defer: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `launch_d_k_d_v`."""
     batch, num_queries, num_heads, dim = q.shape
@@ -558,7 +560,6 @@ def launch_hopper_d_k_d_v(
         ROWS=rows,
         KEYS=keys,
         STAGES=stages,
-        DEFER=defer,
         num_warps=4,
         maxnreg=168,
     )
@@ -580,7 +581,6 @@ def launch_hopper_d_q(
     d_q: Tensor | None = None,
     keys: int = 64,
     stages: int = 2,
-    defer: bool = False,
 ) -> Tensor:
     """As `launch_d_q`."""
     batch, num_queries, num_heads, dim = q.shape
@@ -622,7 +622,6 @@ def launch_hopper_d_q(
         ADD=add,
         KEYS=keys,
         STAGES=stages,
-        DEFER=defer,
         num_warps=4,
         maxnreg=168,
     )
