@@ -43,9 +43,12 @@ PART_ROWS = tl.constexpr(64)
 def place_tile(
     slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, KEYS: gl.constexpr,
+    PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
 ):
-    """Batch, group, first query and key range of the slot-th tile of rows, and which of its key tiles are full."""
+    """Batch, group, first query, first key and key tiles of the slot-th tile of rows: how many, which of them are full.
+
+    Up to TAIL keys behind the last whole tile are left to a tile of that size.
+    """
     QUERIES: gl.constexpr = 2 * PART_ROWS // REP
     first_query = (row_tiles - 1 - slot // batch_groups) * QUERIES
     batch = (slot % batch_groups) // GROUPS
@@ -55,6 +58,10 @@ def place_tile(
         first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
     full_begin, end = visible_keys(
         last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    if TAIL > 0:
+        tail_begin = begin + gl.maximum((end - begin) // KEYS, 1) * KEYS
+        if end - tail_begin <= TAIL:
+            end = gl.minimum(end, tail_begin)
     tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
     return batch, group, first_query, begin, gl.maximum(tiles, 1), first_full, last_full
 
@@ -75,12 +82,12 @@ def first_key_of(number, begin, tiles, first_full, last_full, KEYS: gl.constexpr
 def load_forward(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """The loader: k of the first tile, q, then v and k by turns."""
-    q_source, k_source, v_source, o_target = descriptors
-    q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    """The loader: keys and values of the tail and k of the first tile, q, then v and k by turns."""
+    q_source, k_source, v_source, o_target, k_tail_source, v_tail_source = descriptors
+    q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     QUERIES: gl.constexpr = PART_ROWS // REP
@@ -89,7 +96,13 @@ def load_forward(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+        if TAIL > 0:
+            mbarrier.wait(tail_free, (visit & 1) ^ 1)
+            mbarrier.expect(tail_ready, k_tail_source.block_type.nbytes + v_tail_source.block_type.nbytes)
+            tail_key = begin + tiles * KEYS
+            tma.async_copy_global_to_shared(k_tail_source, [batch, tail_key, group, 0], tail_ready, k_tail)
+            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group, 0], tail_ready, v_tail)
         for number in range(tiles):
             first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             stage = count % STAGES
@@ -179,17 +192,17 @@ def attend_tiles(
 def attend_rows(
     PART: gl.constexpr, descriptors, buffers, barriers, masks, counts, lse, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SETTLE: gl.constexpr,
+    PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    STAGES: gl.constexpr, SETTLE: gl.constexpr,
 ):
     """o and lse of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = PART_ROWS // REP
-    q_source, k_source, v_source, o_target = descriptors
-    q_tiles, k_tiles, v_tiles, o_tiles = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    q_source, k_source, v_source, o_target, k_tail_source, v_tail_source = descriptors
+    q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     q_tile = q_tiles.index(PART).reshape([PART_ROWS, D])
@@ -199,7 +212,7 @@ def attend_rows(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
         masked = tiles - (last_full - first_full)
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
@@ -208,20 +221,44 @@ def attend_rows(
             gl.minimum(row_query, num_queries - 1), query_shift, window_size, ids, positions, first_blocks,
             COMPRESSED, BLOCK, STRIDE, PACKED)
 
-        stage = count % STAGES
+        o = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT)
+        running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
+        running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
         mbarrier.wait(q_ready.index(PART), visit & 1)
+        if TAIL > 0:
+            TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+            mbarrier.wait(tail_ready, visit & 1)
+            tail_scores = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
+            tail_scores = warpgroup_mma(
+                q_tile, k_tail.reshape([TAIL, D]).permute((1, 0)), tail_scores, use_acc=False, is_async=True)
+            tail_scores = warpgroup_mma_wait(0, [tail_scores])
+            TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
+            tail_scores = hide(
+                tail_scores, begin + tiles * KEYS, gl.convert_layout(row_begin, TAIL_ROW),
+                gl.convert_layout(row_end, TAIL_ROW), TAIL, TAIL_SCORES)
+            tail_p, tail_max, tail_sum, tail_decay = weigh(
+                tail_scores, gl.convert_layout(running_max, TAIL_ROW), gl.convert_layout(running_sum, TAIL_ROW),
+                score_scale)
+            running_max = gl.convert_layout(tail_max, ROW)
+            running_sum = gl.convert_layout(tail_sum, ROW)
+            tail_operand = gl.convert_layout(tail_p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+            o = warpgroup_mma(tail_operand, v_tail.reshape([TAIL, V]), o, use_acc=False, is_async=True)
+        stage = count % STAGES
         mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
         k_tile = k_tiles.index(stage).reshape([KEYS, D]).permute((1, 0))
         scores = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
         scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=False, is_async=True)
-        scores = warpgroup_mma_wait(0, [scores])
+        if TAIL > 0:
+            scores, o = warpgroup_mma_wait(0, [scores, o])
+            mbarrier.arrive(tail_free, count=1)
+        else:
+            scores = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         first_key = first_key_of(0, begin, tiles, first_full, last_full, KEYS)
         scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
-        running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
-        running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
         p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
-        o = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT)
+        if TAIL > 0:
+            o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
         count += 1
         o, p, running_max, running_sum, count = attend_tiles(
             o, p, running_max, running_sum, q_tile, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
@@ -255,11 +292,11 @@ def attend_rows(
 
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
 def hopper_forward_kernel(
-    q_source, k_source, v_source, o_target, lse, ids, positions, first_blocks,
+    q_source, k_source, v_source, o_target, k_tail_source, v_tail_source, lse, ids, positions, first_blocks,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, SETTLE: gl.constexpr,
+    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETTLE: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
     q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
@@ -272,6 +309,15 @@ def hopper_forward_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tail_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_tail = k_tiles
+    v_tail = v_tiles
+    if TAIL > 0:
+        k_tail = gl.allocate_shared_memory(k_source.dtype, k_tail_source.block_type.shape, k_source.layout)
+        v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
+    mbarrier.init(tail_ready, count=1)
+    mbarrier.init(tail_free, count=2)
     for part in gl.static_range(2):
         mbarrier.init(q_ready.index(part), count=1)
         mbarrier.init(q_free.index(part), count=1)
@@ -280,18 +326,18 @@ def hopper_forward_kernel(
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=2)
-    descriptors = (q_source, k_source, v_source, o_target)
-    buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
-    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    descriptors = (q_source, k_source, v_source, o_target, k_tail_source, v_tail_source)
+    buffers = (q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail)
+    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free)
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
         (attend_rows, (0, descriptors, buffers, barriers, masks, counts, lse, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, STAGES, SETTLE)),
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, TAIL, STAGES, SETTLE)),
         (attend_rows, (1, descriptors, buffers, barriers, masks, counts, lse, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, STAGES, SETTLE)),
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, TAIL, STAGES, SETTLE)),
         (load_forward, (descriptors, buffers, barriers, masks, counts,
-                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, STAGES)),
+                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL, STAGES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -313,6 +359,7 @@ def launch_hopper_forward(
     keys: int = 128,
     stages: int = 2,
     settle: bool = True,
+    tail: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """As `launch_forward`."""
     batch, num_queries, num_heads, dim = q.shape
@@ -328,6 +375,8 @@ def launch_hopper_forward(
         tile_descriptor(k, keys, 1, dim),
         tile_descriptor(v, keys, 1, value_dim),
         tile_descriptor(o, queries, rep, value_dim),
+        tile_descriptor(k, tail or keys, 1, dim),
+        tile_descriptor(v, tail or keys, 1, value_dim),
         lse,
         branch.ids,
         branch.positions,
@@ -345,6 +394,7 @@ def launch_hopper_forward(
         value_dim,
         **branch.constants(),
         KEYS=keys,
+        TAIL=tail,
         STAGES=stages,
         SETTLE=settle,
         num_warps=4,
