@@ -284,12 +284,12 @@ def hopper_d_k_d_v_kernel(
 def load_keys_of_rows(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """The loader of d_q: k of the first tile, q and d_o, then v and k by turns."""
-    q_source, k_source, v_source, d_o_source = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    """The loader of d_q: keys and values of the tail and k of the first tile, q and d_o, then v and k by turns."""
+    q_source, k_source, v_source, d_o_source, k_tail_source, v_tail_source = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     QUERIES: gl.constexpr = PART_ROWS // REP
@@ -298,7 +298,13 @@ def load_keys_of_rows(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, 0)
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+        if TAIL > 0:
+            mbarrier.wait(tail_free, (visit & 1) ^ 1)
+            mbarrier.expect(tail_ready, k_tail_source.block_type.nbytes + v_tail_source.block_type.nbytes)
+            tail_key = begin + tiles * KEYS
+            tma.async_copy_global_to_shared(k_tail_source, [batch, tail_key, group, 0], tail_ready, k_tail)
+            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group, 0], tail_ready, v_tail)
         for number in range(tiles):
             first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             stage = count % STAGES
@@ -369,7 +375,7 @@ def sum_rows(
     scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -377,8 +383,8 @@ def sum_rows(
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     OUTPUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     QUERIES: gl.constexpr = PART_ROWS // REP
-    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     gate_batch_stride, gate_time_stride, gate_head_stride = gate_strides
@@ -389,7 +395,7 @@ def sum_rows(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, 0)
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
         masked = tiles - (last_full - first_full)
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
@@ -407,6 +413,28 @@ def sum_rows(
             row_gate = gl.load(gate + gate_place + head * gate_head_stride).to(gl.float32)
         d_q = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT)
         mbarrier.wait(q_ready.index(PART), visit & 1)
+        if TAIL > 0:
+            TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+            TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
+            mbarrier.wait(tail_ready, visit & 1)
+            zeros = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
+            k_tile = k_tail.reshape([TAIL, D])
+            scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            d_p = warpgroup_mma(
+                d_o_tile, v_tail.reshape([TAIL, V]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores, d_p = warpgroup_mma_wait(0, [scores, d_p])
+            p = gl.exp2(scores * score_scale - gl.convert_layout(row_lse, TAIL_ROW)[:, None])
+            if GATED:
+                p = p * gl.convert_layout(row_gate, TAIL_ROW)[:, None]
+            d_scores = p * (d_p - gl.convert_layout(row_delta, TAIL_ROW)[:, None])
+            key = begin + tiles * KEYS + gl.arange(0, TAIL, gl.SliceLayout(0, TAIL_SCORES))
+            visible = (key[None, :] >= gl.convert_layout(row_begin, TAIL_ROW)[:, None]) & (
+                key[None, :] < gl.convert_layout(row_end, TAIL_ROW)[:, None])
+            d_scores = gl.where(visible, d_scores, 0.0).to(k_tiles.dtype)
+            operand = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT, 2))
+            d_q = warpgroup_mma(operand, k_tile, d_q, is_async=True)
+            d_q = warpgroup_mma_wait(0, [d_q])
+            mbarrier.arrive(tail_free, count=1)
         d_q, count = gather_rows(
             d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
@@ -433,12 +461,14 @@ def sum_rows(
     "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
 def hopper_d_q_kernel(
-    q_source, k_source, v_source, d_o_source, lse, delta, gate, d_q_target, ids, positions, first_blocks,
+    q_source, k_source, v_source, d_o_source, k_tail_source, v_tail_source, lse, delta, gate, d_q_target,
+    ids, positions, first_blocks,
     gate_batch_stride, gate_time_stride, gate_head_stride,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
     q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
@@ -451,6 +481,15 @@ def hopper_d_q_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tail_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_tail = k_tiles
+    v_tail = v_tiles
+    if TAIL > 0:
+        k_tail = gl.allocate_shared_memory(k_source.dtype, k_tail_source.block_type.shape, k_source.layout)
+        v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
+    mbarrier.init(tail_ready, count=1)
+    mbarrier.init(tail_free, count=2)
     for part in gl.static_range(2):
         mbarrier.init(q_ready.index(part), count=1)
         mbarrier.init(q_free.index(part), count=1)
@@ -459,19 +498,19 @@ def hopper_d_q_kernel(
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=2)
-    descriptors = (q_source, k_source, v_source, d_o_source)
-    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles)
-    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free)
+    descriptors = (q_source, k_source, v_source, d_o_source, k_tail_source, v_tail_source)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail)
+    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free)
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
     gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, TAIL, STAGES)),
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, TAIL, STAGES)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, STAGES)),
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL, STAGES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -581,6 +620,7 @@ def launch_hopper_d_q(
     d_q: Tensor | None = None,
     keys: int = 64,
     stages: int = 2,
+    tail: int = 0,
 ) -> Tensor:
     """As `launch_d_q`."""
     batch, num_queries, num_heads, dim = q.shape
@@ -597,6 +637,8 @@ def launch_hopper_d_q(
         tile_descriptor(k, keys, 1, dim),
         tile_descriptor(v, keys, 1, value_dim),
         tile_descriptor(d_o, queries, rep, value_dim),
+        tile_descriptor(k, tail or keys, 1, dim),
+        tile_descriptor(v, tail or keys, 1, value_dim),
         lse,
         delta,
         gate,
@@ -621,6 +663,7 @@ def launch_hopper_d_q(
         GATED=gate is not None,
         ADD=add,
         KEYS=keys,
+        TAIL=tail,
         STAGES=stages,
         num_warps=4,
         maxnreg=168,
