@@ -26,7 +26,7 @@ from triton.testing import do_bench
 
 from trifocal.ops import Documents, Geometry, reference
 from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
-from trifocal.ops.triton.common import Tile
+from trifocal.ops.triton.common import Tile, choose_tile
 from trifocal.ops.triton.compressed import _branch as compressed_branch
 from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
 from trifocal.ops.triton.interval_backward import launch_d_k_d_v, launch_d_q
@@ -64,7 +64,7 @@ PLAIN = Tile(64, 64, 4, 2)
 
 
 class Candidate(NamedTuple):
-    """One configuration of a kernel at a shape; without one, the table's, and the first of its kernel."""
+    """One configuration of a kernel at a shape; without one, the portable kernel's own, the first of its kernel."""
 
     shape: str
     branch: str
@@ -180,7 +180,8 @@ def make_problem(shape: Shape, branch: str, dtype: torch.dtype = torch.bfloat16)
 
 def runner(candidate: Candidate, problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
     """The call to time."""
-    p, tile, tma = problem, candidate.tile, candidate.tma
+    p, tma = problem, candidate.tma
+    tile = candidate.tile or choose_tile(candidate.kernel, p.q, p.v, window=candidate.branch == "win")
     hopper = None if candidate.hopper is None else dict(candidate.hopper)
     if candidate.kernel == "forward":
         return lambda: launch_forward(p.q, p.k, p.v, p.scale, p.branch, tile, tma, hopper)
@@ -270,8 +271,6 @@ def check_case(
     d_o = normal(shape.batch, shape.length, shape.heads, shape.value_dim)
     scale = shape.dim**-0.5
     result: dict[str, float] = {}
-    forward: dict[str, Any] = {"hopper": {}} if hopper else {}
-    backward: dict[str, Any] = {"hopper_d_q": {}, "hopper_d_k_d_v": {}} if hopper else {}
     counts = [num_keys] if lengths is None else lengths
     blocks = sum(geometry.num_compressed_blocks(count) for count in counts)
     slots = blocks if lengths is None else num_keys // geometry.compression_stride
@@ -283,6 +282,13 @@ def check_case(
         if branch == "cmp":
             # What lies in slots that no document fills must not matter.
             k[:, blocks:], v[:, blocks:] = float("nan"), float("nan")
+        if hopper:
+            forward: dict[str, Any] = {"hopper": {}}
+            backward: dict[str, Any] = {"hopper_d_q": {}, "hopper_d_k_d_v": {}}
+        else:
+            kernels = ("forward", "d_q", "d_k_d_v")
+            tiles = [choose_tile(kernel, q, v, window=branch == "win") for kernel in kernels]
+            forward, backward = {"tile": tiles[0]}, {"d_q_tile": tiles[1], "d_k_d_v_tile": tiles[2]}
         leaves = [x.double().nan_to_num().requires_grad_() for x in (q, k, v)]
         if branch == "cmp":
             exact, lse_exact = reference.compressed_attention(*leaves, geometry, num_keys, scale, documents)

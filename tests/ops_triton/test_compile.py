@@ -80,6 +80,7 @@ def calls():
             ("scoring", architecture, lambda: scoring(64, 4, 128)),
         ]
     result += [
+        ("win 128 packed", "hopper", lambda: attention(64, 4, 128, 128, "win", packed=True)),
         ("win 192/128", "hopper", lambda: attention(64, 4, 192, 128, "win")),
         ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "gathered", packed=True)),
         ("slc 64 packed, masked", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True)),
@@ -109,6 +110,9 @@ def test_every_kernel_is_compiled(rows):
     )
     names += ("reduce_slots_kernel", "reduce_pieces_kernel")
     assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
+    written_for_hopper = ("hopper_forward_kernel", "hopper_d_q_kernel", "hopper_d_k_d_v_kernel", "row_numbers_kernel")
+    assert {(name, "hopper") for name in written_for_hopper} <= kernels
+    assert not {(name, "ampere") for name in written_for_hopper} & kernels
     by_hand = ("gathered_forward", "gathered_backward", "masked_d_kv")
     assert {(f"{name}_hopper_kernel", "hopper") for name in by_hand} <= kernels
     assert {(f"{name}_kernel", "ampere") for name in by_hand} <= kernels

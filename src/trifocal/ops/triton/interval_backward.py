@@ -18,6 +18,8 @@ from torch import Tensor
 
 from trifocal.ops.triton.common import (
     Tile,
+    add_product,
+    choose_hopper,
     choose_tile,
     load_tile,
     multiprocessors,
@@ -208,21 +210,21 @@ def _gather_d_k_d_v(
         d_o_1 = load_rows(
             d_o_source_1, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
             0, V_1, V, ROWS, REP, TMA)
-        d_v_1 = tl.dot(p.to(d_o_1.dtype), d_o_1, d_v_1, input_precision="ieee")
+        d_v_1 = add_product(d_v_1, p.to(d_o_1.dtype), d_o_1)
         d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
         if V_2 > 0:
             d_o_2 = load_rows(
                 d_o_source_2, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
                 V_1, V_2, V, ROWS, REP, TMA)
-            d_v_2 = tl.dot(p.to(d_o_2.dtype), d_o_2, d_v_2, input_precision="ieee")
+            d_v_2 = add_product(d_v_2, p.to(d_o_2.dtype), d_o_2)
             d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
         d_scores = p * (d_p - row_delta[None, :])
         if MASKED:
             d_scores = tl.where(visible, d_scores, 0.0)
         d_scores = d_scores.to(q_1.dtype)
-        d_k_1 = tl.dot(d_scores, q_1, d_k_1, input_precision="ieee")
+        d_k_1 = add_product(d_k_1, d_scores, q_1)
         if D_2 > 0:
-            d_k_2 = tl.dot(d_scores, q_2, d_k_2, input_precision="ieee")
+            d_k_2 = add_product(d_k_2, d_scores, q_2)
     return d_k_1, d_k_2, d_v_1, d_v_2
 
 
@@ -385,6 +387,8 @@ def launch_d_q(
     hopper: dict[str, Any] | None = None,
 ) -> Tensor:
     """The first part of `launch_backward`."""
+    if tile is None and hopper is None:
+        hopper = choose_hopper("d_q", q, k, v, d_o, window=branch.window_size > 0, packed=branch.ids is not None)
     if hopper is not None:
         from trifocal.ops.triton.interval_hopper_backward import launch_hopper_d_q
 
@@ -453,6 +457,8 @@ def launch_d_k_d_v(
     hopper: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The second part of `launch_backward`."""
+    if tile is None and hopper is None:
+        hopper = choose_hopper("d_k_d_v", q, k, v, d_o, window=branch.window_size > 0, packed=branch.ids is not None)
     if hopper is not None:
         from trifocal.ops.triton.interval_hopper_backward import launch_hopper_d_k_d_v
 

@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import Tile, choose_tile, split_width, store_tile, strides, tma_fits, unit_stride
+from trifocal.ops.triton.common import (
+    Tile,
+    choose_hopper,
+    choose_tile,
+    split_width,
+    store_tile,
+    strides,
+    tma_fits,
+    unit_stride,
+)
 from trifocal.ops.triton.interval import (
     Branch,
     key_sources,
@@ -140,7 +149,7 @@ def launch_forward(
         scale: Factor on the scores.
         branch: What a query sees.
         tile, tma: Configuration instead of the table's, for measurements.
-        hopper: Configuration of the Hopper kernel, to take it.
+        hopper: Configuration of the Hopper kernel instead of the table's.
 
     Returns:
         o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log, -inf where nothing is seen.
@@ -148,6 +157,8 @@ def launch_forward(
     batch, num_queries, num_heads, _ = q.shape
     num_groups = k.shape[2]
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    if tile is None and hopper is None:
+        hopper = choose_hopper("forward", q, k, v, window=branch.window_size > 0, packed=branch.ids is not None)
     if hopper is not None:
         from trifocal.ops.triton.interval_hopper import launch_hopper_forward
 
