@@ -83,6 +83,7 @@ def load_forward(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
 ):
     """The loader: keys and values of the tail and k of the first tile, q, then v and k by turns."""
     q_source, k_source, v_source, o_target, k_tail_source, v_tail_source = descriptors
@@ -113,11 +114,12 @@ def load_forward(
                 k_source, [batch, first_key, group, 0], k_ready.index(stage), k_tiles.index(stage))
             if number == 0:
                 for part in gl.static_range(2):
-                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
-                    mbarrier.expect(q_ready.index(part), q_source.block_type.nbytes)
+                    place = 2 * (visit % Q_STAGES) + part
+                    mbarrier.wait(q_free.index(place), (visit // Q_STAGES & 1) ^ 1)
+                    mbarrier.expect(q_ready.index(place), q_source.block_type.nbytes)
                     tma.async_copy_global_to_shared(
-                        q_source, [batch, first_query + part * QUERIES, group * REP, 0], q_ready.index(part),
-                        q_tiles.index(part))
+                        q_source, [batch, first_query + part * QUERIES, group * REP, 0], q_ready.index(place),
+                        q_tiles.index(place))
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -193,7 +195,7 @@ def attend_rows(
     PART: gl.constexpr, descriptors, buffers, barriers, masks, counts, lse, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, SETTLE: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SETTLE: gl.constexpr,
 ):
     """o and lse of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -205,7 +207,6 @@ def attend_rows(
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
-    q_tile = q_tiles.index(PART).reshape([PART_ROWS, D])
     o_tile = o_tiles.index(PART)
     count = 0
     visit = 0
@@ -224,7 +225,9 @@ def attend_rows(
         o = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT)
         running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
         running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
-        mbarrier.wait(q_ready.index(PART), visit & 1)
+        q_place = 2 * (visit % Q_STAGES) + PART
+        q_tile = q_tiles.index(q_place).reshape([PART_ROWS, D])
+        mbarrier.wait(q_ready.index(q_place), visit // Q_STAGES & 1)
         if TAIL > 0:
             TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
             mbarrier.wait(tail_ready, visit & 1)
@@ -268,7 +271,7 @@ def attend_rows(
             o, p, running_max, running_sum, q_tile, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
             begin, tiles, first_full, last_full, row_begin, row_end, gl.maximum(masked, 1), tiles, score_scale,
             D, V, KEYS, STAGES, False, SETTLE, SCORES, OUTPUT)
-        mbarrier.arrive(q_free.index(PART), count=1)
+        mbarrier.arrive(q_free.index(q_place), count=1)
         before = (count - 1) % STAGES
         mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
         p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
@@ -296,15 +299,16 @@ def hopper_forward_kernel(
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SETTLE: gl.constexpr,
+    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    SETTLE: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
-    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
+    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2 * Q_STAGES] + q_source.block_type.shape, q_source.layout)
     k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES] + k_source.block_type.shape, k_source.layout)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
     o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -318,7 +322,7 @@ def hopper_forward_kernel(
         v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
     mbarrier.init(tail_ready, count=1)
     mbarrier.init(tail_free, count=2)
-    for part in gl.static_range(2):
+    for part in gl.static_range(2 * Q_STAGES):
         mbarrier.init(q_ready.index(part), count=1)
         mbarrier.init(q_free.index(part), count=1)
     for stage in gl.static_range(STAGES):
@@ -333,11 +337,11 @@ def hopper_forward_kernel(
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
         (attend_rows, (0, descriptors, buffers, barriers, masks, counts, lse, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, TAIL, STAGES, SETTLE)),
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, TAIL, STAGES, Q_STAGES, SETTLE)),
         (attend_rows, (1, descriptors, buffers, barriers, masks, counts, lse, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, TAIL, STAGES, SETTLE)),
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, TAIL, STAGES, Q_STAGES, SETTLE)),
         (load_forward, (descriptors, buffers, barriers, masks, counts,
-                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL, STAGES)),
+                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL, STAGES, Q_STAGES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -360,6 +364,7 @@ def launch_hopper_forward(
     stages: int = 2,
     settle: bool = True,
     tail: int = 0,
+    q_stages: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """As `launch_forward`."""
     batch, num_queries, num_heads, dim = q.shape
@@ -396,6 +401,7 @@ def launch_hopper_forward(
         KEYS=keys,
         TAIL=tail,
         STAGES=stages,
+        Q_STAGES=q_stages,
         SETTLE=settle,
         num_warps=4,
         maxnreg=168,

@@ -285,6 +285,7 @@ def load_keys_of_rows(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    Q_STAGES: gl.constexpr,
 ):
     """The loader of d_q: keys and values of the tail and k of the first tile, q and d_o, then v and k by turns."""
     q_source, k_source, v_source, d_o_source, k_tail_source, v_tail_source = descriptors
@@ -316,13 +317,14 @@ def load_keys_of_rows(
             if number == 0:
                 for part in gl.static_range(2):
                     query = first_query + part * QUERIES
-                    ready = q_ready.index(part)
-                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
+                    place = 2 * (visit % Q_STAGES) + part
+                    ready = q_ready.index(place)
+                    mbarrier.wait(q_free.index(place), (visit // Q_STAGES & 1) ^ 1)
                     mbarrier.expect(ready, q_source.block_type.nbytes + d_o_source.block_type.nbytes)
                     tma.async_copy_global_to_shared(
-                        q_source, [batch, query, group * REP, 0], ready, q_tiles.index(part))
+                        q_source, [batch, query, group * REP, 0], ready, q_tiles.index(place))
                     tma.async_copy_global_to_shared(
-                        d_o_source, [batch, query, group * REP, 0], ready, d_o_tiles.index(part))
+                        d_o_source, [batch, query, group * REP, 0], ready, d_o_tiles.index(place))
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -375,7 +377,7 @@ def sum_rows(
     scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -388,8 +390,6 @@ def sum_rows(
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     gate_batch_stride, gate_time_stride, gate_head_stride = gate_strides
-    q_tile = q_tiles.index(PART).reshape([PART_ROWS, D])
-    d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
@@ -412,7 +412,10 @@ def sum_rows(
             gate_place = batch.to(gl.int64) * gate_batch_stride + row_query.to(gl.int64) * gate_time_stride
             row_gate = gl.load(gate + gate_place + head * gate_head_stride).to(gl.float32)
         d_q = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT)
-        mbarrier.wait(q_ready.index(PART), visit & 1)
+        q_place = 2 * (visit % Q_STAGES) + PART
+        q_tile = q_tiles.index(q_place).reshape([PART_ROWS, D])
+        d_o_tile = d_o_tiles.index(q_place).reshape([PART_ROWS, V])
+        mbarrier.wait(q_ready.index(q_place), visit // Q_STAGES & 1)
         if TAIL > 0:
             TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
             TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
@@ -443,7 +446,7 @@ def sum_rows(
             d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
             D, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT)
-        mbarrier.arrive(q_free.index(PART), count=1)
+        mbarrier.arrive(q_free.index(q_place), count=1)
         d_q = d_q * scale
         out_row = gl.arange(0, PART_ROWS, OUTPUT_ROW)
         out_query = first_query + out_row // REP
@@ -468,15 +471,16 @@ def hopper_d_q_kernel(
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
-    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2] + q_source.block_type.shape, q_source.layout)
-    d_o_tiles = gl.allocate_shared_memory(d_o_source.dtype, [2] + d_o_source.block_type.shape, d_o_source.layout)
+    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2 * Q_STAGES] + q_source.block_type.shape, q_source.layout)
+    d_o_tiles = gl.allocate_shared_memory(
+        d_o_source.dtype, [2 * Q_STAGES] + d_o_source.block_type.shape, d_o_source.layout)
     k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES] + k_source.block_type.shape, k_source.layout)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -490,7 +494,7 @@ def hopper_d_q_kernel(
         v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
     mbarrier.init(tail_ready, count=1)
     mbarrier.init(tail_free, count=2)
-    for part in gl.static_range(2):
+    for part in gl.static_range(2 * Q_STAGES):
         mbarrier.init(q_ready.index(part), count=1)
         mbarrier.init(q_free.index(part), count=1)
     for stage in gl.static_range(STAGES):
@@ -506,11 +510,11 @@ def hopper_d_q_kernel(
     gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, TAIL, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, TAIL, STAGES, Q_STAGES)),
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, TAIL, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, TAIL, STAGES, Q_STAGES)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL, STAGES)),
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL, STAGES, Q_STAGES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -621,6 +625,7 @@ def launch_hopper_d_q(
     keys: int = 64,
     stages: int = 2,
     tail: int = 0,
+    q_stages: int = 1,
 ) -> Tensor:
     """As `launch_d_q`."""
     batch, num_queries, num_heads, dim = q.shape
@@ -665,6 +670,7 @@ def launch_hopper_d_q(
         KEYS=keys,
         TAIL=tail,
         STAGES=stages,
+        Q_STAGES=q_stages,
         num_warps=4,
         maxnreg=168,
     )
