@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.ops.cases import geometry
 from trifocal import Geometry
-from trifocal.ops import Documents, compressed_attention, select_blocks
+from trifocal.ops import Documents, compressed_attention, select_blocks, selected_attention, window_attention
 
 PAPER = Geometry()
 SMALL = geometry(8, 4, 16, 3, 1, 1, 40)
@@ -122,30 +122,60 @@ def error(actual: Tensor, exact: Tensor) -> float:
     return difference.max().item() / max(1.0, size)
 
 
-def allowed(case: Case, inputs: Inputs, branches: int) -> float:
-    """Twice the worst error of PyTorch's attention, output or gradient, over as many causal branches, gated."""
+def branch_masks(case: Case, inputs: Inputs, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Which keys each head of each query sees in each branch, [B, H, T, keys], bool.
 
-    def mixture(leaves: Inputs) -> list[Tensor]:
-        pairs = [(leaves.k_slc, leaves.v_slc), (leaves.k_slc * -1, leaves.v_slc), (leaves.k_slc, leaves.v_slc * -1)]
-        exact = torch.promote_types(leaves.q.dtype, torch.float32)
-        total = torch.zeros((), device="cuda", dtype=exact)
-        for number, (k, v) in enumerate(pairs[:branches]):
-            total = total + leaves.gates[..., number, None].to(exact) * _causal(leaves.q, k, v)
-        wanted = [leaves.q, leaves.k_slc, leaves.v_slc, leaves.gates]
-        o = total.to(leaves.q.dtype)
-        generator = torch.Generator("cuda").manual_seed(1)
-        d_o = torch.randn(o.shape, generator=generator, device="cuda").to(inputs.q.dtype)
-        return [o, *torch.autograd.grad(o, wanted, d_o.to(o.dtype))]
+    Read off the reference: with the identity for values, an output is its probabilities.
+    """
+    x = Inputs(*(leaf.detach().double() for leaf in inputs))
+    rules = {"cu_seqlens": case.documents, "backend": "reference"}
 
-    got, exact = mixture(inputs.leaves()), mixture(inputs.leaves(torch.float64))
+    def identity(k: Tensor) -> Tensor:
+        size = k.shape[1]
+        return torch.eye(size, device="cuda", dtype=torch.float64)[:, None].expand(case.batch, size, case.groups, size)
+
+    p_cmp, _ = compressed_attention(x.q, x.k_cmp, identity(x.k_cmp), case.geometry, num_keys=case.num_keys, **rules)
+    p_slc = selected_attention(x.q, x.k_slc, identity(x.k_slc), chosen, case.geometry, **rules)
+    p_win = window_attention(x.q, x.k_win, identity(x.k_win), case.geometry.window_size, **rules)
+    return p_cmp.transpose(1, 2) > 0, p_slc.transpose(1, 2) > 0, p_win.transpose(1, 2) > 0
+
+
+def allowed(inputs: Inputs, masks: tuple[Tensor, Tensor, Tensor], branch: int | None = None) -> float:
+    """Twice the worst error, output or gradient, of PyTorch's attention on the same problem.
+
+    Args:
+        inputs: The problem.
+        masks: What each branch sees.
+        branch: One branch alone; None for the gated mixture of the three.
+    """
+
+    def results(leaves: Inputs) -> list[Tensor]:
+        pairs = [(leaves.k_cmp, leaves.v_cmp), (leaves.k_slc, leaves.v_slc), (leaves.k_win, leaves.v_win)]
+        if branch is not None:
+            o = _masked(leaves.q, *pairs[branch], masks[branch])
+            wanted = [leaves.q, *pairs[branch]]
+        else:
+            exact = torch.promote_types(leaves.q.dtype, torch.float32)
+            total = torch.zeros((), device="cuda", dtype=exact)
+            for number, (k, v) in enumerate(pairs):
+                total = total + leaves.gates[..., number, None].to(exact) * _masked(leaves.q, k, v, masks[number])
+            o, wanted = total.to(leaves.q.dtype), list(leaves)
+        d_o = cotangent(o if o.dtype != torch.float64 else o.to(inputs.q.dtype)).to(o.dtype)
+        return [o, *torch.autograd.grad(o, wanted, d_o, allow_unused=True, materialize_grads=True)]
+
+    got, exact = results(inputs.leaves()), results(inputs.leaves(torch.float64))
     return FACTOR * max(error(a, e) for a, e in zip(got, exact, strict=True))
 
 
-def _causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """PyTorch's attention; zeros, without gradients, for queries that see nothing."""
+    if k.shape[1] == 0:
+        return q.new_zeros(*q.shape[:3], v.shape[3]) + 0.0 * q.sum()
     heads = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(heads, 2).transpose(1, 2) for x in (k, v))
-    mask = torch.ones(q.shape[1], k.shape[2], dtype=torch.bool, device="cuda").tril(k.shape[2] - q.shape[1])
-    return scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask).transpose(1, 2)
+    sees = mask.any(-1, keepdim=True)
+    o = scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask | ~sees)
+    return o.where(sees, 0.0).transpose(1, 2)
 
 
 def cotangent(like: Tensor) -> Tensor:

@@ -228,13 +228,28 @@ def store_tile(base, offsets, keep, values, FIRST: tl.constexpr, PART: tl.conste
 
 
 @triton.jit
-def add_product(total, a, b):
-    """total + a @ b, for sums over many tiles.
+def nothing_lost(total, a):
+    """What a sum of products of `a` has lost to rounding before it began; see `add_product`."""
+    # One return: a second one is compiled even where the first is taken.
+    lost = 0.0
+    if a.dtype == tl.float32:
+        lost = tl.zeros_like(total)
+    return lost
 
-    In fp32 a tile's products are added up by themselves first. Within the product each would be one more link of a
-    chain as long as all rows of all tiles, whose rounding is twice as bad as that of PyTorch's attention.
+
+@triton.jit
+def add_product(total, lost, a, b):
+    """total + a @ b, and what rounding took from it, for sums over the rows of many tiles.
+
+    In fp32 a chain of additions as long as all rows of all tiles would err more than PyTorch's attention. There a
+    tile's products are added up by themselves, and the tiles with Kahan's compensation.
     """
     if a.dtype == tl.float32:
-        # As an addition the compiler would draw it into the product.
-        return tl.fma(tl.dot(a, b, input_precision="ieee"), 1.0, total)
-    return tl.dot(a, b, total, input_precision="ieee")
+        # Were this an addition to a product, the compiler would draw it into the product.
+        product = tl.fma(tl.dot(a, b, input_precision="ieee"), 1.0, -lost)
+        larger = total + product
+        lost = (larger - total) - product
+        total = larger
+    else:
+        total = tl.dot(a, b, total, input_precision="ieee")
+    return total, lost

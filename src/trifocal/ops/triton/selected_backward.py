@@ -36,6 +36,7 @@ from trifocal.ops.triton.common import (
     add_product,
     architecture,
     load_tile,
+    nothing_lost,
     split_width,
     store_tile,
     strides,
@@ -124,6 +125,8 @@ def gathered_backward_kernel(
         if V_2 > 0:
             v_2 = load_tile(v, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
             d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
+        lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
+        lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
 
         head = tl.arange(0, ROWS) % REP
         for first in tl.range(begin, end, ROWS // REP):
@@ -159,12 +162,12 @@ def gathered_backward_kernel(
                 d_q_2 = tl.dot(d_scores, k_2, input_precision="ieee")
                 store_tile(d_q_slots, place, exists, d_q_2, D_1, D_2, D)
             p = p.to(d_o_1.dtype)
-            d_v_1 = add_product(d_v_1, tl.trans(p), d_o_1)
+            d_v_1, lost_v_1 = add_product(d_v_1, lost_v_1, tl.trans(p), d_o_1)
             if V_2 > 0:
-                d_v_2 = add_product(d_v_2, tl.trans(p), d_o_2)
-            d_k_1 = add_product(d_k_1, tl.trans(d_scores), q_1)
+                d_v_2, lost_v_2 = add_product(d_v_2, lost_v_2, tl.trans(p), d_o_2)
+            d_k_1, lost_k_1 = add_product(d_k_1, lost_k_1, tl.trans(d_scores), q_1)
             if D_2 > 0:
-                d_k_2 = add_product(d_k_2, tl.trans(d_scores), q_2)
+                d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, tl.trans(d_scores), q_2)
 
         part = piece.to(tl.int64) * BLOCK + in_block
         in_part = in_block < BLOCK
@@ -395,6 +398,8 @@ def masked_d_kv_kernel(
         if V_2 > 0:
             v_2 = load_tile(v, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
             d_v_2 = tl.zeros([KEYS, V_2], tl.float32)
+        lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
+        lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
         word_place = (tl.program_id(0).to(tl.int64) * num_words + block // 32) * num_queries
         first_query = tl.maximum(first_token - query_shift, 0)
         end_row = (document_end - query_shift) * REP
@@ -422,16 +427,16 @@ def masked_d_kv_kernel(
             if GATED:
                 p = p * gate_row[None, :]
             d_o_1 = load_tile(d_o, d_offsets, in_tile, 0, V_1, V, True)
-            d_v_1 = add_product(d_v_1, p.to(d_o_1.dtype), d_o_1)
+            d_v_1, lost_v_1 = add_product(d_v_1, lost_v_1, p.to(d_o_1.dtype), d_o_1)
             d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
             if V_2 > 0:
                 d_o_2 = load_tile(d_o, d_offsets, in_tile, V_1, V_2, V, True)
-                d_v_2 = add_product(d_v_2, p.to(d_o_1.dtype), d_o_2)
+                d_v_2, lost_v_2 = add_product(d_v_2, lost_v_2, p.to(d_o_1.dtype), d_o_2)
                 d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
             d_scores = (p * (d_p - delta_row[None, :])).to(q_1.dtype)
-            d_k_1 = add_product(d_k_1, d_scores, q_1)
+            d_k_1, lost_k_1 = add_product(d_k_1, lost_k_1, d_scores, q_1)
             if D_2 > 0:
-                d_k_2 = add_product(d_k_2, d_scores, q_2)
+                d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, d_scores, q_2)
         # d_k and d_v are contiguous, [B, S, G, *].
         key_place = (batch * num_keys + first_token + in_block) * GROUPS + group
         store_tile(d_k, key_place * D, key_exists, d_k_1 * scale, 0, D_1, D)
