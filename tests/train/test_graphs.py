@@ -28,6 +28,7 @@ class Repeater:
     """In place of `Recorder`: a replay does the work again and writes over the first result, as a recording would."""
 
     recordings = 0
+    memory_bytes = 0
 
     def __init__(self, device: torch.device) -> None:
         assert device == CPU

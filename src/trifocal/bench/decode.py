@@ -16,8 +16,8 @@ from trifocal.bench.timing import Timing
 from trifocal.errors import UserError
 from trifocal.generate import make_caches, sample
 from trifocal.models import DecoderLM, ModelConfig, parameter_count
+from trifocal.train.inputs import autocast
 from trifocal.train.preflight import choose_device
-from trifocal.train.step import autocast
 
 GIB = 2**30
 _WARMUP_TOKENS = 3

@@ -122,6 +122,7 @@ class TrainBench:
         ]
         self.result: StepResult | None = None
         self.first_step_seconds = 0.0
+        self.first: dict[str, float] = {}
 
     def warm_up(self) -> None:
         """The steps that are not timed, and what they leave behind."""
@@ -129,8 +130,12 @@ class TrainBench:
             begin = time.perf_counter()
             self._step()
             self._synchronize()
-            if index == 0:
+            if index == 0 and self.result is not None:
                 self.first_step_seconds = time.perf_counter() - begin
+                self.first = {
+                    "first_loss": self.result.loss.item(),
+                    "first_gradient_norm": self.result.gradient_norm.item(),
+                }
         if self.device.type == "cuda":
             # Others may be preparing: memory that only waits is theirs.
             if self.graphs is None:
@@ -159,6 +164,8 @@ class TrainBench:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
         peak = peak_bf16_flops(name) if case.precision == "bf16" else None
         memory = memory_statistics(device).peak_allocated_bytes if device.type == "cuda" else None
+        if memory is not None and self.graphs is not None:
+            memory += self.graphs.memory_bytes
         return {
             "tokens_per_second": tokens_per_second,
             "step_ms": timing.median_ms,
@@ -174,6 +181,7 @@ class TrainBench:
             "dense_equivalent_tflop_per_step": tokens * flops.dense_equivalent_training / 1e12,
             "weights_and_optimizer_gib": parameter_count(self.config) * _BYTES_PER_PARAMETER / GIB,
             "first_step_seconds": self.first_step_seconds,
+            **self.first,
             "loss": self.result.loss.item(),
             **self._kernels(),
         }

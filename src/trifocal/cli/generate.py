@@ -16,9 +16,9 @@ from trifocal.models import DecoderLM
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.checkpoint import find_checkpoint, load_model_weights
 from trifocal.train.config import RunConfig
+from trifocal.train.inputs import autocast
 from trifocal.train.preflight import choose_device
 from trifocal.train.run_directory import load_run
-from trifocal.train.step import autocast
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ that stay, and each kind of micro-batch (plain rows, packed documents) has a gra
 padded to a fixed number, with empty documents behind the last one.
 """
 
+import gc
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -36,9 +37,13 @@ class Recorder:
 
     Args:
         device: Where the work is done.
+
+    Attributes:
+        memory_bytes: What the recordings hold for themselves; the allocator does not count it as allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.memory_bytes = 0
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
@@ -57,10 +62,16 @@ class Recorder:
             for _ in range(_WARM_UP_PASSES):
                 work()
         torch.cuda.synchronize(self._device)
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved(self._device)
         graph = torch.cuda.CUDAGraph()
         # Threads that pin memory for other tensors must not spoil the recording.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = work()
+        self.memory_bytes += torch.cuda.memory_reserved(self._device) - before
+        # What the passes above allocated is from now on in the recordings' own memory.
+        torch.cuda.reset_peak_memory_stats(self._device)
         return graph.replay, result
 
 
@@ -92,6 +103,11 @@ class MicroBatchGraphs:
         self._flat_gradients = flat_gradients
         self._recordings: dict[Kind, _Recording] = {}
         self._recorder = Recorder(device)
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the graphs hold for activations, beyond what the allocator says is allocated."""
+        return self._recorder.memory_bytes
 
     def zero_gradients(self) -> None:
         """Begin a step: every parameter's gradient is zero, in the memory that the graphs add to."""

@@ -240,7 +240,8 @@ class Trainer:
 
     def _log(self, result: StepResult) -> None:
         self.loss = result.loss.item()
-        row = self.meter.row(self.step, result, self.learning_rate, self.loader.latency())
+        graph_bytes = 0 if self.graphs is None else self.graphs.memory_bytes
+        row = self.meter.row(self.step, result, self.learning_rate, self.loader.latency(), graph_bytes)
         self.metrics.write("train", self.step, loss=self.loss, **row)
         self.heartbeat.update(step=self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])
         self.progress.update(self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])

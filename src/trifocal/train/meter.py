@@ -43,7 +43,9 @@ class Meter:
         yield
         self._paused_seconds += time.perf_counter() - begin
 
-    def row(self, step: int, result: StepResult, learning_rate: float, latency: Latency) -> dict[str, Any]:
+    def row(
+        self, step: int, result: StepResult, learning_rate: float, latency: Latency, graph_bytes: int = 0
+    ) -> dict[str, Any]:
         """The fields of a train row besides the loss; the clock starts again.
 
         Args:
@@ -51,6 +53,7 @@ class Meter:
             result: Of the last step, already waited for.
             learning_rate: Of the last step.
             latency: Waits for data.
+            graph_bytes: Memory of recorded graphs, which the allocator does not count.
         """
         now = time.perf_counter()
         steps = self.steps - self._steps_since
@@ -67,9 +70,9 @@ class Meter:
             "data_wait_seconds_p95": latency.p95,
             "tokens_seen": step * self._tokens_per_step,
             "epoch": result.batches[-1].epoch,
-            "memory_allocated_bytes": memory.allocated_bytes,
+            "memory_allocated_bytes": memory.allocated_bytes + graph_bytes,
             "memory_reserved_bytes": memory.reserved_bytes,
-            "memory_peak_bytes": memory.peak_allocated_bytes,
+            "memory_peak_bytes": memory.peak_allocated_bytes + graph_bytes,
         }
         if self._peak_flops is not None:
             row["executed_mfu"] = tokens_per_second * self._flops.executed_training / self._peak_flops

@@ -1,0 +1,104 @@
+"""Training steps on a GPU in every form: eager, compiled, recorded as graphs, and both."""
+
+import copy
+
+import pytest
+import torch
+
+from tests.gpu.test_model import make_model
+from trifocal.data import Batch
+from trifocal.diagnostics import Heartbeat
+from trifocal.train.config import OptimizerSection, TrainSection
+from trifocal.train.graphs import MicroBatchGraphs
+from trifocal.train.optimizer import make_optimizer
+from trifocal.train.step import train_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # PyTorch's own tracer warns about its own calls.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+GPU = torch.device("cuda")
+LENGTH = 1088
+
+
+def draw_batches():
+    """Micro-batches of both kinds, with different borders, none of them with as many valid targets as another."""
+    generator = torch.Generator().manual_seed(0)
+    batches = []
+    for number, inside in enumerate([None, [5, 40, 700], None, [333]]):
+        tokens = torch.randint(257, (2, LENGTH + 1), generator=generator)
+        targets = tokens[:, 1:].clone()
+        targets[0, : 3 * number] = -100
+        borders = None
+        if inside is not None:
+            borders = torch.tensor([0, *inside, LENGTH, 2 * LENGTH], dtype=torch.int32)
+        batches.append(Batch(tokens[:, :-1].contiguous(), targets, borders, (), 0, 0))
+    return batches
+
+
+def take_steps(model, folder, *, compile=False, cuda_graphs=False, precision="bf16", steps=3):
+    """Losses, gradient norms, and the first step's gradients."""
+    torch._dynamo.reset()
+    config = TrainSection(precision=precision, compile=compile, cuda_graphs=cuda_graphs)
+    optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-3))
+    if compile:
+        model.compile_training()
+    graphs = MicroBatchGraphs(model, model.parameters(), GPU, precision) if cuda_graphs else None
+    results, gradients = [], []
+    for step in range(1, steps + 1):
+        result = train_step(
+            step,
+            draw_batches(),
+            loss_function=model,
+            optimizer=optimizer,
+            device=GPU,
+            config=config,
+            heartbeat=Heartbeat(folder, device=GPU),
+            before_backward=lambda: None,
+            graphs=graphs,
+        )
+        assert result.finite.wait()
+        results.append((result.loss.item(), result.gradient_norm.item()))
+        gradients = gradients or [parameter.grad.clone() for parameter in model.parameters()]
+    if graphs is not None:
+        assert graphs.memory_bytes > 0
+    return results, gradients
+
+
+@pytest.fixture(scope="module")
+def model():
+    """Weights that all tests start from."""
+    return make_model()
+
+
+@pytest.mark.parametrize("checkpointed", [0, 2])
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_graphs_change_nothing(model, tmp_path, compile, checkpointed):
+    """Who starts the kernels is all that differs: the same losses, norms and gradients, but for the order that a
+    library may choose for a sum."""
+    found = []
+    for cuda_graphs in (False, True):
+        own = copy.deepcopy(model)
+        own.set_activation_checkpointing(0, checkpointed)
+        found.append(take_steps(own, tmp_path, compile=compile, cuda_graphs=cuda_graphs))
+    (losses, gradients), (recorded_losses, recorded_gradients) = found
+    torch.testing.assert_close(recorded_losses, losses, rtol=1e-3, atol=0)
+    for mine, theirs in zip(recorded_gradients, gradients, strict=True):
+        assert (mine - theirs).norm() <= 1e-2 * theirs.norm()
+
+
+def test_compiled_gradients_err_no_more_than_eager_ones(model, tmp_path):
+    """bf16 against fp32, every parameter: compiling keeps more in fp32, and so must not be worse."""
+    exact = take_steps(copy.deepcopy(model), tmp_path, precision="fp32", steps=1)[1]
+    errors = {}
+    for compile in (False, True):
+        gradients = take_steps(copy.deepcopy(model), tmp_path, compile=compile, steps=1)[1]
+        errors[compile] = [
+            ((mine - right).norm() / right.norm()).item() for mine, right in zip(gradients, exact, strict=True)
+        ]
+    for name, eager, compiled in zip(dict(model.named_parameters()), errors[False], errors[True], strict=True):
+        assert compiled <= 1.5 * eager, (name, eager, compiled)
+        assert compiled < 0.1, (name, compiled)
