@@ -76,8 +76,8 @@ def show(name: str, row: dict[str, Any], kernels: int) -> None:
     print(
         f"\n{name}: {row['tokens_per_second']:,.0f} tokens/s, {row['step_ms']:.1f} ms a step "
         f"({row['step_p20_ms']:.1f} to {row['step_p80_ms']:.1f}){memory}\n"
-        f"  first step {row['first_step_seconds']:.1f} s, first loss {row['first_loss']:.6f}, first gradient norm {row['first_gradient_norm']:.5f}, "
-        f"last loss {row['loss']:.4f}"
+        f"  first step {row['first_step_seconds']:.1f} s, first loss {row['first_loss']:.6f}, "
+        f"first gradient norm {row['first_gradient_norm']:.5f}, last loss {row['loss']:.4f}"
     )
     if "kernels" in row:
         print(
