@@ -91,37 +91,38 @@ TILES: dict[tuple[int, str], list[Tile]] = {
     (128, "d_k_d_v"): [Tile(64, 128, 8, 3)],
     (64, "forward"): [
         Tile(64, 64, 4, 2, 128),
-        Tile(128, 64, 8, 2, 128),
-        Tile(128, 128, 8, 2),
-        Tile(64, 128, 4, 2),
+        Tile(64, 64, 4, 3, 128),
+        Tile(64, 64, 4, 1, 128),
         Tile(128, 32, 4, 2, 168),
-        Tile(128, 64, 4, 2),
+        Tile(128, 32, 4, 3, 168),
+        Tile(64, 32, 4, 2, 96),
     ],
-    (64, "d_q"): [
-        Tile(64, 64, 4, 2, 128),
-        Tile(128, 32, 8, 2, 128),
-        Tile(128, 64, 8, 2, 128),
-        Tile(128, 32, 4, 2),
-        Tile(64, 128, 4, 2),
-    ],
-    (64, "d_k_d_v"): [
-        Tile(64, 64, 4, 2, 168),
-        Tile(128, 64, 4, 3),
-        Tile(64, 128, 8, 2, 128),
-        Tile(128, 128, 8, 2),
-        Tile(64, 64, 4, 3),
-        Tile(64, 128, 4, 2),
-    ],
+    (64, "d_q"): [Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 3, 128), Tile(64, 32, 4, 2, 128)],
+    (64, "d_k_d_v"): [Tile(128, 64, 4, 1), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(128, 64, 8, 2, 128)],
 }
-HOPPER: dict[str, list[dict[str, Any]]] = {
-    "forward": [
-        {"keys": 128, "stages": 2},
-        {"keys": 128, "stages": 2, "settle": False},
-        {"keys": 64, "stages": 2},
-        {"keys": 64, "stages": 4},
+# By kernel and branch.
+HOPPER: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("forward", "cmp"): [{"keys": 128}, {"keys": 64}, {"keys": 64, "q_stages": 2}, {"keys": 128, "q_stages": 2}],
+    ("forward", "win"): [
+        {"keys": 64},
+        {"keys": 64, "q_stages": 2},
+        {"keys": 64, "tail": 16},
+        {"keys": 64, "tail": 16, "q_stages": 2},
+        {"keys": 64, "tail": 16, "q_stages": 2, "stages": 3},
+        {"keys": 64, "tail": 16, "q_stages": 2, "settle": False},
+        {"keys": 128, "tail": 16},
+        {"keys": 128, "q_stages": 2},
     ],
-    "d_q": [{"keys": 64, "stages": 2}, {"keys": 64, "stages": 4}, {"keys": 128, "stages": 2}],
-    "d_k_d_v": [{"stages": 2}, {"stages": 3}],
+    ("d_q", "cmp"): [{"keys": 64}, {"keys": 64, "q_stages": 2}],
+    ("d_q", "win"): [
+        {"keys": 64},
+        {"keys": 64, "q_stages": 2},
+        {"keys": 64, "tail": 16},
+        {"keys": 64, "tail": 16, "q_stages": 2},
+        {"keys": 128, "tail": 16},
+    ],
+    ("d_k_d_v", "cmp"): [{"stages": 2}, {"stages": 2, "ahead": True}, {"stages": 3, "ahead": True}],
+    ("d_k_d_v", "win"): [{"stages": 2}, {"stages": 2, "ahead": True}, {"stages": 3, "ahead": True}],
 }
 
 
@@ -133,10 +134,10 @@ def candidates() -> list[Candidate]:
             for kernel in ("forward", "d_q", "d_k_d_v"):
                 result.append(Candidate(shape, branch, kernel))
                 if shape != "D":
-                    options = [tuple(option.items()) for option in HOPPER[kernel]]
+                    options = [tuple(option.items()) for option in HOPPER[kernel, branch]]
                     result += [Candidate(shape, branch, kernel, hopper=option) for option in options]
                     if shape == "A" and branch == "cmp" and kernel == "d_k_d_v":
-                        result += [Candidate(shape, branch, kernel, parts=x, hopper=options[0]) for x in (4, 9)]
+                        result += [Candidate(shape, branch, kernel, parts=x, hopper=options[0]) for x in (12, 24, 32)]
                 if shape in ("A", "D"):
                     result += [Candidate(shape, branch, kernel, tile) for tile in TILES[dim, kernel]]
     return result

@@ -129,9 +129,9 @@ def pass_rows(barriers, start, stop, STAGES: gl.constexpr):
 
 @gluon.jit
 def gather_keys(
-    d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, start, stop, score_scale,
+    d_k, d_v, scores, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, start, stop, last, score_scale,
     REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr,
+    STAGES: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr,
     OUTPUT_V: gl.constexpr,
 ):
     """Add what tiles of rows number start to stop give to d_k and d_v."""
@@ -144,12 +144,14 @@ def gather_keys(
         q_tile = q_tiles.index(stage).reshape([ROWS, D])
         d_o_tile = d_o_tiles.index(stage).reshape([ROWS, V])
         zeros = gl.zeros([PART_ROWS, ROWS], gl.float32, SCORES)
-        mbarrier.wait(q_ready.index(stage), phase)
-        scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        if not AHEAD:
+            mbarrier.wait(q_ready.index(stage), phase)
+            scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         mbarrier.wait(d_o_ready.index(stage), phase)
         d_p = warpgroup_mma(v_tile, d_o_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         row_lse = lse_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
-        scores = warpgroup_mma_wait(1, [scores])
+        if not AHEAD:
+            scores = warpgroup_mma_wait(1, [scores])
         p = gl.exp2(scores * score_scale - row_lse[None, :])
         if GATED:
             p = p * gate_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)[None, :]
@@ -165,12 +167,25 @@ def gather_keys(
         if MASKED:
             d_scores = gl.where(visible, d_scores, 0.0)
         d_scores_operand = gl.convert_layout(d_scores.to(q_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_D, 2))
-        d_k = warpgroup_mma(d_scores_operand, q_tile, d_k, is_async=True)
-        d_v = warpgroup_mma_wait(1, [d_v])
-        mbarrier.arrive(d_o_free.index(stage), count=1)
-        d_k = warpgroup_mma_wait(0, [d_k])
-        mbarrier.arrive(q_free.index(stage), count=1)
-    return d_k, d_v
+        if AHEAD:
+            # After the last tile, its own scores once more: nobody looks at them.
+            following = gl.minimum(number + 1, last - 1)
+            next_stage = following % STAGES
+            mbarrier.wait(q_ready.index(next_stage), following // STAGES & 1)
+            next_tile = q_tiles.index(next_stage).reshape([ROWS, D]).permute((1, 0))
+            next_scores = warpgroup_mma(k_tile, next_tile, zeros, use_acc=False, is_async=True)
+            d_k = warpgroup_mma(d_scores_operand, q_tile, d_k, is_async=True)
+            d_v = warpgroup_mma_wait(2, [d_v])
+            mbarrier.arrive(d_o_free.index(stage), count=1)
+            d_k, scores = warpgroup_mma_wait(0, [d_k, next_scores])
+            mbarrier.arrive(q_free.index(stage), count=1)
+        else:
+            d_k = warpgroup_mma(d_scores_operand, q_tile, d_k, is_async=True)
+            d_v = warpgroup_mma_wait(1, [d_v])
+            mbarrier.arrive(d_o_free.index(stage), count=1)
+            d_k = warpgroup_mma_wait(0, [d_k])
+            mbarrier.arrive(q_free.index(stage), count=1)
+    return d_k, d_v, scores
 
 
 @gluon.jit
@@ -178,7 +193,7 @@ def sum_keys(
     HALF: gl.constexpr, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """d_k and d_v of one half of the program's keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -215,15 +230,22 @@ def sum_keys(
     d_v = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT_V)
     mbarrier.wait(keys_ready, 0)
     pass_rows(barriers, 0, first, STAGES)
-    d_k, d_v = gather_keys(
-        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, first, first_full, score_scale,
-        REP, D, V, GATED, ROWS, STAGES, True, SCORES, OUTPUT_D, OUTPUT_V)
-    d_k, d_v = gather_keys(
-        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, first_full, last_full,
-        score_scale, REP, D, V, GATED, ROWS, STAGES, False, SCORES, OUTPUT_D, OUTPUT_V)
-    d_k, d_v = gather_keys(
-        d_k, d_v, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, last_full, last, score_scale,
-        REP, D, V, GATED, ROWS, STAGES, True, SCORES, OUTPUT_D, OUTPUT_V)
+    scores = gl.zeros([PART_ROWS, ROWS], gl.float32, SCORES)
+    if AHEAD and first < last:
+        stage = first % STAGES
+        mbarrier.wait(q_ready.index(stage), first // STAGES & 1)
+        q_tile = q_tiles.index(stage).reshape([ROWS, D]).permute((1, 0))
+        scores = warpgroup_mma(k_tile, q_tile, scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(0, [scores])
+    d_k, d_v, scores = gather_keys(
+        d_k, d_v, scores, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, first, first_full, last,
+        score_scale, REP, D, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_V)
+    d_k, d_v, scores = gather_keys(
+        d_k, d_v, scores, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, first_full, last_full,
+        last, score_scale, REP, D, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_V)
+    d_k, d_v, scores = gather_keys(
+        d_k, d_v, scores, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, last_full, last, last,
+        score_scale, REP, D, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_V)
     pass_rows(barriers, last, tiles, STAGES)
     first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
     in_d = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT_D))
@@ -244,7 +266,7 @@ def hopper_d_k_d_v_kernel(
     query_begin, query_end, batches, parts, num_queries, num_keys, query_shift, window_size, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """d_k and d_v of one tile of keys, or one part of its rows: into [parts, B, keys, G, D] and [.., V]."""
     k_tiles = gl.allocate_shared_memory(k_source.dtype, [2] + k_source.block_type.shape, k_source.layout)
@@ -273,9 +295,9 @@ def hopper_d_k_d_v_kernel(
     counts = (parts, batches, num_queries, num_keys)
     gl.warp_specialize([
         (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES, AHEAD)),
         (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES, AHEAD)),
         (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
                              GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, GATED, ROWS, KEYS, STAGES)),
     ], [4, 1], [240, 24])
@@ -558,6 +580,7 @@ def launch_hopper_d_k_d_v(
     parts: int | None = None,
     rows: int = 64,
     stages: int = 2,
+    ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `launch_d_k_d_v`."""
     batch, num_queries, num_heads, dim = q.shape
@@ -603,6 +626,7 @@ def launch_hopper_d_k_d_v(
         ROWS=rows,
         KEYS=keys,
         STAGES=stages,
+        AHEAD=ahead,
         num_warps=4,
         maxnreg=168,
     )
