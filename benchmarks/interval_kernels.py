@@ -230,12 +230,13 @@ CASES: list[tuple[str, Geometry, Shape, int, list[int] | None]] = [
 ]
 # What the Hopper kernels take: widths of 64 and 128, heads of a group a power of two.
 HOPPER_CASES: list[tuple[str, Geometry, Shape, int, list[int] | None]] = [
-    ("hopper: rep 16", GEOMETRY, Shape(2, 333, 32, 2, 128, 128), 333, None),
-    ("hopper: rep 4, several programs' turns", GEOMETRY, Shape(1, 2500, 16, 4, 128, 128), 2500, None),
-    ("hopper: rep 8, D 64, V 128, T < S", GEOMETRY, Shape(2, 77, 16, 2, 64, 128), 900, None),
-    ("hopper: rep 64, small steps", SMALL, Shape(1, 300, 64, 1, 64, 64), 300, None),
-    ("hopper: packed window", GEOMETRY, Shape(1, 1200, 16, 2, 128, 64), 1200, [1, 31, 32, 33, 500, 2, 601]),
+    ("hopper plain: rep 16", GEOMETRY, Shape(2, 333, 32, 2, 128, 128), 333, None),
+    ("hopper plain: rep 4, several programs' turns", GEOMETRY, Shape(1, 2500, 16, 4, 128, 128), 2500, None),
+    ("hopper plain: rep 8, D 64, V 128, T < S", GEOMETRY, Shape(2, 77, 16, 2, 64, 128), 900, None),
+    ("hopper plain: rep 64, small steps", SMALL, Shape(1, 300, 64, 1, 64, 64), 300, None),
+    ("hopper plain: packed window", GEOMETRY, Shape(1, 1200, 16, 2, 128, 64), 1200, [1, 31, 32, 33, 500, 2, 601]),
 ]
+HOPPER_CASES += [(name.replace("plain", "new"), *rest) for name, *rest in HOPPER_CASES]
 CHECKS = [(case, torch.bfloat16) for case in CASES + HOPPER_CASES]
 CHECKS += [(case, torch.float32) for case in CASES[:4]] + [
     (case, torch.float16) for case in CASES[:2] + HOPPER_CASES[:1]
@@ -247,7 +248,7 @@ def check(number: int) -> dict[str, Any]:
     (name, *case), dtype = CHECKS[number]
     row: dict[str, Any] = {"case": name, "dtype": str(dtype).removeprefix("torch.")}
     try:
-        row |= check_case(*case, dtype, hopper=name.startswith("hopper"))
+        row |= check_case(*case, dtype, hopper=name.split(":")[0].removeprefix("hopper ") if "hopper" in name else "")
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {error}"[:300]
     limit = 1e-5 if dtype == torch.float32 else 2e-2
@@ -256,7 +257,7 @@ def check(number: int) -> dict[str, Any]:
 
 
 def check_case(
-    geometry: Geometry, shape: Shape, num_keys: int, lengths: list[int] | None, dtype: torch.dtype, hopper: bool
+    geometry: Geometry, shape: Shape, num_keys: int, lengths: list[int] | None, dtype: torch.dtype, hopper: str
 ) -> dict[str, float]:
     """Errors of both branches and of the combination, by name."""
     generator = torch.Generator(DEVICE).manual_seed(1)
@@ -283,9 +284,12 @@ def check_case(
         if branch == "cmp":
             # What lies in slots that no document fills must not matter.
             k[:, blocks:], v[:, blocks:] = float("nan"), float("nan")
-        if hopper:
+        if hopper == "plain":
             forward: dict[str, Any] = {"hopper": {}}
             backward: dict[str, Any] = {"hopper_d_q": {}, "hopper_d_k_d_v": {}}
+        elif hopper == "new":
+            forward = {"hopper": {"keys": 64, "tail": 16, "q_stages": 2}}
+            backward = {"hopper_d_q": {"tail": 16, "q_stages": 2}, "hopper_d_k_d_v": {"ahead": True}}
         else:
             kernels = ("forward", "d_q", "d_k_d_v")
             tiles = [choose_tile(kernel, q, v, window=branch == "win") for kernel in kernels]
