@@ -31,7 +31,7 @@ GPU_ONLY_CHARTS = 1
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     executable = find()
     if executable is None:
-        pytest.skip("no Chromium is installed")
+        pytest.skip("no Chromium is installed: apt-get install chromium")
     with Browser(executable, tmp_path_factory.mktemp("profile")) as opened:
         yield opened
 

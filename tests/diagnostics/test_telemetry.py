@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from trifocal.diagnostics import MetricsWriter, read_metrics
+from trifocal.diagnostics import telemetry as telemetry_module
 from trifocal.diagnostics.attention_maps import LayerAttention, dense_block_mass
 from trifocal.diagnostics.attention_statistics import (
+    attention_statistics,
     dense_recall,
     distance_bins,
     gate_statistics,
@@ -169,6 +171,42 @@ def test_recall_needs_a_choice() -> None:
     layer = layer_of(None)
     wide = replace(layer, geometry=replace(GEOMETRY, num_selected_blocks=19))
     assert all(math.isnan(value.item()) for value in dense_recall(wide).values())
+
+
+@pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
+def test_many_layers_at_once_are_those_one_by_one(borders: list[int] | None) -> None:
+    first = layer_of(borders)
+    second = replace(first, q=first.q.flip(-1), selected=first.selected.flip(1), gates=first.gates * 0.1)
+    together = attention_statistics(LayerAttention.stack([first, second]))
+    for index, layer in enumerate((first, second)):
+        for name, value in attention_statistics(layer).items():
+            assert torch.allclose(together[name][index], value, equal_nan=True), name
+
+
+def test_layers_are_described_in_parts_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.arange(LENGTH)[None] % 64
+    telemetry = AttentionTelemetry(model_of())
+    whole = telemetry.measure(tokens)
+    sizes: list[int] = []
+
+    def counting(layer: LayerAttention) -> dict[str, torch.Tensor]:
+        sizes.append(len(layer.q))
+        return attention_statistics(layer)
+
+    monkeypatch.setattr(telemetry_module, "attention_statistics", counting)
+    monkeypatch.setattr(telemetry_module, "MOST_SCORES", 2 * 128 * LENGTH * 4)
+    assert telemetry.measure(tokens) == whole
+    assert sizes == [2, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_are_seen() -> None:
+    model, tokens = model_of(), torch.arange(LENGTH)[None] % 64
+    rows = AttentionTelemetry(model).measure(tokens)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(tokens, tokens).backward()
+    assert AttentionTelemetry(model).measure(tokens) == rows
 
 
 def test_few_queries_stand_for_a_long_sequence() -> None:

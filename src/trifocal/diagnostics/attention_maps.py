@@ -1,9 +1,11 @@
-"""Which blocks one attention layer reads, and which full attention would have read: pure functions on the device.
+"""Which blocks attention layers read, and which full attention would have read: pure functions on the device.
 
-Shape letters as in DESIGN.md; the batch is one sequence, so B is left out. Q sampled queries stand for all T.
+Shape letters as in DESIGN.md; the batch is one sequence, so B is left out. Q sampled queries stand for all T. Every
+tensor may have leading dimensions: many layers in one call cost the host as little as one.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,21 +16,21 @@ from trifocal.ops.layout import compressed_layout
 _MOST_QUERIES = 128
 """Queries that are looked at: enough for a mean, and bounded for any length."""
 _FEWEST_QUERIES = 16
-_MOST_SCORES = 2**26
+MOST_SCORES = 2**26
 """Scores of full attention at a time, so that they take 256 MiB in fp32 at most, however long the sequence is."""
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one layer computed for one sequence.
+    """What one layer, or several alike, computed for one sequence.
 
     Attributes:
-        gates: [T, H, 3] in the order cmp, slc, win.
-        q: Queries, [T, H, D].
-        k_cmp: Compressed keys, [C, G, D].
-        lse: Log-sum-exp of the compressed scores, [T, H]; -inf where no block is visible.
-        k_slc: Keys of the selected branch, [T, G, D].
-        selected: Chosen blocks, [T, G, N], -1 pads, counted from the start of the query's document.
+        gates: [..., T, H, 3] in the order cmp, slc, win.
+        q: Queries, [..., T, H, D].
+        k_cmp: Compressed keys, [..., C, G, D].
+        lse: Log-sum-exp of the compressed scores, [..., T, H]; -inf where no block is visible.
+        k_slc: Keys of the selected branch, [..., T, G, D].
+        selected: Chosen blocks, [..., T, G, N], -1 pads, counted from the start of the query's document.
         geometry: Block sizes, in tokens.
         scale: Factor on the scores.
         documents: Packed documents, if there are several.
@@ -44,24 +46,42 @@ class LayerAttention:
     scale: float
     documents: Documents | None = None
 
+    @classmethod
+    def stack(cls, layers: Sequence["LayerAttention"]) -> "LayerAttention":
+        """Several layers as one, with a dimension of layers in front."""
+        return replace(
+            layers[0],
+            gates=torch.stack([layer.gates for layer in layers]),
+            q=torch.stack([layer.q for layer in layers]),
+            k_cmp=torch.stack([layer.k_cmp for layer in layers]),
+            lse=torch.stack([layer.lse for layer in layers]),
+            k_slc=torch.stack([layer.k_slc for layer in layers]),
+            selected=torch.stack([layer.selected for layer in layers]),
+        )
+
+    @property
+    def num_scores(self) -> int:
+        """Scores of full attention at the sampled queries."""
+        return len(self.sampled_queries()) * self.q.shape[-3] * self.q.shape[-2]
+
     @property
     def positions(self) -> Tensor:
         """Position of each token in its document, [T]."""
         if self.documents is None:
-            return torch.arange(self.q.shape[0], device=self.q.device)
+            return torch.arange(self.q.shape[-3], device=self.q.device)
         return self.documents.positions
 
     @property
     def document_ids(self) -> Tensor:
         """Document of each token, [T]."""
         if self.documents is None:
-            return torch.zeros(self.q.shape[0], dtype=torch.int32, device=self.q.device)
+            return torch.zeros(self.q.shape[-3], dtype=torch.int32, device=self.q.device)
         return self.documents.ids
 
     def sampled_queries(self) -> Tensor:
         """Evenly spaced queries, few enough that full attention of them fits anywhere, [Q]."""
-        num_tokens, num_heads = self.q.shape[:2]
-        most = max(_FEWEST_QUERIES, min(_MOST_QUERIES, _MOST_SCORES // (num_tokens * num_heads)))
+        num_tokens, num_heads = self.q.shape[-3:-1]
+        most = max(_FEWEST_QUERIES, min(_MOST_QUERIES, MOST_SCORES // (num_tokens * num_heads)))
         return evenly_spaced(num_tokens, most, self.q.device)
 
 
@@ -73,29 +93,29 @@ def block_importance(layer: LayerAttention, queries: Tensor) -> Tensor:
         queries: Which queries, [Q].
 
     Returns:
-        [Q, G, J], blocks counted from the start of the query's document; all 0 where no compressed block is visible.
+        [..., Q, G, J], blocks counted from the start of the query's document; 0 where no compressed block is visible.
     """
     geometry, device = layer.geometry, layer.q.device
-    num_tokens, num_groups = layer.q.shape[0], layer.k_cmp.shape[1]
+    num_tokens, (num_blocks, num_groups) = layer.q.shape[-3], layer.k_cmp.shape[-3:-1]
     stride, block = geometry.compression_stride, geometry.selection_block_size
     if layer.documents is None:
-        starts = torch.arange(layer.k_cmp.shape[0], device=device) * stride
+        starts = torch.arange(num_blocks, device=device) * stride
         block_ids = torch.zeros_like(starts)
     else:
-        layout = compressed_layout(layer.documents, layer.k_cmp.shape[0], geometry)
+        layout = compressed_layout(layer.documents, num_blocks, geometry)
         starts, block_ids = layout.starts, layout.ids
     positions, ids = layer.positions[queries], layer.document_ids[queries]
     ends = starts + geometry.compression_block_size
     visible_QC = (block_ids == ids[:, None]) & (ends - 1 <= positions[:, None])
 
-    q_QGRD = layer.q[queries].float().unflatten(1, (num_groups, -1))
-    scores_QGRC = torch.einsum("qgrd,cgd->qgrc", q_QGRD, layer.k_cmp.float()) * layer.scale
-    lse_QGR = layer.lse[queries].float().unflatten(1, (num_groups, -1))
+    q_QGRD = layer.q[..., queries, :, :].float().unflatten(-2, (num_groups, -1))
+    scores_QGRC = torch.einsum("...qgrd,...cgd->...qgrc", q_QGRD, layer.k_cmp.float()) * layer.scale
+    lse_QGR = layer.lse[..., queries, :].float().unflatten(-1, (num_groups, -1))
     p_QGRC = (scores_QGRC - lse_QGR[..., None]).exp().masked_fill(~visible_QC[:, None, None], 0.0)
 
     first = torch.arange(geometry.num_selection_blocks(num_tokens), device=device) * block
     overlap_CJ = (torch.minimum(ends[:, None], first + block) - torch.maximum(starts[:, None], first)).clamp(min=0)
-    return p_QGRC.sum(2) @ (overlap_CJ / stride).float()
+    return p_QGRC.sum(-2) @ (overlap_CJ / stride).float()
 
 
 def dense_block_mass(layer: LayerAttention, queries: Tensor) -> Tensor:
@@ -106,16 +126,16 @@ def dense_block_mass(layer: LayerAttention, queries: Tensor) -> Tensor:
         queries: Which queries, [Q].
 
     Returns:
-        [Q, G, J], mean over the heads of a group; sums to 1 over the blocks.
+        [..., Q, G, J], mean over the heads of a group; sums to 1 over the blocks.
     """
-    num_tokens, num_groups = layer.k_slc.shape[:2]
+    num_tokens, num_groups = layer.k_slc.shape[-3:-1]
     positions, ids = layer.positions, layer.document_ids
     visible_QS = (ids[queries][:, None] == ids) & (positions <= positions[queries][:, None])
-    q_QGRD = layer.q[queries].float().unflatten(1, (num_groups, -1))
-    scores_QGRS = torch.einsum("qgrd,sgd->qgrs", q_QGRD, layer.k_slc.float()) * layer.scale
-    p_QGS = scores_QGRS.masked_fill_(~visible_QS[:, None, None], -torch.inf).softmax(-1).mean(2)
-    mass = p_QGS.new_zeros(len(queries), num_groups, layer.geometry.num_selection_blocks(num_tokens))
-    return mass.index_add_(2, positions // layer.geometry.selection_block_size, p_QGS)
+    q_QGRD = layer.q[..., queries, :, :].float().unflatten(-2, (num_groups, -1))
+    scores_QGRS = torch.einsum("...qgrd,...sgd->...qgrs", q_QGRD, layer.k_slc.float()) * layer.scale
+    p_QGS = scores_QGRS.masked_fill_(~visible_QS[:, None, None], -torch.inf).softmax(-1).mean(-2)
+    mass = p_QGS.new_zeros(*p_QGS.shape[:-1], layer.geometry.num_selection_blocks(num_tokens))
+    return mass.index_add_(-1, positions // layer.geometry.selection_block_size, p_QGS)
 
 
 def evenly_spaced(count: int, most: int, device: torch.device) -> Tensor:

@@ -99,18 +99,18 @@ def picture_queries(num_tokens: int, cells_per_query: int) -> int:
     return min(num_tokens, max(_FEWEST_QUERIES, min(_MOST_QUERIES, _MOST_CELLS // cells_per_query)))
 
 
-def describe_layer(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:
-    """One layer's part of the picture, in the code of the file, still on the device.
+def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:
+    """The part of the picture that shows some layers, in the code of the file, still on the device.
 
     Args:
-        layer: What the layer computed.
+        layer: What they computed.
         queries: Which queries, [Q].
     """
     importance = block_importance(layer, queries)
     importance = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
-    gates = layer.gates[queries].float().unflatten(1, (layer.k_slc.shape[1], -1)).mean(2)
+    gates = layer.gates[..., queries, :, :].float().unflatten(-2, (layer.k_slc.shape[-2], -1)).mean(-2)
     return {
-        "selected": layer.selected[queries].to(torch.int16),
+        "selected": layer.selected[..., queries, :, :].to(torch.int16),
         "importance": _root_code(importance),
         "dense": _root_code(dense_block_mass(layer, queries)),
         "gates": (255 * gates).round().clamp(0, 255).to(torch.uint8),
@@ -123,7 +123,7 @@ def assemble(
     texts: list[str],
     documents: Documents | None,
     queries: Tensor,
-    layers: list[dict[str, Tensor]],
+    layers: dict[str, Tensor],
 ) -> AttentionPicture:
     """Put the layers' parts together, on the host.
 
@@ -133,10 +133,10 @@ def assemble(
         texts: The text of each token.
         documents: Packed documents, if there are several.
         queries: Which queries, [Q].
-        layers: From `describe_layer`.
+        layers: From `describe_layers`, with a dimension of layers in front.
     """
     num_tokens = len(texts)
-    maps = {name: torch.stack([layer[name] for layer in layers]).cpu().numpy() for name in layers[0]}
+    maps = {name: map_of_layers.cpu().numpy() for name, map_of_layers in layers.items()}
     if documents is None:
         positions, ids = np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, dtype=np.int32)
     else:

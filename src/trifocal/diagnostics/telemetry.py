@@ -18,15 +18,15 @@ event with the suffix `_over` when it ends:
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trifocal.diagnostics.attention_maps import LayerAttention, evenly_spaced
-from trifocal.diagnostics.attention_picture import AttentionPicture, assemble, describe_layer, picture_queries
+from trifocal.diagnostics.attention_maps import MOST_SCORES, LayerAttention, evenly_spaced
+from trifocal.diagnostics.attention_picture import AttentionPicture, assemble, describe_layers, picture_queries
 from trifocal.diagnostics.attention_statistics import BRANCHES, attention_statistics
 from trifocal.diagnostics.jsonl import Row
 from trifocal.diagnostics.metrics import MetricsWriter
@@ -48,7 +48,7 @@ class _Record:
     layer: NSAttention
     gates: Tensor | None = None
     keys: Tensor | None = None
-    described: list[dict[str, Tensor]] = field(default_factory=list)
+    choices: int = 0
 
 
 class AttentionTelemetry:
@@ -80,20 +80,21 @@ class AttentionTelemetry:
         if not self.layers:
             return []
         figures = self.figures(tokens, cu_seqlens=cu_seqlens)
-        # One transfer for all layers.
-        flat = torch.cat([value.float().flatten() for row in figures for value in row.values()]).tolist()
-        remaining = iter(flat)
+        # One transfer for all figures of all layers.
+        columns = torch.cat([value.float().flatten(1) for value in map(_as_columns, figures.values())], dim=1).tolist()
         rows: list[Row] = []
-        for layer, values in enumerate(figures):
+        for layer, numbers in enumerate(columns):
             row: Row = {"layer": layer}
-            for name, value in values.items():
-                numbers = [_rounded(next(remaining)) for _ in range(value.numel())]
-                row[name] = numbers if value.ndim else numbers[0]
+            remaining = iter(numbers)
+            for name, value in figures.items():
+                width = _as_columns(value).shape[1]
+                rounded = [_rounded(next(remaining)) for _ in range(width)]
+                row[name] = rounded if value.ndim > 1 else rounded[0]
             rows.append(row)
         return rows
 
-    def figures(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[dict[str, Tensor]]:
-        """What `measure` gives, for each layer, still on the device: the host has waited for nothing."""
+    def figures(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
+        """What `measure` gives, [layers, ...], still on the device: the host has waited for nothing."""
         documents = _documents_of_first(cu_seqlens, tokens)
         return self._observe(tokens[:1], documents, attention_statistics)
 
@@ -119,7 +120,7 @@ class AttentionTelemetry:
         cells = len(self.layers) * num_groups * geometry.num_selection_blocks(num_tokens)
         queries = evenly_spaced(num_tokens, picture_queries(num_tokens, cells), tokens.device)
         documents = _documents_of_first(cu_seqlens, tokens)
-        layers = self._observe(tokens[:1], documents, lambda layer: describe_layer(layer, queries))
+        layers = self._observe(tokens[:1], documents, lambda layer: describe_layers(layer, queries))
         return assemble(step, geometry, texts, documents, queries, layers)
 
     def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
@@ -147,19 +148,35 @@ class AttentionTelemetry:
         return rows
 
     @torch.no_grad()
-    def _observe(self, tokens: Tensor, documents: Documents | None, describe: Describe) -> list[dict[str, Tensor]]:
+    def _observe(self, tokens: Tensor, documents: Documents | None, describe: Describe) -> dict[str, Tensor]:
+        """Describe every layer of a forward pass, as many at a time as memory allows; [layers, ...]."""
+        described: list[dict[str, Tensor]] = []
+        waiting: list[LayerAttention] = []
+
+        def describe_waiting() -> None:
+            # Matrix products in bf16 would not match the log-sum-exp that the layers computed.
+            with torch.autocast(tokens.device.type, enabled=False):
+                described.append(describe(LayerAttention.stack(waiting)))
+            waiting.clear()
+
+        def take(layer: LayerAttention) -> None:
+            if waiting and (len(waiting) + 1) * layer.num_scores > MOST_SCORES:
+                describe_waiting()
+            waiting.append(layer)
+
         records = [_Record(layer) for layer in self.layers]
-        with self._recording(records, describe, documents):
+        with self._recording(records, take, documents):
             self.model(tokens, cu_seqlens=documents)
         for record in records:
-            if len(record.described) != 1:
-                raise RuntimeError(
-                    f"expected one call of trifocal::select_blocks in each layer, got {len(record.described)}"
-                )
-        return [record.described[0] for record in records]
+            if record.choices != 1:
+                raise RuntimeError(f"expected one call of trifocal::select_blocks in each layer, got {record.choices}")
+        describe_waiting()
+        return {name: torch.cat([part[name] for part in described]) for name in described[0]}
 
     @contextmanager
-    def _recording(self, records: list[_Record], describe: Describe, documents: Documents | None) -> Iterator[None]:
+    def _recording(
+        self, records: list[_Record], take: Callable[[LayerAttention], None], documents: Documents | None
+    ) -> Iterator[None]:
         current: list[_Record] = []
 
         def enter(record: _Record) -> Callable[[nn.Module, Any], None]:
@@ -177,9 +194,8 @@ class AttentionTelemetry:
                 raise RuntimeError("a layer chose its blocks before its gates and keys were computed")
             k_slc = record.layer.selected_keys(record.keys, documents)[0]
             layer = LayerAttention(record.gates, q[0], k_cmp[0], lse[0], k_slc, selected[0], geometry, scale, documents)
-            # Matrix products in bf16 would not match the log-sum-exp that the layer computed.
-            with torch.autocast(q.device.type, enabled=False):
-                record.described.append(describe(layer))
+            record.choices += 1
+            take(layer)
 
         handles = []
         for record in records:
@@ -219,6 +235,11 @@ def _documents_of_first(cu_seqlens: Tensor | None, tokens: Tensor) -> Documents 
     if tokens.is_cuda:
         documents = Documents(*(part.pin_memory().to(tokens.device, non_blocking=True) for part in documents))
     return documents
+
+
+def _as_columns(value: Tensor) -> Tensor:
+    """[layers] or [layers, n] as [layers, n]."""
+    return value[:, None] if value.ndim == 1 else value
 
 
 def _rounded(value: float) -> float | None:
