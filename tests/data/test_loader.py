@@ -5,19 +5,26 @@ from __future__ import annotations
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trifocal.data import Batch, DataConfig, DataError, Loader, make_loader, make_tokenizer
+from trifocal.data import Batch, DataConfig, DataError, Loader, make_loader, make_tokenizer, merge_states
+from trifocal.data.retry import Activity, Retry
+from trifocal.data.sources import make_source
+from trifocal.data.stream import DocumentStream, Place, in_validation
 from trifocal.data.text import JsonlSource
 from trifocal.errors import UserError
 
 TOKENIZER = make_tokenizer("bytes")
+RETRY = Retry(1, 0.0, 0.0, Activity())
+TEXTS = [f"{file} {line} " + "abc " * (line * 7 % 23) for file in range(3) for line in range(37)]
 DEFAULTS = {"shuffle_documents": 8, "shuffle_sequences": 20, "validation_fraction": 0.1}
 
 
@@ -26,7 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Three files of documents; an epoch is about 6,000 tokens."""
     folder = tmp_path_factory.mktemp("lines")
     for file in range(3):
-        lines = [json.dumps({"text": f"{file} {line} " + "abc " * (line * 7 % 23)}) for line in range(37)]
+        lines = [json.dumps({"text": text}) for text in TEXTS[37 * file : 37 * file + 37]]
         (folder / f"{file}.jsonl").write_text("\n".join(lines))
     return f"jsonl:{folder}"
 
@@ -107,20 +114,89 @@ def test_a_running_loader_can_be_set_back(source: str, uninterrupted: list[Batch
 
 @pytest.mark.parametrize("kind", ["lines", "synthetic"])
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_processes_share_what_one_would_see(source: str, kind: str, world_size: int) -> None:
+@pytest.mark.parametrize("streams", [1, 3, 4])
+def test_processes_share_what_one_would_see(source: str, kind: str, world_size: int, streams: int) -> None:
+    """With 4 streams each process reads its own, with 1 and 3 those of others too: the rows are the same."""
     name = source if kind == "lines" else "synthetic"
-    with open_loader(name, batch_size=2 * world_size) as loader:
+    with open_loader(name, batch_size=2 * world_size, streams=streams) as loader:
         whole = take(loader, 20)
         state = loader.state_dict()
+    states = []
     for rank in range(world_size):
-        with open_loader(name, rank=rank, world_size=world_size) as loader:
+        with open_loader(name, rank=rank, world_size=world_size, streams=streams) as loader:
             for batch, global_batch in zip(take(loader, 20), whole, strict=True):
-                rows = slice(2 * rank, 2 * rank + 2)
+                rows = slice(rank, None, world_size)
                 assert torch.equal(batch.tokens, global_batch.tokens[rows])
                 assert torch.equal(batch.targets, global_batch.targets[rows])
-                assert batch.sample_index == global_batch.sample_index + 2 * rank
-                assert batch.epoch == global_batch.epoch
-            assert loader.state_dict() == state
+                assert batch.sample_index == global_batch.sample_index + rank
+                assert batch.epoch == global_batch.epoch or streams > 1
+            states.append(loader.state_dict())
+    assert merge_states(states) == state
+    # On from there, in another number of processes.
+    with open_loader(name, batch_size=2, streams=streams) as loader:
+        loader.load_state_dict(json.loads(json.dumps(merge_states(states))))
+        mine = take(loader, 3)
+    with open_loader(name, batch_size=6, streams=streams) as loader:
+        loader.load_state_dict(state)
+        assert torch.equal(torch.cat([batch.tokens for batch in mine]), next(loader).tokens)
+
+
+def test_a_process_opens_the_files_of_its_own_streams_alone(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    healthy = JsonlSource.read
+
+    def read(self: JsonlSource, shard: int, cursor: tuple[int, ...] | None) -> Iterator[Any]:
+        opened.append(shard)
+        return healthy(self, shard, cursor)
+
+    monkeypatch.setattr(JsonlSource, "read", read)
+    found = []
+    for rank in (0, 1):
+        opened.clear()
+        # The first epoch: three files are dealt to two kinds of streams.
+        with open_loader(source, streams=4, rank=rank, world_size=2, shuffle_sequences=1, prefetch_batches=1) as loader:
+            take(loader, 4)
+        found.append(set(opened))
+    assert found[0] and found[1] and not found[0] & found[1]
+
+
+@pytest.mark.parametrize("streams", [1, 2, 3, 6, 7])
+def test_streams_share_out_every_document(source: str, streams: int) -> None:
+    """In each epoch of its own a stream has its part: together they have all, each once."""
+    names: Counter[str] = Counter()
+    opened, _ = make_source(DataConfig(source=source), RETRY, RETRY.activity)
+    for part in range(streams):
+        documents = DocumentStream(
+            opened, TOKENIZER, validation=False, validation_fraction=0.1, seed=3, block_documents=8, retry=RETRY,
+            part=part, parts=streams,
+        )  # fmt: skip
+        for document in documents.read(Place()):
+            if document.place.epoch:
+                break
+            names[document.id] += 1
+    assert set(names.values()) == {1}
+    assert len(names) == 111 - sum(in_validation(text, 0.1) for text in TEXTS)
+
+
+def test_a_stream_without_documents_now_and_then_goes_on(tmp_path: Path) -> None:
+    """Eight streams of three documents: each epoch deals anew."""
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 9}) + "\n" for _ in range(3)))
+    with open_loader(f"jsonl:{tmp_path}", streams=8, validation_fraction=0.0) as loader:
+        take(loader, 20)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": ""}) + "\n")
+    with (
+        open_loader(f"jsonl:{tmp_path}", streams=8, validation_fraction=0.0) as loader,
+        pytest.raises(UserError, match=r"no document to train on; .*or data\.streams"),
+    ):
+        next(loader)
+
+
+def test_one_process_of_several_streams_cannot_go_on_alone(source: str) -> None:
+    with open_loader(source, streams=4, rank=0, world_size=2) as loader:
+        next(loader)
+        state = loader.state_dict()
+    with open_loader(source, streams=4) as loader, pytest.raises(ValueError, match=r"lacks streams \[1, 3\]"):
+        loader.load_state_dict(state)
 
 
 def test_resume_on_another_number_of_processes(source: str, uninterrupted: list[Batch]) -> None:

@@ -126,6 +126,9 @@ def test_notes_say_what_is_fine_but_notable(tmp_path: Path) -> None:
     assert "the peak learning rate comes last or never" in notes[2]
     notes = preflight(make_config(tmp_path, "--train.sequence_length", "3"), CPU)[1]
     assert "shorter than a compressed block of 4" in notes[-1]
+    several = make_config(tmp_path, "--train.global_batch_size", "12", "--data.streams", "2")
+    assert "data.streams 2 is not a multiple of 3 processes" in preflight(several, CPU, 3)[1][-1]
+    assert preflight(several, CPU, 2)[1] == preflight(several, CPU, 1)[1]
     assert preflight(make_config(tmp_path, "--train.sequence_length", "3", "--model.attention", "dense"), CPU)[1] == []
 
 

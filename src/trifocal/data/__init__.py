@@ -1,7 +1,7 @@
 """Text as batches of tokens: sources, tokenizers, packing, a loader whose state is exact."""
 
 from trifocal.data.config import DataConfig
-from trifocal.data.loader import Batch, Latency, Loader, make_loader
+from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
 from trifocal.data.retry import DataError
 from trifocal.data.tokenizers import Tokenizer, make_tokenizer
 
@@ -14,4 +14,5 @@ __all__ = [
     "Tokenizer",
     "make_loader",
     "make_tokenizer",
+    "merge_states",
 ]

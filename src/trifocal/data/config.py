@@ -44,6 +44,11 @@ class DataConfig:
     many documents; 1: off. They are read before the first batch, and again by a resumed run, and kept in memory at 8
     bytes a token: rows for half a million to a million tokens mix well and start within seconds."""
 
+    streams: int = 1
+    """Streams that the documents are dealt to; rows come from them in turn. Several processes read their own streams
+    alone where this is a multiple of their number; otherwise, and with 1, they read each other's too. It decides the
+    order of the rows, so it may not change within a run; the number of processes may."""
+
     text_document_bytes: int = 65536
     """A longer text file is cut at line ends into documents of about this many bytes; 0: never cut."""
 
@@ -93,6 +98,7 @@ class DataConfig:
             ("seed", 0),
             ("shuffle_documents", 1),
             ("shuffle_sequences", 1),
+            ("streams", 1),
             ("text_document_bytes", 0),
             ("prefetch_batches", 1),
             ("retry_attempts", 1),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,9 +39,11 @@ class Batch(NamedTuple):
         cu_seqlens: Borders of the documents in the flattened `B * T` tokens (every row's head is one), [docs + 1]
             int32; None if no row holds a border inside.
         document_ids: One for each document of `cu_seqlens`, or for each row where that is None.
-        sample_index: Global index of the batch's first row, counted over all processes.
+        sample_index: Global index of the batch's first row, counted over all processes; the others follow it at a
+            distance of the number of processes.
         epoch: Complete passes over the source at the global batch's first row, counted as if rows were not shuffled:
-            where a block of shuffled rows spans two epochs, its batches hold rows of both.
+            where a block of shuffled rows spans two epochs, its batches hold rows of both. Of several streams, of the
+            one that is furthest behind among those that this process reads.
     """
 
     tokens: Tensor
@@ -61,9 +64,10 @@ class Latency(NamedTuple):
 class Loader:
     """An endless iterator of batches.
 
-    The rows of the stream are numbered; a global batch is the next `world_size * batch_size` of them, and each
-    process gets its own `batch_size`. All processes read the same stream, so what they see together does not depend
-    on their number. A thread makes batches ahead; it starts with the first `next` and ends with `close`.
+    Rows are numbered; row `n` comes from stream `n % S`. A global batch is the next `world_size * batch_size` rows, of
+    which a process gets every `world_size`-th. So what all see together does not depend on their number, and where
+    that divides `S`, each reads its own streams alone. A thread makes batches ahead; it starts with the first `next`
+    and ends with `close`.
 
     Made by `make_loader`.
 
@@ -74,7 +78,7 @@ class Loader:
 
     def __init__(
         self,
-        stream: RowStream,
+        streams: Sequence[RowStream],
         config: DataConfig,
         *,
         name: str,
@@ -86,7 +90,11 @@ class Loader:
         on_stall: Callable[[float, str], None] | None,
         on_close: Callable[[], None],
     ) -> None:
-        self._stream = stream
+        self._num_streams = len(streams)
+        common = math.gcd(len(streams), world_size)
+        # Those that have rows of this process.
+        self._streams = {i: stream for i, stream in enumerate(streams) if i % common == rank % common}
+        self._epochs: dict[int, int] = {}
         self.config = config
         self._name = name
         self._fingerprint = fingerprint
@@ -130,9 +138,11 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position just after the last batch handed out: a few numbers, JSON-able, the same on every process.
+        """The position just after the last batch handed out: a few numbers, JSON-able.
 
-        It does not depend on the number of processes, the batch size or what has been made ahead.
+        It does not depend on the number of processes, the batch size or what has been made ahead. With one stream it
+        is the same on every process; with several it has the streams that this process reads, and `merge_states`
+        makes of all processes' states the one that any number of them can load.
         """
         return dict(self._state)
 
@@ -152,7 +162,12 @@ class Loader:
                 "tokenizer, the sequence length or the data settings differ; resume with those of the first run"
             )
         self._stop_thread()
-        self._stream.seek(state["position"])
+        positions = state["position"].get("streams", {"0": state["position"]})
+        if missing := [i for i in self._streams if str(i) not in positions]:
+            raise ValueError(f"the state lacks streams {missing}; it must come from merge_states of all processes")
+        for index, stream in self._streams.items():
+            stream.seek(positions[str(index)])
+        self._epochs = {}
         self._next_sample = state["sample_index"]
         self._state = dict(state)
 
@@ -181,11 +196,20 @@ class Loader:
             self._activity.stop.clear()
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
-        rows = [self._stream.next_row() for _ in range(self._batch_size * self._world_size)]
-        first = self._rank * self._batch_size
-        batch = _to_batch(rows[first : first + self._batch_size], self._next_sample + first, rows[0].epoch)
-        self._next_sample += len(rows)
-        return batch, self._describe(self._next_sample)
+        rows: list[Row] = []
+        epochs: dict[int, int] = {}
+        first = self._next_sample
+        self._next_sample += self._batch_size * self._world_size
+        for number in range(first, self._next_sample):
+            index = number % self._num_streams
+            if number % self._world_size == self._rank:
+                rows.append(self._streams[index].next_row())
+                epochs.setdefault(index, rows[-1].epoch)
+            elif index in self._streams:
+                epochs.setdefault(index, self._streams[index].skip_row())
+        self._epochs |= epochs
+        own = first + (self._rank - first) % self._world_size
+        return _to_batch(rows, own, min(self._epochs.values())), self._describe(self._next_sample)
 
     def _describe(self, sample_index: int) -> dict[str, Any]:
         return {
@@ -193,11 +217,22 @@ class Loader:
             "source": self._name,
             "fingerprint": self._fingerprint,
             "sample_index": sample_index,
-            "position": self._stream.state(),
+            "position": self._streams[0].state()
+            if self._num_streams == 1
+            else {"streams": {str(index): stream.state() for index, stream in self._streams.items()}},
         }
 
     def _log_stall(self, age_seconds: float, activity: str) -> None:
         _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
+
+
+def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The position of all processes together, from the state of each at the same step."""
+    merged = dict(states[0])
+    if "streams" in merged["position"]:
+        found = {name: place for state in states for name, place in state["position"]["streams"].items()}
+        merged["position"] = {"streams": dict(sorted(found.items(), key=lambda item: int(item[0])))}
+    return merged
 
 
 def _to_batch(rows: list[Row], sample_index: int, epoch: int) -> Batch:
@@ -256,10 +291,11 @@ def make_loader(
         )
     validation = split == "validation"
     activity = Activity()
-    stream: RowStream
+    streams: list[RowStream]
     source: Source | None = None
     if parse_source(config.source).kind == "synthetic":
-        stream = SyntheticStream(vocab_size, sequence_length, seed=config.seed, validation=validation)
+        # One, of which every process draws its own rows alone.
+        streams = [SyntheticStream(vocab_size, sequence_length, seed=config.seed, validation=validation)]
         mark = fingerprint("synthetic", vocab_size)
     else:
         if tokenizer.vocab_size > vocab_size:
@@ -269,26 +305,35 @@ def make_loader(
             )
         retry = Retry(config.retry_attempts, config.retry_base_seconds, config.retry_max_seconds, activity)
         source, config = make_source(config, retry, activity)
-        documents = DocumentStream(
-            source,
-            tokenizer,
-            validation=validation,
-            validation_fraction=config.validation_fraction,
-            seed=config.seed,
-            block_documents=config.shuffle_documents,
-            retry=retry,
-        )
-        packed = PackedStream(documents, sequence_length)
-        stream = ShuffledStream(packed, config.shuffle_sequences, seed=config.seed)
+        # Validation is read by every process, and shared out batch by batch.
+        parts = 1 if validation else config.streams
+        streams = []
+        for part in range(parts):
+            documents = DocumentStream(
+                source,
+                tokenizer,
+                validation=validation,
+                validation_fraction=config.validation_fraction,
+                seed=config.seed,
+                # What is read before the first batch, and kept, does not grow with the number of streams.
+                block_documents=max(1, config.shuffle_documents // parts),
+                retry=retry,
+                part=part,
+                parts=parts,
+            )
+            packed = PackedStream(documents, sequence_length)
+            block_rows = max(1, config.shuffle_sequences // parts)
+            streams.append(ShuffledStream(packed, block_rows, seed=config.seed))
         mark = fingerprint(
             source.fingerprint,
             tokenizer.fingerprint,
             config.validation_fraction,
             config.shuffle_documents,
             config.shuffle_sequences,
+            *([parts] if parts > 1 else []),
         )
     return Loader(
-        stream,
+        streams,
         config,
         name=config.source if source is None else source.name,
         fingerprint=fingerprint(mark, split, config.seed, sequence_length),

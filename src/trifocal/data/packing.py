@@ -39,6 +39,10 @@ class RowStream(Protocol):
         """Go on by a row."""
         ...
 
+    def skip_row(self) -> int:
+        """Go on by a row that nobody here needs; its epoch."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """The position after the last row, JSON-able."""
         ...
@@ -106,6 +110,10 @@ class PackedStream:
             filled = end
         return Row(tokens, targets, starts, ids, epoch)
 
+    def skip_row(self) -> int:
+        """Go on by a row, and make it: else nobody knows where it ends."""
+        return self.next_row().epoch
+
     def _current(self) -> TokenDocument:
         """The document of the next token."""
         if self._document is None:
@@ -143,6 +151,11 @@ class SyntheticStream:
     def state(self) -> dict[str, Any]:
         """The next row."""
         return {"row": self._row}
+
+    def skip_row(self) -> int:
+        """Go on by a row, without drawing it."""
+        self._row += 1
+        return 0
 
     def next_row(self) -> Row:
         """Go on by a row."""

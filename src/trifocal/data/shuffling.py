@@ -68,6 +68,10 @@ class ShuffledStream:
             self._block, self._used, self._start = self._block + 1, 0, self._end
         return row
 
+    def skip_row(self) -> int:
+        """Go on by a row; its epoch."""
+        return self.next_row().epoch
+
     def _begin_block(self) -> None:
         """Read what lacks of the block, and put its rows in order."""
         block, self._ahead = self._ahead, []

@@ -19,6 +19,8 @@ from trifocal.errors import UserError
 _ENCODED_TOGETHER = 32
 # A block ends here even if it holds fewer documents than asked: memory stays bounded with very long ones.
 _BLOCK_CHARACTERS = 1 << 25
+# Times the number of parts: so many epochs in a row without a document are no accident.
+_EMPTY_EPOCHS = 8
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,9 @@ class DocumentStream:
         seed: Orders shards and documents.
         block_documents: Documents in a block.
         retry: Reads on after transient failures.
+        part: Which of the equal parts of the split this stream is; its own epochs, each over its part alone.
+        parts: How many there are. Together they hold every document once an epoch. As many as there are shards are
+            dealt by shards, which other parts then never open; beyond that by documents.
     """
 
     def __init__(
@@ -103,6 +108,8 @@ class DocumentStream:
         seed: int,
         block_documents: int,
         retry: Retry,
+        part: int = 0,
+        parts: int = 1,
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
@@ -111,6 +118,12 @@ class DocumentStream:
         self._seed = seed
         self._block_documents = block_documents
         self._retry = retry
+        num_shards = len(source.shards)
+        self._parts = parts
+        self._shard_parts = max(count for count in range(1, parts + 1) if parts % count == 0 and count <= num_shards)
+        self._shard_part = part % self._shard_parts
+        self._document_parts = parts // self._shard_parts
+        self._document_part = part // self._shard_parts
 
     @property
     def activity(self) -> Activity:
@@ -121,16 +134,19 @@ class DocumentStream:
         """The documents from a place on, without end. Texts without tokens are left out.
 
         Raises:
-            UserError: If a whole epoch holds no document of this split.
+            UserError: If a whole epoch holds no document of this split (of one of several parts: many epochs).
             DataError: If the source gave up after its retries.
         """
         epoch, first_shard, cursor, index = start.epoch, start.shard, start.block, start.index
         num_shards = len(self._source.shards)
+        empty_epochs = 0
         while True:
             whole = first_shard == 0 and cursor is None and index == 0
             found = False
             order = shuffled(num_shards, "shards", self._seed, epoch)
             for position in range(first_shard, num_shards):
+                if position % self._shard_parts != self._shard_part:
+                    continue
                 shard = int(order[position])
                 for block, documents in self._blocks(shard, cursor):
                     place = Place(epoch, position, block, index)
@@ -139,7 +155,9 @@ class DocumentStream:
                         yield document
                     index = 0
                 cursor, index = None, 0
-            if whole and not found:
+            empty_epochs = 0 if found or not whole else empty_epochs + 1
+            # Each epoch deals anew: a part of few documents may be without one now and then.
+            if empty_epochs >= (1 if self._parts == 1 else _EMPTY_EPOCHS * self._parts):
                 raise UserError(self._empty_message())
             epoch, first_shard = epoch + 1, 0
 
@@ -168,7 +186,8 @@ class DocumentStream:
         chosen = [
             (index, documents[order[index]])
             for index in range(start.index, len(documents))
-            if in_validation(documents[order[index]].text, self._fraction) == self._validation
+            if (index + start.epoch + shard) % self._document_parts == self._document_part
+            and in_validation(documents[order[index]].text, self._fraction) == self._validation
         ]
         for first in range(0, len(chosen), _ENCODED_TOGETHER):
             group = chosen[first : first + _ENCODED_TOGETHER]
@@ -182,7 +201,8 @@ class DocumentStream:
     def _empty_message(self) -> str:
         name = self._source.name
         if not self._validation:
-            return f"{name} has no document to train on; give it text, or lower data.validation_fraction"
+            fewer = " or data.streams" if self._parts > 1 else ""
+            return f"{name} has no document to train on; give it text, or lower data.validation_fraction{fewer}"
         if self._fraction == 0:
             return f"{name}: the validation split is empty; set data.validation_fraction above 0"
         return (

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from trifocal.data import Batch, Loader, Tokenizer, make_loader
+from trifocal.data import Batch, Loader, Tokenizer, make_loader, merge_states
 from trifocal.diagnostics import (
     AttentionTelemetry,
     Heartbeat,
@@ -322,8 +322,9 @@ class Trainer:
             self.saver.save(self.step, self._state, must_succeed=must_succeed)
 
     def _state(self) -> dict[str, Any]:
-        """What this process remembers besides model and optimizer."""
-        return {"step": self.step, "loss": self.loss, "data": self.data_position, "random": random_state()}
+        """What this process remembers besides model and optimizer; all processes call this."""
+        position = merge_states(self.processes.gather(self.data_position))
+        return {"step": self.step, "loss": self.loss, "data": position, "random": random_state()}
 
     def _restore(self, path: Path) -> None:
         state = self.saver.restore(path)

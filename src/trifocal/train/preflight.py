@@ -60,7 +60,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_disk(config)
     check_sinks(config.log.sink_names())
     _check_traces(config, device)
-    return tokenizer, _notes(config)
+    return tokenizer, _notes(config, num_processes)
 
 
 def _check_batches(config: RunConfig, num_processes: int) -> None:
@@ -205,7 +205,7 @@ def _bytes_of_checkpoints(root: Path) -> int:
     return sum(file.stat().st_size for path in list_checkpoints(root) for file in path.rglob("*") if file.is_file())
 
 
-def _notes(config: RunConfig) -> list[str]:
+def _notes(config: RunConfig, num_processes: int) -> list[str]:
     notes = []
     length, geometry = config.train.sequence_length, config.model.geometry
     if config.model.attention == "nsa":
@@ -224,6 +224,11 @@ def _notes(config: RunConfig) -> list[str]:
                 f"train.sequence_length {length} is shorter than a compressed block of "
                 f"{geometry.compression_block_size}: the compressed branch sees nothing"
             )
+    if config.data.streams % num_processes and config.data.source != "synthetic":
+        notes.append(
+            f"data.streams {config.data.streams} is not a multiple of {num_processes} processes: each reads the data "
+            "of others too; set it before the first step of a run, it decides the order of the rows"
+        )
     if config.schedule.warmup_steps >= config.train.steps:
         notes.append(
             f"schedule.warmup_steps {config.schedule.warmup_steps} reaches to the end of {config.train.steps} steps: "
