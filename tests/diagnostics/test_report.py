@@ -350,6 +350,14 @@ def test_thinning_keeps_ends_spikes_and_order() -> None:
     assert thin([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
 
 
+def test_long_curves_have_a_trend_and_short_ones_do_not(make_run: MakeRun) -> None:
+    for steps, lines in ((2000, 1), (8000, 2)):
+        charts = {chart.key: chart for chart in training_charts([read_run(make_run(f"run{steps}", steps=steps))])}
+        for key in ("gradient_norm", "throughput"):
+            assert len(charts[key].traces) == lines
+            assert all(min(trace["y"]) > 0 for trace in charts[key].traces)
+
+
 def test_smoothing_keeps_straight_lines_and_does_not_lag() -> None:
     line = [3.0 - 0.01 * index for index in range(300)]
     assert smoothed(line) == pytest.approx(line)

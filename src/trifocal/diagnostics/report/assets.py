@@ -40,10 +40,10 @@ button:hover { background: var(--hover); color: var(--ink); }
 .watch { --mark: var(--watch); --back: var(--watch-back); }
 .bad { --mark: var(--bad); --back: var(--bad-back); }
 .unknown { --mark: var(--unknown); --back: var(--unknown-back); }
-.tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(118px, 1fr)); margin-top: 14px; }
-.tile { padding: 12px 14px; }
+.tiles { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(104px, 1fr)); margin-top: 14px; }
+.tile { padding: 12px; }
 .tile .soft { font-size: 0.82rem; }
-.tile b { display: block; font-size: 1.2rem; font-weight: 650; letter-spacing: -0.02em;
+.tile b { display: block; font-size: 1.1rem; white-space: nowrap; font-weight: 650; letter-spacing: -0.02em;
   font-variant-numeric: tabular-nums; }
 .charts { display: grid; gap: 14px; grid-template-columns: repeat(6, minmax(0, 1fr)); }
 .columns2 { grid-column: span 2; }

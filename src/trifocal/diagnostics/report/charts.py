@@ -19,6 +19,8 @@ THIRD, HALF, FULL = 2, 3, 6
 _NAMED_SHARE = 0.12
 """A phase with this share of the time has its name in the bar."""
 _MOST_RANK_LINES = 8
+_MOST_DOTS = 60
+_LONG_CURVE = 300
 _EVENT_COLOURS = {"warning": "@data", "error": "@wait"}
 MOST_POINTS = 1500
 """Points of one curve; longer ones keep the lowest and the highest of every stretch."""
@@ -84,7 +86,11 @@ def _loss(runs: list[Run]) -> Chart:
                     **_line(steps, losses, label, index),
                     "mode": "lines+markers",
                     "line": {"color": f"@run{index}", "width": 1.5, "dash": "dot"},
-                    "marker": {"size": 7, "color": "@surface", "line": {"color": f"@run{index}", "width": 2}},
+                    "marker": {
+                        "size": 7 if len(steps) <= _MOST_DOTS else 4,
+                        "color": "@surface",
+                        "line": {"color": f"@run{index}", "width": 2 if len(steps) <= _MOST_DOTS else 1},
+                    },
                 }
             )
     if len(runs) == 1:
@@ -130,9 +136,9 @@ def _learning_rate(runs: list[Run]) -> Chart:
 
 
 def _gradient_norm(runs: list[Run]) -> Chart:
-    traces = _of_each(runs, "train", "gradient_norm")
+    traces = _with_trend(_of_each(runs, "train", "gradient_norm"))
     positive = all(value > 0 for trace in traces for value in trace["y"])
-    layout = _axes("norm", log=positive)
+    layout = _axes("norm", log=positive) | {"showlegend": len(runs) > 1}
     values = [value for trace in traces for value in trace["y"]]
     if positive and values:
         layout["yaxis"] |= {"tickformat": "~g", "dtick": "D2" if max(values) < 300 * min(values) else 1}
@@ -140,8 +146,8 @@ def _gradient_norm(runs: list[Run]) -> Chart:
 
 
 def _throughput(runs: list[Run]) -> Chart:
-    traces = _of_each(runs, "train", "tokens_per_second")
-    layout = _axes("tokens/s", from_zero=True)
+    traces = _with_trend(_of_each(runs, "train", "tokens_per_second"))
+    layout = _axes("tokens/s", from_zero=True) | {"showlegend": len(runs) > 1}
     return Chart("throughput", "Throughput", "All ranks together. Dips are pauses.", traces, layout)
 
 
@@ -168,7 +174,10 @@ def _step_time(runs: list[Run]) -> Chart:
 
 def _phases(runs: list[Run]) -> Chart:
     bars = [
-        (run.name if len(run.heartbeats) == 1 else f"{run.name}, rank {rank}", run.phase_seconds(rank))
+        (
+            ", ".join([run.name] * (len(runs) > 1) + [f"rank {rank}"] * (len(run.heartbeats) > 1)),
+            run.phase_seconds(rank),
+        )
         for run in runs
         for rank in run.heartbeats
     ]
@@ -238,7 +247,7 @@ def _several(runs: list[Run], names: dict[str, str], scale: float = 1.0) -> list
             else:
                 trace["name"] += f", {label}"
                 trace["line"]["dash"] = dash
-            traces.append(trace)
+            traces += _with_trend([trace])
     return traces
 
 
@@ -248,10 +257,24 @@ def _of_each(runs: list[Run], kind: str, name: str, *, markers: bool = False, sc
         steps, values = run.series(kind, name)
         if steps:
             trace = _line(*thin(steps, [value * scale for value in values]), run.name, index)
-            if markers:
+            if markers and len(steps) <= _MOST_DOTS:
                 trace |= {"mode": "lines+markers", "marker": {"size": 6}}
             traces.append(trace)
     return traces
+
+
+def _with_trend(traces: list[Trace]) -> list[Trace]:
+    """Long curves become faint, with a smooth one in front; short ones stay as they are."""
+    result: list[Trace] = []
+    for trace in traces:
+        values = trace["y"]
+        if len(values) <= _LONG_CURVE:
+            result.append(trace)
+            continue
+        trend = [_significant(min(max(value, min(values)), max(values))) for value in smoothed(values)]
+        faint = {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip", "line": {**trace["line"], "width": 1}}
+        result += [{**trace, **faint}, {**trace, "y": trend}]
+    return result
 
 
 def _line(steps: list[int], values: list[float], name: str, index: int) -> Trace:
