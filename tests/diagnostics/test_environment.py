@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
 
@@ -17,6 +18,7 @@ def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("HOME_SECRET", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     description = write_environment(tmp_path / "env.json", "abc")
     assert json.loads((tmp_path / "env.json").read_text()) == description
     assert description["packages"]["torch"] == torch.__version__
@@ -25,7 +27,9 @@ def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert description["config_sha256"].startswith("ba7816bf8f01cfea414140de5dae2223")
     assert description["variables"]["NCCL_DEBUG"] == "INFO"
     assert description["variables"]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert description["variables"]["WORLD_SIZE"] == "2"
     assert "HOME_SECRET" not in description["variables"]
+    assert description["host"] == socket.gethostname()
     assert description["cpu"]["memory_bytes"] > 1e8
     assert description["cpu"]["logical_cores"] == os.cpu_count()
     assert environment()["config_sha256"] is None

@@ -21,7 +21,9 @@ from trifocal.models import DecoderLM
 from trifocal.nn.block import SwiGLU
 from trifocal.train import TrainResult, resume, train
 
-QUICK = ("--evaluate.interval_steps", "1", "--log.telemetry_interval_steps", "1", "--checkpoint.interval_steps", "0")
+QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--checkpoint.interval_steps", "0")
+# Forward passes between the steps, which are none of a trace's business.
+BUSY = ("--evaluate.interval_steps", "1", "--evaluate.batches", "1", "--log.telemetry_interval_steps", "1")
 
 
 def traced(folder: Path, what: str, *flags: str, steps: str = "2:4") -> Path:
@@ -61,7 +63,7 @@ def test_gradients_arrive_once_a_micro_batch_and_the_last_layers_first(tmp_path:
 
 def test_modules_run_forward_in_order_backward_in_reverse_and_again_when_checkpointed(tmp_path: Path) -> None:
     flags = ("--train.activation_checkpointing", "0:1", "--data.source", "synthetic", "--train.micro_batch_size", "4")
-    rows = table(traced(tmp_path, "modules", *flags) / "modules_rank0.csv")
+    rows = table(traced(tmp_path, "modules", *flags, *BUSY) / "modules_rank0.csv")
     assert {row["step"] for row in rows} == {"2", "3"} and {row["micro_batch"] for row in rows} == {"1"}
     names = [name or "model" for name, _ in expected_model(tmp_path).named_modules()]
 
@@ -87,7 +89,7 @@ def test_modules_run_forward_in_order_backward_in_reverse_and_again_when_checkpo
 
 
 def test_the_audit_of_types_sees_fp32_weights_and_bf16_activations(tmp_path: Path) -> None:
-    rows = table(traced(tmp_path, "dtypes", "--train.precision", "bf16") / "dtypes_rank0.csv")
+    rows = table(traced(tmp_path, "dtypes", "--train.precision", "bf16", *BUSY) / "dtypes_rank0.csv")
     found = {kind: Counter(row["dtype"] for row in rows if row["kind"] == kind) for kind in {r["kind"] for r in rows}}
     parameters = len(list(expected_model(tmp_path).parameters()))
     assert found["parameter"] == found["gradient"] == {"float32": parameters}
@@ -146,7 +148,7 @@ def test_checkpointing_shows_in_the_memory_table(tmp_path: Path) -> None:
 
 
 def test_the_profile_holds_every_phase_and_its_table_the_operations(tmp_path: Path) -> None:
-    folder = traced(tmp_path, "profiler")
+    folder = traced(tmp_path, "profiler", "--model.num_layers", "1", "--model.attention", "dense")
     operations = (folder / "operations_rank0.txt").read_text()
     assert "aten::mm" in operations and "Self CPU" in operations
     with gzip.open(folder / "profile_rank0.json.gz", "rt") as file:
@@ -258,8 +260,8 @@ def test_nothing_is_installed_but_in_the_traced_steps_and_they_change_nothing(
 ) -> None:
     counts: dict[int, int] = {}
     before_step(monkeypatch, lambda step, arguments: counts.__setitem__(step, hooks_left(arguments["loss_function"])))
-    what = ",".join(name for name in TRACES if name not in ("nvtx", "exchange"))
-    flags = ("--checkpoint.interval_steps", "6")
+    what = ",".join(name for name in TRACES if name not in ("nvtx", "exchange", "profiler"))
+    flags = (*BUSY, "--checkpoint.interval_steps", "6")
     train(make_config(tmp_path, *QUICK, *flags, "--trace.what", what, "--trace.steps", "2:4, 5:6", name="traced"))
     assert counts[2] > 0 and counts[3] == counts[2] == counts[5]
     assert counts[1] == counts[4] == counts[6] == 0
