@@ -77,6 +77,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
         common["train.cuda_graphs"] = options.graphs
     if options.tiny:
         common |= TINY
+    common |= dict(pair.split("=", 1) for pair in options.set)
     quiet = {"evaluate.interval_steps": 0, "data.source": "synthetic", "log.interval_steps": 10}
     count = options.sequences
     for part in options.parts:
@@ -215,6 +216,7 @@ def main() -> int:
     parser.add_argument("--compile", choices=("true", "false", "as configured"), default="as configured")
     parser.add_argument("--graphs", choices=("true", "false", "as configured"), default="as configured")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of the configuration, in every row")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers in place of the models")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for all rows; later ones are left out")
     parser.add_argument("--limit", type=float, default=100.0, help="seconds for a row")
@@ -234,13 +236,14 @@ def main() -> int:
         "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
         "production run's configuration, or in that of 1.3 billion parameters.",
     ]
+    changed = [f"In every row: {' '.join(options.set)}."] if options.set else []
     found: list[dict[str, Any]] = []
 
     def keep(case: Row, row: dict[str, Any], output: str) -> None:
         head = {name: getattr(case, name) for name in ("part", "mode", "gpus", "checkpointing", "config")}
         warned = [line for line in output.splitlines() if "warning" in line.lower()]
         found.append({**head, **row, "warnings": len(warned)})
-        file.write(compared(found), notes=notes, columns=COLUMNS)
+        file.write(compared(found), notes=notes + changed, columns=COLUMNS)
         print(json.dumps(compared(found)[-1]), flush=True)
         print("\n".join(warned)[:2000] if row["outcome"] == "ended" else output[-6000:], flush=True)
 

@@ -27,16 +27,18 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer")
 
 
 def train(config: RunConfig, processes: Processes) -> float:
-    """A whole run; the peak of allocated bytes on the fullest GPU."""
+    """A whole run; the peak of the bytes that it allocated, on the fullest GPU."""
     on_gpu = processes.device.type == "cuda"
+    before = 0
     if on_gpu:
+        before = torch.cuda.memory_allocated()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
     trainer = Trainer(config, Path(config.run.directory), processes, tokenizer)
     processes.on_first(lambda: create_run_directory(config, overwrite=True))
     trainer.run(notes, None)
-    return max(processes.gather(torch.cuda.max_memory_allocated() if on_gpu else 0))
+    return max(processes.gather(torch.cuda.max_memory_allocated() - before if on_gpu else 0))
 
 
 def measured(config: RunConfig, configured_interval: int, peak: float, size: int) -> dict[str, Any]:
