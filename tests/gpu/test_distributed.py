@@ -10,7 +10,7 @@ import torch
 
 from tests.children import ROOT, environment
 from tests.distributed.workers import train
-from tests.train.tiny import write_config
+from tests.train.tiny import read_checkpoint, write_config
 from trifocal.checks import processes
 from trifocal.diagnostics import read_metrics
 from trifocal.train.checkpoint import list_checkpoints, verify_checkpoint
@@ -66,6 +66,20 @@ def test_a_run_crosses_modes_and_numbers(tmp_path):
         ended = train(tmp_path, None, *flags, size=size).join(120)
         assert [end.status for end in ended] == [0] * size, ended[0].error
         assert losses(run) == pytest.approx(expected, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_same_number_goes_on_bit_for_bit(tmp_path, mode):
+    run = finish(tmp_path, mode, 2, *BF16, "--run.deterministic", "true")
+    expected, weights = losses(run), read_checkpoint(run / "checkpoints" / "step_00000006")
+    flags = ("--resume", str(run), "--checkpoint", "step_00000004", "--parallel.mode", mode)
+    ended = train(tmp_path, None, *flags).join(120)
+    assert [end.status for end in ended] == [0, 0], ended[0].error
+    assert losses(run) == expected
+    again = read_checkpoint(run / "checkpoints" / "step_00000006")
+    assert weights.keys() == again.keys()
+    for name in weights:
+        assert torch.equal(weights[name], again[name]), name
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

@@ -23,6 +23,21 @@ from trifocal.train import loop as loop_module
 from trifocal.train.evaluate import evaluate, read_validation_batches
 
 
+def test_a_deterministic_run_is_so_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    seen: list[tuple[bool, str | None]] = []
+
+    def look(step: int, arguments: dict[str, Any]) -> None:
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+
+    before_step(monkeypatch, look)
+    train(make_config(tmp_path, "--train.steps", "1"))
+    train(make_config(tmp_path, "--train.steps", "1", "--run.deterministic", "true"), overwrite=True)
+    assert seen == [(False, None), (True, ":4096:8")]
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+
+
 def test_a_run_writes_what_it_promises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config(
         tmp_path, "--log.sample_tokens", "8", "--train.steps", "40",

@@ -31,6 +31,8 @@ class RunSection:
     """Seed of the initial weights and of every random choice of the trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto" takes a GPU if there is one."""
+    deterministic: bool = False
+    """Only operations that repeat bit for bit on a GPU too: some are slower, and one that has no such form raises."""
 
     def __post_init__(self) -> None:
         _require(bool(self.directory.strip()), "run.directory must name a folder, got an empty string")

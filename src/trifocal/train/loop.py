@@ -20,6 +20,7 @@ from trifocal.models import DecoderLM, save_weights
 from trifocal.train.company import Company
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.config import RunConfig
+from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluate import (
     Evaluation,
     ShownSequence,
@@ -113,6 +114,7 @@ class Trainer:
         config, directory, total = self.config, self.directory, self.config.train.steps
         with ExitStack() as stack:
             stack.callback(self.loader.close)
+            stack.enter_context(deterministic_operations(config.run.deterministic))
             if checkpoint is not None:
                 self._restore(checkpoint)
             resume_step = self.step if checkpoint is not None else None
