@@ -43,6 +43,7 @@ def cases(options: argparse.Namespace) -> dict[str, TrainCase]:
         "production-compiled": replace(nsa, cuda_graphs=False),
         "production-eager-graphs": replace(nsa, compile=False, cuda_graphs=True),
         "production-graphs": replace(nsa, cuda_graphs=True),
+        "production-packed-graphs": replace(nsa, cuda_graphs=True, borders=1),
         "production-dense-graphs": replace(dense, cuda_graphs=True),
         "production-kept-graphs": replace(nsa, cuda_graphs=True, checkpointing="none"),
         "16x2048-nsa": large_nsa,

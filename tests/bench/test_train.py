@@ -55,6 +55,14 @@ def test_micro_batches_make_up_the_step():
     assert bench.batches[0].tokens[:, 1:].equal(bench.batches[0].targets[:, :-1])
 
 
+def test_borders_make_packed_documents():
+    case = TrainOptions(**TINY).cases()[0]
+    bench = TrainBench(type(case)(**{**vars(case), "borders": 2}))
+    assert bench.batches[0].cu_seqlens.tolist() == [0, 10, 21, 32, 42, 53, 64]
+    bench.warm_up()
+    assert bench.figures()["loss"] > 0
+
+
 def test_workers_measure_both_twins():
     rows = recorder()
     bench_train(TrainOptions(**TINY, workers=2), rows)

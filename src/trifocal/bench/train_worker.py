@@ -48,6 +48,7 @@ class TrainCase:
         warmup_steps, timed_steps: Numbers of steps.
         device: Where.
         profiled_steps: Steps whose kernels are listed, after the timed ones; only on a GPU.
+        borders: Document borders inside each sequence, evenly spaced; 0 leaves the sequences whole.
     """
 
     size: str
@@ -63,6 +64,7 @@ class TrainCase:
     timed_steps: int
     device: str
     profiled_steps: int = 0
+    borders: int = 0
 
     def labels(self) -> dict[str, Any]:
         """The columns that say what the row is."""
@@ -117,12 +119,19 @@ class TrainBench:
             self.config.vocab_size, (case.sequences, case.tokens + 1), generator=generator, dtype=torch.int64
         )
         self.batches = [
-            Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), None, (), 0, 0)
+            Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), self._cu_seqlens(len(rows)), (), 0, 0)
             for rows in tokens.split(case.micro_batch)
         ]
         self.result: StepResult | None = None
         self.first_step_seconds = 0.0
         self.first: dict[str, float] = {}
+
+    def _cu_seqlens(self, rows: int) -> torch.Tensor | None:
+        if not self.case.borders:
+            return None
+        documents, tokens = self.case.borders + 1, self.case.tokens
+        starts = [row * tokens + part * tokens // documents for row in range(rows) for part in range(documents)]
+        return torch.tensor([*starts, rows * tokens], dtype=torch.int32)
 
     def warm_up(self) -> None:
         """The steps that are not timed, and what they leave behind."""
