@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.nn.attention import RotaryTables
-from trifocal.nn.projection import project
 from trifocal.ops import Documents
 
 
@@ -51,8 +50,9 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., E] -> [..., E]."""
-        gate, up = project(x, [self.gate_proj, self.up_proj])
-        return self.down_proj(nn.functional.silu(gate) * up)
+        # Not one product like the attention's projections: joining the two gradients of this width costs more than
+        # it saves.
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Block(nn.Module):
