@@ -11,7 +11,7 @@ autograd: `trifocal.ops.fused`.
 Geometry travels as a list of its sizes, documents as their three tensors or three times None.
 """
 
-from dataclasses import astuple
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -26,7 +26,8 @@ DocumentTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 def sizes_of(geometry: Geometry) -> list[int]:
     """A geometry as operators take it."""
-    return list(astuple(geometry))
+    # Not `astuple`, which deep-copies every number: slow, and PyTorch 2.11 cannot compile it on Python 3.11.
+    return [getattr(geometry, field.name) for field in fields(geometry)]
 
 
 def tensors_of(documents: Documents | None) -> DocumentTensors:

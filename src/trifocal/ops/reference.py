@@ -241,7 +241,10 @@ class _MaskedAttention(torch.autograd.Function):
         p_BGRTS = _normalise(scores_BGRTS, lse_BGRT)
         with _full_precision(q):
             o_BGXV = p_BGRTS.flatten(2, 3) @ _seen(v, mask)
-        o = _ungroup(o_BGXV, q.shape).to(q.dtype)
+        o = _ungroup(o_BGXV, q.shape)
+        if o.dtype != q.dtype:
+            # Not always: compiled by PyTorch 2.11, an output that is a conversion to its own type has no gradient.
+            o = o.to(q.dtype)
         lse = lse_BGRT.permute(0, 3, 1, 2).flatten(2)
         ctx.save_for_backward(q, k, v, o, lse, *(part for part in visibility if isinstance(part, Tensor)))
         ctx.scale = scale
