@@ -126,15 +126,23 @@ HOPPER: dict[tuple[str, str], list[dict[str, Any]]] = {
 }
 
 
+def fits_192(kernel: str, option: dict[str, Any]) -> bool:
+    """Whether tiles 192 wide fit into shared memory."""
+    many = option.get("q_stages") == 2 or option.get("tail")
+    return not (many and option.get("keys") == 128) and not (kernel == "d_q" and option.get("q_stages") == 2)
+
+
 def candidates() -> list[Candidate]:
     """Everything to compile and time: at each shape and kernel the table's configuration first."""
     result = []
-    for shape, dim in (("A", 128), ("C", 128), ("B", 128), ("D", 64)):
+    for shape, dim in (("A", 128), ("P", 192), ("C", 128), ("B", 128), ("D", 64)):
         for branch in ("cmp", "win"):
             for kernel in ("forward", "d_q", "d_k_d_v"):
                 result.append(Candidate(shape, branch, kernel))
                 if shape != "D":
                     options = [tuple(option.items()) for option in HOPPER[kernel, branch]]
+                    if shape == "P":
+                        options = [option for option in options if fits_192(kernel, dict(option))]
                     result += [Candidate(shape, branch, kernel, hopper=option) for option in options]
                     if shape == "A" and branch == "cmp" and kernel == "d_k_d_v":
                         result += [Candidate(shape, branch, kernel, parts=x, hopper=options[0]) for x in (12, 24, 32)]
@@ -234,6 +242,7 @@ HOPPER_CASES: list[tuple[str, Geometry, Shape, int, list[int] | None]] = [
     ("hopper plain: rep 4, several programs' turns", GEOMETRY, Shape(1, 2500, 16, 4, 128, 128), 2500, None),
     ("hopper plain: rep 8, D 64, V 128, T < S", GEOMETRY, Shape(2, 77, 16, 2, 64, 128), 900, None),
     ("hopper plain: rep 64, small steps", SMALL, Shape(1, 300, 64, 1, 64, 64), 300, None),
+    ("hopper plain: D 192", GEOMETRY, Shape(2, 700, 32, 2, 192, 128), 700, None),
     ("hopper plain: packed window", GEOMETRY, Shape(1, 1200, 16, 2, 128, 64), 1200, [1, 31, 32, 33, 500, 2, 601]),
 ]
 HOPPER_CASES += [(name.replace("plain", "new"), *rest) for name, *rest in HOPPER_CASES]

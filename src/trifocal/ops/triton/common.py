@@ -154,9 +154,9 @@ def choose_hopper(
     least = 4 if kernel == "d_k_d_v" else 1
     fits = (
         is_hopper(q.device)
-        and least <= heads <= 64
+        and least <= heads <= (32 if q.shape[-1] == 192 else 64)
         and heads & (heads - 1) == 0
-        and q.shape[-1] in (64, 128)
+        and q.shape[-1] in (64, 128, 192)
         and v.shape[-1] in (64, 128)
         and q.shape[1] * heads >= 128
         and (window or not packed)

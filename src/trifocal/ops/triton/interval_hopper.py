@@ -22,7 +22,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -30,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trifocal.ops.triton.common import multiprocessors
+from trifocal.ops.triton.common import Widths, multiprocessors, split_width
 from trifocal.ops.triton.interval import Branch, full_tiles, visible_keys
 
 LOWEST = tl.constexpr(-1.0e30)
@@ -79,19 +78,55 @@ def first_key_of(number, begin, tiles, first_full, last_full, KEYS: gl.constexpr
 
 
 @gluon.jit
+def copy_tile(sources, batch, row, head, ready, tiles, place, D_1: gl.constexpr, D_2: gl.constexpr):
+    """Ask for one tile of q or k, all columns: a second part, if there is one, lies in shared memory by itself."""
+    tma.async_copy_global_to_shared(sources[0], [batch, row, head, 0], ready, tiles[0].index(place))
+    if D_2 > 0:
+        tma.async_copy_global_to_shared(sources[1], [batch, row, head, D_1], ready, tiles[1].index(place))
+
+
+@gluon.jit
+def multiply(
+    a_tiles, a_place, b_tiles, b_place, zeros,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr,
+):
+    """Begin a tile of q and k's product, or k's and q's."""
+    a = a_tiles[0].index(a_place).reshape([A_ROWS, D_1])
+    b = b_tiles[0].index(b_place).reshape([B_ROWS, D_1])
+    product = warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if D_2 > 0:
+        a_2 = a_tiles[1].index(a_place).reshape([A_ROWS, D_2])
+        b_2 = b_tiles[1].index(b_place).reshape([B_ROWS, D_2])
+        product = warpgroup_mma(a_2, b_2.permute((1, 0)), product, is_async=True)
+    return product
+
+
+@gluon.jit
+def allocate_tiles(source, source_2, COUNT: gl.constexpr, D_2: gl.constexpr):
+    """Shared memory for tiles of both parts; without a second part, the first stands in for it."""
+    tiles = gl.allocate_shared_memory(source.dtype, [COUNT] + source.block_type.shape, source.layout)
+    tiles_2 = tiles
+    if D_2 > 0:
+        tiles_2 = gl.allocate_shared_memory(source.dtype, [COUNT] + source_2.block_type.shape, source.layout)
+    return tiles, tiles_2
+
+
+@gluon.jit
 def load_forward(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):
     """The loader: keys and values of the tail and k of the first tile, q, then v and k by turns."""
-    q_source, k_source, v_source, o_target, k_tail_source, v_tail_source = descriptors
-    q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail = buffers
+    q_sources, k_sources, v_source, k_tail_sources, v_tail_source = descriptors
+    q_tiles, k_tiles, v_tiles, k_tail, v_tail = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     QUERIES: gl.constexpr = PART_ROWS // REP
+    Q_BYTES: gl.constexpr = PART_ROWS * (D_1 + D_2) * 2
+    K_BYTES: gl.constexpr = KEYS * (D_1 + D_2) * 2
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
@@ -100,26 +135,24 @@ def load_forward(
             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
         if TAIL > 0:
             mbarrier.wait(tail_free, (visit & 1) ^ 1)
-            mbarrier.expect(tail_ready, k_tail_source.block_type.nbytes + v_tail_source.block_type.nbytes)
+            mbarrier.expect(tail_ready, TAIL * (D_1 + D_2) * 2 + v_tail_source.block_type.nbytes)
             tail_key = begin + tiles * KEYS
-            tma.async_copy_global_to_shared(k_tail_source, [batch, tail_key, group, 0], tail_ready, k_tail)
+            copy_tile(k_tail_sources, batch, tail_key, group, tail_ready, k_tail, 0, D_1, D_2)
             tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group, 0], tail_ready, v_tail)
         for number in range(tiles):
             first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             stage = count % STAGES
             free = (count // STAGES & 1) ^ 1
             mbarrier.wait(k_free.index(stage), free)
-            mbarrier.expect(k_ready.index(stage), k_source.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                k_source, [batch, first_key, group, 0], k_ready.index(stage), k_tiles.index(stage))
+            mbarrier.expect(k_ready.index(stage), K_BYTES)
+            copy_tile(k_sources, batch, first_key, group, k_ready.index(stage), k_tiles, stage, D_1, D_2)
             if number == 0:
                 for part in gl.static_range(2):
                     place = 2 * (visit % Q_STAGES) + part
                     mbarrier.wait(q_free.index(place), (visit // Q_STAGES & 1) ^ 1)
-                    mbarrier.expect(q_ready.index(place), q_source.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        q_source, [batch, first_query + part * QUERIES, group * REP, 0], q_ready.index(place),
-                        q_tiles.index(place))
+                    mbarrier.expect(q_ready.index(place), Q_BYTES)
+                    query = first_query + part * QUERIES
+                    copy_tile(q_sources, batch, query, group * REP, q_ready.index(place), q_tiles, place, D_1, D_2)
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -158,20 +191,34 @@ def settle(x):
 
 
 @gluon.jit
+def store_rows(
+    target, values, rows_left, GROUPS: gl.constexpr, REP: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr,
+    ADD: gl.constexpr, LAYOUT: gl.constexpr,
+):
+    """Store COLUMNS of the rows of a part of a tile, as many as are left; with ADD, added to what is there."""
+    row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
+    place = ((row // REP) * (GROUPS * REP) + row % REP) * SIZE
+    pointers = target + place[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    keep = (row < rows_left)[:, None]
+    if ADD:
+        values += gl.load(pointers, mask=keep, other=0.0).to(gl.float32)
+    gl.store(pointers, values.to(target.dtype.element_ty), mask=keep)
+
+
+@gluon.jit
 def attend_tiles(
-    o, p, running_max, running_sum, q_tile, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
+    o, p, running_max, running_sum, q_tiles, q_place, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
     begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
-    D: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr,
-    SETTLE: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    MASKED: gl.constexpr, SETTLE: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
     """Key tiles number start to stop: each one's scores together with the tile before's product with values."""
     for number in range(start, stop):
         stage = count % STAGES
         before = (count - 1) % STAGES
         mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
-        k_tile = k_tiles.index(stage).reshape([KEYS, D]).permute((1, 0))
-        scores = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
-        scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=False, is_async=True)
+        zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
+        scores = multiply(q_tiles, q_place, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
         mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
         p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         o = warpgroup_mma(p_operand, v_tiles.index(before).reshape([KEYS, V]), o, is_async=True)
@@ -192,22 +239,20 @@ def attend_tiles(
 
 @gluon.jit
 def attend_rows(
-    PART: gl.constexpr, descriptors, buffers, barriers, masks, counts, lse, score_scale,
+    PART: gl.constexpr, o_target, lse, buffers, barriers, masks, counts, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SETTLE: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SETTLE: gl.constexpr,
 ):
     """o and lse of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = PART_ROWS // REP
-    q_source, k_source, v_source, o_target, k_tail_source, v_tail_source = descriptors
-    q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail = buffers
+    q_tiles, k_tiles, v_tiles, k_tail, v_tail = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
-    o_tile = o_tiles.index(PART)
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
@@ -226,16 +271,19 @@ def attend_rows(
         running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
         running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
         q_place = 2 * (visit % Q_STAGES) + PART
-        q_tile = q_tiles.index(q_place).reshape([PART_ROWS, D])
         mbarrier.wait(q_ready.index(q_place), visit // Q_STAGES & 1)
         if TAIL > 0:
             TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
-            mbarrier.wait(tail_ready, visit & 1)
-            tail_scores = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
-            tail_scores = warpgroup_mma(
-                q_tile, k_tail.reshape([TAIL, D]).permute((1, 0)), tail_scores, use_acc=False, is_async=True)
-            tail_scores = warpgroup_mma_wait(0, [tail_scores])
             TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
+            mbarrier.wait(tail_ready, visit & 1)
+            zeros = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
+            tail_scores = multiply(q_tiles, q_place, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
+        stage = count % STAGES
+        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
+        zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
+        scores = multiply(q_tiles, q_place, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
+        if TAIL > 0:
+            tail_scores = warpgroup_mma_wait(1 if D_2 == 0 else 2, [tail_scores])
             tail_scores = hide(
                 tail_scores, begin + tiles * KEYS, gl.convert_layout(row_begin, TAIL_ROW),
                 gl.convert_layout(row_end, TAIL_ROW), TAIL, TAIL_SCORES)
@@ -246,12 +294,6 @@ def attend_rows(
             running_sum = gl.convert_layout(tail_sum, ROW)
             tail_operand = gl.convert_layout(tail_p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
             o = warpgroup_mma(tail_operand, v_tail.reshape([TAIL, V]), o, use_acc=False, is_async=True)
-        stage = count % STAGES
-        mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
-        k_tile = k_tiles.index(stage).reshape([KEYS, D]).permute((1, 0))
-        scores = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
-        scores = warpgroup_mma(q_tile, k_tile, scores, use_acc=False, is_async=True)
-        if TAIL > 0:
             scores, o = warpgroup_mma_wait(0, [scores, o])
             mbarrier.arrive(tail_free, count=1)
         else:
@@ -264,13 +306,13 @@ def attend_rows(
             o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
         count += 1
         o, p, running_max, running_sum, count = attend_tiles(
-            o, p, running_max, running_sum, q_tile, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
-            begin, tiles, first_full, last_full, row_begin, row_end, 1, masked, score_scale,
-            D, V, KEYS, STAGES, True, SETTLE, SCORES, OUTPUT)
+            o, p, running_max, running_sum, q_tiles, q_place, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+            count, begin, tiles, first_full, last_full, row_begin, row_end, 1, masked, score_scale,
+            D_1, D_2, V, KEYS, STAGES, True, SETTLE, SCORES, OUTPUT)
         o, p, running_max, running_sum, count = attend_tiles(
-            o, p, running_max, running_sum, q_tile, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
-            begin, tiles, first_full, last_full, row_begin, row_end, gl.maximum(masked, 1), tiles, score_scale,
-            D, V, KEYS, STAGES, False, SETTLE, SCORES, OUTPUT)
+            o, p, running_max, running_sum, q_tiles, q_place, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+            count, begin, tiles, first_full, last_full, row_begin, row_end, gl.maximum(masked, 1), tiles, score_scale,
+            D_1, D_2, V, KEYS, STAGES, False, SETTLE, SCORES, OUTPUT)
         mbarrier.arrive(q_free.index(q_place), count=1)
         before = (count - 1) % STAGES
         mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
@@ -285,28 +327,25 @@ def attend_rows(
         mbarrier.arrive(v_free.index(before), count=1)
         column_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
         o = gl.where(column_inverse > 0, o * column_inverse, 0.0)
-        tma.store_wait(0)
-        o_tile.reshape([PART_ROWS, V]).store(o.to(o_tiles.dtype))
-        fence_async_shared()
-        tma.async_copy_shared_to_global(o_target, [batch, first_query, group * REP, 0], o_tile)
+        store_rows(
+            o_target + place * V, o, (num_queries - first_query) * REP, GROUPS, REP, V, V, False, OUTPUT)
         visit += 1
-    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
 def hopper_forward_kernel(
-    q_source, k_source, v_source, o_target, k_tail_source, v_tail_source, lse, ids, positions, first_blocks,
+    q_source, q_source_2, k_source, k_source_2, v_source, k_tail_source, k_tail_source_2, v_tail_source, o_target, lse,
+    ids, positions, first_blocks,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
     SETTLE: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
-    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2 * Q_STAGES] + q_source.block_type.shape, q_source.layout)
-    k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES] + k_source.block_type.shape, k_source.layout)
+    q_tiles = allocate_tiles(q_source, q_source_2, 2 * Q_STAGES, D_2)
+    k_tiles = allocate_tiles(k_source, k_source_2, STAGES, D_2)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
-    o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -318,7 +357,7 @@ def hopper_forward_kernel(
     k_tail = k_tiles
     v_tail = v_tiles
     if TAIL > 0:
-        k_tail = gl.allocate_shared_memory(k_source.dtype, k_tail_source.block_type.shape, k_source.layout)
+        k_tail = allocate_tiles(k_tail_source, k_tail_source_2, 1, D_2)
         v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
     mbarrier.init(tail_ready, count=1)
     mbarrier.init(tail_free, count=2)
@@ -330,18 +369,21 @@ def hopper_forward_kernel(
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=2)
-    descriptors = (q_source, k_source, v_source, o_target, k_tail_source, v_tail_source)
-    buffers = (q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail)
+    descriptors = (
+        (q_source, q_source_2), (k_source, k_source_2), v_source, (k_tail_source, k_tail_source_2), v_tail_source)
+    buffers = (q_tiles, k_tiles, v_tiles, k_tail, v_tail)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free)
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
-        (attend_rows, (0, descriptors, buffers, barriers, masks, counts, lse, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, TAIL, STAGES, Q_STAGES, SETTLE)),
-        (attend_rows, (1, descriptors, buffers, barriers, masks, counts, lse, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, KEYS, TAIL, STAGES, Q_STAGES, SETTLE)),
+        (attend_rows, (0, o_target, lse, buffers, barriers, masks, counts, score_scale,
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES, Q_STAGES,
+                       SETTLE)),
+        (attend_rows, (1, o_target, lse, buffers, barriers, masks, counts, score_scale,
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES, Q_STAGES,
+                       SETTLE)),
         (load_forward, (descriptors, buffers, barriers, masks, counts,
-                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL, STAGES, Q_STAGES)),
+                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -352,6 +394,12 @@ def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> Tens
     block = [1, positions, heads, columns]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def part_descriptors(x: Tensor, positions: int, heads: int, width: Widths) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Descriptors of both parts of x's columns, the first one twice where there is no second."""
+    first = tile_descriptor(x, positions, heads, width.part_1)
+    return first, tile_descriptor(x, positions, heads, width.part_2) if width.part_2 else first
 
 
 def launch_hopper_forward(
@@ -367,8 +415,9 @@ def launch_hopper_forward(
     q_stages: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """As `launch_forward`."""
-    batch, num_queries, num_heads, dim = q.shape
+    batch, num_queries, num_heads, _ = q.shape
     num_groups, value_dim = k.shape[2], v.shape[3]
+    width = split_width(q.shape[3])
     rep = num_heads // num_groups
     o = q.new_empty(batch, num_queries, num_heads, value_dim)
     lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
@@ -376,12 +425,12 @@ def launch_hopper_forward(
     row_tiles = triton.cdiv(num_queries, 2 * queries)
     slots = row_tiles * batch * num_groups
     hopper_forward_kernel[(min(slots, multiprocessors(q.device)),)](
-        tile_descriptor(q, queries, rep, dim),
-        tile_descriptor(k, keys, 1, dim),
+        *part_descriptors(q, queries, rep, width),
+        *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
-        tile_descriptor(o, queries, rep, value_dim),
-        tile_descriptor(k, tail or keys, 1, dim),
+        *part_descriptors(k, tail or keys, 1, width),
         tile_descriptor(v, tail or keys, 1, value_dim),
+        o,
         lse,
         branch.ids,
         branch.positions,
@@ -395,7 +444,8 @@ def launch_hopper_forward(
         scale * math.log2(math.e),
         num_groups,
         rep,
-        dim,
+        width.part_1,
+        width.part_2,
         value_dim,
         **branch.constants(),
         KEYS=keys,

@@ -23,10 +23,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from trifocal.ops.triton.common import Tile, multiprocessors
+from trifocal.ops.triton.common import Tile, multiprocessors, split_width
 from trifocal.ops.triton.interval import Branch, seeing_queries, visible_keys
 from trifocal.ops.triton.interval_backward import LOG2_E, choose_parts, sum_parts
-from trifocal.ops.triton.interval_hopper import PART_ROWS, first_key_of, place_tile, tile_descriptor
+from trifocal.ops.triton.interval_hopper import (
+    PART_ROWS,
+    allocate_tiles,
+    copy_tile,
+    first_key_of,
+    multiply,
+    part_descriptors,
+    place_tile,
+    store_rows,
+    tile_descriptor,
+)
 
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
@@ -78,22 +88,24 @@ def place_keys(
 def load_rows_of_keys(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """The loader of d_k, d_v: keys and values once, then tiles of rows."""
-    q_source, k_source, v_source, d_o_source, lse_source, delta_source, gate_source = descriptors
+    q_sources, k_sources, v_source, d_o_source, lse_source, delta_source, gate_source = descriptors
     q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     query_shift, window_size, query_begin, query_end = masks
     parts, batches, num_queries, num_keys = counts
     ROW_BYTES: gl.constexpr = ROWS * 4
+    COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
     first_key, part, batch, group, row_origin, row_limit = place_keys(
         parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
         GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
-    mbarrier.expect(keys_ready, 2 * (k_source.block_type.nbytes + v_source.block_type.nbytes))
+    mbarrier.expect(keys_ready, KEYS * COLUMN_BYTES + 2 * v_source.block_type.nbytes)
     for half in gl.static_range(2):
         key = first_key + half * (KEYS // 2)
-        tma.async_copy_global_to_shared(k_source, [batch, key, group, 0], keys_ready, k_tiles.index(half))
+        copy_tile(k_sources, batch, key, group, keys_ready, k_tiles, half, D_1, D_2)
         tma.async_copy_global_to_shared(v_source, [batch, key, group, 0], keys_ready, v_tiles.index(half))
     head = group * REP
     for number in range(gl.cdiv(row_limit - row_origin, ROWS)):
@@ -102,8 +114,8 @@ def load_rows_of_keys(
         free = (number // STAGES & 1) ^ 1
         ready = q_ready.index(stage)
         mbarrier.wait(q_free.index(stage), free)
-        mbarrier.expect(ready, q_source.block_type.nbytes + (2 if GATED else 1) * ROW_BYTES)
-        tma.async_copy_global_to_shared(q_source, [batch, query, head, 0], ready, q_tiles.index(stage))
+        mbarrier.expect(ready, ROWS * COLUMN_BYTES + (2 if GATED else 1) * ROW_BYTES)
+        copy_tile(q_sources, batch, query, head, ready, q_tiles, stage, D_1, D_2)
         tma.async_copy_global_to_shared(lse_source, [batch, query, head], ready, lse_tiles.index(stage))
         if GATED:
             tma.async_copy_global_to_shared(gate_source, [batch, query, head], ready, gate_tiles.index(stage))
@@ -129,24 +141,25 @@ def pass_rows(barriers, start, stop, STAGES: gl.constexpr):
 
 @gluon.jit
 def gather_keys(
-    d_k, d_v, scores, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, start, stop, last, score_scale,
-    REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    STAGES: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr,
-    OUTPUT_V: gl.constexpr,
+    d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, start, stop, last, score_scale,
+    HALF: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr,
+    SCORES: gl.constexpr, OUTPUT_D: gl.constexpr, OUTPUT_D_2: gl.constexpr, OUTPUT_V: gl.constexpr,
 ):
     """Add what tiles of rows number start to stop give to d_k and d_v."""
     q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
+    v_tile = v_tiles.index(HALF).reshape([PART_ROWS, V])
     for number in range(start, stop):
         stage = number % STAGES
         phase = number // STAGES & 1
-        q_tile = q_tiles.index(stage).reshape([ROWS, D])
+        q_tile = q_tiles[0].index(stage).reshape([ROWS, D_1])
         d_o_tile = d_o_tiles.index(stage).reshape([ROWS, V])
         zeros = gl.zeros([PART_ROWS, ROWS], gl.float32, SCORES)
         if not AHEAD:
             mbarrier.wait(q_ready.index(stage), phase)
-            scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores = multiply(k_tiles, HALF, q_tiles, stage, zeros, PART_ROWS, ROWS, D_1, D_2)
         mbarrier.wait(d_o_ready.index(stage), phase)
         d_p = warpgroup_mma(v_tile, d_o_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         row_lse = lse_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
@@ -159,45 +172,61 @@ def gather_keys(
             row = row_origin + number * ROWS + gl.arange(0, ROWS, ROW)
             visible = (row[None, :] >= (key_begin * REP)[:, None]) & (row[None, :] < (key_end * REP)[:, None])
             p = gl.where(visible, p, 0.0)
-        p_operand = gl.convert_layout(p.to(q_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_V, 2))
+        p_operand = gl.convert_layout(p.to(d_o_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_V, 2))
         d_v = warpgroup_mma(p_operand, d_o_tile, d_v, is_async=True)
         row_delta = delta_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
         d_p = warpgroup_mma_wait(1, [d_p])
         d_scores = p * (d_p - row_delta[None, :])
         if MASKED:
             d_scores = gl.where(visible, d_scores, 0.0)
-        d_scores_operand = gl.convert_layout(d_scores.to(q_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_D, 2))
+        d_scores = d_scores.to(d_o_tiles.dtype)
+        d_scores_operand = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_D, 2))
         if AHEAD:
             # After the last tile, its own scores once more: nobody looks at them.
             following = gl.minimum(number + 1, last - 1)
             next_stage = following % STAGES
             mbarrier.wait(q_ready.index(next_stage), following // STAGES & 1)
-            next_tile = q_tiles.index(next_stage).reshape([ROWS, D]).permute((1, 0))
-            next_scores = warpgroup_mma(k_tile, next_tile, zeros, use_acc=False, is_async=True)
-            d_k = warpgroup_mma(d_scores_operand, q_tile, d_k, is_async=True)
-            d_v = warpgroup_mma_wait(2, [d_v])
-            mbarrier.arrive(d_o_free.index(stage), count=1)
-            d_k, scores = warpgroup_mma_wait(0, [d_k, next_scores])
-            mbarrier.arrive(q_free.index(stage), count=1)
+            scores = multiply(k_tiles, HALF, q_tiles, next_stage, zeros, PART_ROWS, ROWS, D_1, D_2)
+        d_k = warpgroup_mma(d_scores_operand, q_tile, d_k, is_async=True)
+        if D_2 > 0:
+            d_scores_operand_2 = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_D_2, 2))
+            d_k_2 = warpgroup_mma(
+                d_scores_operand_2, q_tiles[1].index(stage).reshape([ROWS, D_2]), d_k_2, is_async=True)
+        BEHIND_D_V: gl.constexpr = (1 if D_2 == 0 else 2) * (2 if AHEAD else 1)
+        d_v = warpgroup_mma_wait(BEHIND_D_V, [d_v])
+        mbarrier.arrive(d_o_free.index(stage), count=1)
+        if D_2 > 0 and AHEAD:
+            d_k, d_k_2, scores = warpgroup_mma_wait(0, [d_k, d_k_2, scores])
+        elif D_2 > 0:
+            d_k, d_k_2 = warpgroup_mma_wait(0, [d_k, d_k_2])
+        elif AHEAD:
+            d_k, scores = warpgroup_mma_wait(0, [d_k, scores])
         else:
-            d_k = warpgroup_mma(d_scores_operand, q_tile, d_k, is_async=True)
-            d_v = warpgroup_mma_wait(1, [d_v])
-            mbarrier.arrive(d_o_free.index(stage), count=1)
             d_k = warpgroup_mma_wait(0, [d_k])
-            mbarrier.arrive(q_free.index(stage), count=1)
-    return d_k, d_v, scores
+        mbarrier.arrive(q_free.index(stage), count=1)
+    return d_k, d_k_2, d_v, scores
+
+
+@gluon.jit
+def store_keys(target, values, left, STRIDE: gl.constexpr, COLUMNS: gl.constexpr, LAYOUT: gl.constexpr):
+    """Store a gradient of keys, as many as are left."""
+    key = gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))
+    pointers = target + (key * STRIDE)[:, None] + column[None, :]
+    gl.store(pointers, values.to(target.dtype.element_ty), mask=(key < left)[:, None])
 
 
 @gluon.jit
 def sum_keys(
     HALF: gl.constexpr, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """d_k and d_v of one half of the program's keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
-    OUTPUT_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUTPUT_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
+    OUTPUT_D_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
     OUTPUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
@@ -224,9 +253,10 @@ def sum_keys(
     last = gl.maximum(gl.minimum(gl.cdiv(gl.maximum(end * REP - row_origin, 0), ROWS), tiles), first)
     first_full = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(full_begin * REP - row_origin, 0), ROWS), first), last)
     last_full = gl.maximum(gl.minimum(gl.maximum(full_end * REP - row_origin, 0) // ROWS, last), first_full)
-    k_tile = k_tiles.index(HALF).reshape([PART_ROWS, D])
-    v_tile = v_tiles.index(HALF).reshape([PART_ROWS, V])
-    d_k = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT_D)
+    d_k = gl.zeros([PART_ROWS, D_1], gl.float32, OUTPUT_D)
+    d_k_2 = d_k
+    if D_2 > 0:
+        d_k_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_D_2)
     d_v = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT_V)
     mbarrier.wait(keys_ready, 0)
     pass_rows(barriers, 0, first, STAGES)
@@ -234,44 +264,42 @@ def sum_keys(
     if AHEAD and first < last:
         stage = first % STAGES
         mbarrier.wait(q_ready.index(stage), first // STAGES & 1)
-        q_tile = q_tiles.index(stage).reshape([ROWS, D]).permute((1, 0))
-        scores = warpgroup_mma(k_tile, q_tile, scores, use_acc=False, is_async=True)
+        scores = multiply(k_tiles, HALF, q_tiles, stage, scores, PART_ROWS, ROWS, D_1, D_2)
         scores = warpgroup_mma_wait(0, [scores])
-    d_k, d_v, scores = gather_keys(
-        d_k, d_v, scores, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, first, first_full, last,
-        score_scale, REP, D, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_V)
-    d_k, d_v, scores = gather_keys(
-        d_k, d_v, scores, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, first_full, last_full,
-        last, score_scale, REP, D, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_V)
-    d_k, d_v, scores = gather_keys(
-        d_k, d_v, scores, k_tile, v_tile, buffers, barriers, row_origin, key_begin, key_end, last_full, last, last,
-        score_scale, REP, D, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_V)
+    d_k, d_k_2, d_v, scores = gather_keys(
+        d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, first, first_full, last,
+        score_scale,
+        HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+    d_k, d_k_2, d_v, scores = gather_keys(
+        d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, first_full, last_full, last,
+        score_scale,
+        HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+    d_k, d_k_2, d_v, scores = gather_keys(
+        d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, last_full, last, last, score_scale,
+        HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
     pass_rows(barriers, last, tiles, STAGES)
     first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
-    in_d = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT_D))
-    in_v = gl.arange(0, PART_ROWS, gl.SliceLayout(1, OUTPUT_V))
-    columns_d = gl.arange(0, D, gl.SliceLayout(0, OUTPUT_D))
-    columns_v = gl.arange(0, V, gl.SliceLayout(0, OUTPUT_V))
-    gl.store(
-        d_k_target + first_place * D + (in_d * (GROUPS * D))[:, None] + columns_d[None, :],
-        (d_k * scale).to(d_k_target.dtype.element_ty), mask=(half_key + in_d < num_keys)[:, None])
-    gl.store(
-        d_v_target + first_place * V + (in_v * (GROUPS * V))[:, None] + columns_v[None, :],
-        d_v.to(d_v_target.dtype.element_ty), mask=(half_key + in_v < num_keys)[:, None])
+    left = num_keys - half_key
+    D: gl.constexpr = D_1 + D_2
+    store_keys(d_k_target + first_place * D, d_k * scale, left, GROUPS * D, D_1, OUTPUT_D)
+    if D_2 > 0:
+        store_keys(d_k_target + first_place * D + D_1, d_k_2 * scale, left, GROUPS * D, D_2, OUTPUT_D_2)
+    store_keys(d_v_target + first_place * V, d_v, left, GROUPS * V, V, OUTPUT_V)
 
 
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "query_shift", "window_size", "batches", "parts"])
 def hopper_d_k_d_v_kernel(
-    q_source, k_source, v_source, d_o_source, lse_source, delta_source, gate_source, d_k_target, d_v_target,
-    query_begin, query_end, batches, parts, num_queries, num_keys, query_shift, window_size, scale, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, lse_source, delta_source, gate_source,
+    d_k_target, d_v_target, query_begin, query_end, batches, parts, num_queries, num_keys, query_shift, window_size,
+    scale, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """d_k and d_v of one tile of keys, or one part of its rows: into [parts, B, keys, G, D] and [.., V]."""
-    k_tiles = gl.allocate_shared_memory(k_source.dtype, [2] + k_source.block_type.shape, k_source.layout)
+    k_tiles = allocate_tiles(k_source, k_source_2, 2, D_2)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [2] + v_source.block_type.shape, v_source.layout)
-    q_tiles = gl.allocate_shared_memory(q_source.dtype, [STAGES] + q_source.block_type.shape, q_source.layout)
+    q_tiles = allocate_tiles(q_source, q_source_2, STAGES, D_2)
     d_o_tiles = gl.allocate_shared_memory(d_o_source.dtype, [STAGES] + d_o_source.block_type.shape, d_o_source.layout)
     numbers: gl.constexpr = [STAGES] + lse_source.block_type.shape
     lse_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
@@ -288,34 +316,36 @@ def hopper_d_k_d_v_kernel(
         mbarrier.init(q_free.index(stage), count=2)
         mbarrier.init(d_o_ready.index(stage), count=1)
         mbarrier.init(d_o_free.index(stage), count=2)
-    descriptors = (q_source, k_source, v_source, d_o_source, lse_source, delta_source, gate_source)
+    descriptors = (
+        (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, lse_source, delta_source, gate_source)
     buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles)
     barriers = (keys_ready, q_ready, q_free, d_o_ready, d_o_free)
     masks = (query_shift, window_size, query_begin, query_end)
     counts = (parts, batches, num_queries, num_keys)
     gl.warp_specialize([
         (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES, AHEAD)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES, AHEAD)),
         (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ROWS, KEYS, STAGES, AHEAD)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES, AHEAD)),
         (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, GATED, ROWS, KEYS, STAGES)),
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, GATED, ROWS, KEYS, STAGES)),
     ], [4, 1], [240, 24])
 
 @gluon.jit
 def load_keys_of_rows(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):
     """The loader of d_q: keys and values of the tail and k of the first tile, q and d_o, then v and k by turns."""
-    q_source, k_source, v_source, d_o_source, k_tail_source, v_tail_source = descriptors
+    q_sources, k_sources, v_source, d_o_source, k_tail_sources, v_tail_source = descriptors
     q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     QUERIES: gl.constexpr = PART_ROWS // REP
+    COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
@@ -324,27 +354,25 @@ def load_keys_of_rows(
             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
         if TAIL > 0:
             mbarrier.wait(tail_free, (visit & 1) ^ 1)
-            mbarrier.expect(tail_ready, k_tail_source.block_type.nbytes + v_tail_source.block_type.nbytes)
+            mbarrier.expect(tail_ready, TAIL * COLUMN_BYTES + v_tail_source.block_type.nbytes)
             tail_key = begin + tiles * KEYS
-            tma.async_copy_global_to_shared(k_tail_source, [batch, tail_key, group, 0], tail_ready, k_tail)
+            copy_tile(k_tail_sources, batch, tail_key, group, tail_ready, k_tail, 0, D_1, D_2)
             tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group, 0], tail_ready, v_tail)
         for number in range(tiles):
             first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             stage = count % STAGES
             free = (count // STAGES & 1) ^ 1
             mbarrier.wait(k_free.index(stage), free)
-            mbarrier.expect(k_ready.index(stage), k_source.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                k_source, [batch, first_key, group, 0], k_ready.index(stage), k_tiles.index(stage))
+            mbarrier.expect(k_ready.index(stage), KEYS * COLUMN_BYTES)
+            copy_tile(k_sources, batch, first_key, group, k_ready.index(stage), k_tiles, stage, D_1, D_2)
             if number == 0:
                 for part in gl.static_range(2):
                     query = first_query + part * QUERIES
                     place = 2 * (visit % Q_STAGES) + part
                     ready = q_ready.index(place)
                     mbarrier.wait(q_free.index(place), (visit // Q_STAGES & 1) ^ 1)
-                    mbarrier.expect(ready, q_source.block_type.nbytes + d_o_source.block_type.nbytes)
-                    tma.async_copy_global_to_shared(
-                        q_source, [batch, query, group * REP, 0], ready, q_tiles.index(place))
+                    mbarrier.expect(ready, PART_ROWS * COLUMN_BYTES + d_o_source.block_type.nbytes)
+                    copy_tile(q_sources, batch, query, group * REP, ready, q_tiles, place, D_1, D_2)
                     tma.async_copy_global_to_shared(
                         d_o_source, [batch, query, group * REP, 0], ready, d_o_tiles.index(place))
             mbarrier.wait(v_free.index(stage), free)
@@ -356,20 +384,36 @@ def load_keys_of_rows(
 
 
 @gluon.jit
+def add_keys(
+    d_q, d_q_2, d_scores, k_tiles, place, KEYS: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr,
+    OUTPUT: gl.constexpr, OUTPUT_2: gl.constexpr,
+):
+    """Add a tile's d_scores times keys to d_q, and wait for it."""
+    operand = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT, 2))
+    d_q = warpgroup_mma(operand, k_tiles[0].index(place).reshape([KEYS, D_1]), d_q, is_async=True)
+    if D_2 > 0:
+        operand_2 = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_2, 2))
+        d_q_2 = warpgroup_mma(operand_2, k_tiles[1].index(place).reshape([KEYS, D_2]), d_q_2, is_async=True)
+        d_q, d_q_2 = warpgroup_mma_wait(0, [d_q, d_q_2])
+    else:
+        d_q = warpgroup_mma_wait(0, [d_q])
+    return d_q, d_q_2
+
+
+@gluon.jit
 def gather_rows(
-    d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
-    begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
-    D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready,
+    v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
+    D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_2: gl.constexpr,
 ):
     """Add what key tiles number start to stop give to d_q."""
     for number in range(start, stop):
         stage = count % STAGES
         phase = count // STAGES & 1
-        k_tile = k_tiles.index(stage).reshape([KEYS, D])
         zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
         mbarrier.wait(k_ready.index(stage), phase)
-        scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = multiply(q_tiles, q_place, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
         mbarrier.wait(v_ready.index(stage), phase)
         v_tile = v_tiles.index(stage).reshape([KEYS, V])
         d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
@@ -385,12 +429,10 @@ def gather_rows(
             key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
             visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
             d_scores = gl.where(visible, d_scores, 0.0)
-        d_scores_operand = gl.convert_layout(d_scores.to(k_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-        d_q = warpgroup_mma(d_scores_operand, k_tile, d_q, is_async=True)
-        d_q = warpgroup_mma_wait(0, [d_q])
+        d_q, d_q_2 = add_keys(d_q, d_q_2, d_scores.to(v_tiles.dtype), k_tiles, stage, KEYS, D_1, D_2, OUTPUT, OUTPUT_2)
         mbarrier.arrive(k_free.index(stage), count=1)
         count += 1
-    return d_q, count
+    return d_q, d_q_2, count
 
 
 @gluon.jit
@@ -398,14 +440,14 @@ def sum_rows(
     PART: gl.constexpr, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
     scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, D: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, ADD: gl.constexpr,
-    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
+    ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
+    OUTPUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    OUTPUT_ROW: gl.constexpr = gl.SliceLayout(1, OUTPUT)
     QUERIES: gl.constexpr = PART_ROWS // REP
     q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
@@ -433,9 +475,11 @@ def sum_rows(
         if GATED:
             gate_place = batch.to(gl.int64) * gate_batch_stride + row_query.to(gl.int64) * gate_time_stride
             row_gate = gl.load(gate + gate_place + head * gate_head_stride).to(gl.float32)
-        d_q = gl.zeros([PART_ROWS, D], gl.float32, OUTPUT)
+        d_q = gl.zeros([PART_ROWS, D_1], gl.float32, OUTPUT)
+        d_q_2 = d_q
+        if D_2 > 0:
+            d_q_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_2)
         q_place = 2 * (visit % Q_STAGES) + PART
-        q_tile = q_tiles.index(q_place).reshape([PART_ROWS, D])
         d_o_tile = d_o_tiles.index(q_place).reshape([PART_ROWS, V])
         mbarrier.wait(q_ready.index(q_place), visit // Q_STAGES & 1)
         if TAIL > 0:
@@ -443,8 +487,7 @@ def sum_rows(
             TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
             mbarrier.wait(tail_ready, visit & 1)
             zeros = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
-            k_tile = k_tail.reshape([TAIL, D])
-            scores = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores = multiply(q_tiles, q_place, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
             d_p = warpgroup_mma(
                 d_o_tile, v_tail.reshape([TAIL, V]).permute((1, 0)), zeros, use_acc=False, is_async=True)
             scores, d_p = warpgroup_mma_wait(0, [scores, d_p])
@@ -455,29 +498,24 @@ def sum_rows(
             key = begin + tiles * KEYS + gl.arange(0, TAIL, gl.SliceLayout(0, TAIL_SCORES))
             visible = (key[None, :] >= gl.convert_layout(row_begin, TAIL_ROW)[:, None]) & (
                 key[None, :] < gl.convert_layout(row_end, TAIL_ROW)[:, None])
-            d_scores = gl.where(visible, d_scores, 0.0).to(k_tiles.dtype)
-            operand = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT, 2))
-            d_q = warpgroup_mma(operand, k_tile, d_q, is_async=True)
-            d_q = warpgroup_mma_wait(0, [d_q])
+            d_scores = gl.where(visible, d_scores, 0.0).to(v_tiles.dtype)
+            d_q, d_q_2 = add_keys(d_q, d_q_2, d_scores, k_tail, 0, TAIL, D_1, D_2, OUTPUT, OUTPUT_2)
             mbarrier.arrive(tail_free, count=1)
-        d_q, count = gather_rows(
-            d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-            count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
-            D, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT)
-        d_q, count = gather_rows(
-            d_q, q_tile, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
-            count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
-            D, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT)
+        d_q, d_q_2, count = gather_rows(
+            d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
+            v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
+            D_1, D_2, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT, OUTPUT_2)
+        d_q, d_q_2, count = gather_rows(
+            d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
+            v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
+            D_1, D_2, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT, OUTPUT_2)
         mbarrier.arrive(q_free.index(q_place), count=1)
-        d_q = d_q * scale
-        out_row = gl.arange(0, PART_ROWS, OUTPUT_ROW)
-        out_query = first_query + out_row // REP
-        out_place = (batch * num_queries + out_query).to(gl.int64) * (GROUPS * REP) + (group * REP + out_row % REP)
-        pointers = d_q_target + (out_place * D)[:, None] + gl.arange(0, D, gl.SliceLayout(0, OUTPUT))[None, :]
-        keep = (out_query < num_queries)[:, None]
-        if ADD:
-            d_q += gl.load(pointers, mask=keep, other=0.0).to(gl.float32)
-        gl.store(pointers, d_q.to(d_q_target.dtype.element_ty), mask=keep)
+        D: gl.constexpr = D_1 + D_2
+        target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * REP * D
+        rows_left = (num_queries - first_query) * REP
+        store_rows(target, d_q * scale, rows_left, GROUPS, REP, D, D_1, ADD, OUTPUT)
+        if D_2 > 0:
+            store_rows(target + D_1, d_q_2 * scale, rows_left, GROUPS, REP, D, D_2, ADD, OUTPUT_2)
         visit += 1
 
 
@@ -486,20 +524,20 @@ def sum_rows(
     "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
 def hopper_d_q_kernel(
-    q_source, k_source, v_source, d_o_source, k_tail_source, v_tail_source, lse, delta, gate, d_q_target,
-    ids, positions, first_blocks,
+    q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, k_tail_source, k_tail_source_2, v_tail_source,
+    lse, delta, gate, d_q_target, ids, positions, first_blocks,
     gate_batch_stride, gate_time_stride, gate_head_stride,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
     STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
-    q_tiles = gl.allocate_shared_memory(q_source.dtype, [2 * Q_STAGES] + q_source.block_type.shape, q_source.layout)
+    q_tiles = allocate_tiles(q_source, q_source_2, 2 * Q_STAGES, D_2)
     d_o_tiles = gl.allocate_shared_memory(
         d_o_source.dtype, [2 * Q_STAGES] + d_o_source.block_type.shape, d_o_source.layout)
-    k_tiles = gl.allocate_shared_memory(k_source.dtype, [STAGES] + k_source.block_type.shape, k_source.layout)
+    k_tiles = allocate_tiles(k_source, k_source_2, STAGES, D_2)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
     q_ready = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
@@ -512,7 +550,7 @@ def hopper_d_q_kernel(
     k_tail = k_tiles
     v_tail = v_tiles
     if TAIL > 0:
-        k_tail = gl.allocate_shared_memory(k_source.dtype, k_tail_source.block_type.shape, k_source.layout)
+        k_tail = allocate_tiles(k_tail_source, k_tail_source_2, 1, D_2)
         v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
     mbarrier.init(tail_ready, count=1)
     mbarrier.init(tail_free, count=2)
@@ -524,7 +562,9 @@ def hopper_d_q_kernel(
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=2)
-    descriptors = (q_source, k_source, v_source, d_o_source, k_tail_source, v_tail_source)
+    descriptors = (
+        (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, (k_tail_source, k_tail_source_2),
+        v_tail_source)
     buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free)
     masks = (query_shift, window_size, ids, positions, first_blocks)
@@ -532,11 +572,13 @@ def hopper_d_q_kernel(
     gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, TAIL, STAGES, Q_STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES,
+                    Q_STAGES)),
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D, V, GATED, ADD, KEYS, TAIL, STAGES, Q_STAGES)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES,
+                    Q_STAGES)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL, STAGES, Q_STAGES)),
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -578,15 +620,18 @@ def launch_hopper_d_k_d_v(
     scale: float,
     branch: Branch,
     parts: int | None = None,
-    rows: int = 64,
+    rows: int | None = None,
     stages: int = 2,
     ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `launch_d_k_d_v`."""
-    batch, num_queries, num_heads, dim = q.shape
+    batch, num_queries, num_heads, _ = q.shape
+    width = split_width(q.shape[3])
     num_keys, num_groups = k.shape[1:3]
     value_dim = v.shape[3]
     rep = num_heads // num_groups
+    # Wider keys leave registers for fewer rows.
+    rows = rows or (32 if width.part_2 else 64)
     queries = rows // rep
     keys = 2 * PART_ROWS.value
     split = branch.window_size == 0
@@ -595,11 +640,11 @@ def launch_hopper_d_k_d_v(
         parts = choose_parts(q, key_tiles * batch * num_groups, rep, Tile(rows, keys, 12, stages)) if split else 1
     lse_2, gate_32 = _row_numbers(lse, gate)
     shape = (parts, batch, num_keys, num_groups)
-    d_k = k.new_empty(*shape, dim, dtype=torch.float32 if split else k.dtype)
+    d_k = k.new_empty(*shape, width.size, dtype=torch.float32 if split else k.dtype)
     d_v = v.new_empty(*shape, value_dim, dtype=torch.float32 if split else v.dtype)
     hopper_d_k_d_v_kernel[key_tiles * parts, batch * num_groups](
-        tile_descriptor(q, queries, rep, dim),
-        tile_descriptor(k, keys // 2, 1, dim),
+        *part_descriptors(q, queries, rep, width),
+        *part_descriptors(k, keys // 2, 1, width),
         tile_descriptor(v, keys // 2, 1, value_dim),
         tile_descriptor(d_o, queries, rep, value_dim),
         _line_descriptor(lse_2, queries, rep),
@@ -619,7 +664,8 @@ def launch_hopper_d_k_d_v(
         scale * LOG2_E.value,
         num_groups,
         rep,
-        dim,
+        width.part_1,
+        width.part_2,
         value_dim,
         **branch.constants(),
         GATED=gate is not None,
@@ -652,7 +698,8 @@ def launch_hopper_d_q(
     q_stages: int = 1,
 ) -> Tensor:
     """As `launch_d_q`."""
-    batch, num_queries, num_heads, dim = q.shape
+    batch, num_queries, num_heads, _ = q.shape
+    width = split_width(q.shape[3])
     num_groups, value_dim = k.shape[2], v.shape[3]
     rep = num_heads // num_groups
     queries = PART_ROWS.value // rep
@@ -662,11 +709,11 @@ def launch_hopper_d_q(
     if d_q is None:
         d_q = q.new_empty(q.shape)
     hopper_d_q_kernel[(min(slots, multiprocessors(q.device)),)](
-        tile_descriptor(q, queries, rep, dim),
-        tile_descriptor(k, keys, 1, dim),
+        *part_descriptors(q, queries, rep, width),
+        *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
         tile_descriptor(d_o, queries, rep, value_dim),
-        tile_descriptor(k, tail or keys, 1, dim),
+        *part_descriptors(k, tail or keys, 1, width),
         tile_descriptor(v, tail or keys, 1, value_dim),
         lse,
         delta,
@@ -686,7 +733,8 @@ def launch_hopper_d_q(
         scale * LOG2_E.value,
         num_groups,
         rep,
-        dim,
+        width.part_1,
+        width.part_2,
         value_dim,
         **branch.constants(),
         GATED=gate is not None,
