@@ -38,7 +38,9 @@ def train(config: RunConfig, processes: Processes) -> float:
     trainer = Trainer(config, Path(config.run.directory), processes, tokenizer)
     processes.on_first(lambda: create_run_directory(config, overwrite=True))
     trainer.run(notes, None)
-    return max(processes.gather(torch.cuda.max_memory_allocated() - before if on_gpu else 0))
+    # What the allocator counts has nothing of the memory in which graphs keep activations.
+    graphs = 0 if trainer.graphs is None else trainer.graphs.memory_bytes
+    return max(processes.gather(torch.cuda.max_memory_allocated() - before + graphs if on_gpu else 0))
 
 
 def measured(config: RunConfig, configured_interval: int, peak: float, size: int) -> dict[str, Any]:

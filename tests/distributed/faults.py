@@ -19,6 +19,7 @@ from trifocal.cli import main
 from trifocal.data.text import TextSource
 from trifocal.nn.block import SwiGLU
 from trifocal.train import checkpoint as checkpoint_module
+from trifocal.train import graphs as graphs_module
 from trifocal.train import loop
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -168,6 +169,40 @@ def nan():
         return original(self, x)
 
     SwiGLU.forward = forward
+
+
+class _EagerRecorder:
+    memory_bytes = 0
+
+    def __init__(self, device):
+        pass
+
+    def record(self, work):
+        result = work()
+        return lambda: result.copy_(work()), result
+
+
+def graphs():
+    """No fault: what GPUs record and replay is done anew each time, so that the rest of it runs on a CPU."""
+    graphs_module.Recorder = _EagerRecorder
+    torch.Tensor.pin_memory = lambda self: self
+    original = loop.parallelise
+    loop.parallelise = lambda *args, **options: original(*args, **options | {"exchange_after": True})
+
+    def make_graphs(self):
+        parallel, parameters = self.parallel, self.model.parameters()
+        assert parallel.flat_gradients is not None
+        return graphs_module.MicroBatchGraphs(
+            parallel.module, parameters, self.device, "fp32", parallel.flat_gradients
+        ), ""
+
+    loop.Trainer._make_graphs = make_graphs
+
+
+def nan_in_graphs():
+    """Both."""
+    graphs()
+    nan()
 
 
 def data():

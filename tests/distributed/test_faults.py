@@ -100,9 +100,9 @@ def test_sigterm_to_all_at_any_time(case: Case, fault: str, step: int, flags: tu
     case.resumed_to_the_end("--train.compile", "false", "--checkpoint.interval_steps", "2")
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_nan_in_one_rank_stops_all_and_is_named(case: Case, mode: str) -> None:
-    ended = case.start("nan", mode=mode).join()
+@pytest.mark.parametrize(("fault", "mode"), [("nan", "ddp"), ("nan", "fsdp"), ("nan_in_graphs", "ddp")])
+def test_nan_in_one_rank_stops_all_and_is_named(case: Case, fault: str, mode: str) -> None:
+    ended = case.start(fault, mode=mode).join()
     assert [end.status for end in ended] == [1, 1], ended
     for end in ended:
         assert "step 3: from rank 1: gradient norm nan is not finite" in end.error, end.error

@@ -30,10 +30,11 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows] + [row["validation_loss"] for row in evaluations]
 
 
-def finish(folder: Path, mode: str, size: int, *flags: str) -> Path:
+def finish(folder: Path, mode: str, size: int, *flags: str, fault: str = "") -> Path:
     """A whole run."""
     folder.mkdir()
-    ended = train(folder, write_config(folder), *FLAGS, "--parallel.mode", mode, *flags, size=size).join(120)
+    flags = (*FLAGS, "--parallel.mode", mode, *flags)
+    ended = train(folder, write_config(folder), *flags, size=size, fault=fault).join(120)
     assert [end.status for end in ended] == [0] * size, ended[0].error
     assert all("warn" not in end.error.lower() for end in ended), ended[0].error
     return folder / "run"
@@ -65,6 +66,13 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], 
     whole = load_model(runs[mode] / "weights").state_dict()
     for name, tensor in load_model(runs["none"] / "weights").state_dict().items():
         torch.testing.assert_close(whole[name], tensor, rtol=0.05, atol=5e-3)
+
+
+def test_gradients_exchanged_after_backward_are_the_same(runs: dict[str, Path], tmp_path: Path) -> None:
+    """As with recorded graphs; two micro-batches a step, plain rows and packed documents."""
+    flags = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
+    run = finish(tmp_path / "graphs", "ddp", 2, *flags, fault="graphs")
+    assert losses(run) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
 
 
 def test_each_rank_writes_its_own_and_rank_0_the_rest(runs: dict[str, Path]) -> None:

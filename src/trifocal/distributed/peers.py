@@ -222,7 +222,7 @@ class Peers:
         message = f"{type(error).__name__}: {_short(error)}" if error is not None else ""
         with contextlib.suppress(RuntimeError):
             self._leave_note("finished" if error is None else "failed", message)
-            if error is not None and not isinstance(error, UserError):
+            if error is not None and not isinstance(error, UserError) and not getattr(error, "agreed", False):
                 # The store may end with this process: the others must have read the note.
                 time.sleep(2 * _INTERVAL_SECONDS)
 
