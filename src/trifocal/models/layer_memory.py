@@ -1,0 +1,238 @@
+"""Sizes of what one decoder block keeps and needs while a step runs; `trifocal.models.memory` adds them up.
+
+Everything is bytes for one micro-batch. "Kept" is what lives from forward to backward, "working" what comes and goes.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from trifocal.models.config import ModelConfig
+from trifocal.nn.compressor import MLPCompressor
+from trifocal.nn.gate import NUM_BRANCHES
+
+FP32, INT32, BF16 = 4, 4, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSetup:
+    """What decides the memory of a step besides the model.
+
+    Attributes:
+        sequence_length: Tokens of a sequence, T.
+        micro_batch_size: Sequences of a forward and backward pass, B.
+        micro_batches: Passes of a step in this process.
+        precision: Of the matrix products.
+        checkpointed_layers: Half-open range of layers that recompute their activations.
+        device: Where it runs; a norm keeps more on a CPU.
+        backend: What runs the sparse attention, resolved.
+        packed: Whether the rows of a micro-batch may be passed as one row of documents: the reference's tiles, and
+            a dense layer's mask, then have the side B * T.
+        mode: How the model is spread over processes.
+        shards: Processes that share one copy of the model under fsdp and hsdp.
+        reshard_after_forward: Whether those give a block's weights back after its forward pass.
+        workspace_bytes: What libraries take for themselves from the same allocator.
+    """
+
+    sequence_length: int
+    micro_batch_size: int
+    micro_batches: int = 1
+    precision: Literal["fp32", "bf16"] = "fp32"
+    checkpointed_layers: tuple[int, int] = (0, 0)
+    device: Literal["cpu", "cuda"] = "cpu"
+    backend: Literal["reference", "triton"] = "reference"
+    packed: bool = False
+    mode: Literal["none", "ddp", "fsdp", "hsdp"] = "none"
+    shards: int = 1
+    reshard_after_forward: bool = True
+    workspace_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class LayerMemory:
+    """One block of a model under a setup.
+
+    Args:
+        config: The model.
+        setup: How it is trained.
+    """
+
+    config: ModelConfig
+    setup: TrainingSetup
+
+    @property
+    def tokens(self) -> int:
+        """n, tokens of the micro-batch."""
+        return self.setup.micro_batch_size * self.setup.sequence_length
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number in the type of the matrix products."""
+        return BF16 if self.setup.precision == "bf16" else FP32
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Rows of the batch as the model sees it, and their length."""
+        if self.setup.packed:
+            return 1, self.tokens
+        return self.setup.micro_batch_size, self.setup.sequence_length
+
+    @property
+    def residual(self) -> int:
+        """The residual stream, and its gradient."""
+        return FP32 * self.tokens * self.config.dim
+
+    @property
+    def norm(self) -> int:
+        """What a norm keeps besides its input: the scale of each token and, on a CPU, the scaled input."""
+        return FP32 * self.tokens * (1 + (self.config.dim if self.setup.device == "cpu" else 0))
+
+    @property
+    def normed(self) -> int:
+        """A norm's result, in the type of the products."""
+        return self.item * self.tokens * self.config.dim
+
+    @property
+    def mlp_hidden(self) -> int:
+        """One tensor between the matrices of the MLP."""
+        return self.item * self.tokens * self.config.mlp_dim
+
+    @property
+    def mlp_kept(self) -> int:
+        """Input, both projections, the SiLU's result and the product."""
+        return self.residual + self.norm + self.normed + 4 * self.mlp_hidden
+
+    @cached_property
+    def choice(self) -> int:
+        """The chosen blocks."""
+        return INT32 * self.tokens * self.config.num_kv_groups * self.config.geometry.num_selected_blocks
+
+    @cached_property
+    def branch_outputs(self) -> int:
+        """Outputs of the three branches and their log-sum-exps."""
+        c = self.config
+        return NUM_BRANCHES * self.tokens * c.num_heads * (self.item * c.value_dim + FP32)
+
+    @cached_property
+    def attention_kept(self) -> int:
+        """Everything of the attention, with its input in the residual stream."""
+        c, n, item = self.config, self.tokens, self.item
+        heads_v = item * n * c.num_heads * c.value_dim
+        queries = item * n * c.num_heads * c.head_dim
+        _, length = self.rows
+        tables = FP32 * length * c.head_dim
+        kept = self.residual + self.norm + self.normed + tables + queries
+        if c.attention == "dense":
+            # Keys and values are repeated for every head.
+            copies = item * n * c.num_heads * (c.head_dim + c.value_dim)
+            mask = item * length**2 if self.setup.packed else 0
+            scores = self.tile if self._dense_scores else 0
+            return kept + copies + heads_v + FP32 * n * c.num_heads + mask + scores
+        group_k, group_v = item * n * c.num_kv_groups * c.head_dim, item * n * c.num_kv_groups * c.value_dim
+        # The raw keys of the compressed branch are not needed again; the values are one tensor.
+        keys_values = (group_k + group_v) if c.shared_kv else 2 * group_k + NUM_BRANCHES * group_v
+        gates = FP32 * n * c.num_heads * NUM_BRANCHES
+        if c.gate == "softmax":
+            gates += n * c.num_kv_groups * (item * c.head_dim + FP32 * NUM_BRANCHES)
+        return (
+            kept + keys_values + gates + self._compressor_kept + self.branch_outputs + self.choice + heads_v
+        )
+
+    @cached_property
+    def _compressed(self) -> int:
+        """Compressed keys, or values, of one dimension in all groups, as numbers."""
+        rows, length = self.rows
+        geometry = self.config.geometry
+        blocks = length // geometry.compression_stride if self.setup.packed else geometry.num_compressed_blocks(length)
+        return rows * blocks * self.config.num_kv_groups
+
+    @cached_property
+    def _compressor_kept(self) -> int:
+        c = self.config
+        kept = self.item * self._compressed * (c.head_dim + c.value_dim)
+        if c.compressor == "mlp":
+            inputs = c.geometry.compression_block_size * (c.head_dim + c.value_dim)
+            hidden = MLPCompressor.hidden_features(c.head_dim) + MLPCompressor.hidden_features(c.value_dim)
+            kept += self.item * self._compressed * (inputs + 2 * hidden)
+        return kept
+
+    @property
+    def kept(self) -> int:
+        """What the block keeps for backward."""
+        return self.attention_kept + self.mlp_kept
+
+    @property
+    def kept_checkpointed(self) -> int:
+        """What it keeps when its activations are recomputed."""
+        if self.config.attention == "dense":
+            return self.residual
+        return self.residual + self.choice + (self.branch_outputs if self.setup.backend == "triton" else 0)
+
+    @property
+    def tile(self) -> int:
+        """The reference's scores of all queries and all keys of a row, fp32."""
+        rows, length = self.rows
+        return FP32 * rows * self.config.num_heads * length**2
+
+    @property
+    def _dense_scores(self) -> bool:
+        """Whether the dense twin's attention writes its scores: the CPU's kernel takes keys and values of one width."""
+        return self.setup.device == "cpu" and self.config.head_dim != self.config.value_dim
+
+    @property
+    def _choice_mask(self) -> int:
+        """The reference's mask of the selected branch, a byte a pair."""
+        rows, length = self.rows
+        return rows * self.config.num_kv_groups * length**2
+
+    @cached_property
+    def attention_forward_working(self) -> int:
+        """Most that the attention's forward pass needs beyond what it keeps."""
+        c, n = self.config, self.tokens
+        if c.attention == "dense":
+            return 0
+        if self.setup.backend == "triton":
+            from trifocal.ops.triton.working_memory import forward_working_bytes
+
+            return forward_working_bytes(c.geometry, *self._attention_shape)
+        # Scores and what log-sum-exp makes of them; the mask and its inverse; the queries in fp32.
+        return 2 * self.tile + 2 * self._choice_mask + FP32 * n * c.num_heads * c.head_dim
+
+    @cached_property
+    def attention_backward_working(self) -> int:
+        """Most that the attention's backward pass needs beyond what is kept, without the residual's gradient."""
+        c, n, item = self.config, self.tokens, self.item
+        heads_d, heads_v = n * c.num_heads * c.head_dim, n * c.num_heads * c.value_dim
+        if c.attention == "dense":
+            scores = 2 * self.tile if self._dense_scores else 0
+            return 2 * item * (heads_v + heads_d) + scores
+        numbers = FP32 * n * c.num_heads * NUM_BRANCHES
+        if self.setup.backend == "triton":
+            from trifocal.ops.triton.working_memory import backward_working_bytes
+
+            keys_values = item * n * c.num_kv_groups * NUM_BRANCHES * (c.head_dim + c.value_dim)
+            outputs = item * (heads_v + heads_d) + keys_values + 2 * numbers
+            return outputs + backward_working_bytes(c.geometry, *self._attention_shape)
+        # Probabilities, their gradient, and that of the scores. Each branch's gradient of o, and in fp32 that of o
+        # for one branch, the queries, and their gradient.
+        casts = item * heads_d if item < FP32 else 0
+        linear = item * NUM_BRANCHES * heads_v + FP32 * (heads_v + 2 * heads_d) + casts + numbers
+        return 3 * self.tile + self._choice_mask + linear
+
+    @property
+    def _attention_shape(self) -> tuple[int, int, int, int, int, int, int, int]:
+        """Rows, their length, H, G, D, V, bytes of a number."""
+        c, (rows, length) = self.config, self.rows
+        return rows, length, c.num_heads, c.num_kv_groups, c.head_dim, c.value_dim, self.item
+
+    @property
+    def forward_working(self) -> int:
+        """Most that a checkpointed block's forward pass needs besides its input."""
+        attention = self.attention_kept - self.residual - self._kept_inside + self.attention_forward_working
+        mlp = self.residual + self.normed + 3 * self.mlp_hidden
+        return max(attention, mlp)
+
+    @property
+    def _kept_inside(self) -> int:
+        """The part of what a checkpointed block keeps that its attention makes."""
+        return self.kept_checkpointed - self.residual

@@ -1,0 +1,223 @@
+"""Memory of a training step on one device, by formula.
+
+A step has few moments at which memory can be fullest: a block's forward pass, the loss, the gradient of the logits,
+and a block's backward pass through the MLP or the attention. For each of them the sizes of the tensors that exist then
+are added up; the fullest is the estimate. Sizes of a block are in `trifocal.models.layer_memory`, those of the kernels'
+buffers in `trifocal.ops.triton.working_memory`.
+
+Weights, their gradients and both moments of AdamW are fp32: 16 bytes a parameter. What is kept for backward is linear
+in tokens, in the type of the matrix products besides the residual stream and the norms, which are fp32. Under bf16 the
+matrices are copied in bf16 for the length of a forward pass, and for backward where they were kept.
+
+Not counted: what processes and drivers take outside of PyTorch's allocator, the allocator's fragmentation, and what
+`torch.compile` saves: a compiled model takes less than is said here. Evaluation, samples and telemetry keep nothing
+for backward and take less than a step.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from trifocal.models.config import ModelConfig
+from trifocal.models.counts import parameter_count
+from trifocal.models.layer_memory import BF16, FP32, LayerMemory, TrainingSetup
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes on one device at the fullest moment of a step.
+
+    Attributes:
+        moment: Which moment it is.
+        weights: fp32 weights.
+        optimizer: AdamW's two moments.
+        gradients: Gradients that exist then, and what their exchange takes.
+        copies: Matrices in bf16, and weights that fsdp has collected.
+        activations: Kept for backward.
+        working: What comes and goes with that moment.
+        workspace: Of libraries.
+    """
+
+    moment: str
+    weights: int
+    optimizer: int
+    gradients: int
+    copies: int
+    activations: int
+    working: int
+    workspace: int
+
+    @property
+    def total(self) -> int:
+        """All of it together."""
+        return (
+            self.weights
+            + self.optimizer
+            + self.gradients
+            + self.copies
+            + self.activations
+            + self.working
+            + self.workspace
+        )
+
+
+def training_memory(config: ModelConfig, setup: TrainingSetup) -> Memory:
+    """The memory of a training step, all steps after the first.
+
+    Args:
+        config: The model.
+        setup: How it is trained.
+
+    Returns:
+        The fullest moment.
+    """
+    return max(_Step(config, setup).moments(), key=lambda memory: memory.total)
+
+
+class _Step:
+    """The moments of a step."""
+
+    def __init__(self, config: ModelConfig, setup: TrainingSetup) -> None:
+        self.config, self.setup = config, setup
+        self.layer = LayerMemory(config, setup)
+        self.parameters = parameter_count(config)
+        self.block_parameters = parameter_count(replace(config, num_layers=config.num_layers + 1)) - self.parameters
+        self.head_weights = config.dim * config.vocab_size
+        self.sharded = setup.mode in ("fsdp", "hsdp")
+        self.shards = setup.shards if self.sharded else 1
+        self.lowered = self.layer.item < FP32
+        first, last = setup.checkpointed_layers
+        self.checkpointed = [first <= index < last for index in range(config.num_layers)]
+        self.keeps = [self.layer.kept_checkpointed if again else self.layer.kept for again in self.checkpointed]
+
+    def moments(self) -> Iterator[Memory]:
+        """Every moment that can be the fullest."""
+        for index in range(self.config.num_layers):
+            yield self._forward(index)
+        yield from self._loss()
+        for index in reversed(range(self.config.num_layers)):
+            yield from self._backward(index)
+        yield self._memory("optimizer", gradients=self._gradients_before)
+
+    def _forward(self, index: int) -> Memory:
+        layer = self.layer
+        if self.checkpointed[index]:
+            kept, working = self.keeps[index], layer.forward_working
+        else:
+            kept, working = layer.attention_kept, layer.attention_forward_working
+        return self._memory(
+            f"forward pass of layer {index}",
+            gradients=self._gradients_before,
+            copies=self._copies(index + 1),
+            activations=sum(self.keeps[:index]) + kept,
+            working=working,
+        )
+
+    def _loss(self) -> Iterator[Memory]:
+        layer, layers = self.layer, self.config.num_layers
+        kept = sum(self.keeps) + layer.residual + layer.norm + layer.normed
+        numbers = layer.tokens * self.config.vocab_size
+        # A CPU computes the softmax of lowered logits, and its gradient, on a copy of them in fp32.
+        converted = FP32 * numbers if self.lowered and self.setup.device == "cpu" else 0
+        logits = layer.item * numbers
+        yield self._memory(
+            "loss",
+            gradients=self._gradients_before,
+            copies=self._copies(layers) + self._head_copy,
+            activations=kept,
+            working=logits + FP32 * numbers + converted,
+        )
+        copies = self._kept_copies(layers) + self._head_copy
+        gradients = self._gradients(0)
+        # The log-probabilities, their gradient, and that of the logits.
+        working = 2 * FP32 * numbers + max(logits, converted)
+        yield self._memory("gradient of the logits", gradients, copies, kept, working)
+        working = logits + layer.normed + self._new_gradient(self.head_weights)
+        yield self._memory("gradient of the head", gradients, copies, kept, working)
+
+    def _backward(self, index: int) -> Iterator[Memory]:
+        layer, config = self.layer, self.config
+        matrix = config.dim * config.mlp_dim
+        behind = (config.num_layers - 1 - index) * self.block_parameters + self.head_weights
+        copies = self._kept_copies(index) + self._block_copy
+        before = sum(self.keeps[:index]) + layer.kept
+        # The gradient of the layer's output; and of what is between the MLP's matrices, in two places.
+        working = layer.residual + 2 * layer.mlp_hidden
+        yield self._memory(
+            f"MLP's backward pass, layer {index}", self._gradients(behind + matrix), copies, before, working
+        )
+        working = layer.residual + layer.normed + layer.mlp_hidden + self._new_gradient(matrix)
+        yield self._memory(
+            f"gradient of the MLP's last matrix, layer {index}", self._gradients(behind), copies, before, working
+        )
+        yield self._memory(
+            f"attention's backward pass, layer {index}",
+            self._gradients(behind + 3 * matrix),
+            copies,
+            before - layer.mlp_kept,
+            layer.residual + layer.attention_backward_working,
+        )
+
+    def _memory(
+        self, moment: str, gradients: int, copies: int = 0, activations: int = 0, working: int = 0
+    ) -> Memory:
+        own = self.parameters // self.shards
+        return Memory(
+            moment=moment,
+            weights=FP32 * own,
+            optimizer=2 * FP32 * own,
+            gradients=gradients,
+            copies=copies,
+            activations=activations,
+            working=working,
+            workspace=self.setup.workspace_bytes,
+        )
+
+    @property
+    def _gradients_before(self) -> int:
+        """Gradients in a forward pass: those of the step before, or what other micro-batches have added up."""
+        own = FP32 * self.parameters // self.shards
+        if self.setup.micro_batches == 1 or self.setup.mode == "none":
+            return own
+        # What micro-batches add up is whole in each process, beside ddp's buckets or fsdp's shards.
+        return FP32 * self.parameters + own
+
+    def _gradients(self, done: int) -> int:
+        """Gradients in a backward pass that has come to those of `done` parameters."""
+        block = (FP32 + self._collected_item) * self.block_parameters if self.sharded else 0
+        if self.setup.micro_batches > 1 or self.setup.mode == "ddp":
+            return self._gradients_before + block
+        return FP32 * min(done, self.parameters) // self.shards + block
+
+    def _new_gradient(self, weights: int) -> int:
+        """A matrix's gradient as the product gives it, and as it is added to the others."""
+        return (self.layer.item + (FP32 if self.lowered else 0)) * weights
+
+    @property
+    def _collected_item(self) -> int:
+        return BF16 if self.lowered else FP32
+
+    @property
+    def _collected(self) -> int:
+        """Weights that are whole under fsdp: two blocks, and what belongs to none."""
+        outside = self.parameters - self.config.num_layers * self.block_parameters
+        blocks = min(2, self.config.num_layers) if self.setup.reshard_after_forward else self.config.num_layers
+        return self._collected_item * (blocks * self.block_parameters + outside)
+
+    @property
+    def _block_copy(self) -> int:
+        """A block's matrices as autocast copies them. Under fsdp they are collected in that type."""
+        return BF16 * self.block_parameters if self.lowered and not self.sharded else 0
+
+    @property
+    def _head_copy(self) -> int:
+        return BF16 * self.head_weights if self.lowered and not self.sharded else 0
+
+    def _copies(self, layers: int) -> int:
+        """Copies and collected weights after the forward pass of some layers."""
+        return self._collected if self.sharded else layers * self._block_copy
+
+    def _kept_copies(self, layers: int) -> int:
+        """Those that remain for the backward pass of the first layers."""
+        if self.sharded:
+            return self._collected
+        return self._block_copy * sum(not again for again in self.checkpointed[:layers])

@@ -1,0 +1,96 @@
+"""Buffers of the kernels besides their inputs and results, by formula: what their launchers allocate, in bytes.
+
+They are freed before the launcher returns, so only the largest counts. What grows with tokens: the index of the
+choice and the partial results of selected attention where it goes through keys (`"gathered"`), up to `BUFFER_BYTES`;
+the importance of blocks, up to that module's; bits of the choice otherwise.
+"""
+
+import torch
+
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.triton import scoring
+from trifocal.ops.triton.common import split_width
+from trifocal.ops.triton.selected import BUFFER_BYTES, LARGEST_BLOCK, choose_order, rows_of_chunk
+from trifocal.ops.triton.selected_tiles import gathered_tile
+
+_FP32, _INT32, _INT64 = 4, 4, 8
+
+
+def forward_working_bytes(
+    geometry: Geometry, batch: int, length: int, heads: int, groups: int, dim: int, value_dim: int, item: int
+) -> int:
+    """Most that a stage of the forward pass allocates for itself.
+
+    Args:
+        geometry: Block sizes, in tokens.
+        batch: B.
+        length: Queries and keys of a batch entry, T.
+        heads: H.
+        groups: G.
+        dim: D.
+        value_dim: V.
+        item: Bytes of a number of q, k and v.
+    """
+    lines = -(-geometry.num_selection_blocks(length) // scoring.LINE.value)
+    row = 2 * _FP32 * batch * groups * lines * scoring.LINE.value
+    scored = geometry.num_selection_blocks(length) > geometry.num_selected_blocks
+    importance = min(length * row, scoring.BUFFER_BYTES) if scored else 0
+    choice = _Choice(geometry, batch, length, groups)
+    if not choice.gathered:
+        return max(importance, choice.bits)
+    slots = choice.slots_of_chunk(heads // groups * value_dim * item)
+    partial = slots * heads // groups * (value_dim * item + _FP32)
+    return max(importance, choice.sorting, choice.index + partial)
+
+
+def backward_working_bytes(
+    geometry: Geometry, batch: int, length: int, heads: int, groups: int, dim: int, value_dim: int, item: int
+) -> int:
+    """Most that a stage of the backward pass allocates for itself; arguments as in `forward_working_bytes`."""
+    choice = _Choice(geometry, batch, length, groups)
+    numbers = _FP32 * batch * length * heads
+    if not choice.gathered:
+        return numbers + choice.bits
+    rep = heads // groups
+    slots = choice.slots_of_chunk(rep * dim * item)
+    dtype = torch.float32 if item == _FP32 else torch.bfloat16
+    piece = gathered_tile(dtype, rep, split_width(dim).padded, split_width(value_dim).padded).keys
+    pieces = choice.pieces(slots, piece)
+    partial = slots * rep * dim * item + pieces * choice.block * _FP32 * (dim + value_dim)
+    return numbers + max(choice.sorting, choice.index + _INT32 * pieces + partial)
+
+
+class _Choice:
+    """Sizes of the choice as selected attention sees it: in blocks of at most `LARGEST_BLOCK` tokens."""
+
+    def __init__(self, geometry: Geometry, batch: int, length: int, groups: int) -> None:
+        parts = -(-geometry.selection_block_size // LARGEST_BLOCK)
+        while geometry.selection_block_size % parts:
+            parts += 1
+        self.block = geometry.selection_block_size // parts
+        self.places = geometry.num_selected_blocks * parts
+        self.rows, self.row_slots = batch * length, groups * self.places
+        self.num_slots = self.rows * self.row_slots
+        num_blocks = -(-length // self.block)
+        self.keys = batch * groups * num_blocks
+        self.gathered = choose_order(batch, length, length, self.places, self.block) == "gathered"
+        self.bits = _INT32 * self.rows * groups * -(-num_blocks // 32)
+
+    @property
+    def index(self) -> int:
+        """Keys and sorted slots."""
+        return (_INT32 + _INT64) * self.num_slots
+
+    @property
+    def sorting(self) -> int:
+        """Keys before and after, slots before and after, and as much again for the sort itself."""
+        return (2 * _INT32 + 2 * _INT64 + _INT32 + _INT64) * self.num_slots
+
+    def slots_of_chunk(self, bytes_of_slot: int) -> int:
+        """Slots whose partial results exist at a time."""
+        return rows_of_chunk(self.row_slots * bytes_of_slot, self.rows, BUFFER_BYTES) * self.row_slots
+
+    def pieces(self, slots_of_chunk: int, piece: int) -> int:
+        """Most pieces into which the keys' slots are cut, over all chunks."""
+        chunks = -(-self.num_slots // slots_of_chunk)
+        return min(chunks * (min(self.keys, slots_of_chunk) + slots_of_chunk // piece), self.num_slots)
