@@ -4,13 +4,18 @@ from trifocal.models.config import ModelConfig
 from trifocal.models.counts import Flops, flops_per_token, parameter_count
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.io import load_model, save_weights
+from trifocal.models.layer_memory import TrainingSetup
+from trifocal.models.memory import Memory, training_memory
 
 __all__ = [
     "DecoderLM",
     "Flops",
+    "Memory",
     "ModelConfig",
+    "TrainingSetup",
     "flops_per_token",
     "load_model",
     "parameter_count",
     "save_weights",
+    "training_memory",
 ]

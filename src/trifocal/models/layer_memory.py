@@ -134,9 +134,7 @@ class LayerMemory:
         gates = FP32 * n * c.num_heads * NUM_BRANCHES
         if c.gate == "softmax":
             gates += n * c.num_kv_groups * (item * c.head_dim + FP32 * NUM_BRANCHES)
-        return (
-            kept + keys_values + gates + self._compressor_kept + self.branch_outputs + self.choice + heads_v
-        )
+        return kept + keys_values + gates + self._compressor_kept + self.branch_outputs + self.choice + heads_v
 
     @cached_property
     def _compressed(self) -> int:

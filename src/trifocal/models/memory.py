@@ -157,9 +157,7 @@ class _Step:
             layer.residual + layer.attention_backward_working,
         )
 
-    def _memory(
-        self, moment: str, gradients: int, copies: int = 0, activations: int = 0, working: int = 0
-    ) -> Memory:
+    def _memory(self, moment: str, gradients: int, copies: int = 0, activations: int = 0, working: int = 0) -> Memory:
         own = self.parameters // self.shards
         return Memory(
             moment=moment,

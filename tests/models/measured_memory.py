@@ -1,0 +1,105 @@
+"""What a training step really takes: PyTorch's own record of allocations, and a run of shapes alone for the kernels."""
+
+import gc
+import weakref
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from trifocal.models import DecoderLM
+from trifocal.ops import Documents
+from trifocal.train.config import OptimizerSection
+from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
+
+
+class Trained:
+    """A model whose steps are those of the trainer: accumulation, clipping, fused AdamW."""
+
+    def __init__(self, config, setup):
+        self.setup = setup
+        self.vocab_size = config.vocab_size
+        self.model = DecoderLM(config)
+        self.model.set_activation_checkpointing(*setup.checkpointed_layers)
+        self.optimizer = make_optimizer(self.model, OptimizerSection())
+        self.parameters = list(self.model.parameters())
+
+    def step(self):
+        setup = self.setup
+        shape = (setup.micro_batch_size, setup.sequence_length)
+        for index in range(setup.micro_batches):
+            tokens = torch.zeros(shape, dtype=torch.int64)
+            documents = None
+            if setup.packed:
+                tokens = tokens.view(1, -1)
+                borders = torch.tensor([0, tokens.numel() // 3, tokens.numel()])
+                documents = Documents.from_checked(borders, tokens.numel())
+            with torch.autocast("cpu", torch.bfloat16, enabled=setup.precision == "bf16"):
+                loss = self.model(tokens, tokens, cu_seqlens=documents)
+            if index == 0:
+                self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+        guarded_step(self.optimizer, self.parameters, gradient_norm(self.parameters), loss, 1.0)
+
+
+def allocated_peak(config, setup):
+    """Bytes at the fullest moment of the second and third step, by the profiler."""
+    trained = Trained(config, setup)
+    trained.step()
+    held = sum(parameter.nbytes + parameter.grad.nbytes for parameter in trained.parameters)
+    # What others left behind must not be freed meanwhile.
+    gc.collect()
+    held += sum(value.nbytes for state in trained.optimizer.state.values() for value in state.values())
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        # The profiler does not see the end of what was there before it: the first step's gradients.
+        trained.step()
+        stale = sum(parameter.nbytes for parameter in trained.parameters)
+        trained.step()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    now, peak = held - stale, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+class _Storages(TorchDispatchMode):
+    """Adds up the storages that live after each operator, besides what an operator says that it needs inside."""
+
+    def __init__(self, inside):
+        super().__init__()
+        self.inside, self.live, self.now, self.peak = inside, {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.add(leaf.untyped_storage())
+        self.peak = max(self.peak, self.now + self.inside(func, args))
+        return result
+
+    def add(self, storage):
+        key = storage._cdata
+        if key not in self.live:
+            self.live[key] = storage.nbytes()
+            self.now += storage.nbytes()
+            weakref.finalize(storage, self.drop, key)
+
+    def drop(self, key):
+        self.now -= self.live.pop(key, 0)
+
+
+def shaped_peak(config, setup, inside):
+    """The same without numbers: operators give shapes alone, so the kernels' take part without a GPU.
+
+    `inside(func, args)` says what an operator allocates besides its results.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True), _Storages(inside) as storages:
+        trained = Trained(config, setup)
+        for parameter in trained.parameters:
+            storages.add(parameter.untyped_storage())
+        trained.step()
+        trained.step()
+    return storages.peak
