@@ -8,7 +8,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_count
+from trifocal.models import DecoderLM, ModelConfig, computed_flops_per_token, flops_per_token, parameter_count
 from trifocal.models.counts import attended_keys
 from trifocal.ops import Geometry
 
@@ -92,6 +92,38 @@ def test_flops_match_the_counter(make_config: Callable[..., ModelConfig], option
         pairs = batch * config.num_layers * config.num_heads * attention_tiles(config, length)
         expected_training += 2 * config.head_dim * pairs
     assert training == pytest.approx(expected_training, rel=1e-12)
+
+
+@pytest.mark.parametrize("checkpointed", [0, 1, 2])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_computed_flops_match_the_counter(
+    make_config: Callable[..., ModelConfig], options: dict[str, Any], checkpointed: int
+) -> None:
+    """All products of the reference; the choice of blocks is one operator, into which the counter cannot see."""
+    config, batch, length = make_config(**options), 2, 48
+    model = DecoderLM(config)
+    model.set_activation_checkpointing(0, checkpointed)
+    with sdpa_kernel(SDPBackend.MATH):
+        _, training = counted_flops(model, torch.randint(31, (batch, length)))
+    computed = computed_flops_per_token(config, length, backend="reference", checkpointed_layers=checkpointed)
+    heads = config.num_layers * config.num_heads
+    if config.attention == "nsa":
+        computed -= 2 * heads * config.head_dim * config.geometry.num_compressed_blocks(length)
+    else:
+        # The counter's dense attention computes what is masked, and no score twice.
+        computed += 3 * 2 * heads * (config.head_dim + config.value_dim) * (length - (length + 1) / 2)
+        computed -= 2 * heads * config.head_dim * (length + 1) / 2
+        again = checkpointed * config.num_heads * 2 * (config.head_dim + config.value_dim)
+        computed += again * (length - (length + 1) / 2)
+    # What comes last in a block is not made again: nothing after it needs its output.
+    computed -= checkpointed * 2 * config.dim * config.mlp_dim
+    assert training == pytest.approx(computed * batch * length, rel=1e-12)
+
+
+def test_kernels_compute_less_than_the_reference() -> None:
+    config = ModelConfig()
+    counts = [computed_flops_per_token(config, 8192, backend=backend) for backend in ("triton", "reference")]
+    assert flops_per_token(config, 8192).executed_training < counts[0] < counts[1] / 2
 
 
 def test_dense_equivalent_is_the_dense_twin(make_config: Callable[..., ModelConfig]) -> None:

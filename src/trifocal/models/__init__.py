@@ -1,7 +1,7 @@
 """Whole models: the decoder, its configuration, its counts, its files."""
 
 from trifocal.models.config import ModelConfig
-from trifocal.models.counts import Flops, flops_per_token, parameter_count
+from trifocal.models.counts import Flops, computed_flops_per_token, flops_per_token, parameter_count
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.io import load_model, save_weights
 from trifocal.models.layer_memory import TrainingSetup
@@ -13,6 +13,7 @@ __all__ = [
     "Memory",
     "ModelConfig",
     "TrainingSetup",
+    "computed_flops_per_token",
     "flops_per_token",
     "load_model",
     "parameter_count",

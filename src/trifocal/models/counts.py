@@ -8,7 +8,7 @@ activation checkpointing or a kernel computes again is not counted.
 
 What the reference executes beyond that: it multiplies every query with every key of the sequence in the selected
 and window branches and with every compressed key in the compressed one, and masks; it makes the compressed scores
-once more to choose blocks, and all scores once more in backward.
+once more to choose blocks, and all scores once more in backward. `computed_flops_per_token` counts this too.
 """
 
 from dataclasses import dataclass, replace
@@ -67,6 +67,43 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
     return Flops(executed, 3 * executed, dense, 3 * dense)
 
 
+def computed_flops_per_token(
+    config: ModelConfig, sequence_length: int, *, backend: str, checkpointed_layers: int = 0
+) -> float:
+    """Operations per token that a training step really computes: what time is estimated from, not utilisation.
+
+    Beside `flops_per_token`: scores made again in backward and to choose blocks, forward passes made again by
+    activation checkpointing, and under the reference the products that a mask then hides.
+
+    Args:
+        config: The model.
+        sequence_length: Tokens of a row as the model sees it: of all its documents together.
+        backend: What runs the sparse attention, resolved: "reference" or "triton".
+        checkpointed_layers: Layers that recompute their activations.
+    """
+    keys_dim, values_dim = 2 * config.num_heads * config.head_dim, 2 * config.num_heads * config.value_dim
+    scoring = 0.0
+    if config.attention == "dense":
+        keys = (sequence_length + 1) / 2
+    elif backend == "reference":
+        compressed = config.geometry.num_compressed_blocks(sequence_length)
+        keys = compressed + 2 * sequence_length
+        scoring = keys_dim * compressed
+    else:
+        keys = attended_keys(config.geometry, sequence_length) / sequence_length
+        # Each query sees half of the compressed keys on average.
+        scoring = keys_dim * config.geometry.num_compressed_blocks(sequence_length) / 2
+    forward = (keys_dim + values_dim) * keys
+    # Scores again, then gradients of probabilities, queries, keys and values.
+    backward = (3 * keys_dim + 2 * values_dim) * keys
+    # The kernels' results and every choice are kept.
+    again = 0.0 if config.attention == "nsa" and backend == "triton" else forward
+    matrices = _matrix_flops(config, sequence_length)
+    head = 2 * config.dim * config.vocab_size
+    layer = 3 * matrices + forward + backward + scoring
+    return config.num_layers * layer + checkpointed_layers * (matrices + again) + 3 * head
+
+
 def attended_keys(geometry: Geometry, sequence_length: int) -> int:
     """Keys of all three branches together that the queries of one sequence see, summed over its positions.
 
@@ -90,14 +127,20 @@ def _forward_flops(config: ModelConfig, sequence_length: int) -> float:
     else:
         keys = sequence_length * (sequence_length + 1) // 2
     attention = 2 * config.num_heads * (config.head_dim + config.value_dim) * keys / sequence_length
-    layer = 2 * _projection_weights(config) + attention
+    layer = _matrix_flops(config, sequence_length) + attention
+    return config.num_layers * layer + 2 * config.dim * config.vocab_size
+
+
+def _matrix_flops(config: ModelConfig, sequence_length: int) -> float:
+    """Forward operations per token in the matrices of one layer."""
+    layer = 2.0 * _projection_weights(config)
     if config.attention == "nsa" and config.compressor == "mlp":
         blocks = config.geometry.num_compressed_blocks(sequence_length) * config.num_kv_groups
         weights = sum(
             _compressor_weights(config.geometry, features) for features in (config.head_dim, config.value_dim)
         )
         layer += 2 * weights * blocks / sequence_length
-    return config.num_layers * layer + 2 * config.dim * config.vocab_size
+    return layer
 
 
 def _projection_weights(config: ModelConfig) -> int:
