@@ -12,6 +12,7 @@ COMMANDS = {
     "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
     "check": "prove this installation right on this machine",
+    "doctor": "what this machine can do, what each preset needs here, and what mends what is wrong",
     "report": "one self-contained HTML page of a run: RUN_DIR",
     "watch": "a run live in the terminal: RUN_DIR",
     "bench": "figures side by side: attention, train or decode",

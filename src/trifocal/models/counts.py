@@ -38,6 +38,19 @@ class Flops:
     dense_equivalent_training: float
 
 
+@dataclass(frozen=True)
+class ComputedFlops:
+    """Floating-point operations per token that a training step really computes.
+
+    Attributes:
+        matrices: In products with weights, in the type that autocast gives them.
+        attention: In products of queries, keys, values and scores; the reference computes them in fp32.
+    """
+
+    matrices: float
+    attention: float
+
+
 def parameter_count(config: ModelConfig) -> int:
     """All trainable parameters, embeddings included."""
     layer = _projection_weights(config) + 2 * config.dim
@@ -69,7 +82,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
 
 def computed_flops_per_token(
     config: ModelConfig, sequence_length: int, *, backend: str, checkpointed_layers: int = 0
-) -> float:
+) -> ComputedFlops:
     """Operations per token that a training step really computes: what time is estimated from, not utilisation.
 
     Beside `flops_per_token`: scores made again in backward and to choose blocks, forward passes made again by
@@ -100,8 +113,10 @@ def computed_flops_per_token(
     again = 0.0 if config.attention == "nsa" and backend == "triton" else forward
     matrices = _matrix_flops(config, sequence_length)
     head = 2 * config.dim * config.vocab_size
-    layer = 3 * matrices + forward + backward + scoring
-    return config.num_layers * layer + checkpointed_layers * (matrices + again) + 3 * head
+    return ComputedFlops(
+        matrices=(3 * config.num_layers + checkpointed_layers) * matrices + 3 * head,
+        attention=config.num_layers * (forward + backward + scoring) + checkpointed_layers * again,
+    )
 
 
 def attended_keys(geometry: Geometry, sequence_length: int) -> int:

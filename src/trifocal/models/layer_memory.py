@@ -218,7 +218,7 @@ class LayerMemory:
         return 3 * self.tile + self._choice_mask + linear
 
     @property
-    def _attention_shape(self) -> tuple[int, int, int, int, int, int, int, int]:
+    def _attention_shape(self) -> tuple[int, int, int, int, int, int, int]:
         """Rows, their length, H, G, D, V, bytes of a number."""
         c, (rows, length) = self.config, self.rows
         return rows, length, c.num_heads, c.num_kv_groups, c.head_dim, c.value_dim, self.item

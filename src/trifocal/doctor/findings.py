@@ -1,0 +1,29 @@
+"""What was found: one line each, and the command that mends what is wrong."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "note", "broken"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing about this machine.
+
+    Attributes:
+        name: What was looked at.
+        status: "broken" stops training; "note" costs speed or a feature; "ok" is as it should be.
+        text: What was found.
+        remedy: The command that mends it, or the flags; empty where nothing is to be mended.
+    """
+
+    name: str
+    status: Status
+    text: str
+    remedy: str = ""
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """An exception as one line that fits into a table."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[: most - 1] + "…"

@@ -1,0 +1,182 @@
+"""What is installed and plugged in. Nothing here takes longer than a second or two."""
+
+import contextlib
+import importlib.util
+import os
+import shutil
+from pathlib import Path
+
+import torch
+
+from trifocal.diagnostics import environment
+from trifocal.doctor.findings import Finding, one_line
+from trifocal.ops.triton import OLDEST_CAPABILITY
+
+GIB = 2**30
+OLDEST_TORCH = (2, 11)
+_SPARE_SHARED_MEMORY = GIB
+
+# The oldest Linux driver that runs programs of each major version of CUDA, by NVIDIA's table of compatibility.
+_DRIVERS = {"12": 525, "13": 580}
+
+# Extra of the package -> its modules, and what they are for.
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "data": (("datasets", "pyarrow", "tokenizers"), "FineWeb-Edu, parquet files and other tokenizers than bytes"),
+    "hf": (("transformers",), "models of Hugging Face"),
+    "tensorboard": (("tensorboard",), "log.sinks tensorboard"),
+    "wandb": (("wandb",), "log.sinks wandb"),
+    "trackio": (("trackio",), "log.sinks trackio"),
+    "report": (("plotly",), "trifocal report"),
+    "docs": (("matplotlib",), "plots of trifocal bench"),
+}
+
+COMPILER_COMMAND = "sudo apt-get install -y g++"
+
+
+def installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def check_torch() -> Finding:
+    """PyTorch's version."""
+    version = torch.__version__
+    text = f"PyTorch {version}"
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_TORCH:
+        return Finding("torch", "broken", f"{text} is too old", "pip install --upgrade 'torch>=2.11'")
+    return Finding("torch", "ok", text)
+
+
+def check_gpus() -> list[Finding]:
+    """Every GPU, by a product computed on it; or why there is none."""
+    if not torch.cuda.is_available():
+        return [_no_gpu()]
+    return [_check_gpu(index) for index in range(torch.cuda.device_count())]
+
+
+def _no_gpu() -> Finding:
+    if not _nvidia_devices():
+        return Finding("gpu", "ok", "none: training runs on the CPU, with the reference")
+    if "CUDA_VISIBLE_DEVICES" in os.environ and os.environ["CUDA_VISIBLE_DEVICES"] in ("", "-1"):
+        return Finding("gpu", "note", "hidden by CUDA_VISIBLE_DEVICES", "unset CUDA_VISIBLE_DEVICES")
+    if torch.version.cuda is None:
+        text = "there is an NVIDIA GPU, but this PyTorch was built without CUDA"
+        return Finding("gpu", "broken", text, "pip install --force-reinstall 'torch>=2.11'")
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        text = f"there is an NVIDIA GPU, but PyTorch cannot use it: {one_line(error)}"
+    else:
+        text = "there is an NVIDIA GPU, but PyTorch sees none"
+    newest = _DRIVERS.get(torch.version.cuda.split(".")[0], max(_DRIVERS.values()))
+    return Finding("gpu", "broken", text, f"sudo apt-get install -y nvidia-driver-{newest} && sudo reboot")
+
+
+def _nvidia_devices() -> list[Path]:
+    return sorted(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _check_gpu(index: int) -> Finding:
+    name = f"gpu {index}"
+    try:
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        ones = torch.ones(64, 64, device=f"cuda:{index}")
+        right = bool((ones @ ones == 64).all())
+    except RuntimeError as error:
+        text = f"it does not compute: {one_line(error)}"
+        return Finding(name, "broken", text, "nvidia-smi -q -d ECC,PAGE_RETIREMENT && sudo nvidia-smi --gpu-reset")
+    capability = (properties.major, properties.minor)
+    text = f"{properties.name}, {total / GIB:.0f} GiB, compute capability {capability[0]}.{capability[1]}"
+    if not right:
+        return Finding(
+            name, "broken", f"{text}: it computes wrongly", f"export CUDA_VISIBLE_DEVICES=  # without {index}"
+        )
+    if capability < OLDEST_CAPABILITY:
+        return Finding(name, "note", f"{text}: too old for the kernels and for bf16; the reference runs")
+    if total - free > 0.1 * total:
+        return Finding(name, "note", f"{text}, {(total - free) / GIB:.0f} GiB of them taken already", "nvidia-smi")
+    return Finding(name, "ok", text)
+
+
+def check_driver() -> list[Finding]:
+    """Driver and libraries of the GPUs; nothing without one."""
+    if not torch.cuda.is_available():
+        return []
+    found = environment()
+    libraries = found["torch"]
+    text = f"driver {found['gpu_driver'] or 'unknown'}, CUDA {libraries['cuda']}, cuDNN {libraries['cudnn']}"
+    return [Finding("driver", "ok", f"{text}, NCCL {libraries['nccl']}")]
+
+
+def check_cpu() -> Finding:
+    """Cores and memory of the host."""
+    cpu = environment()["cpu"]
+    cores, threads = cpu["usable_cores"] or 1, torch.get_num_threads()
+    available = available_memory()
+    total = "" if cpu["memory_bytes"] is None else f" of {cpu['memory_bytes'] / GIB:.0f}"
+    memory = "" if available is None else f", {available / GIB:.1f}{total} GiB of memory available"
+    text = f"{cpu['name']}, {cores} cores{memory}"
+    if threads < cores // 2 and not torch.cuda.is_available():
+        return Finding("cpu", "note", f"{text}; PyTorch uses {threads} of the cores", "unset OMP_NUM_THREADS")
+    if available is not None and available < GIB:
+        return Finding("cpu", "broken", f"{text}: too little to train anything", "ps aux --sort=-rss | head")
+    return Finding("cpu", "ok", text)
+
+
+def available_memory() -> int | None:
+    """Bytes that a process may still take, by the system and by the container; None where neither tells."""
+    bounds = []
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                bounds.append(int(line.split()[1]) * 1024)
+    group = Path("/sys/fs/cgroup")
+    # Fails without a container, and in one without a bound ("max").
+    with contextlib.suppress(OSError, ValueError):
+        bounds.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(bounds)) if bounds else None
+
+
+def check_shared_memory() -> list[Finding]:
+    """Room for the exchange between GPUs; nothing with fewer than two."""
+    shared = Path("/dev/shm")
+    if torch.cuda.device_count() < 2 or not shared.is_dir():
+        return []
+    total = shutil.disk_usage(shared).total
+    if total < _SPARE_SHARED_MEMORY:
+        text = f"/dev/shm has {total / 2**20:.0f} MiB: NCCL may find no room"
+        return [Finding("shared memory", "note", text, "docker run --shm-size=8g …")]
+    return [Finding("shared memory", "ok", f"{total / GIB:.0f} GiB in /dev/shm")]
+
+
+def compilers() -> list[str]:
+    """C and C++ compilers that PyTorch's compiler and Triton would find."""
+    wanted = [os.environ.get("CXX", ""), os.environ.get("CC", ""), "g++", "gcc", "clang++", "clang"]
+    return [found for name in wanted if name and (found := shutil.which(name))]
+
+
+def check_compiler() -> Finding:
+    """A C compiler: for torch.compile, and on a GPU for every kernel."""
+    found = compilers()
+    if found:
+        return Finding("compiler", "ok", found[0])
+    if torch.cuda.is_available() and installed("triton"):
+        return Finding("compiler", "broken", "no C compiler: Triton cannot build its kernels", COMPILER_COMMAND)
+    return Finding("compiler", "note", "no C++ compiler: train.compile cannot be used", COMPILER_COMMAND)
+
+
+def check_extras() -> list[Finding]:
+    """The optional packages."""
+    findings = []
+    for extra, (modules, purpose) in EXTRAS.items():
+        missing = [module for module in modules if not installed(module)]
+        if missing:
+            text = f"{', '.join(missing)} not installed: no {purpose}"
+            findings.append(Finding(f"extra {extra}", "note", text, f"pip install 'trifocal[{extra}]'"))
+        else:
+            findings.append(Finding(f"extra {extra}", "ok", f"installed: {purpose}"))
+    return findings

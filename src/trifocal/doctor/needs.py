@@ -1,0 +1,288 @@
+"""What a configuration would need on this machine: memory by formula, time by an estimate, and what to change."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from trifocal.diagnostics.memory import resident_bytes
+from trifocal.distributed import Processes, choose_mode
+from trifocal.doctor.findings import one_line
+from trifocal.doctor.machine import available_memory, installed
+from trifocal.errors import UserError
+from trifocal.models import Memory, TrainingSetup, computed_flops_per_token, parameter_count, training_memory
+from trifocal.ops.backends import resolve
+from trifocal.train.config import RunConfig
+from trifocal.train.preflight import disk_bytes, preflight
+
+# Of what is free: the rest is for what the formula leaves out, the driver and fragmentation above all.
+USABLE_SHARE = 0.92
+# Share of the speed of large products at which a step computes: 0.13 on an H200 (8 sequences of the production model
+# in 133 ms), 0.2 to 0.6 on one core of a CPU (presets of one to five layers). Small products, norms, masks and the
+# optimizer take the rest. Of use to one digit.
+EFFICIENCY = {"cuda": 0.13, "cpu": 0.3}
+# cuBLAS keeps a buffer for each thread that multiplies, forward and backward: larger from Hopper on.
+_CUBLAS_BYTES = {True: 2 * 32 * 2**20, False: 2 * 8 * 2**20}
+_MOST_PROCESSES = 1024
+_SHORTEST_ADVISED = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What needs are compared with.
+
+    Attributes:
+        device: Where training would run.
+        processes: Devices of that kind.
+        available_bytes: Free memory of the fullest of them; None where the system does not tell.
+        rates: Speed of large products by precision, FLOP/s, measured here.
+        workspace_bytes: What libraries, or on a CPU the process itself, take.
+    """
+
+    device: torch.device
+    processes: int
+    available_bytes: int | None
+    rates: dict[str, float]
+    workspace_bytes: int
+
+    @classmethod
+    def here(cls, rates: dict[str, float]) -> "Machine":
+        """This machine."""
+        if torch.cuda.is_available():
+            count = torch.cuda.device_count()
+            free = min(torch.cuda.mem_get_info(index)[0] for index in range(count))
+            hopper = torch.cuda.get_device_capability() >= (9, 0)
+            return cls(
+                device=torch.device("cuda"),
+                processes=count,
+                available_bytes=free,
+                rates=rates,
+                workspace_bytes=_CUBLAS_BYTES[hopper],
+            )
+        own, available = resident_bytes(), available_memory()
+        return cls(
+            device=torch.device("cpu"),
+            processes=1,
+            available_bytes=None if available is None else available + own,
+            rates=rates,
+            workspace_bytes=own,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """What one configuration would need here.
+
+    Attributes:
+        name: Of the file.
+        parameters: Of the model.
+        processes: That would train together.
+        mode: How they would share the model.
+        backend: What would run the attention; "dense" for a dense model.
+        memory: Of the fullest device, by formula.
+        available_bytes: What that device has.
+        fits: Whether the memory fits; None if the machine does not tell.
+        step_seconds: An estimate from computed FLOPs; None where the speed of products is unknown.
+        tokens_per_step: Of all processes together.
+        run_seconds: The estimate for all steps.
+        disk_bytes: Of checkpoints, at most at a time.
+        problem: Why the run would be refused; empty if it would not.
+        remedy: What mends that.
+        advice: What makes it fit; empty if it does.
+    """
+
+    name: str
+    parameters: int
+    processes: int
+    mode: str
+    backend: str
+    memory: Memory
+    available_bytes: int | None
+    fits: bool | None
+    step_seconds: float | None
+    tokens_per_step: int
+    run_seconds: float | None
+    disk_bytes: int
+    problem: str = ""
+    remedy: str = ""
+    advice: str = ""
+
+
+def need_of(name: str, config: RunConfig, machine: Machine) -> Need:
+    """Work out one configuration.
+
+    Args:
+        name: What to call it.
+        config: The configuration.
+        machine: This machine.
+    """
+    device = machine.device if config.run.device == "auto" else torch.device(config.run.device)
+    machine = machine if device.type == machine.device.type else _cpu_of(machine)
+    processes = _processes(config, machine)
+    setup = setup_of(config, machine, processes)
+    memory = training_memory(config.model, setup)
+    usable = None if machine.available_bytes is None else int(machine.available_bytes * USABLE_SHARE)
+    fits = None if usable is None else memory.total <= usable
+    seconds = _step_seconds(config, setup, machine)
+    problem, remedy = _refusal(config, machine, processes)
+    return Need(
+        name=name,
+        parameters=parameter_count(config.model),
+        processes=processes,
+        mode=setup.mode,
+        backend=setup.backend if config.model.attention == "nsa" else "dense",
+        memory=memory,
+        available_bytes=machine.available_bytes,
+        fits=fits,
+        step_seconds=seconds,
+        tokens_per_step=config.train.global_batch_size * config.train.sequence_length,
+        run_seconds=None if seconds is None else seconds * config.train.steps,
+        disk_bytes=disk_bytes(config),
+        problem=problem,
+        remedy=remedy,
+        advice=advice(config, machine, usable) if usable is not None and not fits else "",
+    )
+
+
+def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = "") -> TrainingSetup:
+    """How a configuration would be trained.
+
+    Args:
+        config: The configuration.
+        machine: This machine.
+        processes: That train together.
+        mode: How they share the model, instead of what the configuration says.
+    """
+    train, parallel = config.train, config.parallel
+    group = Processes(size=processes, local_size=processes, device=machine.device)
+    if not mode:
+        mode = choose_mode(parallel.mode, group, config.model)[0] if processes > 1 else "none"
+    shards = {"fsdp": processes, "hsdp": parallel.shards or processes}.get(mode, 1)
+    return TrainingSetup(
+        sequence_length=train.sequence_length,
+        micro_batch_size=train.micro_batch_size,
+        micro_batches=max(1, train.global_batch_size // (train.micro_batch_size * processes)),
+        precision=train.precision,
+        checkpointed_layers=train.checkpointed_layers(config.model.num_layers),
+        device=machine.device.type,  # type: ignore[arg-type]
+        backend=_backend(config, machine.device),  # type: ignore[arg-type]
+        # Rows of random tokens have no documents; others are packed where a border falls into one.
+        packed=config.data.source != "synthetic" and train.micro_batch_size > 1,
+        mode=mode,  # type: ignore[arg-type]
+        shards=shards,
+        reshard_after_forward=parallel.reshard_after_forward,
+        workspace_bytes=machine.workspace_bytes,
+    )
+
+
+def advice(config: RunConfig, machine: Machine, usable: int) -> str:
+    """The smallest change that makes a configuration fit, as flags for `trifocal train`.
+
+    First what leaves the result as it is: recomputed activations, smaller micro-batches, sharding over this machine's
+    GPUs, or over as many as it takes. Then shorter sequences.
+
+    Args:
+        config: A configuration that does not fit.
+        machine: This machine.
+        usable: Bytes that a device may take.
+    """
+
+    def fits(candidate: RunConfig, processes: int, mode: str = "") -> bool:
+        return training_memory(candidate.model, setup_of(candidate, machine, processes, mode)).total <= usable
+
+    smaller = list(_smaller(config))
+    for changed, flags in smaller:
+        processes = _processes(changed, machine)
+        if fits(changed, processes):
+            return flags
+        if processes > 1 and fits(changed, processes, "fsdp"):
+            return f"{flags} --parallel.mode fsdp".strip()
+    smallest, flags = smaller[-1]
+    if machine.device.type == "cuda":
+        processes = 2 * machine.processes
+        while processes <= _MOST_PROCESSES:
+            if fits(smallest, processes, "fsdp"):
+                batch = math.lcm(smallest.train.global_batch_size, processes * smallest.train.micro_batch_size)
+                if batch != smallest.train.global_batch_size:
+                    flags += f" --train.global_batch_size {batch}"
+                return f"{flags} --parallel.mode fsdp on {processes} such GPUs".strip()
+            processes *= 2
+    length = smallest.train.sequence_length
+    while length > _SHORTEST_ADVISED:
+        length //= 2
+        shorter = replace(smallest, train=replace(smallest.train, sequence_length=length))
+        if fits(shorter, _processes(shorter, machine)):
+            return f"{flags} --train.sequence_length {length}".strip()
+    return "a smaller model, or more memory"
+
+
+def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
+    """The configuration in less and less memory, as it costs more and more time; and the flags that say so."""
+    yield config, ""
+    train, first = config.train, ""
+    if train.activation_checkpointing != "all":
+        first = "--train.activation_checkpointing all"
+        train = replace(train, activation_checkpointing="all")
+        yield replace(config, train=train), first
+    for size in range(train.micro_batch_size - 1, 0, -1):
+        if train.global_batch_size % size == 0:
+            changed = replace(train, micro_batch_size=size)
+            yield replace(config, train=changed), f"{first} --train.micro_batch_size {size}".strip()
+
+
+def _processes(config: RunConfig, machine: Machine) -> int:
+    """Processes that would share the work here: one a GPU, if the batch can be shared out."""
+    whole = config.train.global_batch_size % (config.train.micro_batch_size * machine.processes) == 0
+    return machine.processes if config.parallel.mode != "none" and whole else 1
+
+
+def _cpu_of(machine: Machine) -> Machine:
+    own, available = resident_bytes(), available_memory()
+    total = None if available is None else available + own
+    return replace(
+        machine, device=torch.device("cpu"), processes=1, available_bytes=total, rates={}, workspace_bytes=own
+    )
+
+
+def _backend(config: RunConfig, device: torch.device) -> str:
+    model = config.model
+    if model.attention != "nsa":
+        return "reference"
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
+    v = torch.empty(1, 1, model.num_kv_groups, model.value_dim, dtype=dtype, device=device)
+    try:
+        return resolve("doctor", model.backend, q, v, model.geometry)
+    except ValueError:
+        # Preflight says what is wrong; the reference needs no less.
+        return "reference"
+
+
+def _step_seconds(config: RunConfig, setup: TrainingSetup, machine: Machine) -> float | None:
+    on_gpu = machine.device.type == "cuda"
+    exact = setup.backend == "reference" and config.model.attention == "nsa"
+    rate, attention_rate = (machine.rates.get(kind) for kind in (setup.precision, "fp32" if exact else setup.precision))
+    if not rate or not attention_rate:
+        return None
+    # A CPU packs only the rows that have a border inside, which are few.
+    length = setup.sequence_length * (setup.micro_batch_size if setup.packed and on_gpu else 1)
+    first, last = setup.checkpointed_layers
+    flops = computed_flops_per_token(config.model, length, backend=setup.backend, checkpointed_layers=last - first)
+    tokens = setup.micro_batches * setup.micro_batch_size * setup.sequence_length
+    return tokens * (flops.matrices / rate + flops.attention / attention_rate) / EFFICIENCY[machine.device.type]
+
+
+def _refusal(config: RunConfig, machine: Machine, processes: int) -> tuple[str, str]:
+    """Why the run would not start, and what mends it."""
+    kind = config.data.source.partition(":")[0]
+    if kind in ("fineweb-edu", "parquet") and not installed("pyarrow"):
+        return f"data.source {kind} needs packages that are not installed", "pip install 'trifocal[data]'"
+    try:
+        preflight(config, machine.device, processes)
+    except UserError as error:
+        text = one_line(error)
+        command = re.search(r"pip install '[^']+'|--[a-z_]+\.[a-z_]+ \S+", text)
+        return text, command.group() if command else ""
+    return "", ""

@@ -1,0 +1,210 @@
+"""What only a try can tell: kernels, the compiler, collectives, the disk, the speed of products."""
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trifocal.doctor.findings import Finding, Status, one_line
+from trifocal.doctor.machine import COMPILER_COMMAND, GIB, compilers, installed
+
+_WRITTEN_BYTES = 64 * 2**20
+_SPARE_DISK_BYTES = GIB
+_PYTHON_HEADERS_COMMAND = "sudo apt-get install -y python3-dev"
+
+
+def check_triton() -> Finding:
+    """Whether a kernel compiles, runs and is right."""
+    if not torch.cuda.is_available():
+        return Finding("triton", "ok", "not needed without a GPU")
+    if not installed("triton"):
+        text = "Triton is not installed: the reference runs instead of the kernels, slower and in more memory"
+        return Finding("triton", "note", text, "pip install triton")
+    try:
+        from trifocal.ops.triton.smoke import run_smallest_kernel
+
+        right = run_smallest_kernel(torch.device("cuda"))
+    except Exception as error:  # What a broken installation raises has no common kind.
+        return Finding("triton", "broken", f"a kernel does not compile or run: {one_line(error)}", _mend(str(error)))
+    if not right:
+        text = "a kernel computes wrongly"
+        return Finding("triton", "broken", text, "pip install --force-reinstall triton && rm -r ~/.triton/cache")
+    import triton
+
+    return Finding("triton", "ok", f"Triton {triton.__version__}: a kernel compiles, runs and is right")
+
+
+def _mend(message: str) -> str:
+    if "Python.h" in message:
+        return _PYTHON_HEADERS_COMMAND
+    if not compilers() or "compiler" in message.lower():
+        return COMPILER_COMMAND
+    return "pip install --force-reinstall triton && rm -r ~/.triton/cache"
+
+
+_COMPILED = """
+import torch
+device = "cuda" if torch.cuda.is_available() else "cpu"
+function = torch.compile(lambda x: (x * 2 + 1).sum())
+assert function(torch.ones(8, device=device)).item() == 24
+"""
+
+
+class CompileProbe:
+    """Tries torch.compile in a process of its own, with empty caches, while other things are looked at.
+
+    Args:
+        code: What it runs.
+    """
+
+    def __init__(self, code: str = _COMPILED) -> None:
+        self._begin = time.monotonic()
+        self._process: subprocess.Popen[str] | None = None
+        if compilers():
+            self._cache = tempfile.TemporaryDirectory()
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": self._cache.name},
+            )
+
+    def result(self, seconds: float) -> Finding:
+        """The finding, waited for until as many seconds after the start."""
+        if self._process is None:
+            return Finding("torch.compile", "note", "it needs a C++ compiler", COMPILER_COMMAND)
+        try:
+            _, errors = self._process.communicate(timeout=max(0.0, seconds - (time.monotonic() - self._begin)))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+            text = f"a small function was not compiled within {seconds:.0f} s; the machine may be busy"
+            return Finding("torch.compile", "note", text, "--train.compile false")
+        finally:
+            self._cache.cleanup()
+        if self._process.returncode:
+            last = (errors.strip().splitlines() or [""])[-1]
+            remedy = _PYTHON_HEADERS_COMMAND if "Python.h" in errors else "--train.compile false"
+            return Finding("torch.compile", "note", f"it does not work: {one_line(RuntimeError(last))}", remedy)
+        return Finding("torch.compile", "ok", f"works; a small function took {time.monotonic() - self._begin:.0f} s")
+
+
+def check_collectives() -> list[Finding]:
+    """Whether processes could exchange: gloo for hosts, NCCL for GPUs, each tried with one process."""
+    several = torch.cuda.device_count() > 1
+    findings = [_try_group("gloo", dist.is_gloo_available(), _gloo, several)]
+    if torch.cuda.is_available():
+        findings.append(_try_group("nccl", dist.is_nccl_available(), _nccl, several))
+    return findings
+
+
+def _try_group(name: str, available: bool, reduce: Callable[[], torch.Tensor], several: bool) -> Finding:
+    # Without it one process trains all the same; several GPUs would not.
+    status: Status = "broken" if several else "note"
+    if not available:
+        text = f"this PyTorch was built without {name}: one process only"
+        return Finding(name, status, text, "pip install --force-reinstall 'torch>=2.11'")
+    try:
+        right = bool((reduce() == 1).all())
+    except RuntimeError as error:
+        text = f"it does not work: {one_line(error)}"
+        remedy = 'echo "127.0.1.1 $(hostname)" | sudo tee -a /etc/hosts' if name == "gloo" else "export NCCL_DEBUG=INFO"
+        return Finding(name, status, text, remedy)
+    if not right:
+        return Finding(name, status, "a sum over one process is wrong")
+    return Finding(name, "ok", "works in one process")
+
+
+def _gloo() -> torch.Tensor:
+    group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
+    value = torch.ones(4)
+    group.allreduce([value]).wait()
+    return value
+
+
+def _nccl() -> torch.Tensor:
+    group: Any = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
+    value = torch.ones(4, device="cuda")
+    group.allreduce([value]).wait()
+    return value.cpu()
+
+
+def existing_folder(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
+def check_disk(run_directory: Path) -> Finding:
+    """Room and speed where runs are written, by writing a file and deleting it."""
+    name, folder = "disk", existing_folder(run_directory)
+    if not folder.is_dir():
+        return Finding(name, "broken", f"{folder} is not a folder", "--run.directory OTHER_FOLDER")
+    free = shutil.disk_usage(folder).free
+    try:
+        speed = _write_speed(folder)
+    except OSError as error:
+        text = f"{folder} cannot be written: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return Finding(name, "broken", text, f"du -xhd1 {folder} | sort -h, or --run.directory OTHER_FOLDER")
+        if error.errno in (errno.EACCES, errno.EPERM):
+            return Finding(name, "broken", text, f'sudo chown "$USER" {folder}, or --run.directory OTHER_FOLDER')
+        return Finding(name, "broken", text, "--run.directory OTHER_FOLDER")
+    text = f"{free / 1e9:.0f} GB free in {folder}, written at {speed / 1e6:,.0f} MB/s"
+    if free < _SPARE_DISK_BYTES:
+        return Finding(name, "note", text, f"du -xhd1 {folder} | sort -h, or --run.directory OTHER_FOLDER")
+    return Finding(name, "ok", text)
+
+
+def _write_speed(folder: Path) -> float:
+    """Bytes a second, to the disk itself."""
+    # Not zeros: some file systems keep none of them.
+    block = os.urandom(2**20)
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".trifocal-doctor-") as file:
+        begin = time.perf_counter()
+        for _ in range(_WRITTEN_BYTES // len(block)):
+            file.write(block)
+            if time.perf_counter() - begin > 2:
+                break
+        file.flush()
+        os.fsync(file.fileno())
+        return file.tell() / (time.perf_counter() - begin)
+
+
+def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> float:
+    """Speed of large products, FLOP/s.
+
+    Args:
+        device: Where.
+        precision: "fp32" or "bf16".
+        seconds: How long to measure.
+    """
+    size = 4096 if device.type == "cuda" else 768
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+
+    def synchronise() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    left @ right
+    synchronise()
+    calls, begin = 0, time.perf_counter()
+    while time.perf_counter() - begin < seconds:
+        left @ right
+        synchronise()
+        calls += 1
+    return calls * 2 * size**3 / (time.perf_counter() - begin)
