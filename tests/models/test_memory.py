@@ -155,6 +155,9 @@ def test_sharding_divides_what_is_kept(layers):
     assert (parts.weights, parts.optimizer) == pytest.approx((whole.weights / 8, whole.optimizer / 8), rel=1e-3)
     assert parts.copies > 0
     assert parts.total < whole.total
+    gradient = 4 * parameter_count(DEEP)
+    added_up = training_memory(DEEP, replace(plain, mode="fsdp", shards=8, micro_batches=2))
+    assert gradient <= added_up.gradients < 1.5 * gradient
     collected = training_memory(DEEP, replace(plain, mode="fsdp", shards=8, reshard_after_forward=False))
     assert collected.copies > parts.copies
 

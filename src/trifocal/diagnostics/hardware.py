@@ -1,8 +1,10 @@
 """Peak speed of GPUs, the denominator of model FLOPs utilisation (MFU)."""
 
-# Dense bf16 matrix products with fp32 accumulation, in TFLOP/s, from the vendors' data sheets; where a sheet
-# gives the figure with sparsity alone, half of it. The first key that is part of the device's name counts, so
-# the longer name of a family stands before the shorter.
+# Dense bf16 matrix products with fp32 accumulation, in TFLOP/s, from the vendors' documents; where a sheet gives the
+# figure with sparsity alone, half of it. The first key that is part of the device's name counts, so the longer name of
+# a family stands before the shorter. Compared in November 2026 with reprints of these documents by others, which agree
+# but for rounding, besides GH200, H200 NVL, H800 PCIe and A800, of which none was found: they have the chips of their
+# neighbours here. The L40 and the GeForce cards add up in fp32 at half the speed that is often quoted for them.
 _PEAK_BF16_TFLOPS = (
     ("GB200", 2500.0),  # NVIDIA GB200 NVL72 sheet: 180 PFLOP/s over 72 GPUs
     ("B200", 2250.0),  # NVIDIA HGX B200 sheet: 18 PFLOP/s over 8 GPUs
@@ -18,7 +20,7 @@ _PEAK_BF16_TFLOPS = (
     ("H20", 148.0),  # NVIDIA H20 sheet
     ("A100", 312.0),  # NVIDIA A100 sheet
     ("A800", 312.0),  # NVIDIA A800 sheet
-    ("A10G", 70.0),  # NVIDIA A10G sheet
+    ("A10G", 70.0),  # NVIDIA A10G sheet (AWS g5): 140 with sparsity
     ("A10", 125.0),  # NVIDIA A10 sheet
     ("A30", 165.0),  # NVIDIA A30 sheet
     ("A40", 149.7),  # NVIDIA A40 sheet
@@ -26,7 +28,7 @@ _PEAK_BF16_TFLOPS = (
     ("L40", 181.05),  # NVIDIA L40 sheet
     ("L4", 121.0),  # NVIDIA L4 sheet: 242 with sparsity
     ("RTX 4090", 165.2),  # NVIDIA Ada architecture paper, appendix A
-    ("RTX 3090", 71.0),  # NVIDIA GA102 architecture paper, table 3
+    ("RTX 3090", 71.0),  # NVIDIA GA102 architecture paper
     ("MI300X", 1307.4),  # AMD Instinct MI300X sheet
 )
 

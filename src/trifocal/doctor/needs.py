@@ -11,11 +11,12 @@ from trifocal.diagnostics.memory import resident_bytes
 from trifocal.distributed import Processes, choose_mode
 from trifocal.doctor.findings import one_line
 from trifocal.doctor.machine import available_memory, installed
+from trifocal.doctor.probes import matmul_rate
 from trifocal.errors import UserError
 from trifocal.models import Memory, TrainingSetup, computed_flops_per_token, parameter_count, training_memory
 from trifocal.ops.backends import resolve
 from trifocal.train.config import RunConfig
-from trifocal.train.preflight import disk_bytes, preflight
+from trifocal.train.preflight import choose_device, disk_bytes, preflight
 
 # Of what is free: the rest is for what the formula leaves out, the driver and fragmentation above all.
 USABLE_SHARE = 0.92
@@ -180,7 +181,7 @@ def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = ""
 def advice(config: RunConfig, machine: Machine, usable: int) -> str:
     """The smallest change that makes a configuration fit, as flags for `trifocal train`.
 
-    First what leaves the result as it is: recomputed activations, smaller micro-batches, sharding over this machine's
+    First what leaves the result as it is: smaller micro-batches, recomputed activations, sharding over this machine's
     GPUs, or over as many as it takes. Then shorter sequences.
 
     Args:
@@ -219,17 +220,21 @@ def advice(config: RunConfig, machine: Machine, usable: int) -> str:
 
 
 def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
-    """The configuration in less and less memory, as it costs more and more time; and the flags that say so."""
-    yield config, ""
-    train, first = config.train, ""
-    if train.activation_checkpointing != "all":
-        first = "--train.activation_checkpointing all"
-        train = replace(train, activation_checkpointing="all")
-        yield replace(config, train=train), first
-    for size in range(train.micro_batch_size - 1, 0, -1):
-        if train.global_batch_size % size == 0:
-            changed = replace(train, micro_batch_size=size)
-            yield replace(config, train=changed), f"{first} --train.micro_batch_size {size}".strip()
+    """The configuration in less memory, as it costs more and more time, and the flags that say so.
+
+    Smaller micro-batches, then recomputed activations as well, from the largest micro-batch on.
+    """
+    train = config.train
+    sizes = [size for size in range(train.micro_batch_size, 0, -1) if train.global_batch_size % size == 0]
+    kept = train.activation_checkpointing
+    for checkpointing in dict.fromkeys((kept, "all")):
+        for size in sizes:
+            changed = replace(train, activation_checkpointing=checkpointing, micro_batch_size=size)
+            flags = [
+                *([f"--train.activation_checkpointing {checkpointing}"] if checkpointing != kept else []),
+                *([f"--train.micro_batch_size {size}"] if size != train.micro_batch_size else []),
+            ]
+            yield replace(config, train=changed), " ".join(flags)
 
 
 def _processes(config: RunConfig, machine: Machine) -> int:
@@ -239,10 +244,16 @@ def _processes(config: RunConfig, machine: Machine) -> int:
 
 
 def _cpu_of(machine: Machine) -> Machine:
+    """The CPU of a machine with GPUs, for a configuration that asks for it."""
     own, available = resident_bytes(), available_memory()
-    total = None if available is None else available + own
+    device = torch.device("cpu")
     return replace(
-        machine, device=torch.device("cpu"), processes=1, available_bytes=total, rates={}, workspace_bytes=own
+        machine,
+        device=device,
+        processes=1,
+        available_bytes=None if available is None else available + own,
+        rates={precision: matmul_rate(device, precision, 0.1) for precision in machine.rates},
+        workspace_bytes=own,
     )
 
 
@@ -280,6 +291,7 @@ def _refusal(config: RunConfig, machine: Machine, processes: int) -> tuple[str, 
     if kind in ("fineweb-edu", "parquet") and not installed("pyarrow"):
         return f"data.source {kind} needs packages that are not installed", "pip install 'trifocal[data]'"
     try:
+        choose_device(config.run.device)
         preflight(config, machine.device, processes)
     except UserError as error:
         text = one_line(error)

@@ -173,11 +173,11 @@ class _Step:
     @property
     def _gradients_before(self) -> int:
         """Gradients in a forward pass: those of the step before, or what other micro-batches have added up."""
-        own = FP32 * self.parameters // self.shards
+        whole = FP32 * self.parameters
         if self.setup.micro_batches == 1 or self.setup.mode == "none":
-            return own
-        # What micro-batches add up is whole in each process, beside ddp's buckets or fsdp's shards.
-        return FP32 * self.parameters + own
+            return whole // self.shards
+        # What micro-batches add up is whole in each process; ddp has its buckets beside it.
+        return whole if self.sharded else 2 * whole
 
     def _gradients(self, done: int) -> int:
         """Gradients in a backward pass that has come to those of `done` parameters."""

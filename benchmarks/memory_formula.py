@@ -1,0 +1,206 @@
+"""Train presets for two steps on this GPU and hold the memory formula to what PyTorch's allocator held.
+
+    python benchmarks/memory_formula.py                 # every case, with the kernels and with the reference
+    python benchmarks/memory_formula.py --only shake paper --explain
+    torchrun --nproc-per-node=2 benchmarks/memory_formula.py --only ddp fsdp
+
+Each case builds its model anew and takes three steps of the trainer's own code on random tokens; the peak is that of
+the last two. `--explain` lists what lived at the peak by the lines that made it, which shows what a formula missed.
+The exit status is 1 if a case is off by more than 10 %.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trifocal.bench.results import ResultFile
+from trifocal.data import Batch
+from trifocal.diagnostics import Heartbeat
+from trifocal.distributed import parallelise, processes_started
+from trifocal.doctor.needs import Machine, setup_of
+from trifocal.models import DecoderLM, training_memory
+from trifocal.train import load_config
+from trifocal.train.arguments import override
+from trifocal.train.optimizer import make_optimizer
+from trifocal.train.step import train_step
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+GIB = 2**30
+ALLOWED = 0.10
+
+
+@dataclass(frozen=True)
+class Case:
+    """A preset, what differs from it, and whether its rows are passed as packed documents."""
+
+    name: str
+    config: str
+    flags: dict[str, Any] = field(default_factory=dict)
+    packed: bool = False
+
+
+CHECKPOINTED, KEPT = ({"train.activation_checkpointing": kind} for kind in ("all", "none"))
+REFERENCE = {"model.backend": "reference"}
+SHAKE = "m7c_shake.toml"
+CASES = (
+    Case("shake", SHAKE, CHECKPOINTED),
+    Case("shake, kept", SHAKE, KEPT),
+    Case("shake, packed", SHAKE, CHECKPOINTED, packed=True),
+    Case("shake, fp32", SHAKE, {**KEPT, "train.precision": "fp32"}),
+    Case("shake, half", SHAKE, {"train.activation_checkpointing": "0:6"}),
+    Case("8 sequences", SHAKE, {**CHECKPOINTED, "train.micro_batch_size": 8, "train.global_batch_size": 8}),
+    Case("long", "m7c_long.toml", {**KEPT, "train.sequence_length": 32768, "train.global_batch_size": 1}),
+    Case("long, checkpointed", "m7c_long.toml", {"train.sequence_length": 32768, "train.global_batch_size": 1}),
+    Case("dense", SHAKE, {**KEPT, "model.attention": "dense"}),
+    Case("dense, checkpointed", SHAKE, {**CHECKPOINTED, "model.attention": "dense"}),
+    Case("paper", "paper_layer.toml"),
+    Case("wide, 4 layers", "wide_1b3.toml", {"model.num_layers": 4, "train.global_batch_size": 1}),
+    Case("minimal", "minimal.toml", {"run.device": "cuda"}),
+    Case("showcase", "showcase.toml", {}, packed=True),
+    Case("shake, reference", SHAKE, {**CHECKPOINTED, **REFERENCE}),
+    Case("shake, reference, kept", SHAKE, {**KEPT, **REFERENCE}),
+    Case("shake, reference, packed", SHAKE, {**KEPT, **REFERENCE}, packed=True),
+)
+# Under torchrun, as many sequences a process.
+SHARED = (
+    Case("ddp", SHAKE, {**CHECKPOINTED, "parallel.mode": "ddp"}),
+    Case("fsdp", SHAKE, {**CHECKPOINTED, "parallel.mode": "fsdp"}),
+    Case("fsdp, wide", "wide_1b3.toml", {"parallel.mode": "fsdp"}),
+    Case("ddp, accumulation", SHAKE, {**CHECKPOINTED, "parallel.mode": "ddp", "accumulation": 2}),
+    Case("fsdp, accumulation", SHAKE, {**CHECKPOINTED, "parallel.mode": "fsdp", "accumulation": 2}),
+)
+
+
+def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
+    """Train, and compare."""
+    flags = dict(case.flags)
+    config = load_config(CONFIGS / case.config)
+    if processes.size > 1:
+        whole = config.train.micro_batch_size * processes.size * flags.pop("accumulation", 1)
+        flags["train.global_batch_size"] = whole
+    config = override(config, [f"--{name}={value}" for name, value in flags.items()])
+    device, train = processes.device, config.train
+    mode = config.parallel.mode if processes.size > 1 else "none"
+    setup = replace(setup_of(config, Machine.here({}), processes.size, mode), packed=case.packed)
+    estimate = training_memory(config.model, setup)
+
+    model = DecoderLM(config.model).to(device)
+    model.set_activation_checkpointing(*train.checkpointed_layers(config.model.num_layers))
+    parallel = parallelise(model, processes, mode, precision=train.precision)
+    optimizer = make_optimizer(model, config.optimizer)
+    batches = [batch(config, case.packed) for _ in range(setup.micro_batches)]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Heartbeat(Path(folder) / "heartbeat", processes.rank, 3600.0, device=device) as heartbeat,
+    ):
+        for step in range(1, 4):
+            if step == 2:
+                torch.cuda.synchronize(device)
+                torch.cuda.reset_peak_memory_stats(device)
+                if explain:
+                    torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python")
+            result = train_step(
+                step,
+                batches,
+                loss_function=parallel.module,
+                optimizer=optimizer,
+                device=device,
+                config=train,
+                heartbeat=heartbeat,
+                before_backward=lambda: None,
+                parallel=parallel if processes.size > 1 else None,
+                total_targets=processes.size * sum(int((batch.targets >= 0).sum()) for batch in batches),
+            )
+        assert result.finite.wait(), "a loss or gradient was not finite"
+    peak = torch.cuda.max_memory_allocated(device)
+    row = {
+        "case": case.name,
+        "backend": setup.backend if config.model.attention == "nsa" else "dense",
+        "gpus": processes.size,
+        "measured_gib": peak / GIB,
+        "formula_gib": estimate.total / GIB,
+        "formula_over_measured": estimate.total / peak,
+        "moment": estimate.moment,
+        **{f"{part}_gib": getattr(estimate, part) / GIB for part in ("weights", "optimizer", "gradients", "copies")},
+        **{f"{part}_gib": getattr(estimate, part) / GIB for part in ("activations", "working", "workspace")},
+    }
+    if explain and processes.first:
+        print("\n".join(at_the_peak(torch.cuda.memory._snapshot(device), device.index or 0)), flush=True)
+        torch.cuda.memory._record_memory_history(enabled=None)
+    return row
+
+
+def batch(config: Any, packed: bool) -> Batch:
+    """Random tokens; with two borders in the micro-batch if it is to be packed."""
+    shape = (config.train.micro_batch_size, config.train.sequence_length)
+    tokens = torch.randint(0, config.model.vocab_size, shape)
+    borders = torch.tensor([0, shape[1] // 3, tokens.numel()], dtype=torch.int32) if packed else None
+    return Batch(tokens, tokens, borders, (), 0, 0)
+
+
+def at_the_peak(snapshot: dict[str, Any], device: int) -> list[str]:
+    """What lived when most was allocated, of what was allocated since the record began, by the lines that made it."""
+    live: dict[int, tuple[int, str]] = {}
+    now = most = 0
+    fullest: list[tuple[int, str]] = []
+    for event in snapshot["device_traces"][device]:
+        if event["action"] == "alloc":
+            frames = [f"{Path(f['filename']).stem}:{f['line']}" for f in event["frames"] if f["filename"]]
+            own = [frame for frame, f in zip(frames, event["frames"], strict=False) if "trifocal" in f["filename"]]
+            live[event["addr"]] = event["size"], " < ".join((own or frames)[:3])
+            now += event["size"]
+            if now > most:
+                most, fullest = now, list(live.values())
+        elif event["action"] == "free_completed" and event["addr"] in live:
+            now -= live.pop(event["addr"])[0]
+    sizes: Counter[str] = Counter()
+    numbers: Counter[str] = Counter()
+    for size, where in fullest:
+        sizes[where] += size
+        numbers[where] += 1
+    lines = [f"  {size / 2**20:9.1f} MiB x{numbers[where]:<4} {where}" for where, size in sizes.most_common(25)]
+    return [f"  allocated since, at the peak: {most / 2**20:.0f} MiB", *lines]
+
+
+def main() -> int:
+    """Measure what was asked for; the exit status is 1 if a case is off by too much."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    cases = SHARED if several else CASES
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in cases], default=[c.name for c in cases])
+    parser.add_argument("--explain", action="store_true", help="list what lived at the peak")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--output", type=Path, default=None)
+    options = parser.parse_args()
+    rows = []
+    with processes_started(torch.device("cuda"), timeout_seconds=300.0) as processes:
+        file = ResultFile(
+            f"memory_formula_{processes.size}", "The memory formula beside what was allocated",
+            folder=options.output, commit=options.commit,
+        )  # fmt: skip
+        for case in cases:
+            if case.name not in options.only:
+                continue
+            rows.append(measure(case, processes, options.explain))
+            gc.collect()
+            torch.cuda.empty_cache()
+            if processes.first:
+                print(json.dumps(rows[-1]), flush=True)
+                notes = ["The most that PyTorch's allocator held in steps 2 and 3; random tokens; not compiled."]
+                file.write(rows, notes=notes)
+        if processes.first:
+            print(file.page.read_text())
+    return int(any(abs(row["formula_over_measured"] - 1) > ALLOWED for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""What is found on machines that lack something, each with the command that mends it."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from trifocal.doctor import machine
+from trifocal.doctor.machine import EXTRAS
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if PyTorch saw one GPU; nothing is computed on it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch, tmp_path):
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+def refuse_driver():
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040). Please update it.")
+
+
+def test_no_gpu_is_healthy(no_gpu, monkeypatch):
+    monkeypatch.setattr(machine, "_nvidia_devices", list)
+    [finding] = machine.check_gpus()
+    assert (finding.status, finding.remedy) == ("ok", "")
+    assert "CPU" in finding.text
+
+
+def test_torch_without_cuda_beside_a_gpu(no_gpu, monkeypatch):
+    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")])
+    monkeypatch.setattr(torch.version, "cuda", None)
+    [finding] = machine.check_gpus()
+    assert finding.status == "broken" and "without CUDA" in finding.text
+    assert finding.remedy.startswith("pip install")
+
+
+@pytest.mark.parametrize("cuda, driver", [("13.0", "580"), ("12.8", "525")])
+def test_old_driver(no_gpu, monkeypatch, cuda, driver):
+    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")])
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", refuse_driver)
+    [finding] = machine.check_gpus()
+    assert finding.status == "broken" and "too old" in finding.text
+    assert f"nvidia-driver-{driver}" in finding.remedy
+
+
+def test_hidden_gpu(no_gpu, monkeypatch):
+    monkeypatch.setattr(machine, "_nvidia_devices", lambda: [Path("/dev/nvidia0")])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    [finding] = machine.check_gpus()
+    assert (finding.status, finding.remedy) == ("note", "unset CUDA_VISIBLE_DEVICES")
+
+
+def test_gpu_that_does_not_compute(gpu, monkeypatch):
+    def fail(index):
+        raise RuntimeError("CUDA error: uncorrectable ECC error encountered")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
+    [finding] = machine.check_gpus()
+    assert finding.status == "broken" and "ECC" in finding.text and finding.remedy
+
+
+def test_compiler_is_needed_on_a_gpu(gpu, no_compiler, monkeypatch):
+    monkeypatch.setattr(machine, "installed", lambda module: True)
+    finding = machine.check_compiler()
+    assert (finding.status, finding.remedy) == ("broken", "sudo apt-get install -y g++")
+
+
+def test_compiler_is_not_needed_on_a_cpu(no_gpu, no_compiler):
+    finding = machine.check_compiler()
+    assert (finding.status, finding.remedy) == ("note", "sudo apt-get install -y g++")
+
+
+def test_compiler_is_found(monkeypatch, tmp_path):
+    compiler = tmp_path / "my-c++"
+    compiler.write_text("#!/bin/sh\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "my-c++")
+    assert machine.check_compiler().text == str(compiler)
+
+
+def test_old_torch(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.9.1+cu128")
+    finding = machine.check_torch()
+    assert finding.status == "broken" and finding.remedy == "pip install --upgrade 'torch>=2.11'"
+    monkeypatch.setattr(torch, "__version__", "3.0.0")
+    assert machine.check_torch().status == "ok"
+
+
+def test_oldest_torch_is_that_of_the_project():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"torch>={'.'.join(map(str, machine.OLDEST_TORCH))}" in dependencies
+
+
+def test_missing_extras_name_their_command(monkeypatch):
+    monkeypatch.setattr(machine, "installed", lambda module: False)
+    findings = machine.check_extras()
+    assert {finding.status for finding in findings} == {"note"}
+    assert [finding.remedy for finding in findings] == [f"pip install 'trifocal[{extra}]'" for extra in EXTRAS]
+
+
+def test_extras_are_those_of_the_project():
+    """All but the developers' own, with the modules that their packages have."""
+    optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    optional.pop("dev")
+    packages = {extra: {line.partition(">=")[0] for line in lines} for extra, lines in optional.items()}
+    assert packages == {extra: set(modules) for extra, (modules, _) in EXTRAS.items()}
+
+
+def test_too_little_memory(no_gpu, monkeypatch):
+    monkeypatch.setattr(machine, "available_memory", lambda: 200 * 2**20)
+    finding = machine.check_cpu()
+    assert finding.status == "broken" and "0.2 of" in finding.text
+
+
+def test_memory_of_a_container_counts(monkeypatch):
+    read = Path.read_text
+    files = {"memory.max": "1000000", "memory.current": "400000"}
+
+    def read_text(path, *arguments, **options):
+        if str(path).startswith("/sys/fs/cgroup"):
+            return files[path.name]
+        return read(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "read_text", read_text)
+    assert machine.available_memory() == 600000
+    files["memory.max"] = "max\n"
+    assert machine.available_memory() > 600000

@@ -1,0 +1,158 @@
+"""Tries that fail: what is said, and the command that mends it."""
+
+import errno
+import tempfile
+
+import pytest
+import torch
+
+from trifocal.doctor import probes
+from trifocal.doctor.probes import CompileProbe
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """As if PyTorch saw one GPU, and Triton were installed."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(probes, "installed", lambda module: True)
+
+
+def run_instead(monkeypatch, outcome):
+    smoke = pytest.importorskip("trifocal.ops.triton.smoke")
+
+    def run(device):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(smoke, "run_smallest_kernel", run)
+
+
+def test_triton_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert probes.check_triton().status == "ok"
+
+
+@pytest.mark.parametrize(
+    "message, remedy",
+    [
+        ("Failed to find C compiler. Please specify via CC environment variable.", "sudo apt-get install -y g++"),
+        ("main.c:5:10: fatal error: Python.h: No such file or directory", "sudo apt-get install -y python3-dev"),
+    ],
+)
+def test_kernel_that_does_not_compile(gpu, monkeypatch, message, remedy):
+    run_instead(monkeypatch, RuntimeError(message))
+    finding = probes.check_triton()
+    assert (finding.status, finding.remedy) == ("broken", remedy)
+
+
+def test_kernel_that_is_wrong(gpu, monkeypatch):
+    run_instead(monkeypatch, False)
+    assert probes.check_triton().status == "broken"
+
+
+def test_kernel_that_works(gpu, monkeypatch):
+    run_instead(monkeypatch, True)
+    assert probes.check_triton().status == "ok"
+
+
+def test_triton_is_missing_beside_a_gpu(gpu, monkeypatch):
+    monkeypatch.setattr(probes, "installed", lambda module: False)
+    finding = probes.check_triton()
+    assert (finding.status, finding.remedy) == ("note", "pip install triton")
+
+
+@pytest.fixture
+def some_compiler(monkeypatch):
+    monkeypatch.setattr(probes, "compilers", lambda: ["/usr/bin/g++"])
+
+
+def test_compile_works(some_compiler):
+    assert CompileProbe("pass").result(60).status == "ok"
+
+
+def test_compile_fails(some_compiler):
+    finding = CompileProbe("raise SystemExit('Python.h: No such file or directory')").result(60)
+    assert finding.status == "note" and "Python.h" in finding.text
+    assert finding.remedy == "sudo apt-get install -y python3-dev"
+
+
+def test_compile_takes_too_long(some_compiler):
+    finding = CompileProbe("import time; time.sleep(60)").result(0.2)
+    assert finding.status == "note" and "was not compiled" in finding.text
+
+
+def test_compile_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(probes, "compilers", list)
+    finding = CompileProbe().result(60)
+    assert (finding.status, finding.remedy) == ("note", "sudo apt-get install -y g++")
+
+
+def test_gloo_works_here():
+    findings = {finding.name: finding.status for finding in probes.check_collectives()}
+    assert findings["gloo"] == "ok"
+
+
+@pytest.mark.parametrize("gpus, status", [(0, "note"), (2, "broken")])
+def test_gloo_that_does_not_work(monkeypatch, gpus, status):
+    def fail():
+        raise RuntimeError("Unable to resolve hostname to a (local) address")
+
+    monkeypatch.setattr(probes, "_gloo", fail)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    finding = probes.check_collectives()[0]
+    assert finding.status == status and "/etc/hosts" in finding.remedy
+
+
+def test_disk_here(tmp_path):
+    """Room and speed; also of a folder that is yet to be made; nothing is left behind."""
+    finding = probes.check_disk(tmp_path / "runs" / "later")
+    assert finding.status in ("ok", "note") and "MB/s" in finding.text and str(tmp_path) in finding.text
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "code, remedy",
+    [(errno.ENOSPC, "du -xhd1"), (errno.EDQUOT, "du -xhd1"), (errno.EROFS, "--run.directory"), (errno.EACCES, "chown")],
+)
+def test_disk_that_takes_nothing(tmp_path, monkeypatch, code, remedy):
+    def fail(descriptor):
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr(probes.os, "fsync", fail)
+    finding = probes.check_disk(tmp_path)
+    assert finding.status == "broken" and remedy in finding.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_disk_that_is_almost_full(tmp_path, monkeypatch):
+    usage = type("Usage", (), {"free": 10**8})
+    monkeypatch.setattr(probes.shutil, "disk_usage", lambda folder: usage)
+    assert probes.check_disk(tmp_path).status == "note"
+
+
+def test_run_directory_in_a_file(tmp_path):
+    (tmp_path / "runs").write_text("")
+    finding = probes.check_disk(tmp_path / "runs" / "later")
+    assert finding.status == "broken" and "not a folder" in finding.text
+
+
+def test_speed_of_products():
+    for precision in ("fp32", "bf16"):
+        assert 1e8 < probes.matmul_rate(torch.device("cpu"), precision, 0.05) < 1e15
+
+
+def test_probe_cleans_up(some_compiler, monkeypatch):
+    """The compiler's caches go when the answer is there, also when it took too long."""
+    folders = []
+    original = tempfile.TemporaryDirectory
+
+    def remembered(*arguments, **options):
+        folders.append(original(*arguments, **options))
+        return folders[-1]
+
+    monkeypatch.setattr(probes.tempfile, "TemporaryDirectory", remembered)
+    CompileProbe("import time; time.sleep(60)").result(0.1)
+    [folder] = folders
+    assert not probes.Path(folder.name).exists()
