@@ -93,6 +93,28 @@ class LayerMemory:
         return self.item * self.tokens * self.config.dim
 
     @property
+    def rotary_tables(self) -> int:
+        """Cosines and sines of tokens and compressed blocks, which all layers share."""
+        _, length = self.rows
+        blocks = length // self.config.geometry.compression_stride if self.config.attention == "nsa" else 0
+        return FP32 * self.config.head_dim * (length + blocks)
+
+    @property
+    def projected_columns(self) -> int:
+        """Columns of the product of the attention's input with all its projections."""
+        c = self.config
+        branches = NUM_BRANCHES if c.attention == "nsa" and not c.shared_kv else 1
+        columns = c.num_heads * c.head_dim + branches * c.num_kv_groups * (c.head_dim + c.value_dim)
+        if c.attention == "nsa" and c.gate == "sigmoid":
+            columns += NUM_BRANCHES * c.num_heads
+        return columns + (-columns % 64 if self.setup.device == "cuda" else 0)
+
+    @property
+    def joint_weights(self) -> int:
+        """Weights that are copied side by side for such products: the attention's projections and two of the MLP."""
+        return self.config.dim * (self.projected_columns + 2 * self.config.mlp_dim)
+
+    @property
     def mlp_hidden(self) -> int:
         """One tensor between the matrices of the MLP."""
         return self.item * self.tokens * self.config.mlp_dim
@@ -120,21 +142,20 @@ class LayerMemory:
         heads_v = item * n * c.num_heads * c.value_dim
         queries = item * n * c.num_heads * c.head_dim
         _, length = self.rows
-        tables = FP32 * length * c.head_dim
-        kept = self.residual + self.norm + self.normed + tables + queries
+        kept = self.residual + self.norm + self.normed + queries
         if c.attention == "dense":
-            # Keys and values are repeated for every head.
+            # Keys and values are repeated for every head, and what the projections gave is not needed again.
             copies = item * n * c.num_heads * (c.head_dim + c.value_dim)
             mask = item * length**2 if self.setup.packed else 0
             scores = self.tile if self._dense_scores else 0
             return kept + copies + heads_v + FP32 * n * c.num_heads + mask + scores
-        group_k, group_v = item * n * c.num_kv_groups * c.head_dim, item * n * c.num_kv_groups * c.value_dim
-        # The raw keys of the compressed branch are not needed again; the values are one tensor.
-        keys_values = (group_k + group_v) if c.shared_kv else 2 * group_k + NUM_BRANCHES * group_v
+        # Rotated keys; and the values, which are columns of the one tensor that all projections of the input give.
+        keys = item * n * c.num_kv_groups * c.head_dim * (1 if c.shared_kv else 2)
+        projected = item * n * self.projected_columns
         gates = FP32 * n * c.num_heads * NUM_BRANCHES
         if c.gate == "softmax":
             gates += n * c.num_kv_groups * (item * c.head_dim + FP32 * NUM_BRANCHES)
-        return kept + keys_values + gates + self._compressor_kept + self.branch_outputs + self.choice + heads_v
+        return kept + keys + projected + gates + self._compressor_kept + self.branch_outputs + self.choice + heads_v
 
     @cached_property
     def _compressed(self) -> int:

@@ -138,7 +138,7 @@ class _Step:
         layer, config = self.layer, self.config
         matrix = config.dim * config.mlp_dim
         behind = (config.num_layers - 1 - index) * self.block_parameters + self.head_weights
-        copies = self._kept_copies(index) + self._block_copy
+        copies = self._kept_copies(index) + self._cast_copy + self._joint_copy
         before = sum(self.keeps[:index]) + layer.kept
         # The gradient of the layer's output; and of what is between the MLP's matrices, in two places.
         working = layer.residual + 2 * layer.mlp_hidden
@@ -148,6 +148,15 @@ class _Step:
         working = layer.residual + layer.normed + layer.mlp_hidden + self._new_gradient(matrix)
         yield self._memory(
             f"gradient of the MLP's last matrix, layer {index}", self._gradients(behind), copies, before, working
+        )
+        # The tensors between the matrices are gone; the gradient of what the joint product gave is there.
+        working = layer.residual + layer.normed + 2 * layer.mlp_hidden + self._new_gradient(2 * matrix)
+        yield self._memory(
+            f"gradient of the MLP's first matrices, layer {index}",
+            self._gradients(behind + matrix),
+            copies,
+            before - 4 * layer.mlp_hidden,
+            working,
         )
         yield self._memory(
             f"attention's backward pass, layer {index}",
@@ -165,7 +174,7 @@ class _Step:
             optimizer=2 * FP32 * own,
             gradients=gradients,
             copies=copies,
-            activations=activations,
+            activations=activations + self.layer.rotary_tables,
             working=working,
             workspace=self.setup.workspace_bytes,
         )
@@ -202,20 +211,29 @@ class _Step:
         return self._collected_item * (blocks * self.block_parameters + outside)
 
     @property
-    def _block_copy(self) -> int:
-        """A block's matrices as autocast copies them. Under fsdp they are collected in that type."""
-        return BF16 * self.block_parameters if self.lowered and not self.sharded else 0
+    def _joint_copy(self) -> int:
+        """A block's weights that are laid side by side, in the type of the products."""
+        return self.layer.item * self.layer.joint_weights
+
+    @property
+    def _cast_copy(self) -> int:
+        """A block's other matrices as autocast copies them. Under fsdp they are collected in that type."""
+        if not self.lowered or self.sharded:
+            return 0
+        return BF16 * max(0, self.block_parameters - self.layer.joint_weights)
 
     @property
     def _head_copy(self) -> int:
         return BF16 * self.head_weights if self.lowered and not self.sharded else 0
 
     def _copies(self, layers: int) -> int:
-        """Copies and collected weights after the forward pass of some layers."""
-        return self._collected if self.sharded else layers * self._block_copy
+        """Copies and collected weights after, and with, the forward pass of some layers."""
+        collected = self._collected if self.sharded else 0
+        kept = sum(not again for again in self.checkpointed[: layers - 1])
+        return collected + layers * self._cast_copy + (kept + 1) * self._joint_copy
 
     def _kept_copies(self, layers: int) -> int:
         """Those that remain for the backward pass of the first layers."""
-        if self.sharded:
-            return self._collected
-        return self._block_copy * sum(not again for again in self.checkpointed[:layers])
+        collected = self._collected if self.sharded else 0
+        kept = sum(not again for again in self.checkpointed[:layers])
+        return collected + kept * (self._cast_copy + self._joint_copy)

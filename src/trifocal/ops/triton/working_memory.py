@@ -54,9 +54,9 @@ def backward_working_bytes(
     rep = heads // groups
     slots = choice.slots_of_chunk(rep * dim * item)
     dtype = torch.float32 if item == _FP32 else torch.bfloat16
-    widths = split_width(dim).padded, split_width(value_dim).padded
+    sizes = dtype, rep, split_width(dim).padded, split_width(value_dim).padded
     # Which of the two runs depends on strides too; the smaller pieces are more.
-    piece = min(gathered_tile(dtype, rep, *widths, by_hand).keys for by_hand in (False, True))
+    piece = min(gathered_tile(*sizes, by_hand=by_hand, hopper=True).keys for by_hand in (False, True))
     pieces = choice.pieces(slots, piece)
     partial = slots * rep * dim * item + pieces * choice.block * _FP32 * (dim + value_dim)
     return numbers + max(choice.sorting, choice.index + _INT32 * pieces + partial)
