@@ -31,6 +31,7 @@ class TrainingSetup:
         mode: How the model is spread over processes.
         shards: Processes that share one copy of the model under fsdp and hsdp.
         reshard_after_forward: Whether those give a block's weights back after its forward pass.
+        cuda_graphs: Whether micro-batches are recorded: gradients then stay in one place.
         workspace_bytes: What libraries take for themselves from the same allocator.
     """
 
@@ -45,6 +46,7 @@ class TrainingSetup:
     mode: Literal["none", "ddp", "fsdp", "hsdp"] = "none"
     shards: int = 1
     reshard_after_forward: bool = True
+    cuda_graphs: bool = False
     workspace_bytes: int = 0
 
 

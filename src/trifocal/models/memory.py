@@ -9,9 +9,9 @@ Weights, their gradients and both moments of AdamW are fp32: 16 bytes a paramete
 in tokens, in the type of the matrix products besides the residual stream and the norms, which are fp32. Under bf16 the
 matrices are copied in bf16 for the length of a forward pass, and for backward where they were kept.
 
-Not counted: what processes and drivers take outside of PyTorch's allocator, the allocator's fragmentation, and what
-`torch.compile` saves: a compiled model takes less than is said here. Evaluation, samples and telemetry keep nothing
-for backward and take less than a step.
+Not counted: what processes and drivers take outside of PyTorch's allocator, its fragmentation, and what `torch.compile`
+saves: a compiled layer keeps what its compiler chooses, at most about what is said here. Evaluation, samples and
+telemetry keep nothing for backward and take less than a step.
 """
 
 from collections.abc import Iterator
@@ -183,7 +183,7 @@ class _Step:
     def _gradients_before(self) -> int:
         """Gradients in a forward pass: those of the step before, or what other micro-batches have added up."""
         whole = FP32 * self.parameters
-        if self.setup.micro_batches == 1 or self.setup.mode == "none":
+        if self.setup.micro_batches == 1 or self.setup.mode == "none" or self.setup.cuda_graphs:
             return whole // self.shards
         # What micro-batches add up is whole in each process; ddp has its buckets beside it.
         return whole if self.sharded else 2 * whole
@@ -191,7 +191,7 @@ class _Step:
     def _gradients(self, done: int) -> int:
         """Gradients in a backward pass that has come to those of `done` parameters."""
         block = (FP32 + self._collected_item) * self.block_parameters if self.sharded else 0
-        if self.setup.micro_batches > 1 or self.setup.mode == "ddp":
+        if self.setup.micro_batches > 1 or self.setup.mode == "ddp" or self.setup.cuda_graphs:
             return self._gradients_before + block
         return FP32 * min(done, self.parameters) // self.shards + block
 
