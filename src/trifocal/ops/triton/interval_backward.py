@@ -23,6 +23,7 @@ from trifocal.ops.triton.common import (
     choose_tile,
     load_tile,
     multiprocessors,
+    nothing_lost,
     split_width,
     store_tile,
     strides,
@@ -179,6 +180,8 @@ def _gather_d_k_d_v(
     ROWS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr,
 ):
     """Add what `count` tiles of rows give to d_k and d_v; tiles from number `split` on lie `jump` further."""
+    lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
+    lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
     for number in tl.range(0, count):
         first_row = row_origin + (number + tl.where(number >= split, jump, 0)) * ROWS
         first_query = first_row // REP
@@ -210,21 +213,21 @@ def _gather_d_k_d_v(
         d_o_1 = load_rows(
             d_o_source_1, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
             0, V_1, V, ROWS, REP, TMA)
-        d_v_1 = add_product(d_v_1, p.to(d_o_1.dtype), d_o_1)
+        d_v_1, lost_v_1 = add_product(d_v_1, lost_v_1, p.to(d_o_1.dtype), d_o_1)
         d_p = tl.dot(v_1, tl.trans(d_o_1), input_precision="ieee")
         if V_2 > 0:
             d_o_2 = load_rows(
                 d_o_source_2, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
                 V_1, V_2, V, ROWS, REP, TMA)
-            d_v_2 = add_product(d_v_2, p.to(d_o_2.dtype), d_o_2)
+            d_v_2, lost_v_2 = add_product(d_v_2, lost_v_2, p.to(d_o_2.dtype), d_o_2)
             d_p = tl.dot(v_2, tl.trans(d_o_2), d_p, input_precision="ieee")
         d_scores = p * (d_p - row_delta[None, :])
         if MASKED:
             d_scores = tl.where(visible, d_scores, 0.0)
         d_scores = d_scores.to(q_1.dtype)
-        d_k_1 = add_product(d_k_1, d_scores, q_1)
+        d_k_1, lost_k_1 = add_product(d_k_1, lost_k_1, d_scores, q_1)
         if D_2 > 0:
-            d_k_2 = add_product(d_k_2, d_scores, q_2)
+            d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, d_scores, q_2)
     return d_k_1, d_k_2, d_v_1, d_v_2
 
 
