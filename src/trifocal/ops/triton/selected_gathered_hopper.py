@@ -1,0 +1,668 @@
+"""Keys-outside selected attention for Hopper with a division of labour, in Gluon.
+
+The same loop order, work and results as the portable `gathered_*` kernels, for 16-bit types, widths of 64 and 128,
+blocks of 64 tokens and groups of 4 to 64 heads that are a power of two. What the portable kernels leave there: a tile's
+warps ask for queries, compute addresses, multiply, exponentiate and store one after the other. Here each warp has one
+of these to do:
+
+| part | warps | forward | backward |
+|---|---|---|---|
+| rows | 4 each | p and o of a tile of 64 rows (slots x heads), in turn | d_q of a tile; d_k, d_v of the piece |
+| loader | 1 | k, v of the next piece; q, one copy a slot | k, v; q and d_o |
+| numbers | 1 | | lse, delta and gate of the rows |
+| storer | 1 | o and lse of each slot | d_q of each slot |
+
+A program stays and takes one piece after the other; what a piece is stands in a table made before, so that nobody
+follows a chain of loads. Copies go through the copy engine (TMA): a box is the group's heads of one query, 64 columns
+wide; the boxes of a tile stack to what the matrix units read. From memory, per tile: 64 rows of q (and d_o) in, of o or
+d_q out, all of them once; k and v once a piece, d_k and d_v out once a piece in fp32.
+
+forward: one program a multiprocessor, three sets of rows that share k and v (two buffers); backward: two programs a
+multiprocessor, one set each. With keys as the rows of the scores, p and d_scores are left factors of the products for
+d_v and d_k out of registers; only d_q takes d_scores through shared memory. d_q is laid out for its way to memory in
+the tile of queries that made it. Every sum has one order: two runs give equal bits.
+"""
+
+from collections.abc import Callable
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from trifocal.ops.triton.choice_index import ChoiceIndex, block_place
+from trifocal.ops.triton.common import multiprocessors
+from trifocal.ops.triton.interval_hopper import tile_descriptor
+
+ROWS = tl.constexpr(64)
+LOWEST = tl.constexpr(-1.0e30)
+LOG2_E = tl.constexpr(1.4426950408889634)
+# A piece's numbers in the table: first slot, end, end of those that need a mask, batch, group, first token of keys.
+FIELDS = tl.constexpr(8)
+LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+# fmt: off
+
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_blocks", "keys_per_chunk", "num_of_keys"])
+def piece_table_kernel(
+    table, slots, starts, first_pieces, piece_keys, ids, cu_seqlens,
+    num_queries, query_shift, num_blocks, keys_per_chunk, num_of_keys,
+    GROUPS: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr,
+):
+    """The numbers of one piece; pieces past the last are left as they are."""
+    piece = tl.program_id(0)
+    key = tl.load(piece_keys + piece)
+    if key < num_of_keys:
+        begin = tl.load(starts + key) + (piece - tl.load(first_pieces + key)) * PIECE
+        end = tl.minimum(begin + PIECE, tl.load(starts + key + 1))
+        batch_group = (key % keys_per_chunk) // num_blocks
+        batch = batch_group // GROUPS
+        any_slot = tl.load(slots + begin).to(tl.int32)
+        first_token, _ = block_place(
+            (key % keys_per_chunk) % num_blocks, any_slot, num_queries, query_shift, ids, cu_seqlens,
+            SLOTS_OF_ROW, BLOCK, PACKED)
+        place = begin + tl.arange(0, PIECE)
+        slot = tl.load(slots + place, mask=place < end, other=0).to(tl.int32)
+        # Slots come in the order of their queries: those that do not see the whole block are the first ones.
+        token = slot // SLOTS_OF_ROW - batch * num_queries + query_shift
+        masked = tl.sum(((place < end) & (token < first_token + (BLOCK - 1))).to(tl.int32))
+        row = table + piece * FIELDS
+        tl.store(row, begin)
+        tl.store(row + 1, end)
+        tl.store(row + 2, begin + masked)
+        tl.store(row + 3, batch)
+        tl.store(row + 4, batch_group % GROUPS)
+        tl.store(row + 5, first_token)
+
+
+@gluon.jit
+def slot_at(slots, place):
+    """The number of one slot, or of several."""
+    return gl.load(slots + place).to(gl.int32)
+
+
+@gluon.jit
+def span_of(table, piece):
+    """First slot of a piece, end, and end of those that need a mask."""
+    row = table + piece * FIELDS
+    return gl.load(row), gl.load(row + 1), gl.load(row + 2)
+
+
+@gluon.jit
+def place_of(table, piece):
+    """Batch, group and first token of a piece's block."""
+    row = table + piece * FIELDS
+    return gl.load(row + 3), gl.load(row + 4), gl.load(row + 5)
+
+
+@gluon.jit
+def hide(scores, slots, first, end, row, key, batch, first_token, num_queries, query_shift,
+         REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr):
+    """Put scores of later keys than a row's own token to -inf; a block's key is never of an earlier document."""
+    slot = slot_at(slots, gl.minimum(first + row // REP, end - 1))
+    token = slot // SLOTS_OF_ROW - batch * num_queries + query_shift
+    visible = (first_token + key)[None, :] <= token[:, None]
+    return gl.where(visible, scores, float("-inf"))
+
+
+@gluon.jit
+def log2_of_sum(x):
+    """log2 of a sum that is at least 1: the unit's own, without what the library does for small numbers."""
+    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+
+
+@gluon.jit
+def boxes_of(tile, source, WIDTH: gl.constexpr):
+    """A tile [64, WIDTH] as the boxes that it stacks up from: halves of 64 columns, then slots."""
+    REP: gl.constexpr = source.block_type.shape[len(source.block_type.shape) - 2]
+    return tile._reinterpret(
+        source.dtype, [WIDTH // 64 * (ROWS // REP)] + source.block_type.shape, source.layout)
+
+
+@gluon.jit
+def slots_of(slots, first, end, REP: gl.constexpr):
+    """The slots of a tile, one by one; behind the last it is taken again. Asked for all at once, long before use."""
+    numbers = ()
+    for s in gl.static_range(ROWS // REP):
+        numbers = numbers + (slot_at(slots, gl.minimum(first + s, end - 1)),)
+    return numbers
+
+
+@gluon.jit
+def ask_for_rows(
+    source, ready, tile, numbers, batch, num_queries, group,
+    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, WIDTH: gl.constexpr,
+):
+    """Start the copies of a tile's rows, the heads of its slots."""
+    STEP: gl.constexpr = ROWS // REP
+    boxes = boxes_of(tile, source, WIDTH)
+    for s in gl.static_range(STEP):
+        query = numbers[s] // SLOTS_OF_ROW - batch * num_queries
+        for half in gl.static_range(WIDTH // 64):
+            tma.async_copy_global_to_shared(
+                source, [batch, query, group * REP, half * 64], ready, boxes.index(half * STEP + s))
+
+
+@gluon.jit
+def send_rows(target, tile, numbers, first, end, first_slot, REP: gl.constexpr, WIDTH: gl.constexpr):
+    """Start the copies of a tile's rows to the places of their slots."""
+    STEP: gl.constexpr = ROWS // REP
+    boxes = boxes_of(tile, target, WIDTH)
+    for s in gl.static_range(STEP):
+        if first + s < end:
+            place = (numbers[s] - first_slot) * REP
+            for half in gl.static_range(WIDTH // 64):
+                tma.async_copy_shared_to_global(target, [place, half * 64], boxes.index(half * STEP + s))
+
+
+@gluon.jit
+def load_forward(
+    descriptors, buffers, barriers, work, num_queries,
+    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):
+    """The loader: k and v of a piece, then its tiles of queries."""
+    q_source, k_source, v_source, o_target = descriptors
+    q_tiles, k_tiles, v_tiles, o_tiles, lse_tiles = buffers
+    kv_ready, kv_free, q_ready, q_free, o_ready, o_free = barriers
+    slots, table, first_piece, end_piece, first_slot = work
+    STEP: gl.constexpr = ROWS // REP
+    count = 0
+    visit = 0
+    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
+        begin, end, _masked_end = span_of(table, piece)
+        batch, group, first_token = place_of(table, piece)
+        turn = visit % 2
+        ready = kv_ready.index(turn)
+        mbarrier.wait(kv_free.index(turn), (visit // 2 & 1) ^ 1)
+        mbarrier.expect(ready, k_source.block_type.nbytes + v_source.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_source, [batch, first_token, group, 0], ready, k_tiles.index(turn))
+        tma.async_copy_global_to_shared(v_source, [batch, first_token, group, 0], ready, v_tiles.index(turn))
+        for first in range(begin, end, STEP):
+            stage = count % STAGES
+            numbers = slots_of(slots, first, end, REP)
+            mbarrier.wait(q_free.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(q_ready.index(stage), ROWS * D * 2)
+            ask_for_rows(
+                q_source, q_ready.index(stage), q_tiles.index(stage), numbers, batch, num_queries, group,
+                REP, SLOTS_OF_ROW, D)
+            count += 1
+        visit += 1
+
+
+@gluon.jit
+def store_forward(
+    descriptors, buffers, barriers, work, lse_slots, REP: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
+):
+    """The storer: o and lse of one tile after the other; a tile is given back once the one behind it is on its way."""
+    q_source, k_source, v_source, o_target = descriptors
+    q_tiles, k_tiles, v_tiles, o_tiles, lse_tiles = buffers
+    kv_ready, kv_free, q_ready, q_free, o_ready, o_free = barriers
+    slots, table, first_piece, end_piece, first_slot = work
+    STEP: gl.constexpr = ROWS // REP
+    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    row = gl.arange(0, ROWS, LANES)
+    count = 0
+    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
+        begin, end, _masked_end = span_of(table, piece)
+        for first in range(begin, end, STEP):
+            part = count % PARTS
+            slot = slot_at(slots, gl.minimum(first + row // REP, end - 1))
+            numbers = slots_of(slots, first, end, REP)
+            mbarrier.wait(o_ready.index(part), count // PARTS & 1)
+            send_rows(o_target, o_tiles.index(part), numbers, first, end, first_slot, REP, V)
+            lse = lse_tiles.index(part).load(LANES)
+            gl.store(lse_slots + (slot - first_slot) * REP + row % REP, lse, mask=first + row // REP < end)
+            if first + STEP <= end:
+                tma.store_wait(STEP * (V // 64))
+            else:
+                tma.store_wait(0)
+            mbarrier.arrive(o_free.index((count + PARTS - 1) % PARTS), count=1, pred=count > 0)
+            count += 1
+    tma.store_wait(0)
+
+
+@gluon.jit
+def attend_slots(
+    PART: gl.constexpr, buffers, barriers, work, num_queries, query_shift, score_scale,
+    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr,
+):
+    """o and lse (base 2) of every PARTS-th tile; STAGES is a multiple of PARTS, so that a buffer has one reader."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    q_tiles, k_tiles, v_tiles, o_tiles, lse_tiles = buffers
+    kv_ready, kv_free, q_ready, q_free, o_ready, o_free = barriers
+    slots, table, first_piece, end_piece, first_slot = work
+    STEP: gl.constexpr = ROWS // REP
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
+    key = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
+    count = 0
+    visit = 0
+    own = 0
+    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
+        begin, end, masked_end = span_of(table, piece)
+        batch, _group, first_token = place_of(table, piece)
+        turn = visit % 2
+        k_tile = k_tiles.index(turn).reshape([BLOCK, D]).permute((1, 0))
+        v_tile = v_tiles.index(turn).reshape([BLOCK, V])
+        mbarrier.wait(kv_ready.index(turn), visit // 2 & 1)
+        tiles = (end - begin + (STEP - 1)) // STEP
+        for number in range((PART + PARTS - count % PARTS) % PARTS, tiles, PARTS):
+            first = begin + number * STEP
+            stage = (count + number) % STAGES
+            mbarrier.wait(q_ready.index(stage), (count + number) // STAGES & 1)
+            scores = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
+            scores = warpgroup_mma(q_tiles.index(stage), k_tile, scores, use_acc=False, is_async=True)
+            scores = warpgroup_mma_wait(0, [scores])
+            mbarrier.arrive(q_free.index(stage), count=1)
+            if first < masked_end:
+                scores = hide(
+                    scores, slots, first, end, row, key, batch, first_token, num_queries, query_shift,
+                    REP, SLOTS_OF_ROW)
+            top = gl.maximum(gl.max(scores, 1) * score_scale, LOWEST)
+            p = gl.exp2(scores * score_scale - top[:, None])
+            total = gl.sum(p, 1)
+            p = p * (1.0 / total)[:, None]
+            p_operand = gl.convert_layout(p.to(o_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
+            o = gl.zeros([ROWS, V], gl.float32, OUTPUT)
+            o = warpgroup_mma(p_operand, v_tile, o, use_acc=False, is_async=True)
+            lse = top + log2_of_sum(total)
+            mbarrier.wait(o_free.index(PART), (own & 1) ^ 1)
+            lse_tiles.index(PART).store(lse)
+            o = warpgroup_mma_wait(0, [o])
+            o_tiles.index(PART).store(o.to(o_tiles.dtype))
+            fence_async_shared()
+            mbarrier.arrive(o_ready.index(PART), count=1)
+            own += 1
+        mbarrier.arrive(kv_free.index(turn), count=1)
+        count += tiles
+        visit += 1
+
+
+@gluon.jit
+def work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS_OF_ROW: gl.constexpr):
+    """The pieces of a chunk, and the slot that partial results are counted from."""
+    first_key = chunk * keys_per_chunk
+    first_piece = gl.load(first_pieces + first_key)
+    end_piece = gl.load(first_pieces + first_key + keys_per_chunk)
+    return slots, table, first_piece, end_piece, chunk * chunk_rows * SLOTS_OF_ROW
+
+
+@gluon.jit(do_not_specialize=["num_queries", "query_shift", "chunk", "chunk_rows", "keys_per_chunk"])
+def gathered_forward_roles_kernel(
+    q_source, k_source, v_source, o_target, lse_slots, slots, first_pieces, table,
+    num_queries, query_shift, chunk, chunk_rows, keys_per_chunk, score_scale,
+    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr,
+):
+    """Partial o and lse (base 2) of the slots of one chunk."""
+    TYPE: gl.constexpr = q_source.dtype
+    D_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, D], D_TILE)
+    k_tiles = gl.allocate_shared_memory(TYPE, [2] + k_source.block_type.shape, k_source.layout)
+    v_tiles = gl.allocate_shared_memory(TYPE, [2] + v_source.block_type.shape, v_source.layout)
+    o_tiles = gl.allocate_shared_memory(TYPE, [PARTS, ROWS, V], D_TILE)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], LINE)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    kv_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    o_ready = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    o_free = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
+    for turn in gl.static_range(2):
+        mbarrier.init(kv_ready.index(turn), count=1)
+        mbarrier.init(kv_free.index(turn), count=PARTS)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(q_ready.index(stage), count=1)
+        mbarrier.init(q_free.index(stage), count=1)
+    for part in gl.static_range(PARTS):
+        mbarrier.init(o_ready.index(part), count=1)
+        mbarrier.init(o_free.index(part), count=1)
+    descriptors = (q_source, k_source, v_source, o_target)
+    buffers = (q_tiles, k_tiles, v_tiles, o_tiles, lse_tiles)
+    barriers = (kv_ready, kv_free, q_ready, q_free, o_ready, o_free)
+    work = work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS_OF_ROW)
+    gl.warp_specialize([
+        (attend_slots, (0, buffers, barriers, work, num_queries, query_shift, score_scale,
+                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS)),
+        (attend_slots, (1, buffers, barriers, work, num_queries, query_shift, score_scale,
+                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS)),
+        (attend_slots, (2, buffers, barriers, work, num_queries, query_shift, score_scale,
+                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS)),
+        (load_forward, (descriptors, buffers, barriers, work, num_queries, REP, SLOTS_OF_ROW, D, STAGES)),
+        (store_forward, (descriptors, buffers, barriers, work, lse_slots, REP, V, PARTS)),
+    ], [4, 4, 1, 1], [152, 152, 40, 40])
+
+
+@gluon.jit
+def load_backward(
+    descriptors, buffers, barriers, work, num_queries,
+    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+):
+    """The loader: k and v of a piece, then its tiles of q and d_o."""
+    q_source, k_source, v_source, d_o_source, d_q_target = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
+    kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
+    slots, table, first_piece, end_piece, first_slot = work
+    STEP: gl.constexpr = ROWS // REP
+    count = 0
+    visit = 0
+    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
+        begin, end, _masked_end = span_of(table, piece)
+        batch, group, first_token = place_of(table, piece)
+        mbarrier.wait(kv_free, (visit & 1) ^ 1)
+        mbarrier.expect(kv_ready, k_source.block_type.nbytes + v_source.block_type.nbytes)
+        tma.async_copy_global_to_shared(k_source, [batch, first_token, group, 0], kv_ready, k_tiles)
+        tma.async_copy_global_to_shared(v_source, [batch, first_token, group, 0], kv_ready, v_tiles)
+        for first in range(begin, end, STEP):
+            stage = count % STAGES
+            ready = rows_ready.index(stage)
+            numbers = slots_of(slots, first, end, REP)
+            mbarrier.wait(rows_free.index(stage), (count // STAGES & 1) ^ 1)
+            mbarrier.expect(ready, ROWS * (D + V) * 2)
+            ask_for_rows(
+                q_source, ready, q_tiles.index(stage), numbers, batch, num_queries, group,
+                REP, SLOTS_OF_ROW, D)
+            ask_for_rows(
+                d_o_source, ready, d_o_tiles.index(stage), numbers, batch, num_queries, group,
+                REP, SLOTS_OF_ROW, V)
+            count += 1
+        visit += 1
+
+
+@gluon.jit
+def load_numbers(
+    lse, delta, gate, buffers, barriers, work, num_queries, query_shift,
+    GROUPS: gl.constexpr, REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+):
+    """Numbers of the rows of one tile after the other.
+
+    lse in base 2 (infinite where the row adds nothing), delta, gate, and the last key of the block that it sees.
+    """
+    q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
+    kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
+    slots, table, first_piece, end_piece, first_slot = work
+    STEP: gl.constexpr = ROWS // REP
+    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
+    row = gl.arange(0, ROWS, LANES)
+    count = 0
+    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
+        begin, end, _masked_end = span_of(table, piece)
+        batch, group, first_token = place_of(table, piece)
+        for first in range(begin, end, STEP):
+            stage = count % STAGES
+            slot = slot_at(slots, gl.minimum(first + row // REP, end - 1))
+            last_key = slot // SLOTS_OF_ROW - batch * num_queries + query_shift - first_token
+            place = ((slot // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * REP + row % REP
+            lse_2 = gl.load(lse + place) * LOG2_E
+            delta_row = gl.load(delta + place)
+            gate_row = delta_row
+            if GATED:
+                gate_row = gl.load(gate + place).to(gl.float32)
+            nothing = (lse_2 == float("-inf")) | (first + row // REP >= end)
+            lse_2 = gl.where(nothing, float("inf"), lse_2)
+            mbarrier.wait(rows_free.index(stage), (count // STAGES & 1) ^ 1)
+            lse_tiles.index(stage).store(lse_2)
+            delta_tiles.index(stage).store(delta_row)
+            key_tiles.index(stage).store(last_key)
+            if GATED:
+                gate_tiles.index(stage).store(gate_row)
+            mbarrier.arrive(numbers_ready.index(stage), count=1)
+            count += 1
+
+
+@gluon.jit
+def store_backward(
+    descriptors, buffers, barriers, work, REP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):
+    """The storer: d_q of one tile after the other, out of the tiles of queries, which it gives back."""
+    q_source, k_source, v_source, d_o_source, d_q_target = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
+    kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
+    slots, table, first_piece, end_piece, first_slot = work
+    STEP: gl.constexpr = ROWS // REP
+    count = 0
+    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
+        begin, end, _masked_end = span_of(table, piece)
+        for first in range(begin, end, STEP):
+            stage = count % STAGES
+            numbers = slots_of(slots, first, end, REP)
+            mbarrier.wait(d_q_ready.index(stage), count // STAGES & 1)
+            send_rows(d_q_target, q_tiles.index(stage), numbers, first, end, first_slot, REP, D)
+            tma.store_wait(0)
+            mbarrier.arrive(rows_free.index(stage), count=1)
+            count += 1
+
+
+@gluon.jit
+def sum_slots(
+    d_k_parts, d_v_parts, buffers, barriers, work, score_scale,
+    REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
+    GATED: gl.constexpr, STAGES: gl.constexpr,
+):
+    """d_q of each tile, d_k and d_v of each piece."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
+    OUTPUT_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    OUTPUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
+    ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
+    q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
+    kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
+    slots, table, first_piece, end_piece, first_slot = work
+    STEP: gl.constexpr = ROWS // REP
+    TYPE: gl.constexpr = q_tiles.dtype
+    k_tile = k_tiles.reshape([BLOCK, D])
+    v_tile = v_tiles.reshape([BLOCK, V])
+    count = 0
+    visit = 0
+    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
+        begin, end, masked_end = span_of(table, piece)
+        d_k = gl.zeros([BLOCK, D], gl.float32, OUTPUT_D)
+        d_v = gl.zeros([BLOCK, V], gl.float32, OUTPUT_V)
+        mbarrier.wait(kv_ready, visit & 1)
+        for first in range(begin, end, STEP):
+            stage = count % STAGES
+            phase = count // STAGES & 1
+            q_tile = q_tiles.index(stage)
+            d_o_tile = d_o_tiles.index(stage)
+            zeros = gl.zeros([BLOCK, ROWS], gl.float32, SCORES)
+            mbarrier.wait(rows_ready.index(stage), phase)
+            scores = warpgroup_mma(k_tile, q_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            d_p = warpgroup_mma(v_tile, d_o_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+            mbarrier.wait(numbers_ready.index(stage), phase)
+            row_lse = lse_tiles.index(stage).load(ROW)
+            scores = warpgroup_mma_wait(1, [scores])
+            if first < masked_end:
+                key = gl.arange(0, BLOCK, gl.SliceLayout(1, SCORES))
+                visible = key[:, None] <= key_tiles.index(stage).load(ROW)[None, :]
+                scores = gl.where(visible, scores, float("-inf"))
+            p = gl.exp2(scores * score_scale - row_lse[None, :])
+            if GATED:
+                p = p * gate_tiles.index(stage).load(ROW)[None, :]
+            p_operand = gl.convert_layout(p.to(TYPE), gl.DotOperandLayout(0, OUTPUT_V, 2))
+            d_v = warpgroup_mma(p_operand, d_o_tile, d_v, is_async=True)
+            row_delta = delta_tiles.index(stage).load(ROW)
+            d_p = warpgroup_mma_wait(1, [d_p])
+            d_scores = (p * (d_p - row_delta[None, :])).to(TYPE)
+            d_scores_tile.store(d_scores)
+            fence_async_shared()
+            d_v = warpgroup_mma_wait(0, [d_v])
+            d_k = warpgroup_mma(d_scores_tile, q_tile, d_k, is_async=True)
+            d_q = gl.zeros([ROWS, D], gl.float32, OUTPUT_D)
+            d_q = warpgroup_mma(d_scores_tile.permute((1, 0)), k_tile, d_q, use_acc=False, is_async=True)
+            d_q, d_k = warpgroup_mma_wait(0, [d_q, d_k])
+            q_tile.store(d_q.to(TYPE))
+            fence_async_shared()
+            mbarrier.arrive(d_q_ready.index(stage), count=1)
+            count += 1
+        mbarrier.arrive(kv_free, count=1)
+        key_d = piece.to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, OUTPUT_D))
+        key_v = piece.to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, OUTPUT_V))
+        columns_d = gl.arange(0, D, gl.SliceLayout(0, OUTPUT_D))
+        columns_v = gl.arange(0, V, gl.SliceLayout(0, OUTPUT_V))
+        gl.store(d_k_parts + key_d[:, None] * D + columns_d[None, :], d_k)
+        gl.store(d_v_parts + key_v[:, None] * V + columns_v[None, :], d_v)
+        visit += 1
+
+
+@gluon.jit(do_not_specialize=["num_queries", "query_shift", "chunk", "chunk_rows", "keys_per_chunk"])
+def gathered_backward_roles_kernel(
+    q_source, k_source, v_source, d_o_source, d_q_target, lse, delta, gate, d_k_parts, d_v_parts,
+    slots, first_pieces, table, num_queries, query_shift, chunk, chunk_rows, keys_per_chunk, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+):
+    """d_q of the slots of one chunk, d_k and d_v of its pieces, all but for the factor `scale`."""
+    TYPE: gl.constexpr = q_source.dtype
+    TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    q_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, D], TILE)
+    d_o_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, V], TILE)
+    k_tiles = gl.allocate_shared_memory(TYPE, k_source.block_type.shape, k_source.layout)
+    v_tiles = gl.allocate_shared_memory(TYPE, v_source.block_type.shape, v_source.layout)
+    d_scores_tile = gl.allocate_shared_memory(TYPE, [BLOCK, ROWS], TILE)
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+    gate_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, ROWS], LINE)
+    key_tiles = gl.allocate_shared_memory(gl.int32, [STAGES, ROWS], LINE)
+    kv_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    kv_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    rows_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    numbers_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    rows_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    d_q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(kv_ready, count=1)
+    mbarrier.init(kv_free, count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(rows_ready.index(stage), count=1)
+        mbarrier.init(numbers_ready.index(stage), count=1)
+        mbarrier.init(rows_free.index(stage), count=1)
+        mbarrier.init(d_q_ready.index(stage), count=1)
+    descriptors = (q_source, k_source, v_source, d_o_source, d_q_target)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles)
+    barriers = (kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready)
+    work = work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS_OF_ROW)
+    gl.warp_specialize([
+        (sum_slots, (d_k_parts, d_v_parts, buffers, barriers, work, score_scale,
+                     REP, D, V, BLOCK, GATED, STAGES)),
+        (load_backward, (descriptors, buffers, barriers, work, num_queries, REP, SLOTS_OF_ROW, D, V, STAGES)),
+        (load_numbers, (lse, delta, gate, buffers, barriers, work, num_queries, query_shift,
+                        GROUPS, REP, SLOTS_OF_ROW, GATED, STAGES)),
+        (store_backward, (descriptors, buffers, barriers, work, REP, D, STAGES)),
+    ], [1, 1, 1], [24, 24, 24])
+
+# fmt: on
+
+
+def _rows_descriptor(x: Tensor, rep: int) -> TensorDescriptor:
+    """A descriptor of rows [rows, columns] in boxes of one slot's rows and 64 columns."""
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rep, 64], layout)
+
+
+def _piece_table(
+    index: ChoiceIndex, k: Tensor, num_queries: int, places: int, block_size: int, documents: tuple[Tensor, ...],
+    packed: bool,
+) -> Tensor:  # fmt: skip
+    ids, _positions, cu_seqlens = documents
+    pieces = index.piece_keys.shape[0]
+    table = torch.empty(pieces, FIELDS.value, dtype=torch.int32, device=k.device)
+    groups = k.shape[2]
+    piece_table_kernel[(pieces,)](
+        table, index.slots, index.starts, index.first_pieces, index.piece_keys, ids, cu_seqlens,
+        num_queries, k.shape[1] - num_queries, index.num_blocks, index.keys_per_chunk, index.unused,
+        GROUPS=groups, SLOTS_OF_ROW=groups * places, BLOCK=block_size, PIECE=index.piece_slots, PACKED=packed,
+        num_warps=1,
+    )  # fmt: skip
+    return table
+
+
+def forward_by_roles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o_slots: Tensor,
+    lse_slots: Tensor,
+    index: ChoiceIndex,
+    documents: tuple[Tensor, ...],
+    score_scale: float,
+    *,
+    places: int,
+    block_size: int,
+    packed: bool,
+    stages: int,
+) -> Callable[[int], None]:
+    """What computes the partial results of one chunk, given by its number, into `o_slots` and `lse_slots`."""
+    num_queries, num_heads, dim = q.shape[1:]
+    num_keys, groups, value_dim = v.shape[1:]
+    rep = num_heads // groups
+    table = _piece_table(index, k, num_queries, places, block_size, documents, packed)
+    sources = (
+        tile_descriptor(q, 1, rep, 64),
+        tile_descriptor(k, block_size, 1, dim),
+        tile_descriptor(v, block_size, 1, value_dim),
+        _rows_descriptor(o_slots, rep),
+    )
+
+    def compute(chunk: int) -> None:
+        gathered_forward_roles_kernel[(multiprocessors(q.device),)](
+            *sources, lse_slots, index.slots, index.first_pieces, table,
+            num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, score_scale,
+            REP=rep, SLOTS_OF_ROW=groups * places, D=dim, V=value_dim, BLOCK=block_size, STAGES=stages, PARTS=3,
+            num_warps=4, maxnreg=128,
+        )  # fmt: skip
+
+    return compute
+
+
+def backward_by_roles(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gate: Tensor | None,
+    d_q_slots: Tensor,
+    d_k_parts: Tensor,
+    d_v_parts: Tensor,
+    index: ChoiceIndex,
+    documents: tuple[Tensor, ...],
+    score_scale: float,
+    *,
+    places: int,
+    block_size: int,
+    packed: bool,
+    stages: int,
+) -> Callable[[int], None]:
+    """What computes d_q of one chunk's slots and d_k, d_v of its pieces, all but for the factor `scale`."""
+    num_queries, num_heads, dim = q.shape[1:]
+    num_keys, groups, value_dim = v.shape[1:]
+    rep = num_heads // groups
+    table = _piece_table(index, k, num_queries, places, block_size, documents, packed)
+    sources = (
+        tile_descriptor(q, 1, rep, 64),
+        tile_descriptor(k, block_size, 1, dim),
+        tile_descriptor(v, block_size, 1, value_dim),
+        tile_descriptor(d_o, 1, rep, 64),
+        _rows_descriptor(d_q_slots, rep),
+    )
+    gates = delta if gate is None else gate
+
+    def compute(chunk: int) -> None:
+        gathered_backward_roles_kernel[(2 * multiprocessors(q.device),)](
+            *sources, lse, delta, gates, d_k_parts, d_v_parts, index.slots, index.first_pieces, table,
+            num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, score_scale,
+            GROUPS=groups, REP=rep, SLOTS_OF_ROW=groups * places, D=dim, V=value_dim, BLOCK=block_size,
+            GATED=gate is not None, STAGES=stages, num_warps=4, maxnreg=128,
+        )  # fmt: skip
+
+    return compute
