@@ -246,6 +246,9 @@ def main() -> int:
         given = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
         config = load_config(ROOT / "configs" / options.config, [*given, *extra])
         trainer = measure(config, options.steps)
+        if trainer.step < total:
+            print(f"stopped at step {trainer.step} of {total}: nothing is written", file=sys.stderr)
+            return 1
         intervals = {"telemetry": preset.log.telemetry_interval_steps, "picture": preset.evaluate.interval_steps}
         rows = rows_of(trainer, intervals)
     file = ResultFile(

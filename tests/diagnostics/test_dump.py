@@ -21,8 +21,10 @@ from trifocal.diagnostics.collectives import (
     recorded_collectives,
     who_waits_for_whom,
 )
-from trifocal.diagnostics.dump import read_answers, write_details, write_stacks
+from trifocal.diagnostics.dump import Answer, read_answers, write_details, write_stacks
+from trifocal.diagnostics.jsonl import JsonLinesWriter
 from trifocal.diagnostics.native_stacks import find_py_spy, native_stacks
+from trifocal.diagnostics.stall_summary import stall_summary
 
 CPU = torch.device("cpu")
 
@@ -147,6 +149,28 @@ def test_a_part_that_fails_says_so_in_its_file(tmp_path: Path, monkeypatch: pyte
     write_details(tmp_path, 0, Heartbeat(tmp_path / "heartbeat").snapshot(), CPU, native_seconds=0)
     assert (tmp_path / "collectives_rank0.txt").read_text() == "cannot be read: no recorder\n"
     assert 0 in read_answers(tmp_path)
+
+
+def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path) -> None:
+    beats = {}
+    for rank in (0, 1, 2):
+        with JsonLinesWriter(tmp_path / "heartbeat" / f"rank{rank}.jsonl") as writer:
+            beats[rank] = Heartbeat(tmp_path / "heartbeat", rank).snapshot() | {"phase": "backward", "step": 7}
+            beats[rank] |= {"status": "finished"} if rank == 2 else {}
+            writer.append(beats[rank])
+    folder = tmp_path / "dumps" / "stalled"
+    folder.mkdir(parents=True)
+    write_stacks(folder, 0)
+    answers = {0: Answer(beats[0], [collective(5, ended=False)])}
+    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)
+    assert text.startswith("# Rank 0 is stalled\n\nAt step 7,")
+    assert "- Rank 0 was in backward for 0:00" in text
+    assert "- Rank 1 has not answered: " in text
+    assert "Rank 2" not in text and "| 2 | finished | 7 |" in text
+    assert "- `stacks_rank*.txt`: the Python stacks" in text and "`cuda_memory" not in text
+    answers[1] = Answer(beats[1], [collective(4, ended=True)])
+    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)
+    assert "- Rank 0 waits in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not come" in text
 
 
 def test_where_nothing_can_be_written_the_stall_is_said_all_the_same(

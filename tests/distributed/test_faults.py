@@ -199,6 +199,7 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     assert "last seen in" in end.error and "at step 2" in end.error
     dump = case.run / "dumps" / "lost_step_00000002"
     assert "train_step" in (dump / "stacks_rank0.txt").read_text()
+    assert "gloo all_reduce number" in (dump / "collectives_rank0.txt").read_text()
     workers.kill()
     case.resumed_to_the_end()
 
