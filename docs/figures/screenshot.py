@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 from tests.diagnostics.browser import Browser, find  # noqa: E402
 from trifocal.diagnostics.report import write_report  # noqa: E402
 
-WIDTH = 1160
+WIDTH = 1080
 
 
 def shoot(run: Path, target: Path) -> None:
@@ -38,8 +38,12 @@ def shoot(run: Path, target: Path) -> None:
               attention.querySelector('.charts').remove();
               while (attention.nextElementSibling) attention.nextElementSibling.remove();
               attention.querySelector('details').remove();
-              document.querySelector('nav').remove();
+              for (const part of document.querySelectorAll('nav, .tiles, #attention h2')) part.remove();
+              attention.style.marginTop = '14px';
               document.querySelector('.reader pre.text').style.maxHeight = '250px';
+              const layer = document.querySelector('.picture .layer');
+              layer.value = 1;
+              layer.dispatchEvent(new Event('input'));
               const row = document.querySelector('.picture .row');
               row.value = Math.round(0.8 * row.max);
               row.dispatchEvent(new Event('input'));

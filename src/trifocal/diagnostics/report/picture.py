@@ -15,10 +15,10 @@ from trifocal.diagnostics.run import Run
 _MOST_FRAMES = 6
 """Moments of a run that the page holds, evenly chosen, the first and the last among them."""
 MAPS = {
-    "cmp": ("Compressed", "Importance of each block, beside an even spread. All of them are read, as keys."),
-    "slc": ("Selected", "Blocks read token by token: chosen, and paler those that are always read."),
+    "cmp": ("Compressed", "Importance of each block, beside an even spread. All are read."),
+    "slc": ("Selected", "Blocks read token by token; paler, those always read."),
     "win": ("Window", "The last tokens, read one by one."),
-    "dense": ("Full attention", "What it would weigh, beside an even spread: selection should find the dark."),
+    "dense": ("Full attention", "What it would weigh. Selection should find the dark."),
 }
 
 
