@@ -200,6 +200,9 @@ def check(worker: int, hands: tuple[bool | str, ...] = (True, False)) -> None:
             ("64, packed", 1, 900, 900, 32, 2, 64, 128, PAPER, [100, 1, 64, 65, 400, 270], ("gathered",)),
             ("64 heads a group", 1, 450, 450, 64, 1, 128, 64, PAPER, None, ("gathered",)),
             ("8 heads a group", 3, 333, 400, 16, 2, 64, 64, PAPER, None, ("gathered",)),
+            ("4 heads a group", 2, 700, 700, 16, 4, 128, 128, PAPER, None, ("gathered",)),
+            ("2 heads, packed", 1, 900, 900, 4, 2, 64, 128, PAPER, [100, 1, 64, 65, 400, 270], ("gathered",)),
+            ("1 head, T < S", 1, 333, 400, 2, 2, 128, 64, PAPER, None, ("gathered",)),
             ("32 heads, packed", 1, 1500, 1500, 32, 1, 128, 128, PAPER, [1, 1400, 99], ("gathered",)),
         ]
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
@@ -348,7 +351,10 @@ FORWARD_BY_ROLES: dict[str, list[tuple[str, Tile, dict[str, Any]]]] = {
         ("gathered", Tile(64, 128, 4, 6), ROLES), ("gathered", Tile(64, 64, 4, 6), ROLES),
         ("gathered", Tile(64, 128, 4, 1), {}),
     ],
-    "C": [("gathered", Tile(64, 128, 4, 6), ROLES), ("gathered", Tile(64, 256, 4, 6), ROLES)],
+    "C": [
+        ("gathered", Tile(64, 256, 4, 6), ROLES), ("gathered", Tile(64, 512, 4, 6), ROLES),
+        ("gathered", Tile(64, 128, 4, 1), {}),
+    ],
 }  # fmt: skip
 BACKWARD_BY_ROLES: dict[str, list[tuple[Any, ...]]] = {
     "A": [
@@ -359,7 +365,6 @@ BACKWARD_BY_ROLES: dict[str, list[tuple[Any, ...]]] = {
         ("gathered", Tile(64, 256, 4, 2), None, ROLES), ("gathered", Tile(64, 128, 4, 2), None, ROLES),
         ("gathered", Tile(64, 256, 4, 1), None),
     ],
-    "C": [("gathered", Tile(64, 256, 4, 2), None, ROLES), ("gathered", Tile(64, 512, 4, 2), None, ROLES)],
 }  # fmt: skip
 
 

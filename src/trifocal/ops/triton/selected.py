@@ -467,7 +467,7 @@ def selected_forward(
     by_hand = (
         order == "gathered" and by_hand is not False and fits_by_hand(order, q, k, v, rep=rep, block_size=block_size)
     )
-    roles = roles and by_hand and fits_roles(rep)
+    roles = roles and by_hand and fits_roles(rep, False)
     tile = tile or (roles_tile(rep, False) if roles else None)
     tile = tile or forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded, by_hand)
     if order == "query":

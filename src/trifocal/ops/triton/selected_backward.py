@@ -549,7 +549,7 @@ def selected_backward(
         return d_q, d_k, d_v
 
     hopper = architecture(q.device) == "hopper"
-    roles = roles and by_hand and fits_roles(rep)
+    roles = roles and by_hand and fits_roles(rep, True)
     tile = tile or (roles_tile(rep, True) if roles else None)
     tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand, hopper)
     row_slots = groups * places

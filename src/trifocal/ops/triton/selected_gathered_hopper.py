@@ -1,9 +1,9 @@
 """Keys-outside selected attention for Hopper with a division of labour, in Gluon.
 
 The same loop order, work and results as the portable `gathered_*` kernels, for 16-bit types, widths of 64 and 128,
-blocks of 64 tokens and groups of 4 to 64 heads that are a power of two. What the portable kernels leave there: a tile's
-warps ask for queries, compute addresses, multiply, exponentiate and store one after the other. Here each warp has one
-of these to do:
+blocks of 64 tokens and groups of 8 to 64 heads that are a power of two; `selected_gathered_small` has the forward of
+smaller ones. What the portable kernels leave there: a tile's warps ask for queries, compute addresses, multiply,
+exponentiate and store one after the other. Here each warp has one of these to do:
 
 | part | warps | forward | backward |
 |---|---|---|---|
@@ -41,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trifocal.ops.triton.choice_index import ChoiceIndex, block_place
-from trifocal.ops.triton.common import multiprocessors
+from trifocal.ops.triton.common import multiprocessors, strides
 from trifocal.ops.triton.interval_hopper import tile_descriptor
 
 ROWS = tl.constexpr(64)
@@ -235,7 +235,7 @@ def store_forward(
 def attend_slots(
     PART: gl.constexpr, buffers, barriers, work, num_queries, query_shift, score_scale,
     REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, PARTS: gl.constexpr,
+    STAGES: gl.constexpr, PARTS: gl.constexpr, COPIED: gl.constexpr,
 ):
     """o and lse (base 2) of every PARTS-th tile; STAGES is a multiple of PARTS, so that a buffer has one reader."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -261,6 +261,8 @@ def attend_slots(
             first = begin + number * STEP
             stage = (count + number) % STAGES
             mbarrier.wait(q_ready.index(stage), (count + number) // STAGES & 1)
+            if COPIED:
+                fence_async_shared()
             scores = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
             scores = warpgroup_mma(q_tiles.index(stage), k_tile, scores, use_acc=False, is_async=True)
             scores = warpgroup_mma_wait(0, [scores])
@@ -334,11 +336,11 @@ def gathered_forward_roles_kernel(
     work = work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS_OF_ROW)
     gl.warp_specialize([
         (attend_slots, (0, buffers, barriers, work, num_queries, query_shift, score_scale,
-                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS)),
+                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS, False)),
         (attend_slots, (1, buffers, barriers, work, num_queries, query_shift, score_scale,
-                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS)),
+                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS, False)),
         (attend_slots, (2, buffers, barriers, work, num_queries, query_shift, score_scale,
-                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS)),
+                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS, False)),
         (load_forward, (descriptors, buffers, barriers, work, num_queries, REP, SLOTS_OF_ROW, D, STAGES)),
         (store_forward, (descriptors, buffers, barriers, work, lse_slots, REP, V, PARTS)),
     ], [4, 4, 1, 1], [152, 152, 40, 40])
@@ -605,19 +607,28 @@ def forward_by_roles(
     num_keys, groups, value_dim = v.shape[1:]
     rep = num_heads // groups
     table = _piece_table(index, k, num_queries, places, block_size, documents, packed)
-    sources = (
-        tile_descriptor(q, 1, rep, 64),
-        tile_descriptor(k, block_size, 1, dim),
-        tile_descriptor(v, block_size, 1, value_dim),
-        _rows_descriptor(o_slots, rep),
-    )
+    key_sources = tile_descriptor(k, block_size, 1, dim), tile_descriptor(v, block_size, 1, value_dim)
+    sizes = {
+        "REP": rep, "SLOTS_OF_ROW": groups * places, "D": dim, "V": value_dim, "BLOCK": block_size, "STAGES": stages
+    }  # fmt: skip
+    if rep < 8:
+        from trifocal.ops.triton.selected_gathered_small import gathered_forward_copies_kernel
+
+        def copy(chunk: int) -> None:
+            gathered_forward_copies_kernel[(multiprocessors(q.device),)](
+                q, *key_sources, o_slots, lse_slots, index.slots, index.first_pieces, table, *strides(q),
+                num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, score_scale,
+                **sizes, PARTS=2, num_warps=4, maxnreg=128,
+            )  # fmt: skip
+
+        return copy
+    q_source, o_target = tile_descriptor(q, 1, rep, 64), _rows_descriptor(o_slots, rep)
 
     def compute(chunk: int) -> None:
         gathered_forward_roles_kernel[(multiprocessors(q.device),)](
-            *sources, lse_slots, index.slots, index.first_pieces, table,
+            q_source, *key_sources, o_target, lse_slots, index.slots, index.first_pieces, table,
             num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, score_scale,
-            REP=rep, SLOTS_OF_ROW=groups * places, D=dim, V=value_dim, BLOCK=block_size, STAGES=stages, PARTS=3,
-            num_warps=4, maxnreg=128,
+            **sizes, PARTS=3, num_warps=4, maxnreg=128,
         )  # fmt: skip
 
     return compute

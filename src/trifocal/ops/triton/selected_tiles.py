@@ -22,9 +22,9 @@ def fits_by_hand(order: str, *tensors: Tensor, rep: int, block_size: int) -> boo
     )
 
 
-def fits_roles(rep: int) -> bool:
+def fits_roles(rep: int, backward: bool) -> bool:
     """Whether the keys-outside kernels that divide labour between warps take groups of so many heads."""
-    return rep in (8, 16, 32, 64)
+    return rep in ((8, 16, 32, 64) if backward else (1, 2, 4, 8, 16, 32, 64))
 
 
 def sizes_by_hand(shape: dict[str, int]) -> dict[str, int]:
