@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trifocal.data import Batch, Loader, Tokenizer, make_loader, merge_states
 from trifocal.diagnostics import (
     AttentionTelemetry,
@@ -73,9 +75,11 @@ class Trainer:
         self.config, self.directory, self.tokenizer = config, directory, tokenizer
         self.processes, self.device = processes, processes.device
         seed_everything(config.run.seed)
-        self.model = DecoderLM(config.model)
+        # Without the weights that its parts would draw for themselves: a billion of them take many seconds.
+        with torch.device("meta"):
+            self.model = DecoderLM(config.model)
+        self.model.to_empty(device=self.device)
         self.model.init_weights(config.run.seed)
-        self.model.to(self.device)
         self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
         self.telemetry = AttentionTelemetry(self.model)
         self.parallel, self.mode_note = self._parallelise()
