@@ -85,69 +85,64 @@ class Candidate(NamedTuple):
         return f"{' '.join(self.key)}{tile}{way}{f' parts={self.parts}' if self.parts else ''}{hopper}"
 
 
-TILES: dict[tuple[int, str], list[Tile]] = {
-    (128, "forward"): [Tile(128, 128, 8, 2), Tile(128, 128, 8, 3), Tile(64, 64, 4, 3)],
-    (128, "d_q"): [Tile(128, 64, 8, 2), Tile(64, 64, 4, 3, 168)],
-    (128, "d_k_d_v"): [Tile(64, 128, 8, 3)],
-    (64, "forward"): [
-        Tile(64, 64, 4, 2, 128),
-        Tile(64, 64, 4, 3, 128),
-        Tile(64, 64, 4, 1, 128),
-        Tile(128, 32, 4, 2, 168),
-        Tile(128, 32, 4, 3, 168),
-        Tile(64, 32, 4, 2, 96),
-    ],
-    (64, "d_q"): [Tile(64, 64, 4, 2, 128), Tile(64, 64, 4, 3, 128), Tile(64, 32, 4, 2, 128)],
-    (64, "d_k_d_v"): [Tile(128, 64, 4, 1), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(128, 64, 8, 2, 128)],
-}
-# By kernel and branch.
-HOPPER: dict[tuple[str, str], list[dict[str, Any]]] = {
-    ("forward", "cmp"): [{"keys": 128}, {"keys": 64}, {"keys": 64, "q_stages": 2}, {"keys": 128, "q_stages": 2}],
-    ("forward", "win"): [
-        {"keys": 64},
-        {"keys": 64, "q_stages": 2},
-        {"keys": 64, "tail": 16},
-        {"keys": 64, "tail": 16, "q_stages": 2},
-        {"keys": 64, "tail": 16, "q_stages": 2, "stages": 3},
-        {"keys": 64, "tail": 16, "q_stages": 2, "settle": False},
-        {"keys": 128, "tail": 16},
-        {"keys": 128, "q_stages": 2},
-    ],
-    ("d_q", "cmp"): [{"keys": 64}, {"keys": 64, "q_stages": 2}],
-    ("d_q", "win"): [
-        {"keys": 64},
-        {"keys": 64, "q_stages": 2},
-        {"keys": 64, "tail": 16},
-        {"keys": 64, "tail": 16, "q_stages": 2},
-        {"keys": 128, "tail": 16},
-    ],
-    ("d_k_d_v", "cmp"): [{"stages": 2}, {"stages": 2, "ahead": True}, {"stages": 3, "ahead": True}],
-    ("d_k_d_v", "win"): [{"stages": 2}, {"stages": 2, "ahead": True}, {"stages": 3, "ahead": True}],
-}
+def q2(**option: Any) -> dict[str, Any]:
+    """With the queries of two tiles in shared memory."""
+    return {**option, "q_stages": 2}
 
 
-def fits_192(kernel: str, option: dict[str, Any]) -> bool:
-    """Whether tiles 192 wide fit into shared memory."""
-    many = option.get("q_stages") == 2 or option.get("tail")
-    return not (many and option.get("keys") == 128) and not (kernel == "d_q" and option.get("q_stages") == 2)
+D_K_D_V: list[dict[str, Any]] = [{"stages": 2}, {"stages": 2, "ahead": True}, {"stages": 3, "ahead": True}]
+# Configurations of the Hopper kernels by shape, branch and kernel.
+HOPPER: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {
+    "A": {
+        ("cmp", "forward"): [{"keys": 128}, q2(keys=128)],
+        ("cmp", "d_q"): [{"keys": 64}, q2(keys=64)],
+        ("cmp", "d_k_d_v"): D_K_D_V,
+        ("win", "forward"): [
+            {"keys": 64},
+            q2(keys=64),
+            q2(keys=64, tail=16),
+            q2(keys=64, tail=16, stages=3),
+            q2(keys=128, tail=16),
+        ],
+        ("win", "d_q"): [{"keys": 64}, {"keys": 64, "tail": 16}, q2(keys=64, tail=16)],
+        ("win", "d_k_d_v"): D_K_D_V,
+    },
+    "P": {
+        ("cmp", "forward"): [{"keys": 128}, q2(keys=64)],
+        ("cmp", "d_q"): [{"keys": 64}],
+        ("cmp", "d_k_d_v"): D_K_D_V[:2],
+        ("win", "forward"): [{"keys": 64}, q2(keys=64, tail=16)],
+        ("win", "d_q"): [{"keys": 64}, {"keys": 64, "tail": 16}],
+        ("win", "d_k_d_v"): D_K_D_V[:2],
+    },
+    "D": {
+        ("cmp", "forward"): [{"keys": 64}, {"keys": 128}, q2(keys=128)],
+        ("cmp", "d_q"): [{"keys": 64}, {"keys": 128}, q2(keys=128)],
+        ("cmp", "d_k_d_v"): [{}, {"rows": 128}, {"rows": 128, "ahead": True}],
+        ("win", "forward"): [{"keys": 64}, {"keys": 128}, q2(keys=128), q2(keys=64, stages=4)],
+        ("win", "d_q"): [{"keys": 64}, {"keys": 128}, q2(keys=128)],
+        ("win", "d_k_d_v"): [{}, {"rows": 128}, {"rows": 128, "ahead": True}],
+    },
+    "C": {
+        ("cmp", "forward"): [{"keys": 128}, q2(keys=128)],
+        ("win", "forward"): [{"keys": 64}, q2(keys=64), q2(keys=64, tail=32)],
+        ("win", "d_q"): [{"keys": 64}, q2(keys=64, tail=32)],
+        ("win", "d_k_d_v"): D_K_D_V[:2],
+    },
+    "B": {
+        ("cmp", "forward"): [{"keys": 128}, q2(keys=128)],
+        ("win", "forward"): [{"keys": 64}, q2(keys=64, tail=16)],
+    },
+}
 
 
 def candidates() -> list[Candidate]:
-    """Everything to compile and time: at each shape and kernel the table's configuration first."""
+    """Everything to compile and time: at each shape and kernel the portable kernel first."""
     result = []
-    for shape, dim in (("A", 128), ("P", 192), ("C", 128), ("B", 128), ("D", 64)):
-        for branch in ("cmp", "win"):
-            for kernel in ("forward", "d_q", "d_k_d_v"):
-                result.append(Candidate(shape, branch, kernel))
-                if shape != "D":
-                    options = [tuple(option.items()) for option in HOPPER[kernel, branch]]
-                    if shape == "P":
-                        options = [option for option in options if fits_192(kernel, dict(option))]
-                    result += [Candidate(shape, branch, kernel, hopper=option) for option in options]
-                    if shape == "A" and branch == "cmp" and kernel == "d_k_d_v":
-                        result += [Candidate(shape, branch, kernel, parts=x, hopper=options[0]) for x in (12, 24, 32)]
-                if shape in ("A", "D"):
-                    result += [Candidate(shape, branch, kernel, tile) for tile in TILES[dim, kernel]]
+    for shape, kernels in HOPPER.items():
+        for (branch, kernel), options in kernels.items():
+            result.append(Candidate(shape, branch, kernel))
+            result += [Candidate(shape, branch, kernel, hopper=tuple(option.items())) for option in options]
     return result
 
 
@@ -243,6 +238,8 @@ HOPPER_CASES: list[tuple[str, Geometry, Shape, int, list[int] | None]] = [
     ("hopper plain: rep 8, D 64, V 128, T < S", GEOMETRY, Shape(2, 77, 16, 2, 64, 128), 900, None),
     ("hopper plain: rep 64, small steps", SMALL, Shape(1, 300, 64, 1, 64, 64), 300, None),
     ("hopper plain: D 192", GEOMETRY, Shape(2, 700, 32, 2, 192, 128), 700, None),
+    ("hopper plain: 6 heads, D 64", GEOMETRY, Shape(2, 701, 12, 2, 64, 64), 701, None),
+    ("hopper plain: 5 heads, T < S", GEOMETRY, Shape(1, 333, 5, 1, 128, 128), 800, None),
     ("hopper plain: packed window", GEOMETRY, Shape(1, 1200, 16, 2, 128, 64), 1200, [1, 31, 32, 33, 500, 2, 601]),
 ]
 HOPPER_CASES += [(name.replace("plain", "new"), *rest) for name, *rest in HOPPER_CASES]
@@ -506,7 +503,7 @@ def main() -> None:
     """Check, compile, time, write."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, default=Path(os.environ.get("OUT", ".")))
-    parser.add_argument("--seconds", type=float, default=115.0)
+    parser.add_argument("--seconds", type=float, default=88.0)
     parser.add_argument("--share", type=int, nargs=2, help="one part of the checks and compilations, and no more")
     parser.add_argument("--time", type=int, nargs="+", help="time these candidates, and no more")
     options = parser.parse_args()
@@ -530,7 +527,7 @@ def main() -> None:
         print(f"-- {name}: {time.perf_counter() - start:.0f} s", flush=True)
         return result[name]
 
-    compiled = stage("compiled", check_and_compile, min(8, os.cpu_count() or 1), options.seconds * 0.45) or {}
+    compiled = stage("compiled", check_and_compile, min(8, os.cpu_count() or 1), options.seconds * 0.55) or {}
     stage("combination", time_combination)
     works = set(compiled.get("compiled", ()))
     rows = stage("candidates", time_all, works, start + options.seconds) or []

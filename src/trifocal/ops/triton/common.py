@@ -147,16 +147,14 @@ def choose_hopper(
 ) -> dict[str, int] | None:
     """The configuration of the Hopper kernel for these tensors, or None where the portable kernel is to run.
 
-    The copy engine must be able to read all: heads of a group are a power of two, and at least four where it reads one
-    number a head. In packed documents the compressed slots that no document fills would reach the products.
+    The copy engine must be able to read all. In packed documents the compressed slots that no document fills would
+    reach the products.
     """
     heads = q.shape[2] // k.shape[2]
-    least = 4 if kernel == "d_k_d_v" else 1
     fits = (
         is_hopper(q.device)
-        and least <= heads <= (32 if q.shape[-1] == 192 else 64)
-        and heads & (heads - 1) == 0
-        and q.shape[-1] in (64, 128, 192)
+        and heads & -heads <= (32 if q.shape[-1] == 192 else 64)
+        and q.shape[-1] in (128, 192)
         and v.shape[-1] in (64, 128)
         and q.shape[1] * heads >= 128
         and (window or not packed)

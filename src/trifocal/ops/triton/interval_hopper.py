@@ -116,7 +116,7 @@ def load_forward(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """The loader: keys and values of the tail and k of the first tile, q, then v and k by turns."""
     q_sources, k_sources, v_source, k_tail_sources, v_tail_source = descriptors
@@ -137,15 +137,15 @@ def load_forward(
             mbarrier.wait(tail_free, (visit & 1) ^ 1)
             mbarrier.expect(tail_ready, TAIL * (D_1 + D_2) * 2 + v_tail_source.block_type.nbytes)
             tail_key = begin + tiles * KEYS
-            copy_tile(k_tail_sources, batch, tail_key, group, tail_ready, k_tail, 0, D_1, D_2)
-            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group, 0], tail_ready, v_tail)
+            copy_tile(k_tail_sources, batch, tail_key, group // SHARE, tail_ready, k_tail, 0, D_1, D_2)
+            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group // SHARE, 0], tail_ready, v_tail)
         for number in range(tiles):
             first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             stage = count % STAGES
             free = (count // STAGES & 1) ^ 1
             mbarrier.wait(k_free.index(stage), free)
             mbarrier.expect(k_ready.index(stage), K_BYTES)
-            copy_tile(k_sources, batch, first_key, group, k_ready.index(stage), k_tiles, stage, D_1, D_2)
+            copy_tile(k_sources, batch, first_key, group // SHARE, k_ready.index(stage), k_tiles, stage, D_1, D_2)
             if number == 0:
                 for part in gl.static_range(2):
                     place = 2 * (visit % Q_STAGES) + part
@@ -156,7 +156,7 @@ def load_forward(
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                v_source, [batch, first_key, group, 0], v_ready.index(stage), v_tiles.index(stage))
+                v_source, [batch, first_key, group // SHARE, 0], v_ready.index(stage), v_tiles.index(stage))
             count += 1
         visit += 1
 
@@ -340,7 +340,7 @@ def hopper_forward_kernel(
     GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    SETTLE: gl.constexpr,
+    SHARE: gl.constexpr, SETTLE: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2 * Q_STAGES, D_2)
@@ -383,7 +383,8 @@ def hopper_forward_kernel(
                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES, Q_STAGES,
                        SETTLE)),
         (load_forward, (descriptors, buffers, barriers, masks, counts,
-                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES)),
+                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES,
+                        SHARE)),
     ], [4, 1], [240, 24])
 
 # fmt: on
@@ -394,6 +395,16 @@ def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> Tens
     block = [1, positions, heads, columns]
     layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def split_heads(heads: int) -> tuple[int, int]:
+    """Cut the heads of a group into shares whose size is a power of two: heads of a share, and shares.
+
+    A tile of rows holds whole queries of one share. Six heads are three shares of two: as many groups more, which read
+    the same keys.
+    """
+    rep = heads & -heads
+    return rep, heads // rep
 
 
 def part_descriptors(x: Tensor, positions: int, heads: int, width: Widths) -> tuple[TensorDescriptor, TensorDescriptor]:
@@ -416,9 +427,10 @@ def launch_hopper_forward(
 ) -> tuple[Tensor, Tensor]:
     """As `launch_forward`."""
     batch, num_queries, num_heads, _ = q.shape
-    num_groups, value_dim = k.shape[2], v.shape[3]
+    value_dim = v.shape[3]
     width = split_width(q.shape[3])
-    rep = num_heads // num_groups
+    rep, share = split_heads(num_heads // k.shape[2])
+    num_groups = k.shape[2] * share
     o = q.new_empty(batch, num_queries, num_heads, value_dim)
     lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
     queries = PART_ROWS.value // rep
@@ -452,6 +464,7 @@ def launch_hopper_forward(
         TAIL=tail,
         STAGES=stages,
         Q_STAGES=q_stages,
+        SHARE=share,
         SETTLE=settle,
         num_warps=4,
         maxnreg=168,

@@ -34,6 +34,7 @@ from trifocal.ops.triton.interval_hopper import (
     multiply,
     part_descriptors,
     place_tile,
+    split_heads,
     store_rows,
     tile_descriptor,
 )
@@ -42,24 +43,31 @@ LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # fmt: off
 
-@triton.jit(do_not_specialize=["count", "num_queries", "gate_batch_stride", "gate_time_stride", "gate_head_stride"])
+@triton.jit(do_not_specialize=[
+    "rows", "row_stride", "num_queries", "gate_batch_stride", "gate_time_stride", "gate_head_stride",
+])
 def row_numbers_kernel(
-    lse, gate, lse_2, gate_32, gate_batch_stride, gate_time_stride, gate_head_stride, count, num_queries,
-    HEADS: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr,
+    lse, delta, gate, numbers, gate_batch_stride, gate_time_stride, gate_head_stride, rows, row_stride, num_queries,
+    HEADS: tl.constexpr, REP: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr,
 ):
-    """What the copy engine reads of rows: lse in base 2, +inf where nothing is seen; the gate, contiguous, in fp32."""
+    """What the copy engine reads of rows, [3, B, shares, rows]: lse in base 2, +inf where nothing is seen; delta; gate.
+
+    A row is a query and a head of one share, so that the rows of a tile lie side by side.
+    """
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    keep = row < count
-    value = tl.load(lse + row, mask=keep, other=0.0)
-    value = tl.where(value == float("-inf"), float("inf"), value * LOG2_E)
-    tl.store(lse_2 + row, value, mask=keep)
+    keep = row < rows
+    query = row // REP
+    batch = tl.program_id(1) // (HEADS // REP)
+    head = (tl.program_id(1) % (HEADS // REP)) * REP + row % REP
+    source = (batch.to(tl.int64) * num_queries + query) * HEADS + head
+    target = numbers + tl.program_id(1).to(tl.int64) * row_stride + row
+    plane = tl.num_programs(1).to(tl.int64) * row_stride
+    value = tl.load(lse + source, mask=keep, other=0.0)
+    tl.store(target, tl.where(value == float("-inf"), float("inf"), value * LOG2_E), mask=keep)
+    tl.store(target + plane, tl.load(delta + source, mask=keep, other=0.0), mask=keep)
     if GATED:
-        position = row // HEADS
-        batch = (position // num_queries).to(tl.int64)
-        query = (position % num_queries).to(tl.int64)
-        head = row % HEADS
-        place = batch * gate_batch_stride + query * gate_time_stride + head * gate_head_stride
-        tl.store(gate_32 + row, tl.load(gate + place, mask=keep, other=0.0).to(tl.float32), mask=keep)
+        place = batch.to(tl.int64) * gate_batch_stride + query.to(tl.int64) * gate_time_stride + head * gate_head_stride
+        tl.store(target + 2 * plane, tl.load(gate + place, mask=keep, other=0.0).to(tl.float32), mask=keep)
 
 
 @gluon.jit
@@ -89,7 +97,7 @@ def load_rows_of_keys(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
 ):
     """The loader of d_k, d_v: keys and values once, then tiles of rows."""
     q_sources, k_sources, v_source, d_o_source, lse_source, delta_source, gate_source = descriptors
@@ -107,23 +115,26 @@ def load_rows_of_keys(
         key = first_key + half * (KEYS // 2)
         copy_tile(k_sources, batch, key, group, keys_ready, k_tiles, half, D_1, D_2)
         tma.async_copy_global_to_shared(v_source, [batch, key, group, 0], keys_ready, v_tiles.index(half))
-    head = group * REP
-    for number in range(gl.cdiv(row_limit - row_origin, ROWS)):
-        query = (row_origin + number * ROWS) // REP
+    tiles = gl.cdiv(row_limit - row_origin, ROWS)
+    for number in range(tiles * SHARES):
+        share = group * SHARES + number // tiles
+        head = share * REP
+        row = row_origin + number % tiles * ROWS
+        query = row // REP
         stage = number % STAGES
         free = (number // STAGES & 1) ^ 1
         ready = q_ready.index(stage)
         mbarrier.wait(q_free.index(stage), free)
         mbarrier.expect(ready, ROWS * COLUMN_BYTES + (2 if GATED else 1) * ROW_BYTES)
         copy_tile(q_sources, batch, query, head, ready, q_tiles, stage, D_1, D_2)
-        tma.async_copy_global_to_shared(lse_source, [batch, query, head], ready, lse_tiles.index(stage))
+        tma.async_copy_global_to_shared(lse_source, [batch, share, row], ready, lse_tiles.index(stage))
         if GATED:
-            tma.async_copy_global_to_shared(gate_source, [batch, query, head], ready, gate_tiles.index(stage))
+            tma.async_copy_global_to_shared(gate_source, [batch, share, row], ready, gate_tiles.index(stage))
         ready = d_o_ready.index(stage)
         mbarrier.wait(d_o_free.index(stage), free)
         mbarrier.expect(ready, d_o_source.block_type.nbytes + ROW_BYTES)
         tma.async_copy_global_to_shared(d_o_source, [batch, query, head, 0], ready, d_o_tiles.index(stage))
-        tma.async_copy_global_to_shared(delta_source, [batch, query, head], ready, delta_tiles.index(stage))
+        tma.async_copy_global_to_shared(delta_source, [batch, share, row], ready, delta_tiles.index(stage))
 
 
 @gluon.jit
@@ -141,17 +152,17 @@ def pass_rows(barriers, start, stop, STAGES: gl.constexpr):
 
 @gluon.jit
 def gather_keys(
-    d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, start, stop, last, score_scale,
+    d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, start, stop, last, score_scale,
     HALF: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, MASKED: gl.constexpr,
     SCORES: gl.constexpr, OUTPUT_D: gl.constexpr, OUTPUT_D_2: gl.constexpr, OUTPUT_V: gl.constexpr,
 ):
-    """Add what tiles of rows number start to stop give to d_k and d_v."""
+    """Add what tiles of rows number start to stop of a share, which begins at tile `base`, give to d_k and d_v."""
     q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     v_tile = v_tiles.index(HALF).reshape([PART_ROWS, V])
-    for number in range(start, stop):
+    for number in range(base + start, base + stop):
         stage = number % STAGES
         phase = number // STAGES & 1
         q_tile = q_tiles[0].index(stage).reshape([ROWS, D_1])
@@ -169,7 +180,7 @@ def gather_keys(
         if GATED:
             p = p * gate_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)[None, :]
         if MASKED:
-            row = row_origin + number * ROWS + gl.arange(0, ROWS, ROW)
+            row = row_origin + (number - base) * ROWS + gl.arange(0, ROWS, ROW)
             visible = (row[None, :] >= (key_begin * REP)[:, None]) & (row[None, :] < (key_end * REP)[:, None])
             p = gl.where(visible, p, 0.0)
         p_operand = gl.convert_layout(p.to(d_o_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_V, 2))
@@ -183,7 +194,7 @@ def gather_keys(
         d_scores_operand = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_D, 2))
         if AHEAD:
             # After the last tile, its own scores once more: nobody looks at them.
-            following = gl.minimum(number + 1, last - 1)
+            following = gl.minimum(number + 1, base + last - 1)
             next_stage = following % STAGES
             mbarrier.wait(q_ready.index(next_stage), following // STAGES & 1)
             scores = multiply(k_tiles, HALF, q_tiles, next_stage, zeros, PART_ROWS, ROWS, D_1, D_2)
@@ -221,7 +232,7 @@ def sum_keys(
     HALF: gl.constexpr, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """d_k and d_v of one half of the program's keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
@@ -259,25 +270,29 @@ def sum_keys(
         d_k_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_D_2)
     d_v = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT_V)
     mbarrier.wait(keys_ready, 0)
-    pass_rows(barriers, 0, first, STAGES)
     scores = gl.zeros([PART_ROWS, ROWS], gl.float32, SCORES)
-    if AHEAD and first < last:
-        stage = first % STAGES
-        mbarrier.wait(q_ready.index(stage), first // STAGES & 1)
-        scores = multiply(k_tiles, HALF, q_tiles, stage, scores, PART_ROWS, ROWS, D_1, D_2)
-        scores = warpgroup_mma_wait(0, [scores])
-    d_k, d_k_2, d_v, scores = gather_keys(
-        d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, first, first_full, last,
-        score_scale,
-        HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
-    d_k, d_k_2, d_v, scores = gather_keys(
-        d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, first_full, last_full, last,
-        score_scale,
-        HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
-    d_k, d_k_2, d_v, scores = gather_keys(
-        d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, last_full, last, last, score_scale,
-        HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
-    pass_rows(barriers, last, tiles, STAGES)
+    for share in range(SHARES):
+        base = share * tiles
+        pass_rows(barriers, base, base + first, STAGES)
+        if AHEAD and first < last:
+            stage = (base + first) % STAGES
+            mbarrier.wait(q_ready.index(stage), (base + first) // STAGES & 1)
+            zeros = gl.zeros([PART_ROWS, ROWS], gl.float32, SCORES)
+            scores = multiply(k_tiles, HALF, q_tiles, stage, zeros, PART_ROWS, ROWS, D_1, D_2)
+            scores = warpgroup_mma_wait(0, [scores])
+        d_k, d_k_2, d_v, scores = gather_keys(
+            d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first, first_full, last,
+            score_scale,
+            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+        d_k, d_k_2, d_v, scores = gather_keys(
+            d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first_full, last_full,
+            last, score_scale,
+            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+        d_k, d_k_2, d_v, scores = gather_keys(
+            d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, last_full, last, last,
+            score_scale,
+            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+        pass_rows(barriers, base + last, base + tiles, STAGES)
     first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
     left = num_keys - half_key
     D: gl.constexpr = D_1 + D_2
@@ -294,7 +309,8 @@ def hopper_d_k_d_v_kernel(
     scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
+    SHARES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """d_k and d_v of one tile of keys, or one part of its rows: into [parts, B, keys, G, D] and [.., V]."""
     k_tiles = allocate_tiles(k_source, k_source_2, 2, D_2)
@@ -324,11 +340,14 @@ def hopper_d_k_d_v_kernel(
     counts = (parts, batches, num_queries, num_keys)
     gl.warp_specialize([
         (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES, AHEAD)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
+                    SHARES, AHEAD)),
         (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES, AHEAD)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
+                    SHARES, AHEAD)),
         (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, GATED, ROWS, KEYS, STAGES)),
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, GATED, ROWS, KEYS, STAGES,
+                             SHARES)),
     ], [4, 1], [240, 24])
 
 @gluon.jit
@@ -336,7 +355,7 @@ def load_keys_of_rows(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """The loader of d_q: keys and values of the tail and k of the first tile, q and d_o, then v and k by turns."""
     q_sources, k_sources, v_source, d_o_source, k_tail_sources, v_tail_source = descriptors
@@ -356,15 +375,15 @@ def load_keys_of_rows(
             mbarrier.wait(tail_free, (visit & 1) ^ 1)
             mbarrier.expect(tail_ready, TAIL * COLUMN_BYTES + v_tail_source.block_type.nbytes)
             tail_key = begin + tiles * KEYS
-            copy_tile(k_tail_sources, batch, tail_key, group, tail_ready, k_tail, 0, D_1, D_2)
-            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group, 0], tail_ready, v_tail)
+            copy_tile(k_tail_sources, batch, tail_key, group // SHARE, tail_ready, k_tail, 0, D_1, D_2)
+            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group // SHARE, 0], tail_ready, v_tail)
         for number in range(tiles):
             first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             stage = count % STAGES
             free = (count // STAGES & 1) ^ 1
             mbarrier.wait(k_free.index(stage), free)
             mbarrier.expect(k_ready.index(stage), KEYS * COLUMN_BYTES)
-            copy_tile(k_sources, batch, first_key, group, k_ready.index(stage), k_tiles, stage, D_1, D_2)
+            copy_tile(k_sources, batch, first_key, group // SHARE, k_ready.index(stage), k_tiles, stage, D_1, D_2)
             if number == 0:
                 for part in gl.static_range(2):
                     query = first_query + part * QUERIES
@@ -378,7 +397,7 @@ def load_keys_of_rows(
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
-                v_source, [batch, first_key, group, 0], v_ready.index(stage), v_tiles.index(stage))
+                v_source, [batch, first_key, group // SHARE, 0], v_ready.index(stage), v_tiles.index(stage))
             count += 1
         visit += 1
 
@@ -531,7 +550,7 @@ def hopper_d_q_kernel(
     GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2 * Q_STAGES, D_2)
@@ -578,35 +597,36 @@ def hopper_d_q_kernel(
                     GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES,
                     Q_STAGES)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES)),
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES,
+                             SHARE)),
     ], [4, 1], [240, 24])
 
 # fmt: on
 
 
-def _row_numbers(lse: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Base-2 lse and the gate in fp32, both contiguous, [B, T, H]; without a gate, the second is the first."""
-    lse_2 = torch.empty_like(lse)
-    gate_32 = lse_2 if gate is None else torch.empty_like(lse)
-    row_numbers_kernel[(triton.cdiv(lse.numel(), 1024),)](
+def _row_numbers(lse: Tensor, delta: Tensor, gate: Tensor | None, rep: int, tile: int) -> tuple[TensorDescriptor, ...]:
+    """Descriptors, in lines of a tile, of base-2 lse, delta and the gate, whose rows lie share by share."""
+    batch, num_queries, num_heads = lse.shape
+    shares, rows = num_heads // rep, num_queries * rep
+    # The copy engine wants multiples of 16 bytes.
+    numbers = lse.new_empty(3, batch, shares, triton.cdiv(rows, 4) * 4)
+    row_numbers_kernel[triton.cdiv(rows, 1024), batch * shares](
         lse,
+        delta,
         gate,
-        lse_2,
-        gate_32,
+        numbers,
         *((0, 0, 0) if gate is None else gate.stride()),
-        lse.numel(),
-        lse.shape[1],
-        HEADS=lse.shape[2],
+        rows,
+        numbers.shape[3],
+        num_queries,
+        HEADS=num_heads,
+        REP=rep,
         GATED=gate is not None,
         SIZE=1024,
     )
-    return lse_2, gate_32
-
-
-def _line_descriptor(x: Tensor, queries: int, heads: int) -> TensorDescriptor:
-    """A descriptor of numbers of rows [B, T, H] in fp32."""
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, queries, heads], layout)
+    shape = [batch, shares, rows]
+    return tuple(TensorDescriptor(x, shape, list(x.stride()), [1, 1, tile], layout) for x in numbers)
 
 
 def launch_hopper_d_k_d_v(
@@ -629,7 +649,7 @@ def launch_hopper_d_k_d_v(
     width = split_width(q.shape[3])
     num_keys, num_groups = k.shape[1:3]
     value_dim = v.shape[3]
-    rep = num_heads // num_groups
+    rep, shares = split_heads(num_heads // num_groups)
     # Wider keys leave registers for fewer rows.
     rows = rows or (32 if width.part_2 else 64)
     queries = rows // rep
@@ -637,8 +657,11 @@ def launch_hopper_d_k_d_v(
     split = branch.window_size == 0
     key_tiles = triton.cdiv(num_keys, keys)
     if parts is None:
-        parts = choose_parts(q, key_tiles * batch * num_groups, rep, Tile(rows, keys, 12, stages)) if split else 1
-    lse_2, gate_32 = _row_numbers(lse, gate)
+        parts = (
+            choose_parts(q, key_tiles * batch * num_groups, num_heads // num_groups, Tile(rows, keys, 12, stages))
+            if split
+            else 1
+        )
     shape = (parts, batch, num_keys, num_groups)
     d_k = k.new_empty(*shape, width.size, dtype=torch.float32 if split else k.dtype)
     d_v = v.new_empty(*shape, value_dim, dtype=torch.float32 if split else v.dtype)
@@ -647,9 +670,7 @@ def launch_hopper_d_k_d_v(
         *part_descriptors(k, keys // 2, 1, width),
         tile_descriptor(v, keys // 2, 1, value_dim),
         tile_descriptor(d_o, queries, rep, value_dim),
-        _line_descriptor(lse_2, queries, rep),
-        _line_descriptor(delta, queries, rep),
-        _line_descriptor(gate_32, queries, rep),
+        *_row_numbers(lse, delta, gate, rep, rows),
         d_k,
         d_v,
         branch.query_begin,
@@ -672,6 +693,7 @@ def launch_hopper_d_k_d_v(
         ROWS=rows,
         KEYS=keys,
         STAGES=stages,
+        SHARES=shares,
         AHEAD=ahead,
         num_warps=4,
         maxnreg=168,
@@ -700,8 +722,9 @@ def launch_hopper_d_q(
     """As `launch_d_q`."""
     batch, num_queries, num_heads, _ = q.shape
     width = split_width(q.shape[3])
-    num_groups, value_dim = k.shape[2], v.shape[3]
-    rep = num_heads // num_groups
+    value_dim = v.shape[3]
+    rep, share = split_heads(num_heads // k.shape[2])
+    num_groups = k.shape[2] * share
     queries = PART_ROWS.value // rep
     row_tiles = triton.cdiv(num_queries, 2 * queries)
     slots = row_tiles * batch * num_groups
@@ -743,6 +766,7 @@ def launch_hopper_d_q(
         TAIL=tail,
         STAGES=stages,
         Q_STAGES=q_stages,
+        SHARE=share,
         num_warps=4,
         maxnreg=168,
     )
