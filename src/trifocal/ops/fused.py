@@ -140,7 +140,7 @@ def combine_branches_backward(
     )
     documents = operators.documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
-        return attention_backward(d_o, q, branches, Geometry(*geometry), scale, documents)
+        return attention_backward(d_o, q, branches, operators.geometry_of(geometry), scale, documents)
 
 
 @combine_branches_backward.register_fake

@@ -11,6 +11,7 @@ autograd: `trifocal.ops.fused`.
 Geometry travels as a list of its sizes, documents as their three tensors or three times None.
 """
 
+import functools
 from dataclasses import fields
 from typing import Any
 
@@ -28,6 +29,16 @@ def sizes_of(geometry: Geometry) -> list[int]:
     """A geometry as operators take it."""
     # Not `astuple`, which deep-copies every number: slow, and PyTorch 2.11 cannot compile it on Python 3.11.
     return [getattr(geometry, field.name) for field in fields(geometry)]
+
+
+def geometry_of(sizes: list[int]) -> Geometry:
+    """The geometry behind `sizes_of`; made and checked once."""
+    return _geometry(tuple(sizes))
+
+
+@functools.cache
+def _geometry(sizes: tuple[int, ...]) -> Geometry:
+    return Geometry(*sizes)
 
 
 def tensors_of(documents: Documents | None) -> DocumentTensors:
@@ -72,11 +83,11 @@ def select_blocks(
     if documents is None and cu_seqlens is not None:
         documents = Documents.from_checked(cu_seqlens, num_keys)
     if backend == "reference":
-        return reference.select_blocks(q, k_cmp, lse, Geometry(*geometry), num_keys, scale, documents)
+        return reference.select_blocks(q, k_cmp, lse, geometry_of(geometry), num_keys, scale, documents)
     from trifocal.ops.triton.scoring import select_blocks_forward
 
     with torch.cuda.device_of(q):
-        return select_blocks_forward(q, k_cmp, lse.to(torch.float32), Geometry(*geometry), num_keys, scale, documents)
+        return select_blocks_forward(q, k_cmp, lse.to(torch.float32), geometry_of(geometry), num_keys, scale, documents)
 
 
 @select_blocks.register_fake
@@ -113,7 +124,7 @@ def compressed_attention(
 
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
-        return compressed_forward(q, k_cmp, v_cmp, Geometry(*geometry), num_keys, scale, documents)
+        return compressed_forward(q, k_cmp, v_cmp, geometry_of(geometry), num_keys, scale, documents)
 
 
 @compressed_attention.register_fake
@@ -143,7 +154,7 @@ def compressed_attention_backward(
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
         return compressed_backward(
-            d_o, q, k_cmp, v_cmp, o, lse, Geometry(*geometry), num_keys, scale, documents, d_lse=d_lse
+            d_o, q, k_cmp, v_cmp, o, lse, geometry_of(geometry), num_keys, scale, documents, d_lse=d_lse
         )
 
 
@@ -189,7 +200,7 @@ def selected_attention(
 
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
-        return selected_forward(q, k, v, selected_blocks, Geometry(*geometry), scale, documents)
+        return selected_forward(q, k, v, selected_blocks, geometry_of(geometry), scale, documents)
 
 
 @selected_attention.register_fake
@@ -217,7 +228,7 @@ def selected_attention_backward(
 
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
-        return selected_backward(d_o, q, k, v, o, lse, selected_blocks, Geometry(*geometry), scale, documents)
+        return selected_backward(d_o, q, k, v, o, lse, selected_blocks, geometry_of(geometry), scale, documents)
 
 
 @selected_attention_backward.register_fake

@@ -51,6 +51,7 @@ class Widths(NamedTuple):
         return self.part_1 + self.part_2
 
 
+@functools.cache
 def split_width(size: int) -> Widths:
     """Cover `size` columns with one power of two, or 129 to 192 of them with 128 and 64.
 
