@@ -343,12 +343,12 @@ BACKWARD: dict[str, list[tuple[Any, ...]]] = {
 ROLES = {"by_hand": "roles"}
 FORWARD_BY_ROLES: dict[str, list[tuple[str, Tile, dict[str, Any]]]] = {
     "A": [
-        ("gathered", Tile(64, 128, 4, 6), ROLES), ("gathered", Tile(64, 256, 4, 6), ROLES),
-        ("gathered", Tile(64, 64, 4, 6), ROLES), ("gathered", Tile(64, 128, 4, 3), ROLES),
+        ("gathered", Tile(64, 256, 4, 6), ROLES), ("gathered", Tile(64, 128, 4, 6), ROLES),
+        ("gathered", Tile(64, 512, 4, 6), ROLES), ("gathered", Tile(64, 256, 4, 3), ROLES),
         ("gathered", Tile(64, 128, 4, 1), {}),
     ],
     "B": [
-        ("gathered", Tile(64, 128, 4, 6), ROLES), ("gathered", Tile(64, 64, 4, 6), ROLES),
+        ("gathered", Tile(64, 256, 4, 6), ROLES), ("gathered", Tile(64, 128, 4, 6), ROLES),
         ("gathered", Tile(64, 128, 4, 1), {}),
     ],
     "C": [
@@ -358,7 +358,7 @@ FORWARD_BY_ROLES: dict[str, list[tuple[str, Tile, dict[str, Any]]]] = {
 }  # fmt: skip
 BACKWARD_BY_ROLES: dict[str, list[tuple[Any, ...]]] = {
     "A": [
-        ("gathered", Tile(64, 256, 4, 2), None, ROLES), ("gathered", Tile(64, 128, 4, 2), None, ROLES),
+        ("gathered", Tile(64, 256, 4, 2), None, ROLES), ("gathered", Tile(64, 512, 4, 2), None, ROLES),
         ("gathered", Tile(64, 256, 4, 1), None),
     ],
     "B": [

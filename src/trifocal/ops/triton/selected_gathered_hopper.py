@@ -57,14 +57,20 @@ LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 def piece_table_kernel(
     table, slots, starts, first_pieces, piece_keys, ids, cu_seqlens,
     num_queries, query_shift, num_blocks, keys_per_chunk, num_of_keys,
-    GROUPS: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr,
+    GROUPS: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PIECE: tl.constexpr, STEP: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     """The numbers of one piece; pieces past the last are left as they are."""
     piece = tl.program_id(0)
     key = tl.load(piece_keys + piece)
     if key < num_of_keys:
-        begin = tl.load(starts + key) + (piece - tl.load(first_pieces + key)) * PIECE
-        end = tl.minimum(begin + PIECE, tl.load(starts + key + 1))
+        start = tl.load(starts + key)
+        key_end = tl.load(starts + key + 1)
+        # A block's pieces are of one length, up to a tile: programs take as many pieces each, and should end together.
+        first = tl.load(first_pieces + key)
+        length = tl.cdiv(tl.cdiv(key_end - start, tl.load(first_pieces + key + 1) - first), STEP) * STEP
+        begin = start + (piece - first) * length
+        end = tl.minimum(begin + length, key_end)
         batch_group = (key % keys_per_chunk) // num_blocks
         batch = batch_group // GROUPS
         any_slot = tl.load(slots + begin).to(tl.int32)
@@ -571,8 +577,8 @@ def _rows_descriptor(x: Tensor, rep: int) -> TensorDescriptor:
 
 
 def _piece_table(
-    index: ChoiceIndex, k: Tensor, num_queries: int, places: int, block_size: int, documents: tuple[Tensor, ...],
-    packed: bool,
+    index: ChoiceIndex, k: Tensor, num_queries: int, places: int, rep: int, block_size: int,
+    documents: tuple[Tensor, ...], packed: bool,
 ) -> Tensor:  # fmt: skip
     ids, _positions, cu_seqlens = documents
     pieces = index.piece_keys.shape[0]
@@ -581,8 +587,8 @@ def _piece_table(
     piece_table_kernel[(pieces,)](
         table, index.slots, index.starts, index.first_pieces, index.piece_keys, ids, cu_seqlens,
         num_queries, k.shape[1] - num_queries, index.num_blocks, index.keys_per_chunk, index.unused,
-        GROUPS=groups, SLOTS_OF_ROW=groups * places, BLOCK=block_size, PIECE=index.piece_slots, PACKED=packed,
-        num_warps=1,
+        GROUPS=groups, SLOTS_OF_ROW=groups * places, BLOCK=block_size, PIECE=index.piece_slots,
+        STEP=ROWS.value // rep, PACKED=packed, num_warps=1,
     )  # fmt: skip
     return table
 
@@ -606,7 +612,7 @@ def forward_by_roles(
     num_queries, num_heads, dim = q.shape[1:]
     num_keys, groups, value_dim = v.shape[1:]
     rep = num_heads // groups
-    table = _piece_table(index, k, num_queries, places, block_size, documents, packed)
+    table = _piece_table(index, k, num_queries, places, rep, block_size, documents, packed)
     key_sources = tile_descriptor(k, block_size, 1, dim), tile_descriptor(v, block_size, 1, value_dim)
     sizes = {
         "REP": rep, "SLOTS_OF_ROW": groups * places, "D": dim, "V": value_dim, "BLOCK": block_size, "STAGES": stages
@@ -658,7 +664,7 @@ def backward_by_roles(
     num_queries, num_heads, dim = q.shape[1:]
     num_keys, groups, value_dim = v.shape[1:]
     rep = num_heads // groups
-    table = _piece_table(index, k, num_queries, places, block_size, documents, packed)
+    table = _piece_table(index, k, num_queries, places, rep, block_size, documents, packed)
     sources = (
         tile_descriptor(q, 1, rep, 64),
         tile_descriptor(k, block_size, 1, dim),

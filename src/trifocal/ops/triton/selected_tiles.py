@@ -35,7 +35,7 @@ def sizes_by_hand(shape: dict[str, int]) -> dict[str, int]:
 
 def roles_tile(rep: int, backward: bool) -> Tile:
     """Of the kernels that divide labour between warps: slots of a piece, and tiles of queries that are on their way."""
-    return Tile(64, max(256, 1024 // rep), 4, 2) if backward else Tile(64, max(128, 512 // rep), 4, 6)
+    return Tile(64, max(256, 1024 // rep), 4, 2) if backward else Tile(64, max(256, 1024 // rep), 4, 6)
 
 
 def forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool) -> Tile:
