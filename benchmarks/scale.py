@@ -2,6 +2,7 @@
 
     python benchmarks/scale.py                                   # every part on all of this machine's GPUs
     python benchmarks/scale.py --gpus 4 --parts one speed wide --checkpointing all --budget 330
+    python benchmarks/scale.py --parts one speed --graphs false --set parallel.reshard_after_forward=false
     python benchmarks/scale.py --device cpu --gpus 2 --tiny      # does the script work? Small models, few steps
 
 | part | what runs |
@@ -18,6 +19,7 @@ all of them share. Both files of results are written after every row, and what t
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -36,8 +38,8 @@ HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
 PARTS = ("one", "speed", "text", "wide")
 COLUMNS = (
-    "part", "mode", "gpus", "checkpointing", "steps", "tokens_per_second", "times_one_gpu", "step_ms", "host_ms",
-    "wait_ms", "peak_gib_a_gpu", "formula_gib", "executed_mfu", "checkpoint_blocked_seconds", "checkpoint_share",
+    "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "step_ms",
+    "host_ms", "wait_ms", "peak_gib_a_gpu", "formula_gib", "executed_mfu", "checkpoint_blocked_seconds", "checkpoint_share",
     "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
 TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.sequence_length": 128,
@@ -52,68 +54,68 @@ class Row:
     mode: str
     gpus: int
     checkpointing: str
+    graphs: str
     config: str
-    checkpoint_config: str
     flags: dict[str, Any]
 
     @property
     def label(self) -> str:
         """A name for files."""
-        return f"{self.part}_{self.mode}_{self.gpus}_checkpointing_{self.checkpointing}"
+        graphs = "_graphs" if self.graphs == "true" else ""
+        return f"{self.part}_{self.mode}_{self.gpus}_checkpointing_{self.checkpointing}{graphs}"
+
+    @property
+    def checkpoint_config(self) -> str:
+        """Whose checkpoints count: the shake run is the production model."""
+        return self.config.replace("m7c_shake", "m7c_125m")
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
     """What was asked for, the most wanted first; rows of as many GPUs beside each other."""
-    found = []
     common = {
         "run.device": options.device,
         "log.sample_interval_steps": 0,
         "log.telemetry_interval_steps": 0,
         "log.heartbeat_seconds": 1.0,
+        "train.compile": options.compile,
+        **(TINY if options.tiny else {}),
+        **dict(pair.split("=", 1) for pair in options.set),
     }
-    if options.compile != "as configured":
-        common["train.compile"] = options.compile
-    if options.graphs != "as configured":
-        common["train.cuda_graphs"] = options.graphs
-    if options.tiny:
-        common |= TINY
-    common |= dict(pair.split("=", 1) for pair in options.set)
-    quiet = {"evaluate.interval_steps": 0, "data.source": "synthetic", "log.interval_steps": 10}
-    count = options.sequences
+    found = []
     for part in options.parts:
-        for kind in options.checkpointing if part != "wide" else ["all"]:
-            for mode in {"one": ["none"], "wide": ["fsdp"]}.get(part, options.modes):
-                size = 1 if part == "one" else options.gpus
-                flags = common | {"train.activation_checkpointing": kind, "parallel.mode": mode}
-                if part in ("one", "speed"):
-                    steps = options.steps if part == "speed" else min(options.steps, 60)
-                    flags |= quiet | {
-                        "train.micro_batch_size": count, "train.global_batch_size": count * size,
-                        "train.steps": steps, "checkpoint.interval_steps": steps // 2,
-                        "schedule.warmup_steps": min(20, steps),
-                    }  # fmt: skip
-                    config = "m7c_shake.toml"
-                elif part == "text":
-                    steps = options.text_steps
-                    flags |= {
-                        "train.steps": steps, "data.source": "builtin", "schedule.warmup_steps": min(30, steps),
-                        "checkpoint.interval_steps": steps // 2, "evaluate.interval_steps": steps // 2,
-                        # Four sequences a step, however many processes there are.
-                        "train.micro_batch_size": max(1, min(2, 4 // size)), "train.global_batch_size": max(4, size),
-                    }  # fmt: skip
-                    config = "m7c_125m.toml"
-                else:
-                    steps = options.wide_steps
-                    flags |= quiet | {
-                        "train.steps": steps, "checkpoint.interval_steps": steps // 2,
-                        "schedule.warmup_steps": min(10, steps), "log.interval_steps": 2,
-                        "train.global_batch_size": max(8, size),
-                    }  # fmt: skip
-                    config = "wide_1b3.toml"
-                # The shake run is the production model, whose checkpoints are what counts.
-                often = config if part == "wide" else "m7c_125m.toml"
-                found.append(Row(part, mode, size, kind, config, often, flags))
+        size = 1 if part == "one" else options.gpus
+        config, own = part_settings(part, size, options)
+        modes = {"one": ["none"], "wide": ["fsdp"]}.get(part, options.modes)
+        kinds = ["all"] if part == "wide" else options.checkpointing
+        for kind, mode, graphs in itertools.product(kinds, modes, options.graphs):
+            # A sharded model is not recorded.
+            if graphs == "true" and mode in ("fsdp", "hsdp"):
+                continue
+            named = {"train.activation_checkpointing": kind, "parallel.mode": mode, "train.cuda_graphs": graphs}
+            found.append(Row(part, mode, size, kind, graphs, config, {**common, **own, **named}))
     return found
+
+
+def part_settings(part: str, size: int, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
+    """The configuration of a part, and what differs from it."""
+    steps = {"one": min(options.steps, 60), "text": options.text_steps, "wide": options.wide_steps}.get(
+        part, options.steps
+    )
+    flags: dict[str, Any] = {
+        "train.steps": steps,
+        "checkpoint.interval_steps": steps // 2,
+        "schedule.warmup_steps": min(20, steps),
+    }
+    if part == "text":
+        # Four sequences a step, however many processes there are.
+        micro = max(1, min(2, 4 // size))
+        sizes = {"train.micro_batch_size": micro, "train.global_batch_size": max(4, size)}
+        return "m7c_125m.toml", flags | sizes | {"data.source": "builtin", "evaluate.interval_steps": steps // 2}
+    flags |= {"evaluate.interval_steps": 0, "data.source": "synthetic", "log.interval_steps": 10}
+    if part == "wide":
+        return "wide_1b3.toml", flags | {"log.interval_steps": 2, "train.global_batch_size": max(8, size)}
+    count = options.sequences
+    return "m7c_shake.toml", flags | {"train.micro_batch_size": count, "train.global_batch_size": count * size}
 
 
 class Start:
@@ -127,7 +129,14 @@ class Start:
     def __init__(self, cases: list[Row], folder: Path) -> None:
         self.folder = folder
         plan = folder / "plan.json"
-        plan.write_text(json.dumps([{**dataclasses.asdict(case), "label": case.label} for case in cases]))
+        plan.write_text(
+            json.dumps(
+                [
+                    {**dataclasses.asdict(case), "label": case.label, "checkpoint_config": case.checkpoint_config}
+                    for case in cases
+                ]
+            )
+        )
         with (folder / "torchrun").open("ab") as log:
             # A group of its own, so that what hangs can be ended whole.
             self.process = subprocess.Popen(
@@ -188,10 +197,10 @@ def measure(wanted: list[Row], options: argparse.Namespace, keep: Any) -> None:
 def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with their speed in multiples of one GPU's, and the memory that the formula gives from one GPU's."""
     ended = [row for row in found if row["outcome"] == "ended"]
-    one = {row["checkpointing"]: row for row in ended if row["part"] == "one"}
+    one = {(row["checkpointing"], row["graphs"]): row for row in ended if row["part"] == "one"}
     out = []
     for row in found:
-        base = one.get(row["checkpointing"])
+        base = one.get((row["checkpointing"], row["graphs"]))
         if base and row in ended and row["part"] in ("one", "speed"):
             change = row["kept_gib"] - base["kept_gib"]
             row = row | {
@@ -213,8 +222,9 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=500, help="of `speed`")
     parser.add_argument("--text-steps", type=int, default=300)
     parser.add_argument("--wide-steps", type=int, default=16)
-    parser.add_argument("--compile", choices=("true", "false", "as configured"), default="as configured")
-    parser.add_argument("--graphs", choices=("true", "false", "as configured"), default="as configured")
+    parser.add_argument("--compile", choices=("true", "false"), default="true")
+    parser.add_argument("--graphs", nargs="+", choices=("true", "false"), default=["true", "false"], help="recorded; "
+                        "where the model is sharded, and under DDP's own hooks, it cannot be")  # fmt: skip
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of the configuration, in every row")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers in place of the models")
@@ -240,7 +250,7 @@ def main() -> int:
     found: list[dict[str, Any]] = []
 
     def keep(case: Row, row: dict[str, Any], output: str) -> None:
-        head = {name: getattr(case, name) for name in ("part", "mode", "gpus", "checkpointing", "config")}
+        head = {name: getattr(case, name) for name in ("part", "mode", "gpus", "checkpointing", "graphs", "config")}
         warned = [line for line in output.splitlines() if "warning" in line.lower()]
         found.append({**head, **row, "warnings": len(warned)})
         file.write(compared(found), notes=notes + changed, columns=COLUMNS)

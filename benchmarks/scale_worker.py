@@ -56,12 +56,12 @@ def measured(config: RunConfig, configured_interval: int, peak: float, size: int
     blocked = saved[min(1, len(saved) - 1)]["blocked_seconds"]
     beat = json.loads((folder / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["total_seconds"]
     steps = config.train.steps
-    mode = config.parallel.mode
+    # Graphs add gradients up in memory that stays, as DDP does.
+    mode = "ddp" if config.train.cuda_graphs else config.parallel.mode
     shards = size if mode == "fsdp" else config.parallel.shards or size
     return {
         "steps": steps,
         "compiled": config.train.compile,
-        "graphs": config.train.cuda_graphs,
         "tokens_per_second": median(row["tokens_per_second"] for row in steady),
         "step_ms": 1000 * step_seconds,
         "host_ms": 1000 * sum(beat.get(phase, 0.0) for phase in OWN_PHASES) / steps,
