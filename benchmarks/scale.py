@@ -39,8 +39,8 @@ CONFIGS = HERE.parent / "configs"
 PARTS = ("one", "speed", "text", "wide")
 COLUMNS = (
     "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "step_ms",
-    "host_ms", "wait_ms", "peak_gib_a_gpu", "formula_gib", "executed_mfu", "checkpoint_blocked_seconds", "checkpoint_share",
-    "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
+    "host_ms", "wait_ms", "peak_gib_a_gpu", "formula_gib", "executed_mfu", "checkpoint_blocked_seconds",
+    "checkpoint_share", "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
 TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.sequence_length": 128,
         "train.precision": "fp32"}  # fmt: skip
