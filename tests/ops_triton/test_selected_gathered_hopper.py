@@ -1,0 +1,47 @@
+"""The table of pieces that the kernels by roles follow, against the index it is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trifocal.ops.layout import Documents
+
+pytest.importorskip("triton")
+
+BLOCK, PIECE, TOKENS, GROUPS, PLACES = 64, 64, 300, 2, 4
+
+
+@pytest.mark.parametrize("rep", [4, 16])
+@pytest.mark.parametrize("lengths", [None, (100, 1, 199)])
+def test_pieces_cover_every_slot_once(lengths, rep):
+    from trifocal.ops.triton.choice_index import build_choice_index, documents_or
+    from trifocal.ops.triton.selected_gathered_hopper import _piece_table
+
+    generator = torch.Generator().manual_seed(0)
+    batch, documents = 2, None
+    if lengths is not None:
+        batch = 1
+        documents = Documents.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0), TOKENS)
+    chosen = torch.randint(-1, 5, (batch, TOKENS, GROUPS, PLACES), generator=generator, dtype=torch.int32)
+    index = build_choice_index(chosen, BLOCK, TOKENS, documents, chunk_rows=128, piece_slots=PIECE)
+    k = torch.empty(batch, TOKENS, GROUPS, 8)
+    packed = documents is not None
+    table = _piece_table(index, k, TOKENS, PLACES, rep, BLOCK, documents_or(documents, index.keys), packed)
+
+    taken = torch.zeros(int((index.keys != index.unused).sum()), dtype=torch.int32)
+    sorted_keys = index.keys[index.slots]
+    for piece in range(int(index.first_pieces[-1])):
+        begin, end, masked_end, piece_batch, group, first_token = table[piece, :6].tolist()
+        assert 0 < end - begin <= PIECE
+        taken[begin:end] += 1
+        assert (sorted_keys[begin:end] == index.piece_keys[piece]).all()
+        slots = index.slots[begin:end]
+        row = slots // (GROUPS * PLACES)
+        token = row % TOKENS
+        assert (row // TOKENS == piece_batch).all() and (slots // PLACES % GROUPS == group).all()
+        start = documents.cu_seqlens[documents.ids[token].long()] if packed else 0
+        assert (start + chosen.flatten()[slots] * BLOCK == first_token).all()
+        # A mask is needed where a query does not see the block's last key, and nowhere else.
+        assert ((token < first_token + BLOCK - 1) == (torch.arange(begin, end) < masked_end)).all()
+    assert (taken == 1).all()
