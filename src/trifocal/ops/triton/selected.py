@@ -31,7 +31,7 @@ from trifocal.ops.triton.choice_index import (
     row_token,
     split_blocks,
 )
-from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
+from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, tma_fits, unit_stride
 from trifocal.ops.triton.selected_tiles import fits_by_hand, fits_roles, forward_tile, roles_tile, sizes_by_hand
 
 LOWEST = tl.constexpr(-1.0e30)
@@ -467,7 +467,7 @@ def selected_forward(
     by_hand = (
         order == "gathered" and by_hand is not False and fits_by_hand(order, q, k, v, rep=rep, block_size=block_size)
     )
-    roles = roles and by_hand and fits_roles(rep, False)
+    roles = roles and by_hand and fits_roles(rep, False) and tma_fits(q, k, v)
     tile = tile or (roles_tile(rep, False) if roles else None)
     tile = tile or forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded, by_hand)
     if order == "query":

@@ -42,6 +42,7 @@ from trifocal.ops.triton.common import (
     split_width,
     store_tile,
     strides,
+    tma_fits,
     unit_stride,
 )
 from trifocal.ops.triton.selected import (
@@ -549,7 +550,7 @@ def selected_backward(
         return d_q, d_k, d_v
 
     hopper = architecture(q.device) == "hopper"
-    roles = roles and by_hand and fits_roles(rep, True)
+    roles = roles and by_hand and fits_roles(rep, True) and tma_fits(q, k, v, d_o)
     tile = tile or (roles_tile(rep, True) if roles else None)
     tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand, hopper)
     row_slots = groups * places
