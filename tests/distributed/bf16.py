@@ -11,7 +11,8 @@ from trifocal.checks.process_worker import Case, backward, whole
 from trifocal.checks.seeds import random_tokens, small_config
 from trifocal.distributed import Processes, parallelise, processes_started
 from trifocal.models import DecoderLM
-from trifocal.train.optimizer import gradient_norm
+from trifocal.train.config import OptimizerSection
+from trifocal.train.optimizer import gradient_norm, make_optimizer
 
 CPU = torch.device("cpu")
 LENGTH = 40
@@ -45,9 +46,21 @@ def bf16_error(mode: str, processes: Processes) -> float:
     return (sum(difference).sqrt() / gradient_norm(exact.parameters())).item()
 
 
+def sharded_bytes(processes: Processes) -> float:
+    """What this process keeps of weights and moments under FSDP2, after a step."""
+    model = DecoderLM(small_config())
+    parallel = parallelise(model, processes, "fsdp")
+    optimizer = make_optimizer(model, OptimizerSection())
+    backward(Case("fsdp"), parallel, processes, random_tokens((4, LENGTH), 64, CPU))
+    optimizer.step()
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    return float(sum(tensor.to_local().nbytes for tensor in (*model.parameters(), *states)))
+
+
 if __name__ == "__main__":
     warnings.simplefilter("error")
     with processes_started(CPU, timeout_seconds=60) as processes:
         errors = {mode: bf16_error(mode, processes) for mode in ("none", "ddp", "fsdp")}
+        errors["bytes"] = sharded_bytes(processes)
         if processes.first:
             Path(sys.argv[1]).write_text(json.dumps(errors))

@@ -104,6 +104,21 @@ def test_a_run_goes_on_in_another_mode_or_number(
     assert mine["data"] == theirs["data"]
 
 
+def test_four_processes_save_and_two_and_one_go_on(runs: dict[str, Path], tmp_path: Path) -> None:
+    """And back: four go on from what one saved, two from what four saved, one from what two saved."""
+    expected = losses(runs["none"])
+    # The same rows in each evaluation, though a micro-batch of four processes has one.
+    rows = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
+    run, source = tmp_path / "run", runs["none"]
+    shutil.copytree(source, run)
+    for step, mode, size in ((2, "fsdp", 4), (4, "hsdp", 2), (4, "auto", 1)):
+        flags = ("--resume", str(run), "--checkpoint", f"step_{step:08}", "--parallel.mode", mode, *rows)
+        ended = train(tmp_path, None, *flags, size=size).join(120)
+        assert [end.status for end in ended] == [0] * size, ended[0].error
+        assert losses(run) == pytest.approx(expected, rel=LOSS_TOLERANCE)
+        assert final(run)["data"] == final(source)["data"]
+
+
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_the_same_number_goes_on_bit_for_bit(runs: dict[str, Path], tmp_path: Path, mode: str) -> None:
     resumed = go_on(runs[mode], tmp_path, mode, 2)
