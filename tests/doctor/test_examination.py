@@ -20,7 +20,7 @@ COMPILE_PROBE = probes.CompileProbe
 def quick(monkeypatch):
     """Compiles nothing, and measures for a moment only."""
     rate = probes.matmul_rate
-    monkeypatch.setattr(probes, "CompileProbe", lambda: COMPILE_PROBE("pass"))
+    monkeypatch.setattr(probes, "CompileProbe", lambda needed: COMPILE_PROBE("pass", needed=needed))
     monkeypatch.setattr(probes, "matmul_rate", lambda device, precision: rate(device, precision, 0.02))
 
 
@@ -72,6 +72,15 @@ def test_config_that_cannot_run_is_broken(tmp_path):
     path.write_text(
         path.read_text().replace("steps = 6", "steps = 60000").replace("interval_steps = 2", "interval_steps = 0")
     )
+    config = load_config(path)
+    assert examine({"tiny": config}, tmp_path).exit_status == 0
+    assert examine({"tiny": config}, tmp_path, asked=("tiny",)).exit_status == 1
+
+
+def test_compiler_that_a_config_needs(tmp_path, monkeypatch):
+    path = write_config(tmp_path)
+    path.write_text(path.read_text().replace("steps = 6", "steps = 6\ncompile = true"))
+    monkeypatch.setattr(probes, "CompileProbe", lambda needed: COMPILE_PROBE("raise SystemExit(1)", needed=needed))
     config = load_config(path)
     assert examine({"tiny": config}, tmp_path).exit_status == 0
     assert examine({"tiny": config}, tmp_path, asked=("tiny",)).exit_status == 1

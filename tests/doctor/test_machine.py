@@ -2,6 +2,7 @@
 
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,6 +76,26 @@ def test_gpu_that_does_not_compute(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", fail)
     [finding] = machine.check_gpus()
     assert finding.status == "broken" and "ECC" in finding.text and finding.remedy
+
+
+@pytest.mark.parametrize(
+    "capability, free, status, part",
+    [
+        ((9, 0), 0.99, "ok", "Some GPU, 80 GiB, compute capability 9.0"),
+        ((7, 5), 0.99, "note", "too old for the kernels"),
+        ((9, 0), 0.5, "note", "40 GiB of them taken already"),
+    ],
+)
+def test_gpu(gpu, monkeypatch, capability, free, status, part):
+    properties = SimpleNamespace(name="Some GPU", major=capability[0], minor=capability[1])
+    total, ones = 80 * machine.GIB, torch.ones
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (int(free * total), total))
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: ones(*shape))
+    [finding] = machine.check_gpus()
+    assert finding.status == status and part in finding.text
+    monkeypatch.setattr(torch, "ones", lambda *shape, device: 2 * ones(*shape))
+    assert machine.check_gpus()[0].status == "broken"
 
 
 def test_compiler_is_needed_on_a_gpu(gpu, no_compiler, monkeypatch):

@@ -81,6 +81,11 @@ def test_compile_fails(some_compiler):
 def test_compile_takes_too_long(some_compiler):
     finding = CompileProbe("import time; time.sleep(60)").result(0.2)
     assert finding.status == "note" and "was not compiled" in finding.text
+    assert CompileProbe("import time; time.sleep(60)", needed=True).result(0.2).status == "note"
+
+
+def test_compile_fails_where_it_is_needed(some_compiler):
+    assert CompileProbe("raise SystemExit('no')", needed=True).result(60).status == "broken"
 
 
 def test_compile_without_a_compiler(monkeypatch):

@@ -53,6 +53,8 @@ class Machine:
         """This machine."""
         if torch.cuda.is_available():
             count = torch.cuda.device_count()
+            # What trying things out has left.
+            torch.cuda.empty_cache()
             free = min(torch.cuda.mem_get_info(index)[0] for index in range(count))
             hopper = torch.cuda.get_device_capability() >= (9, 0)
             return cls(
@@ -278,8 +280,9 @@ def _step_seconds(config: RunConfig, setup: TrainingSetup, machine: Machine) -> 
     rate, attention_rate = (machine.rates.get(kind) for kind in (setup.precision, "fp32" if exact else setup.precision))
     if not rate or not attention_rate:
         return None
-    # A CPU packs only the rows that have a border inside, which are few.
-    length = setup.sequence_length * (setup.micro_batch_size if setup.packed and on_gpu else 1)
+    # Plain code on a CPU packs only the rows that have a border inside, which are few.
+    packed = setup.packed and (on_gpu or config.train.compile)
+    length = setup.sequence_length * (setup.micro_batch_size if packed else 1)
     first, last = setup.checkpointed_layers
     flops = computed_flops_per_token(config.model, length, backend=setup.backend, checkpointed_layers=last - first)
     tokens = setup.micro_batches * setup.micro_batch_size * setup.sequence_length

@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -65,39 +66,46 @@ class CompileProbe:
 
     Args:
         code: What it runs.
+        needed: Whether a configuration that was asked for compiles.
     """
 
-    def __init__(self, code: str = _COMPILED) -> None:
+    def __init__(self, code: str = _COMPILED, *, needed: bool = False) -> None:
         self._begin = time.monotonic()
+        self._failure: Status = "broken" if needed else "note"
         self._process: subprocess.Popen[str] | None = None
         if compilers():
-            self._cache = tempfile.TemporaryDirectory()
+            self._cache = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+            # A group of its own, so that the compilers that it starts end with it; and no pool of them, which would
+            # take longer to start than to use.
+            own = {"TORCHINDUCTOR_CACHE_DIR": self._cache.name, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": self._cache.name},
+                env={**os.environ, **own},
+                start_new_session=True,
             )
 
     def result(self, seconds: float) -> Finding:
         """The finding, waited for until as many seconds after the start."""
+        name, without = "torch.compile", "--train.compile false"
         if self._process is None:
-            return Finding("torch.compile", "note", "it needs a C++ compiler", COMPILER_COMMAND)
+            return Finding(name, self._failure, "it needs a C++ compiler", COMPILER_COMMAND)
         try:
             _, errors = self._process.communicate(timeout=max(0.0, seconds - (time.monotonic() - self._begin)))
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
-            text = f"a small function was not compiled within {seconds:.0f} s; the machine may be busy"
-            return Finding("torch.compile", "note", text, "--train.compile false")
+            text = f"a small function was not compiled within {seconds:.0f} s, so it is not known whether it works"
+            return Finding(name, "note", f"{text}; the machine is slow or busy")
         finally:
             self._cache.cleanup()
         if self._process.returncode:
             last = (errors.strip().splitlines() or [""])[-1]
-            remedy = _PYTHON_HEADERS_COMMAND if "Python.h" in errors else "--train.compile false"
-            return Finding("torch.compile", "note", f"it does not work: {one_line(RuntimeError(last))}", remedy)
-        return Finding("torch.compile", "ok", f"works; a small function took {time.monotonic() - self._begin:.0f} s")
+            remedy = _PYTHON_HEADERS_COMMAND if "Python.h" in errors else without
+            return Finding(name, self._failure, f"it does not work: {one_line(RuntimeError(last))}", remedy)
+        return Finding(name, "ok", f"works; a small function took {time.monotonic() - self._begin:.0f} s")
 
 
 def check_collectives() -> list[Finding]:
