@@ -61,7 +61,7 @@ def nsa_attention(
     )
 
 
-@torch.library.custom_op("trifocal::combine_branches", mutates_args=())
+@torch.library.custom_op("trifocal::combine_branches", mutates_args=(), tags=operators.ANY_STRIDES)
 def combine_branches(
     q: Tensor,
     k_cmp: Tensor,
@@ -107,7 +107,7 @@ def _(
     return o_cmp.new_empty(o_cmp.shape)
 
 
-@torch.library.custom_op("trifocal::combine_branches_backward", mutates_args=())
+@torch.library.custom_op("trifocal::combine_branches_backward", mutates_args=(), tags=operators.ANY_STRIDES)
 def combine_branches_backward(
     d_o: Tensor,
     q: Tensor,

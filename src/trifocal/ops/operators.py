@@ -22,6 +22,9 @@ from trifocal.ops import reference
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 
+# What operators take strides as they come from: without it the compiler makes each of them a copy of q of its own.
+ANY_STRIDES = (torch.Tag.flexible_layout,)
+
 DocumentTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
 
@@ -65,7 +68,7 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("trifocal::select_blocks", mutates_args=())
+@torch.library.custom_op("trifocal::select_blocks", mutates_args=(), tags=ANY_STRIDES)
 def select_blocks(
     q: Tensor,
     k_cmp: Tensor,
@@ -107,7 +110,7 @@ def _(
     return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)
 
 
-@torch.library.custom_op("trifocal::compressed_attention", mutates_args=())
+@torch.library.custom_op("trifocal::compressed_attention", mutates_args=(), tags=ANY_STRIDES)
 def compressed_attention(
     q: Tensor,
     k_cmp: Tensor,
@@ -132,7 +135,7 @@ def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any) -> tuple[Tensor, Tensor]
     return _empty_o(q, v_cmp), _empty_lse(q)
 
 
-@torch.library.custom_op("trifocal::compressed_attention_backward", mutates_args=())
+@torch.library.custom_op("trifocal::compressed_attention_backward", mutates_args=(), tags=ANY_STRIDES)
 def compressed_attention_backward(
     d_o: Tensor,
     d_lse: Tensor | None,
@@ -183,7 +186,7 @@ def _compressed_gradients(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) ->
 compressed_attention.register_autograd(_compressed_gradients, setup_context=_save_compressed)
 
 
-@torch.library.custom_op("trifocal::selected_attention", mutates_args=())
+@torch.library.custom_op("trifocal::selected_attention", mutates_args=(), tags=ANY_STRIDES)
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -208,7 +211,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_o(q, v), _empty_lse(q)
 
 
-@torch.library.custom_op("trifocal::selected_attention_backward", mutates_args=())
+@torch.library.custom_op("trifocal::selected_attention_backward", mutates_args=(), tags=ANY_STRIDES)
 def selected_attention_backward(
     d_o: Tensor,
     q: Tensor,
@@ -252,7 +255,7 @@ def _selected_gradients(ctx: Any, d_o: Tensor, _: None) -> tuple[Tensor | None, 
 selected_attention.register_autograd(_selected_gradients, setup_context=_save_selected)
 
 
-@torch.library.custom_op("trifocal::window_attention", mutates_args=())
+@torch.library.custom_op("trifocal::window_attention", mutates_args=(), tags=ANY_STRIDES)
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -275,7 +278,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_o(q, v), _empty_lse(q)
 
 
-@torch.library.custom_op("trifocal::window_attention_backward", mutates_args=())
+@torch.library.custom_op("trifocal::window_attention_backward", mutates_args=(), tags=ANY_STRIDES)
 def window_attention_backward(
     d_o: Tensor,
     q: Tensor,
