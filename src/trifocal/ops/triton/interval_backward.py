@@ -393,7 +393,7 @@ def launch_d_q(
     if tile is None and hopper is None:
         hopper = choose_hopper("d_q", q, k, v, d_o, window=branch.window_size > 0, packed=branch.ids is not None)
     if hopper is not None:
-        from trifocal.ops.triton.interval_hopper_backward import launch_hopper_d_q
+        from trifocal.ops.triton.interval_hopper_d_q import launch_hopper_d_q
 
         return launch_hopper_d_q(d_o, q, k, v, lse, delta, gate, scale, branch, d_q, **hopper)
     batch, num_queries, num_heads, _ = q.shape
@@ -463,7 +463,7 @@ def launch_d_k_d_v(
     if tile is None and hopper is None:
         hopper = choose_hopper("d_k_d_v", q, k, v, d_o, window=branch.window_size > 0, packed=branch.ids is not None)
     if hopper is not None:
-        from trifocal.ops.triton.interval_hopper_backward import launch_hopper_d_k_d_v
+        from trifocal.ops.triton.interval_hopper_d_k_d_v import launch_hopper_d_k_d_v
 
         return launch_hopper_d_k_d_v(d_o, q, k, v, lse, delta, gate, scale, branch, parts, **hopper)
     batch, num_queries, num_heads, _ = q.shape

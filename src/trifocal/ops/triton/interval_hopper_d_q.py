@@ -1,0 +1,358 @@
+"""d_q of interval attention for Hopper, in Gluon; see `interval_hopper` for how programs are divided.
+
+As forward: each half of the warps holds 64 rows of q, d_o and d_q, and both loop over the key tiles of their range,
+which the loader brings. From memory, per tile of rows: q and d_o once, k and v of the range, d_q out, and in when it
+is added to.
+"""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from trifocal.ops.triton.common import multiprocessors, split_width
+from trifocal.ops.triton.interval import Branch, visible_keys
+from trifocal.ops.triton.interval_backward import LOG2_E
+from trifocal.ops.triton.interval_hopper import (
+    PART_ROWS,
+    allocate_tiles,
+    copy_tile,
+    first_key_of,
+    multiply,
+    part_descriptors,
+    place_tile,
+    split_heads,
+    store_rows,
+    tile_descriptor,
+)
+
+# fmt: off
+
+@gluon.jit
+def load_keys_of_rows(
+    descriptors, buffers, barriers, masks, counts,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr,
+):
+    """The loader of d_q: keys and values of the tail and k of the first tile, q and d_o, then v and k by turns."""
+    q_sources, k_sources, v_source, d_o_source, k_tail_sources, v_tail_source = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
+    query_shift, window_size, ids, positions, first_blocks = masks
+    slots, row_tiles, batch_groups, num_queries = counts
+    QUERIES: gl.constexpr = PART_ROWS // REP
+    COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
+            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+        if TAIL > 0:
+            mbarrier.wait(tail_free, (visit & 1) ^ 1)
+            mbarrier.expect(tail_ready, TAIL * COLUMN_BYTES + v_tail_source.block_type.nbytes)
+            tail_key = begin + tiles * KEYS
+            copy_tile(k_tail_sources, batch, tail_key, group // SHARE, tail_ready, k_tail, 0, D_1, D_2)
+            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group // SHARE, 0], tail_ready, v_tail)
+        for number in range(tiles):
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+            stage = count % STAGES
+            free = (count // STAGES & 1) ^ 1
+            mbarrier.wait(k_free.index(stage), free)
+            mbarrier.expect(k_ready.index(stage), KEYS * COLUMN_BYTES)
+            copy_tile(k_sources, batch, first_key, group // SHARE, k_ready.index(stage), k_tiles, stage, D_1, D_2)
+            if number == 0:
+                for part in gl.static_range(2):
+                    query = first_query + part * QUERIES
+                    place = 2 * (visit % Q_STAGES) + part
+                    ready = q_ready.index(place)
+                    mbarrier.wait(q_free.index(place), (visit // Q_STAGES & 1) ^ 1)
+                    mbarrier.expect(ready, PART_ROWS * COLUMN_BYTES + d_o_source.block_type.nbytes)
+                    copy_tile(q_sources, batch, query, group * REP, ready, q_tiles, place, D_1, D_2)
+                    tma.async_copy_global_to_shared(
+                        d_o_source, [batch, query, group * REP, 0], ready, d_o_tiles.index(place))
+            mbarrier.wait(v_free.index(stage), free)
+            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v_source, [batch, first_key, group // SHARE, 0], v_ready.index(stage), v_tiles.index(stage))
+            count += 1
+        visit += 1
+
+
+@gluon.jit
+def add_keys(
+    d_q, d_q_2, d_scores, k_tiles, place, KEYS: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr,
+    OUTPUT: gl.constexpr, OUTPUT_2: gl.constexpr,
+):
+    """Add a tile's d_scores times keys to d_q, and wait for it."""
+    operand = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT, 2))
+    d_q = warpgroup_mma(operand, k_tiles[0].index(place).reshape([KEYS, D_1]), d_q, is_async=True)
+    if D_2 > 0:
+        operand_2 = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_2, 2))
+        d_q_2 = warpgroup_mma(operand_2, k_tiles[1].index(place).reshape([KEYS, D_2]), d_q_2, is_async=True)
+        d_q, d_q_2 = warpgroup_mma_wait(0, [d_q, d_q_2])
+    else:
+        d_q = warpgroup_mma_wait(0, [d_q])
+    return d_q, d_q_2
+
+
+@gluon.jit
+def gather_rows(
+    d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready,
+    v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
+    D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_2: gl.constexpr,
+):
+    """Add what key tiles number start to stop give to d_q."""
+    for number in range(start, stop):
+        stage = count % STAGES
+        phase = count // STAGES & 1
+        zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
+        mbarrier.wait(k_ready.index(stage), phase)
+        scores = multiply(q_tiles, q_place, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
+        mbarrier.wait(v_ready.index(stage), phase)
+        v_tile = v_tiles.index(stage).reshape([KEYS, V])
+        d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, [scores])
+        p = gl.exp2(scores * score_scale - row_lse[:, None])
+        if GATED:
+            p = p * row_gate[:, None]
+        d_p = warpgroup_mma_wait(0, [d_p])
+        mbarrier.arrive(v_free.index(stage), count=1)
+        d_scores = p * (d_p - row_delta[:, None])
+        if MASKED:
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+            key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
+            visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
+            d_scores = gl.where(visible, d_scores, 0.0)
+        d_q, d_q_2 = add_keys(d_q, d_q_2, d_scores.to(v_tiles.dtype), k_tiles, stage, KEYS, D_1, D_2, OUTPUT, OUTPUT_2)
+        mbarrier.arrive(k_free.index(stage), count=1)
+        count += 1
+    return d_q, d_q_2, count
+
+
+@gluon.jit
+def sum_rows(
+    PART: gl.constexpr, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
+    scale, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
+    ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+):
+    """d_q of one half of each tile of rows."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
+    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
+    OUTPUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
+    ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    QUERIES: gl.constexpr = PART_ROWS // REP
+    q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
+    query_shift, window_size, ids, positions, first_blocks = masks
+    slots, row_tiles, batch_groups, num_queries = counts
+    gate_batch_stride, gate_time_stride, gate_head_stride = gate_strides
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
+            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+        masked = tiles - (last_full - first_full)
+        first_query = tile_query + PART * QUERIES
+        row = gl.arange(0, PART_ROWS, ROW)
+        row_query = gl.minimum(first_query + row // REP, num_queries - 1)
+        head = group * REP + row % REP
+        row_begin, row_end = visible_keys(
+            row_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+        place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * REP) + head
+        row_lse = gl.load(lse + place)
+        row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
+        row_delta = gl.load(delta + place)
+        row_gate = row_delta
+        if GATED:
+            gate_place = batch.to(gl.int64) * gate_batch_stride + row_query.to(gl.int64) * gate_time_stride
+            row_gate = gl.load(gate + gate_place + head * gate_head_stride).to(gl.float32)
+        d_q = gl.zeros([PART_ROWS, D_1], gl.float32, OUTPUT)
+        d_q_2 = d_q
+        if D_2 > 0:
+            d_q_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_2)
+        q_place = 2 * (visit % Q_STAGES) + PART
+        d_o_tile = d_o_tiles.index(q_place).reshape([PART_ROWS, V])
+        mbarrier.wait(q_ready.index(q_place), visit // Q_STAGES & 1)
+        if TAIL > 0:
+            TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
+            TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
+            mbarrier.wait(tail_ready, visit & 1)
+            zeros = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
+            scores = multiply(q_tiles, q_place, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
+            d_p = warpgroup_mma(
+                d_o_tile, v_tail.reshape([TAIL, V]).permute((1, 0)), zeros, use_acc=False, is_async=True)
+            scores, d_p = warpgroup_mma_wait(0, [scores, d_p])
+            p = gl.exp2(scores * score_scale - gl.convert_layout(row_lse, TAIL_ROW)[:, None])
+            if GATED:
+                p = p * gl.convert_layout(row_gate, TAIL_ROW)[:, None]
+            d_scores = p * (d_p - gl.convert_layout(row_delta, TAIL_ROW)[:, None])
+            key = begin + tiles * KEYS + gl.arange(0, TAIL, gl.SliceLayout(0, TAIL_SCORES))
+            visible = (key[None, :] >= gl.convert_layout(row_begin, TAIL_ROW)[:, None]) & (
+                key[None, :] < gl.convert_layout(row_end, TAIL_ROW)[:, None])
+            d_scores = gl.where(visible, d_scores, 0.0).to(v_tiles.dtype)
+            d_q, d_q_2 = add_keys(d_q, d_q_2, d_scores, k_tail, 0, TAIL, D_1, D_2, OUTPUT, OUTPUT_2)
+            mbarrier.arrive(tail_free, count=1)
+        d_q, d_q_2, count = gather_rows(
+            d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
+            v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
+            D_1, D_2, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT, OUTPUT_2)
+        d_q, d_q_2, count = gather_rows(
+            d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
+            v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
+            D_1, D_2, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT, OUTPUT_2)
+        mbarrier.arrive(q_free.index(q_place), count=1)
+        D: gl.constexpr = D_1 + D_2
+        target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * REP * D
+        rows_left = (num_queries - first_query) * REP
+        store_rows(target, d_q * scale, rows_left, GROUPS, REP, D, D_1, ADD, OUTPUT)
+        if D_2 > 0:
+            store_rows(target + D_1, d_q_2 * scale, rows_left, GROUPS, REP, D, D_2, ADD, OUTPUT_2)
+        visit += 1
+
+
+@gluon.jit(do_not_specialize=[
+    "num_queries", "query_shift", "window_size", "slots", "row_tiles",
+    "gate_batch_stride", "gate_time_stride", "gate_head_stride",
+])
+def hopper_d_q_kernel(
+    q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, k_tail_source, k_tail_source_2, v_tail_source,
+    lse, delta, gate, d_q_target, ids, positions, first_blocks,
+    gate_batch_stride, gate_time_stride, gate_head_stride,
+    slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
+    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
+    COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr,
+):
+    """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
+    q_tiles = allocate_tiles(q_source, q_source_2, 2 * Q_STAGES, D_2)
+    d_o_tiles = gl.allocate_shared_memory(
+        d_o_source.dtype, [2 * Q_STAGES] + d_o_source.block_type.shape, d_o_source.layout)
+    k_tiles = allocate_tiles(k_source, k_source_2, STAGES, D_2)
+    v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tail_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    k_tail = k_tiles
+    v_tail = v_tiles
+    if TAIL > 0:
+        k_tail = allocate_tiles(k_tail_source, k_tail_source_2, 1, D_2)
+        v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
+    mbarrier.init(tail_ready, count=1)
+    mbarrier.init(tail_free, count=2)
+    for part in gl.static_range(2 * Q_STAGES):
+        mbarrier.init(q_ready.index(part), count=1)
+        mbarrier.init(q_free.index(part), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    descriptors = (
+        (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, (k_tail_source, k_tail_source_2),
+        v_tail_source)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail)
+    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free)
+    masks = (query_shift, window_size, ids, positions, first_blocks)
+    counts = (slots, row_tiles, batch_groups, num_queries)
+    gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
+    gl.warp_specialize([
+        (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES,
+                    Q_STAGES)),
+        (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES,
+                    Q_STAGES)),
+        (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES,
+                             SHARE)),
+    ], [4, 1], [240, 24])
+
+# fmt: on
+
+
+def launch_hopper_d_q(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    gate: Tensor | None,
+    scale: float,
+    branch: Branch,
+    d_q: Tensor | None = None,
+    keys: int = 64,
+    stages: int = 2,
+    tail: int = 0,
+    q_stages: int = 1,
+) -> Tensor:
+    """As `launch_d_q`."""
+    batch, num_queries, num_heads, _ = q.shape
+    width = split_width(q.shape[3])
+    value_dim = v.shape[3]
+    rep, share = split_heads(num_heads // k.shape[2])
+    num_groups = k.shape[2] * share
+    queries = PART_ROWS.value // rep
+    row_tiles = triton.cdiv(num_queries, 2 * queries)
+    slots = row_tiles * batch * num_groups
+    add = d_q is not None
+    if d_q is None:
+        d_q = q.new_empty(q.shape)
+    hopper_d_q_kernel[(min(slots, multiprocessors(q.device)),)](
+        *part_descriptors(q, queries, rep, width),
+        *part_descriptors(k, keys, 1, width),
+        tile_descriptor(v, keys, 1, value_dim),
+        tile_descriptor(d_o, queries, rep, value_dim),
+        *part_descriptors(k, tail or keys, 1, width),
+        tile_descriptor(v, tail or keys, 1, value_dim),
+        lse,
+        delta,
+        gate,
+        d_q,
+        branch.ids,
+        branch.positions,
+        branch.first_blocks,
+        *((0, 0, 0) if gate is None else gate.stride()),
+        slots,
+        row_tiles,
+        batch * num_groups,
+        num_queries,
+        branch.query_shift,
+        branch.window_size,
+        scale,
+        scale * LOG2_E.value,
+        num_groups,
+        rep,
+        width.part_1,
+        width.part_2,
+        value_dim,
+        **branch.constants(),
+        GATED=gate is not None,
+        ADD=add,
+        KEYS=keys,
+        TAIL=tail,
+        STAGES=stages,
+        Q_STAGES=q_stages,
+        SHARE=share,
+        num_warps=4,
+        maxnreg=168,
+    )
+    return d_q
