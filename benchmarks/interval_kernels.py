@@ -25,12 +25,15 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from trifocal.ops import Documents, Geometry, reference
+from trifocal.ops.triton.choice_index import choice_bits
 from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
 from trifocal.ops.triton.common import Tile, choose_tile
 from trifocal.ops.triton.compressed import _branch as compressed_branch
 from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
 from trifocal.ops.triton.interval_backward import launch_d_k_d_v, launch_d_q
 from trifocal.ops.triton.interval_forward import launch_forward
+from trifocal.ops.triton.selected import selected_forward
+from trifocal.ops.triton.selected_backward import selected_backward
 from trifocal.ops.triton.window import _branch as window_branch
 from trifocal.ops.triton.window import window_backward, window_forward
 
@@ -122,6 +125,9 @@ HOPPER: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {
         ("win", "forward"): [{"keys": 64}, {"keys": 128}, q2(keys=128), q2(keys=64, stages=4)],
         ("win", "d_q"): [{"keys": 64}, {"keys": 128}, q2(keys=128)],
         ("win", "d_k_d_v"): [{}, {"rows": 128}, {"rows": 128, "ahead": True}],
+        ("slc", "forward"): [{"keys": 64}, q2(keys=64, stages=4)],
+        ("slc", "d_q"): [{"keys": 64}, q2(keys=64)],
+        ("slc", "d_k_d_v"): [{}, {"ahead": True}, {"rows": 128}],
     },
     "C": {
         ("cmp", "forward"): [{"keys": 128}, q2(keys=128)],
@@ -154,10 +160,12 @@ class Problem(NamedTuple):
     v: Tensor
     d_o: Tensor
     gate: Tensor
+    o: Tensor
     lse: Tensor
     delta: Tensor
     branch: Any
     scale: float
+    selected_blocks: Tensor | None = None
 
 
 def make_problem(shape: Shape, branch: str, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -174,12 +182,24 @@ def make_problem(shape: Shape, branch: str, dtype: torch.dtype = torch.bfloat16)
     d_o = normal(shape.batch, shape.length, shape.heads, shape.value_dim)
     gate = torch.rand(q.shape[:3], generator=generator, device=DEVICE).to(dtype)
     scale = shape.dim**-0.5
+    if branch == "slc":
+        # Sixteen of the blocks in the past, among them the query's own.
+        queries = torch.arange(shape.length, device=DEVICE)
+        scores = torch.rand(shape.batch, shape.length, shape.groups, shape.length // 64, device=DEVICE)
+        blocks = torch.arange(shape.length // 64, device=DEVICE)
+        own = (queries // 64)[None, :, None, None]
+        scores = scores.masked_fill(blocks > own, -1.0).masked_fill(blocks == own, 2.0)
+        best = scores.topk(min(16, shape.length // 64), -1)
+        chosen = best.indices.masked_fill(best.values < 0, -1).to(torch.int32)
+        rule = window_branch(q, k, shape.length, None)._replace(bits=choice_bits(chosen, 64, shape.length, None))
+        o, lse = selected_forward(q, k, v, chosen, GEOMETRY, scale, None, order="masked")
+        return Problem(q, k, v, d_o, gate, o, lse, row_sums(d_o, o), rule, scale, chosen)
     if branch == "cmp":
         rule = compressed_branch(q, k, GEOMETRY, shape.length, None, backward=True)
     else:
         rule = window_branch(q, k, GEOMETRY.window_size, None)
     o, lse = launch_forward(q, k, v, scale, rule, PLAIN, False)
-    return Problem(q, k, v, d_o, gate, lse, row_sums(d_o, o), rule, scale)
+    return Problem(q, k, v, d_o, gate, o, lse, row_sums(d_o, o), rule, scale)
 
 
 def runner(candidate: Candidate, problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
@@ -187,6 +207,13 @@ def runner(candidate: Candidate, problem: Problem) -> Callable[[], tuple[Tensor,
     p, tma = problem, candidate.tma
     tile = candidate.tile or choose_tile(candidate.kernel, p.q, p.v, window=candidate.branch == "win")
     hopper = None if candidate.hopper is None else dict(candidate.hopper)
+    if candidate.branch == "slc" and hopper is None:
+        # The masked order's kernels; backward is timed as a whole.
+        if candidate.kernel == "forward":
+            return lambda: selected_forward(p.q, p.k, p.v, p.selected_blocks, GEOMETRY, p.scale, None, order="masked")
+        inputs = (p.d_o, p.q, p.k, p.v, p.o, p.lse, p.selected_blocks, GEOMETRY, p.scale, None)
+        part = slice(0, 1) if candidate.kernel == "d_q" else slice(1, 3)
+        return lambda: selected_backward(*inputs, gate=p.gate, delta=p.delta, order="masked")[part]
     if candidate.kernel == "forward":
         return lambda: launch_forward(p.q, p.k, p.v, p.scale, p.branch, tile, tma, hopper)
     arguments = (p.d_o, p.q, p.k, p.v, p.lse, p.delta, p.gate, p.scale, p.branch, tile)
@@ -202,7 +229,8 @@ def work(candidate: Candidate, shape: Shape) -> float:
         block, stride = GEOMETRY.compression_block_size, GEOMETRY.compression_stride
         seen = sum(max(0, (t + 1 - block + stride) // stride) for t in range(shape.length))
     else:
-        seen = sum(min(t + 1, GEOMETRY.window_size) for t in range(shape.length))
+        limit = shape.length if candidate.branch == "slc" else GEOMETRY.window_size
+        seen = sum(min(t + 1, limit) for t in range(shape.length))
     d, v = shape.dim, shape.value_dim
     columns = {"forward": d + v, "d_q": 2 * d + v, "d_k_d_v": 2 * d + 2 * v}[candidate.kernel]
     return 2.0 * shape.batch * shape.heads * seen * columns

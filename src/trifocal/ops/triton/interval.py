@@ -163,6 +163,8 @@ class Branch(NamedTuple):
         first_blocks: First compressed block of each document, [documents].
         query_begin, query_end: For d_k and d_v in documents. Compressed: tokens whose queries see a key, [keys].
             Window: the document of each key, and `cu_seqlens`.
+        bits: For the Hopper kernels, which blocks of 64 keys a query sees of its interval, from key 0 on, as in
+            `choice_index.choice_bits`; None: all.
     """
 
     window_size: int = 0
@@ -174,6 +176,7 @@ class Branch(NamedTuple):
     first_blocks: Tensor | None = None
     query_begin: Tensor | None = None
     query_end: Tensor | None = None
+    bits: Tensor | None = None
 
     def constants(self) -> dict[str, int | bool]:
         """What kernels are compiled for."""

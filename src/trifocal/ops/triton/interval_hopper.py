@@ -170,10 +170,24 @@ def hide(scores, first_key, row_begin, row_end, KEYS: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def weigh(scores, running_max, running_sum, score_scale):
+def chosen_rows(bits, rows, first_key, num_queries):
+    """Whether rows, given by their query, chose the block of 64 keys that a tile is. `bits`: of batch and group."""
+    block = first_key // 64
+    return (gl.load(bits + (block // 32) * num_queries + rows) >> (block % 32)) & 1 != 0
+
+
+@gluon.jit
+def weigh(scores, running_max, running_sum, score_scale, chosen, BITS: gl.constexpr):
     """One step of the running softmax: probabilities, maximum, sum, and what everything so far shrinks by."""
-    new_max = gl.maximum(running_max, gl.max(scores, 1) * score_scale)
-    p = gl.exp2(scores * score_scale - new_max[:, None])
+    tile_max = gl.max(scores, 1)
+    if BITS:
+        tile_max = gl.where(chosen, tile_max, float("-inf"))
+    new_max = gl.maximum(running_max, tile_max * score_scale)
+    shift = new_max
+    if BITS:
+        # A row that did not choose the tile gets probabilities of 0 at no cost a score.
+        shift = gl.where(chosen, new_max, float("inf"))
+    p = gl.exp2(scores * score_scale - shift[:, None])
     decay = gl.exp2(running_max - new_max)
     return p, new_max, running_sum * decay + gl.sum(p, 1), decay
 
@@ -208,14 +222,18 @@ def store_rows(
 @gluon.jit
 def attend_tiles(
     o, p, running_max, running_sum, q_tiles, q_place, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
-    begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
+    begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale, bits, row_query, num_queries,
     D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    MASKED: gl.constexpr, SETTLE: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    BITS: gl.constexpr, MASKED: gl.constexpr, SETTLE: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
     """Key tiles number start to stop: each one's scores together with the tile before's product with values."""
     for number in range(start, stop):
         stage = count % STAGES
         before = (count - 1) % STAGES
+        first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+        chosen = row_query
+        if BITS:
+            chosen = chosen_rows(bits, row_query, first_key, num_queries)
         mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
         zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
         scores = multiply(q_tiles, q_place, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
@@ -225,9 +243,8 @@ def attend_tiles(
         scores = warpgroup_mma_wait(1, [scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         if MASKED:
-            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
-        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
+        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale, chosen, BITS)
         if SETTLE:
             running_sum = settle(running_sum)
         o, p = warpgroup_mma_wait(0, [o, p])
@@ -239,10 +256,11 @@ def attend_tiles(
 
 @gluon.jit
 def attend_rows(
-    PART: gl.constexpr, o_target, lse, buffers, barriers, masks, counts, score_scale,
+    PART: gl.constexpr, o_target, lse, bits, num_words, buffers, barriers, masks, counts, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr,
-    TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SETTLE: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr, BITS: gl.constexpr,
+    SETTLE: gl.constexpr,
 ):
     """o and lse of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -263,8 +281,12 @@ def attend_rows(
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
         row_query = first_query + row // REP
+        seen_query = gl.minimum(row_query, num_queries - 1)
+        row_bits = bits
+        if BITS:
+            row_bits = bits + (batch * (GROUPS // SHARE) + group // SHARE).to(gl.int64) * num_words * num_queries
         row_begin, row_end = visible_keys(
-            gl.minimum(row_query, num_queries - 1), query_shift, window_size, ids, positions, first_blocks,
+            seen_query, query_shift, window_size, ids, positions, first_blocks,
             COMPRESSED, BLOCK, STRIDE, PACKED)
 
         o = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT)
@@ -289,7 +311,7 @@ def attend_rows(
                 gl.convert_layout(row_end, TAIL_ROW), TAIL, TAIL_SCORES)
             tail_p, tail_max, tail_sum, tail_decay = weigh(
                 tail_scores, gl.convert_layout(running_max, TAIL_ROW), gl.convert_layout(running_sum, TAIL_ROW),
-                score_scale)
+                score_scale, tail_scores, False)
             running_max = gl.convert_layout(tail_max, ROW)
             running_sum = gl.convert_layout(tail_sum, ROW)
             tail_operand = gl.convert_layout(tail_p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
@@ -301,18 +323,21 @@ def attend_rows(
         mbarrier.arrive(k_free.index(stage), count=1)
         first_key = first_key_of(0, begin, tiles, first_full, last_full, KEYS)
         scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
-        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
+        chosen = row_query
+        if BITS:
+            chosen = chosen_rows(row_bits, seen_query, first_key, num_queries)
+        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale, chosen, BITS)
         if TAIL > 0:
             o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
         count += 1
         o, p, running_max, running_sum, count = attend_tiles(
             o, p, running_max, running_sum, q_tiles, q_place, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, 1, masked, score_scale,
-            D_1, D_2, V, KEYS, STAGES, True, SETTLE, SCORES, OUTPUT)
+            row_bits, seen_query, num_queries, D_1, D_2, V, KEYS, STAGES, BITS, True, SETTLE, SCORES, OUTPUT)
         o, p, running_max, running_sum, count = attend_tiles(
             o, p, running_max, running_sum, q_tiles, q_place, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, gl.maximum(masked, 1), tiles, score_scale,
-            D_1, D_2, V, KEYS, STAGES, False, SETTLE, SCORES, OUTPUT)
+            row_bits, seen_query, num_queries, D_1, D_2, V, KEYS, STAGES, BITS, False, SETTLE, SCORES, OUTPUT)
         mbarrier.arrive(q_free.index(q_place), count=1)
         before = (count - 1) % STAGES
         mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
@@ -332,15 +357,15 @@ def attend_rows(
         visit += 1
 
 
-@gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
+@gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles", "num_words"])
 def hopper_forward_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, k_tail_source, k_tail_source_2, v_tail_source, o_target, lse,
-    ids, positions, first_blocks,
+    bits, num_words, ids, positions, first_blocks,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    SHARE: gl.constexpr, SETTLE: gl.constexpr,
+    SHARE: gl.constexpr, BITS: gl.constexpr, SETTLE: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2 * Q_STAGES, D_2)
@@ -376,12 +401,12 @@ def hopper_forward_kernel(
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
-        (attend_rows, (0, o_target, lse, buffers, barriers, masks, counts, score_scale,
+        (attend_rows, (0, o_target, lse, bits, num_words, buffers, barriers, masks, counts, score_scale,
                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES, Q_STAGES,
-                       SETTLE)),
-        (attend_rows, (1, o_target, lse, buffers, barriers, masks, counts, score_scale,
+                       SHARE, BITS, SETTLE)),
+        (attend_rows, (1, o_target, lse, bits, num_words, buffers, barriers, masks, counts, score_scale,
                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES, Q_STAGES,
-                       SETTLE)),
+                       SHARE, BITS, SETTLE)),
         (load_forward, (descriptors, buffers, barriers, masks, counts,
                         GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES,
                         SHARE)),
@@ -444,6 +469,8 @@ def launch_hopper_forward(
         tile_descriptor(v, tail or keys, 1, value_dim),
         o,
         lse,
+        branch.bits,
+        0 if branch.bits is None else branch.bits.shape[2],
         branch.ids,
         branch.positions,
         branch.first_blocks,
@@ -465,6 +492,7 @@ def launch_hopper_forward(
         STAGES=stages,
         Q_STAGES=q_stages,
         SHARE=share,
+        BITS=branch.bits is not None,
         SETTLE=settle,
         num_warps=4,
         maxnreg=168,

@@ -22,6 +22,7 @@ from trifocal.ops.triton.interval_backward import LOG2_E
 from trifocal.ops.triton.interval_hopper import (
     PART_ROWS,
     allocate_tiles,
+    chosen_rows,
     copy_tile,
     first_key_of,
     multiply,
@@ -107,13 +108,19 @@ def add_keys(
 def gather_rows(
     d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready,
     v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
+    bits, row_query, num_queries,
     D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_2: gl.constexpr,
+    STAGES: gl.constexpr, BITS: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    OUTPUT_2: gl.constexpr,
 ):
     """Add what key tiles number start to stop give to d_q."""
     for number in range(start, stop):
         stage = count % STAGES
         phase = count // STAGES & 1
+        first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+        shift = row_lse
+        if BITS:
+            shift = gl.where(chosen_rows(bits, row_query, first_key, num_queries), row_lse, float("inf"))
         zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
         mbarrier.wait(k_ready.index(stage), phase)
         scores = multiply(q_tiles, q_place, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
@@ -121,14 +128,13 @@ def gather_rows(
         v_tile = v_tiles.index(stage).reshape([KEYS, V])
         d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, [scores])
-        p = gl.exp2(scores * score_scale - row_lse[:, None])
+        p = gl.exp2(scores * score_scale - shift[:, None])
         if GATED:
             p = p * row_gate[:, None]
         d_p = warpgroup_mma_wait(0, [d_p])
         mbarrier.arrive(v_free.index(stage), count=1)
         d_scores = p * (d_p - row_delta[:, None])
         if MASKED:
-            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
             visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
             d_scores = gl.where(visible, d_scores, 0.0)
@@ -140,11 +146,12 @@ def gather_rows(
 
 @gluon.jit
 def sum_rows(
-    PART: gl.constexpr, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
+    PART: gl.constexpr, lse, delta, gate, bits, num_words, d_q_target, gate_strides, buffers, barriers, masks, counts,
     scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
     ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    SHARE: gl.constexpr, BITS: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -168,6 +175,9 @@ def sum_rows(
         row = gl.arange(0, PART_ROWS, ROW)
         row_query = gl.minimum(first_query + row // REP, num_queries - 1)
         head = group * REP + row % REP
+        row_bits = bits
+        if BITS:
+            row_bits = bits + (batch * (GROUPS // SHARE) + group // SHARE).to(gl.int64) * num_words * num_queries
         row_begin, row_end = visible_keys(
             row_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
         place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * REP) + head
@@ -207,11 +217,11 @@ def sum_rows(
         d_q, d_q_2, count = gather_rows(
             d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
             v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
-            D_1, D_2, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT, OUTPUT_2)
+            row_bits, row_query, num_queries, D_1, D_2, V, GATED, KEYS, STAGES, BITS, True, SCORES, OUTPUT, OUTPUT_2)
         d_q, d_q_2, count = gather_rows(
             d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
             v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
-            D_1, D_2, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT, OUTPUT_2)
+            row_bits, row_query, num_queries, D_1, D_2, V, GATED, KEYS, STAGES, BITS, False, SCORES, OUTPUT, OUTPUT_2)
         mbarrier.arrive(q_free.index(q_place), count=1)
         D: gl.constexpr = D_1 + D_2
         target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * REP * D
@@ -223,18 +233,18 @@ def sum_rows(
 
 
 @gluon.jit(do_not_specialize=[
-    "num_queries", "query_shift", "window_size", "slots", "row_tiles",
+    "num_queries", "query_shift", "window_size", "slots", "row_tiles", "num_words",
     "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
 def hopper_d_q_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, k_tail_source, k_tail_source_2, v_tail_source,
-    lse, delta, gate, d_q_target, ids, positions, first_blocks,
+    lse, delta, gate, bits, num_words, d_q_target, ids, positions, first_blocks,
     gate_batch_stride, gate_time_stride, gate_head_stride,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr, BITS: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2 * Q_STAGES, D_2)
@@ -274,12 +284,14 @@ def hopper_d_q_kernel(
     counts = (slots, row_tiles, batch_groups, num_queries)
     gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
     gl.warp_specialize([
-        (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
+        (sum_rows, (0, lse, delta, gate, bits, num_words, d_q_target, gate_strides, buffers, barriers, masks, counts,
+                    scale, score_scale,
                     GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES,
-                    Q_STAGES)),
-        (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts, scale, score_scale,
+                    Q_STAGES, SHARE, BITS)),
+        (sum_rows, (1, lse, delta, gate, bits, num_words, d_q_target, gate_strides, buffers, barriers, masks, counts,
+                    scale, score_scale,
                     GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES,
-                    Q_STAGES)),
+                    Q_STAGES, SHARE, BITS)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
                              GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES,
                              SHARE)),
@@ -326,6 +338,8 @@ def launch_hopper_d_q(
         lse,
         delta,
         gate,
+        branch.bits,
+        0 if branch.bits is None else branch.bits.shape[2],
         d_q,
         branch.ids,
         branch.positions,
@@ -352,6 +366,7 @@ def launch_hopper_d_q(
         STAGES=stages,
         Q_STAGES=q_stages,
         SHARE=share,
+        BITS=branch.bits is not None,
         num_warps=4,
         maxnreg=168,
     )
