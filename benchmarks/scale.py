@@ -195,18 +195,14 @@ def measure(wanted: list[Row], options: argparse.Namespace, keep: Any) -> None:
 
 
 def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with their speed in multiples of one GPU's, and the memory that the formula gives from one GPU's."""
+    """The rows with their speed in multiples of one GPU's."""
     ended = [row for row in found if row["outcome"] == "ended"]
     one = {(row["checkpointing"], row["graphs"]): row for row in ended if row["part"] == "one"}
     out = []
     for row in found:
         base = one.get((row["checkpointing"], row["graphs"]))
         if base and row in ended and row["part"] in ("one", "speed"):
-            change = row["kept_gib"] - base["kept_gib"]
-            row = row | {
-                "times_one_gpu": row["tokens_per_second"] / base["tokens_per_second"],
-                "formula_gib": base["peak_gib_a_gpu"] + change,
-            }
+            row = row | {"times_one_gpu": row["tokens_per_second"] / base["tokens_per_second"]}
         out.append(row)
     return out
 
@@ -242,7 +238,7 @@ def main() -> int:
     notes = [
         "Medians over the second half of each run's rows of metrics; memory of the fullest GPU.",
         "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others.",
-        "formula gib: one GPU's peak, and the change in what the mode keeps besides activations (`kept_bytes`).",
+        "formula gib: what `trifocal doctor` says, before anything is run (`trifocal.models.training_memory`).",
         "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
         "production run's configuration, or in that of 1.3 billion parameters.",
     ]

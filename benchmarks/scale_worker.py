@@ -15,7 +15,9 @@ from typing import Any
 import torch
 
 from trifocal.diagnostics import read_metrics
-from trifocal.distributed import Processes, kept_bytes, leave_at_once, processes_started
+from trifocal.distributed import Processes, leave_at_once, processes_started
+from trifocal.doctor.needs import Machine, setup_of
+from trifocal.models import training_memory
 from trifocal.train import load_config
 from trifocal.train.config import RunConfig
 from trifocal.train.loop import Trainer
@@ -56,9 +58,7 @@ def measured(config: RunConfig, configured_interval: int, peak: float, size: int
     blocked = saved[min(1, len(saved) - 1)]["blocked_seconds"]
     beat = json.loads((folder / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["total_seconds"]
     steps = config.train.steps
-    # Graphs add gradients up in memory that stays, as DDP does.
-    mode = "ddp" if config.train.cuda_graphs else config.parallel.mode
-    shards = size if mode == "fsdp" else config.parallel.shards or size
+    formula = training_memory(config.model, setup_of(config, Machine.here({}), size))
     return {
         "steps": steps,
         "compiled": config.train.compile,
@@ -69,7 +69,7 @@ def measured(config: RunConfig, configured_interval: int, peak: float, size: int
         "data_wait_ms_p95": 1000 * steady[-1]["data_wait_seconds_p95"],
         "phase_seconds": beat,
         "peak_gib_a_gpu": peak / GIB,
-        "kept_gib": kept_bytes(config.model, mode, shards, precision=config.train.precision) / GIB,
+        "formula_gib": formula.total / GIB,
         "checkpoint_seconds": [row["save_seconds"] for row in saved],
         "checkpoint_blocked_seconds": blocked,
         "checkpoint_share": blocked / (configured_interval * step_seconds),

@@ -12,7 +12,7 @@ from tests.distributed.workers import Workers
 from trifocal.checks.process_worker import Case
 from trifocal.checks.processes import BOUND, DDP_CASES, SHARDED_CASES, STEP_CASES, measure
 from trifocal.checks.seeds import small_config
-from trifocal.distributed import kept_bytes
+from trifocal.models import TrainingSetup, training_memory
 
 CASES = (*DDP_CASES, *SHARDED_CASES, *STEP_CASES)
 
@@ -66,5 +66,7 @@ def test_bf16_costs_a_sharded_model_what_it_costs_one_process(tmp_path: Path) ->
     assert errors["ddp"] < 2 * errors["none"]
     assert errors["fsdp"] < 2 * errors["none"]
     # Each has half of weights and moments; parameters of odd length are not cut in equal parts.
-    block = kept_bytes(small_config(), "fsdp", 2) - kept_bytes(small_config(), "none") / 2
-    assert errors["bytes"] == pytest.approx(kept_bytes(small_config(), "fsdp", 2) - block, rel=0.01)
+    memory = training_memory(
+        small_config(), TrainingSetup(sequence_length=40, micro_batch_size=2, mode="fsdp", shards=2)
+    )
+    assert errors["bytes"] == pytest.approx(memory.weights + memory.optimizer, rel=0.01)

@@ -1,7 +1,7 @@
 """Several processes that train one model: how they find each other, agree, share the model and notice a loss."""
 
 from trifocal.distributed.flat_gradients import FlatGradients
-from trifocal.distributed.parallel import Parallel, choose_mode, kept_bytes, parallelise, whole_model
+from trifocal.distributed.parallel import Parallel, choose_mode, parallelise, whole_model
 from trifocal.distributed.peers import PeerLost, Peers
 from trifocal.distributed.processes import Processes, leave_at_once, processes_started
 
@@ -12,7 +12,6 @@ __all__ = [
     "Peers",
     "Processes",
     "choose_mode",
-    "kept_bytes",
     "leave_at_once",
     "parallelise",
     "processes_started",

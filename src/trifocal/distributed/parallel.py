@@ -6,7 +6,6 @@ the processes. PyTorch's wrappers average; the trainer multiplies by `size` to u
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -26,32 +25,10 @@ from trifocal.models import DecoderLM, ModelConfig, parameter_count
 
 Mode = Literal["none", "ddp", "fsdp", "hsdp"]
 
+# Weights, two moments, and gradients in DDP's buckets, each fp32.
+DDP_BYTES_PER_PARAMETER = 16
 # What is left of a GPU for activations, at least.
 _SHARE_FOR_MODEL = 0.6
-
-
-def kept_bytes(config: ModelConfig, mode: Mode, shards: int = 1, *, precision: str = "fp32") -> float:
-    """What a process keeps besides activations while these are at their fullest, at the start of backward.
-
-    Weights and two moments, each fp32; under ddp the buckets that gradients are put into; under fsdp and hsdp two
-    blocks' collected weights, and one block's whole gradient, as it is computed and as it is sent.
-    A gradient of 4 bytes a parameter comes as activations go, and under ddp it is in the buckets.
-
-    Args:
-        config: The model.
-        mode: How it is spread.
-        shards: Processes that share a copy under fsdp and hsdp.
-        precision: "bf16" collects weights in bf16 under fsdp and hsdp.
-
-    Returns:
-        Bytes.
-    """
-    parameters = parameter_count(config)
-    if mode in ("none", "ddp"):
-        return (16.0 if mode == "ddp" else 12.0) * parameters
-    block = parameter_count(replace(config, num_layers=config.num_layers + 1)) - parameters
-    collected = 2 if precision == "bf16" else 4
-    return 12.0 * parameters / shards + block * (3 * collected + 4)
 
 
 def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple[Mode, str]:
@@ -76,7 +53,7 @@ def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple
         raise UserError(f'parallel.mode is "none", but {size} processes were started; use "auto", or start one')
     if wanted != "auto":
         return wanted, f"{size} processes, {wanted}"  # type: ignore[return-value]
-    needed = kept_bytes(config, "ddp")
+    needed = parameter_count(config) * DDP_BYTES_PER_PARAMETER
     if processes.device.type != "cuda":
         return "ddp", f"{size} processes, ddp: chosen on a CPU"
     memory = torch.cuda.get_device_properties(processes.device).total_memory
