@@ -21,7 +21,8 @@ class Trained:
     def __init__(self, config, setup):
         self.setup = setup
         self.vocab_size = config.vocab_size
-        self.model = DecoderLM(config)
+        with torch.device(setup.device):
+            self.model = DecoderLM(config)
         self.model.set_activation_checkpointing(*setup.checkpointed_layers)
         self.optimizer = make_optimizer(self.model, OptimizerSection())
         self.parameters = list(self.model.parameters())
@@ -30,13 +31,15 @@ class Trained:
         setup = self.setup
         shape = (setup.micro_batch_size, setup.sequence_length)
         for index in range(setup.micro_batches):
-            tokens = torch.zeros(shape, dtype=torch.int64)
+            tokens = torch.zeros(shape, dtype=torch.int64, device=setup.device)
             documents = None
             if setup.packed:
                 tokens = tokens.view(1, -1)
                 borders = torch.tensor([0, tokens.numel() // 3, tokens.numel()])
-                documents = Documents.from_checked(borders, tokens.numel())
-            with torch.autocast("cpu", torch.bfloat16, enabled=setup.precision == "bf16"):
+                documents = Documents(
+                    *(part.to(setup.device) for part in Documents.from_checked(borders, tokens.numel()))
+                )
+            with torch.autocast(setup.device, torch.bfloat16, enabled=setup.precision == "bf16"):
                 loss = self.model(tokens, tokens, cu_seqlens=documents)
             if index == 0:
                 self.optimizer.zero_grad(set_to_none=True)
@@ -63,6 +66,20 @@ def allocated_peak(config, setup):
         now += event.nbytes()
         peak = max(peak, now)
     return peak
+
+
+def allocated_peak_on_gpu(config, setup):
+    """Bytes at the fullest moment of the second and third step, by CUDA's caching allocator."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    trained = Trained(config, setup)
+    trained.step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    trained.step()
+    trained.step()
+    return torch.cuda.max_memory_allocated() - before
 
 
 class _Storages(TorchDispatchMode):

@@ -138,6 +138,7 @@ def _gloo() -> torch.Tensor:
     group: Any = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
     value = torch.ones(4)
     group.allreduce([value]).wait()
+    group.shutdown()
     return value
 
 
@@ -145,7 +146,9 @@ def _nccl() -> torch.Tensor:
     group: Any = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, dist.ProcessGroupNCCL.Options())
     value = torch.ones(4, device="cuda")
     group.allreduce([value]).wait()
-    return value.cpu()
+    result = value.cpu()
+    group.shutdown()
+    return result
 
 
 def existing_folder(folder: Path) -> Path:
