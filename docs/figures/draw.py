@@ -22,27 +22,13 @@ from torch import Tensor
 from trifocal import Geometry
 from trifocal.ops import compressed_attention, mean_compress, select_blocks
 
+# The modules beside this one, also where a test loads it by its path.
+sys.path.insert(0, str(Path(__file__).parent))
+import kernels
+from palette import COMPRESSED, DENSE, INK, PAST, QUIET, SELECTED, STYLE, WINDOW
+
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-# One colour a branch, everywhere; told apart with colour-blind eyes too.
-COMPRESSED, SELECTED, WINDOW, DENSE = "#1f6fb2", "#e07b00", "#0b8f6a", "#6b7280"
-INK, QUIET, PAST = "#1f2933", "#7b8794", "#eceff3"
 MINUS = "\N{MINUS SIGN}"
-STYLE = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9.5,
-    "axes.edgecolor": QUIET,
-    "axes.labelcolor": INK,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.titlesize": 11,
-    "axes.titlecolor": INK,
-    "figure.constrained_layout.h_pad": 0.12,
-    "figure.constrained_layout.w_pad": 0.12,
-    "xtick.color": QUIET,
-    "ytick.color": QUIET,
-    "text.color": INK,
-    "svg.hashsalt": "trifocal",  # the same names inside the file at every drawing
-}
 # The paper's proportions at a quarter of its size, so that single tokens can be seen.
 SMALL = Geometry(
     compression_block_size=8,
@@ -360,6 +346,12 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "overlap.svg": draw_overlap,
     "keys_read.svg": draw_keys_read,
     "showcase.svg": draw_showcase,
+    "kernels_pipeline.svg": kernels.draw_pipeline,
+    "kernels_rows.svg": kernels.draw_rows,
+    "kernels_orders.svg": lambda: kernels.draw_orders(make_scene().selected_blocks),
+    "kernels_index.svg": lambda: kernels.draw_index(make_scene().selected_blocks),
+    "kernels_scoring.svg": kernels.draw_scoring,
+    "kernels_roles.svg": kernels.draw_roles,
 }
 
 

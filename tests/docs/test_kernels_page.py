@@ -1,0 +1,96 @@
+"""The page about the kernels: work and limits of its table by formula, rules and bounds as the code has them."""
+
+import re
+
+import pytest
+
+from tests.docs.pages import ROOT, text_of
+from trifocal import Geometry
+from trifocal.ops import triton
+
+PAGE = text_of(ROOT / "docs/kernels.md")
+KERNELS = ROOT / "src/trifocal/ops/triton"
+TOKENS, HEADS, GROUPS, DIM = 65536, 64, 4, 128
+TENSOR_GB = TOKENS * HEADS * DIM * 2 / 1e9
+
+
+@pytest.fixture(scope="module")
+def work():
+    """TFLOP and GB of each part: products of [rows, keys] with the head dim, two operations a pair and column."""
+    geometry = Geometry()
+    stride, block = geometry.compression_stride, geometry.selection_block_size
+    places = geometry.num_selected_blocks
+    slots = compressed = window = chosen = importance = 0
+    for position in range(TOKENS):
+        blocks = position // block + 1
+        taken = min(blocks, places)
+        slots += taken
+        compressed += max(position + 1 - geometry.compression_block_size + stride, 0) // stride
+        chosen += (taken - 1) * block + position % block + 1
+        window += min(position + 1, geometry.window_size)
+        importance += blocks
+    product = HEADS * DIM * 2 / 1e12
+    partial = slots * HEADS * DIM * 2 / 1e9
+    importance_gb = importance * GROUPS * 2 * 4 / 1e9
+    return {
+        "compressed, forward": (2 * compressed * product, None),
+        "scoring, importance": (compressed * product, importance_gb),
+        "scoring, choice": (None, importance_gb),
+        "selected, forward": (2 * chosen * product, partial),
+        "selected, reduction of o": (None, partial + TENSOR_GB),
+        "window, forward": (2 * window * product, None),
+        "combination, forward": (None, 4 * TENSOR_GB),
+        "compressed, d_k and d_v": (4 * compressed * product, None),
+        "compressed, d_q": (3 * compressed * product, None),
+        "selected, backward": (5 * chosen * product, partial),
+        "selected, reduction of d_q": (None, partial + TENSOR_GB),
+        "window, d_k and d_v": (4 * window * product, None),
+        "window, d_q": (3 * window * product, None),
+        "combination, backward": (None, 4 * TENSOR_GB),
+    }
+
+
+def table() -> dict[str, list[str]]:
+    body = PAGE[PAGE.index("| part | TFLOP |") :].split("\n\n")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()[2:]]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_work_and_limits_are_those_of_the_formula(work):
+    rows = table()
+    assert rows.keys() == work.keys()
+    for part, (tflop, gigabytes, limit, measured, remains) in rows.items():
+        for shown, exact in zip((tflop, gigabytes), work[part], strict=True):
+            assert shown == ("" if exact is None else f"{exact:.2f}"), part
+        exact_tflop, exact_gigabytes = (amount or 0.0 for amount in work[part])
+        assert limit == f"{max(exact_tflop / 0.750, exact_gigabytes / 4.2):.2f}", part
+        assert float(remains) == pytest.approx(float(measured) - float(limit), abs=0.006), part
+
+
+def constant(file: str, name: str) -> int:
+    """A module's constant; read, not imported: kernels are defined for the interpreter or for a GPU at import."""
+    return eval(re.search(rf"^{name} = ([\d* ]+)$", text_of(KERNELS / file), re.MULTILINE)[1])
+
+
+def test_rules_and_buffers_are_those_of_the_code():
+    spread = " ".join(PAGE.split())
+    masked, geometry = constant("selected.py", "MASKED_UP_TO"), Geometry()
+    tokens = masked * geometry.num_selected_blocks * geometry.selection_block_size
+    assert f"at most {masked} times `n` blocks ({tokens:,} tokens" in spread
+    assert f"fewer than {constant('selected.py', 'FEWEST_SHARERS')} queries" in spread
+    buffer = constant("selected.py", "BUFFER_BYTES")
+    chunk = buffer // (HEADS * geometry.num_selected_blocks * DIM * 2) // 64 * 64
+    assert f"fit {buffer >> 30} GiB: {chunk:,} queries at A" in spread
+    assert constant("scoring.py", "BUFFER_BYTES") == 2**30 // 4
+    assert "a quarter of a GiB" in spread
+    assert f"`D` and `V` up to {triton.WIDEST_HEAD}" in spread
+    assert f"up to {triton.MOST_HEADS_OF_A_GROUP} heads a group" in spread
+    assert f"a multiple of {triton.BLOCK_MULTIPLE};" in spread
+
+
+def test_functions_that_the_page_names_exist():
+    source = "\n".join(text_of(path) for path in [*KERNELS.glob("*.py"), ROOT / "src/trifocal/ops/fused.py"])
+    for name in ("choose_order", "choose_hopper", "fits_by_hand"):
+        assert f"`{name}`" in PAGE
+        assert f"def {name}(" in source
+    assert 'by_hand == "roles"' in source
