@@ -1,7 +1,8 @@
-"""Keys-outside selected attention, forward, scheduled by hand for Hopper.
+"""Selected attention scheduled by hand for Hopper: keys-outside, and d_k, d_v of the masked order.
 
-The same loop order, work and results as `gathered_forward_kernel` in `selected.py`, for 16-bit types, widths of 64
-and 128, and groups of 1 to 64 heads that are a power of two; everything else takes the portable kernel.
+The same loop orders, work and results as the portable kernels of the same names in `selected.py` and
+`selected_backward.py`, for 16-bit types, widths of 64 and 128, blocks of 64 tokens and, for keys-outside, groups of 1
+to 64 heads that are a power of two; everything else takes the portable kernel (`selected_tiles.fits_by_hand`).
 
 What the portable kernel leaves: its compiler asks for the next tile's queries at the end of an iteration and waits for
 them at the beginning of the next, so every tile pays the whole latency of memory. Here they are asked for as soon as
@@ -9,7 +10,7 @@ the tile before has arrived, a whole iteration ahead, with no more shared memory
 multiprocessor, and one's matrix products run under another's softmax. Only tiles that hold queries of the block's own
 positions are masked.
 
-Shared memory: k and v of the block, two tiles of queries; a tile's output is laid out for wide stores in the tile of
+Shared memory: k and v of the block, two tiles of queries (and of d_o); a tile's output is laid out for wide stores in the tile of
 queries that made it.
 """
 
