@@ -10,8 +10,8 @@ the tile before has arrived, a whole iteration ahead, with no more shared memory
 multiprocessor, and one's matrix products run under another's softmax. Only tiles that hold queries of the block's own
 positions are masked.
 
-Shared memory: k and v of the block, two tiles of queries (and of d_o); a tile's output is laid out for wide stores in the tile of
-queries that made it.
+Shared memory: k and v of the block, two tiles of queries (and of d_o); a tile's output is laid out for wide stores in
+the tile of queries that made it.
 """
 
 from triton.experimental import gluon
