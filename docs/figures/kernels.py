@@ -292,7 +292,7 @@ def _hold(ax: Axes, left: int, top: int, width: int, height: int, cells: Sequenc
     """Frame what a program holds or passes, and fill the cells that it works on."""
     for block, row in cells:
         ax.add_patch(Rectangle((block + 0.04, row + 0.04), 0.92, 0.92, facecolor=SELECTED, edgecolor="none"))
-    ax.add_patch(Rectangle((left, top), width, height, facecolor="none", edgecolor=INK, linewidth=1.7))
+    ax.add_patch(Rectangle((left, top), width, height, facecolor="none", edgecolor=INK, linewidth=1.7, zorder=5))
 
 
 def _path(ax: Axes, start: tuple[float, float], end: tuple[float, float]) -> None:
