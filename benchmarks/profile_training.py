@@ -68,8 +68,8 @@ def measure(chosen: dict[str, TrainCase], options: argparse.Namespace) -> dict[s
     return rows
 
 
-def show(name: str, row: dict[str, Any], kernels: int) -> None:
-    """Print a case's figures and its longest kernels."""
+def show(name: str, row: dict[str, Any], kernels: int, gaps: int = 5) -> None:
+    """Print a case's figures, its longest kernels and where the GPU waits."""
     if row["status"] != OK:
         print(f"\n{name}: {row['status']}", flush=True)
         return
@@ -89,6 +89,11 @@ def show(name: str, row: dict[str, Any], kernels: int) -> None:
             print(
                 f"  {entry['ms_a_step']:8.3f} ms {entry['calls_a_step']:7.1f} x {entry['us_a_call']:8.1f} us  "
                 f"{entry['kernel']}"
+            )
+        for gap in row["gaps"][:gaps]:
+            print(
+                f"  idle {gap['ms_a_step']:.3f} ms in {gap['gaps_a_step']:.1f} gaps, the longest "
+                f"{gap['longest_us']:.0f} us: after {gap['after'][:40]}, before {gap['before'][:40]}"
             )
     sys.stdout.flush()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.kernels import busy_share, kernel_table, record_kernels
+from trifocal.bench.kernels import busy_share, gap_table, kernel_table, record_kernels
 from trifocal.bench.recorder import OK, failure
 from trifocal.bench.timing import Timing
 from trifocal.data import Batch
@@ -29,6 +29,7 @@ GIB = 2**30
 # fp32 weight and gradient, and AdamW's two moments.
 _BYTES_PER_PARAMETER = 16
 _KERNEL_ROWS = 40
+_GAP_ROWS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +211,7 @@ class TrainBench:
             "kernels_a_step": len(kernels) / steps,
             "kernel_ms_a_step": sum(kernel.end - kernel.begin for kernel in kernels) / steps / 1e6,
             "kernels": kernel_table(kernels, steps, _KERNEL_ROWS),
+            "gaps": gap_table(kernels, steps, _GAP_ROWS),
         }
 
     def _step(self) -> None:
