@@ -60,6 +60,7 @@ from trifocal.ops.triton.selected_tiles import (
     gathered_tile,
     masked_d_q_tile,
     masked_tile,
+    partial_d_q_type,
     roles_tile,
     sizes_by_hand,
 )
@@ -555,11 +556,12 @@ def selected_backward(
     tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand, hopper)
     row_slots = groups * places
     rows = batch * num_queries
-    chunk_rows = rows_of_chunk(row_slots * rep * dim * q.element_size(), rows, buffer_bytes)
+    d_q_type = partial_d_q_type(q.dtype, places, bool(by_hand))
+    chunk_rows = rows_of_chunk(row_slots * rep * dim * d_q_type.itemsize, rows, buffer_bytes)
     index = build_choice_index(
         selected_blocks, block_size, num_keys, documents, chunk_rows=chunk_rows, piece_slots=tile.keys
     )
-    d_q_slots = torch.empty(index.chunk_rows * row_slots * rep, dim, dtype=q.dtype, device=q.device)
+    d_q_slots = torch.empty(index.chunk_rows * row_slots * rep, dim, dtype=d_q_type, device=q.device)
     num_pieces = index.piece_keys.shape[0]
     d_k_parts = torch.empty(num_pieces * block_size, dim, dtype=torch.float32, device=q.device)
     d_v_parts = torch.empty(num_pieces * block_size, value_dim, dtype=torch.float32, device=q.device)

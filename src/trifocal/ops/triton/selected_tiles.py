@@ -85,3 +85,11 @@ def masked_d_q_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:
     if columns <= 64:
         return Tile(rows=128, keys=0, warps=8, stages=3)
     return Tile(rows=64, keys=0, warps=4, stages=2) if columns <= 128 else Tile(rows=64, keys=0, warps=8, stages=1)
+
+
+def partial_d_q_type(dtype: torch.dtype, places: int, by_hand: bool) -> torch.dtype:
+    """Type of a slot's share of d_q: fp32 for short choices, where it needs no more memory than long ones' 16 bits.
+
+    In 16 bits each share is rounded before they are added, and a sum of few shares errs by more of itself.
+    """
+    return torch.float32 if places <= 8 and not by_hand else dtype

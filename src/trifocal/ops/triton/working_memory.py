@@ -11,7 +11,7 @@ from trifocal.ops.geometry import Geometry
 from trifocal.ops.triton import scoring
 from trifocal.ops.triton.common import split_width
 from trifocal.ops.triton.selected import BUFFER_BYTES, LARGEST_BLOCK, choose_order, rows_of_chunk
-from trifocal.ops.triton.selected_tiles import gathered_tile
+from trifocal.ops.triton.selected_tiles import gathered_tile, partial_d_q_type
 
 _FP32, _INT32, _INT64 = 4, 4, 8
 
@@ -52,8 +52,9 @@ def backward_working_bytes(
     if not choice.gathered:
         return numbers + choice.bits
     rep = heads // groups
-    slots = choice.slots_of_chunk(rep * dim * item)
     dtype = torch.float32 if item == _FP32 else torch.bfloat16
+    item = partial_d_q_type(dtype, choice.places, by_hand=False).itemsize
+    slots = choice.slots_of_chunk(rep * dim * item)
     sizes = dtype, rep, split_width(dim).padded, split_width(value_dim).padded
     # Which of the two runs depends on strides too; the smaller pieces are more.
     piece = min(gathered_tile(*sizes, by_hand=by_hand, hopper=True).keys for by_hand in (False, True))
