@@ -33,19 +33,7 @@ class Documents(NamedTuple):
         Raises:
             ValueError: If the borders do not start at 0, do not end at `num_tokens` or do not increase.
         """
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-            given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise ValueError(f"cu_seqlens must be a tensor of int32 or int64, got {given}")
-        if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
-            raise ValueError(f"cu_seqlens must have the shape [documents + 1], got {list(cu_seqlens.shape)}")
-        borders = cu_seqlens.tolist()
-        if borders[0] != 0:
-            raise ValueError(f"cu_seqlens must start at 0, got {borders[0]}")
-        if borders[-1] != num_tokens:
-            raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {borders[-1]}")
-        for document, (start, end) in enumerate(itertools.pairwise(borders)):
-            if end <= start:
-                raise ValueError(f"cu_seqlens must increase, but document {document} goes from {start} to {end}")
+        check_borders(cu_seqlens, num_tokens)
         return cls.from_checked(cu_seqlens, num_tokens)
 
     @classmethod
@@ -55,6 +43,23 @@ class Documents(NamedTuple):
         tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=torch.int32)
         ids = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
         return cls(cu_seqlens, ids, tokens - cu_seqlens[ids])
+
+
+def check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Raise ValueError unless these are borders of packed documents of `num_tokens` tokens; reads them on the host."""
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
+        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise ValueError(f"cu_seqlens must be a tensor of int32 or int64, got {given}")
+    if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
+        raise ValueError(f"cu_seqlens must have the shape [documents + 1], got {list(cu_seqlens.shape)}")
+    borders = cu_seqlens.tolist()
+    if borders[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {borders[0]}")
+    if borders[-1] != num_tokens:
+        raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {borders[-1]}")
+    for document, (start, end) in enumerate(itertools.pairwise(borders)):
+        if end <= start:
+            raise ValueError(f"cu_seqlens must increase, but document {document} goes from {start} to {end}")
 
 
 class CompressedLayout(NamedTuple):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from trifocal.data import Batch
 from trifocal.ops import Documents
+from trifocal.ops.layout import check_borders
 
 LossFunction = Callable[..., Tensor]
 
@@ -22,9 +23,10 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
 
 
 def model_inputs(batch: Batch, *, pad_documents: bool = False) -> list[Tensor]:
-    """Tokens and targets and, where a border lies inside a row, the three tensors of its `Documents`; on the host.
+    """Tokens and targets and, where a border lies inside a row, the borders of the documents; on the host.
 
-    The borders are checked here, so that the model need not wait for a device to look at them.
+    The borders are checked here, so that the model need not wait for a device to look at them. Every token's place in
+    its document is found on the device.
 
     Args:
         batch: The micro-batch.
@@ -33,19 +35,19 @@ def model_inputs(batch: Batch, *, pad_documents: bool = False) -> list[Tensor]:
     """
     if batch.cu_seqlens is None:
         return [batch.tokens, batch.targets]
-    num_tokens = batch.tokens.numel()
-    documents = Documents.from_cu_seqlens(batch.cu_seqlens, num_tokens)
+    num_tokens, cu_seqlens = batch.tokens.numel(), batch.cu_seqlens
+    check_borders(cu_seqlens, num_tokens)
     if pad_documents:
-        documents = documents._replace(cu_seqlens=_padded(documents.cu_seqlens, num_tokens))
-    return [batch.tokens.reshape(1, -1), batch.targets.reshape(1, -1), *documents]
+        cu_seqlens = _padded(cu_seqlens, num_tokens)
+    return [batch.tokens.reshape(1, -1), batch.targets.reshape(1, -1), cu_seqlens]
 
 
 def call_with(loss_function: LossFunction, inputs: list[Tensor]) -> Tensor:
     """Call the model with `model_inputs`."""
-    tokens, targets, *documents = inputs
-    if not documents:
+    tokens, targets, *borders = inputs
+    if not borders:
         return loss_function(tokens, targets)
-    return loss_function(tokens, targets, cu_seqlens=Documents(*documents))
+    return loss_function(tokens, targets, cu_seqlens=Documents.from_checked(borders[0], tokens.shape[1]))
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
