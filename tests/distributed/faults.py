@@ -8,7 +8,6 @@ import contextlib
 import errno
 import functools
 import os
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -247,7 +246,7 @@ def read_only():
 
 def vanishing():
     """The folder that is written into is gone."""
-    _before_writing_step_4(lambda path: shutil.rmtree(path.parent))
+    _before_writing_step_4(lambda path: path.parent.rename(path.parents[3] / "gone"))
 
 
 def error():
