@@ -8,7 +8,7 @@ from trifocal.checks import training
 from trifocal.data import Loader
 from trifocal.models import DecoderLM
 from trifocal.nn import attention as nn_attention
-from trifocal.train import loop
+from trifocal.train import loop, saving
 from trifocal.train import step as train_step
 
 CPU = torch.device("cpu")
@@ -89,14 +89,14 @@ def test_resume_finds_data_that_start_afresh(monkeypatch):
 
 def test_resume_finds_weights_alone(monkeypatch):
     """The optimizer starts afresh: its moments are those of the steps since."""
-    healthy = loop.load_checkpoint
+    healthy = saving.load_checkpoint
 
     def weights_alone(path, *, model, optimizer, **rest):
         state = healthy(path, model=model, optimizer=optimizer, **rest)
         optimizer.state.clear()
         return state
 
-    monkeypatch.setattr(loop, "load_checkpoint", weights_alone)
+    monkeypatch.setattr(saving, "load_checkpoint", weights_alone)
     assert not training.resume_bit_for_bit(CPU).passed
 
 
