@@ -25,15 +25,12 @@ from torch import Tensor
 from triton.testing import do_bench
 
 from trifocal.ops import Documents, Geometry, reference
-from trifocal.ops.triton.choice_index import choice_bits
 from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
 from trifocal.ops.triton.common import Tile, choose_tile
 from trifocal.ops.triton.compressed import _branch as compressed_branch
 from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
 from trifocal.ops.triton.interval_backward import launch_d_k_d_v, launch_d_q
 from trifocal.ops.triton.interval_forward import launch_forward
-from trifocal.ops.triton.selected import selected_forward
-from trifocal.ops.triton.selected_backward import selected_backward
 from trifocal.ops.triton.window import _branch as window_branch
 from trifocal.ops.triton.window import window_backward, window_forward
 
@@ -88,56 +85,38 @@ class Candidate(NamedTuple):
         return f"{' '.join(self.key)}{tile}{way}{f' parts={self.parts}' if self.parts else ''}{hopper}"
 
 
-def q2(**option: Any) -> dict[str, Any]:
-    """With the queries of two tiles in shared memory."""
-    return {**option, "q_stages": 2}
-
-
-D_K_D_V: list[dict[str, Any]] = [{"stages": 2}, {"stages": 2, "ahead": True}, {"stages": 3, "ahead": True}]
+D_K_D_V: list[dict[str, Any]] = [{"stages": 2}, {"stages": 3, "ahead": True}]
 # Configurations of the Hopper kernels by shape, branch and kernel.
 HOPPER: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {
     "A": {
-        ("cmp", "forward"): [{"keys": 128}, q2(keys=128)],
-        ("cmp", "d_q"): [{"keys": 64}, q2(keys=64)],
+        ("cmp", "forward"): [{"keys": 128}],
+        ("cmp", "d_q"): [{"keys": 64}],
         ("cmp", "d_k_d_v"): D_K_D_V,
-        ("win", "forward"): [
-            {"keys": 64},
-            q2(keys=64),
-            q2(keys=64, tail=16),
-            q2(keys=64, tail=16, stages=3),
-            q2(keys=128, tail=16),
-        ],
-        ("win", "d_q"): [{"keys": 64}, {"keys": 64, "tail": 16}, q2(keys=64, tail=16)],
+        ("win", "forward"): [{"keys": 64}, {"keys": 64, "tail": 16}, {"keys": 128, "tail": 16}],
+        ("win", "d_q"): [{"keys": 64}, {"keys": 64, "tail": 16}],
         ("win", "d_k_d_v"): D_K_D_V,
     },
     "P": {
-        ("cmp", "forward"): [{"keys": 128}, q2(keys=64)],
+        ("cmp", "forward"): [{"keys": 128}, {"keys": 64}],
         ("cmp", "d_q"): [{"keys": 64}],
-        ("cmp", "d_k_d_v"): D_K_D_V[:2],
-        ("win", "forward"): [{"keys": 64}, q2(keys=64, tail=16)],
-        ("win", "d_q"): [{"keys": 64}, {"keys": 64, "tail": 16}],
-        ("win", "d_k_d_v"): D_K_D_V[:2],
-    },
-    "D": {
-        ("cmp", "forward"): [{"keys": 64}, {"keys": 128}, q2(keys=128)],
-        ("cmp", "d_q"): [{"keys": 64}, {"keys": 128}, q2(keys=128)],
-        ("cmp", "d_k_d_v"): [{}, {"rows": 128}, {"rows": 128, "ahead": True}],
-        ("win", "forward"): [{"keys": 64}, {"keys": 128}, q2(keys=128), q2(keys=64, stages=4)],
-        ("win", "d_q"): [{"keys": 64}, {"keys": 128}, q2(keys=128)],
-        ("win", "d_k_d_v"): [{}, {"rows": 128}, {"rows": 128, "ahead": True}],
-        ("slc", "forward"): [{"keys": 64}, q2(keys=64, stages=4)],
-        ("slc", "d_q"): [{"keys": 64}, q2(keys=64)],
-        ("slc", "d_k_d_v"): [{}, {"ahead": True}, {"rows": 128}],
+        ("cmp", "d_k_d_v"): D_K_D_V[:1],
+        ("win", "forward"): [{"keys": 64}, {"keys": 64, "tail": 16}],
+        ("win", "d_q"): [{"keys": 64}],
+        ("win", "d_k_d_v"): D_K_D_V[:1],
     },
     "C": {
-        ("cmp", "forward"): [{"keys": 128}, q2(keys=128)],
-        ("win", "forward"): [{"keys": 64}, q2(keys=64), q2(keys=64, tail=32)],
-        ("win", "d_q"): [{"keys": 64}, q2(keys=64, tail=32)],
-        ("win", "d_k_d_v"): D_K_D_V[:2],
+        ("cmp", "forward"): [{"keys": 128}],
+        ("win", "forward"): [{"keys": 64}, {"keys": 64, "tail": 32}],
+        ("win", "d_q"): [{"keys": 64}, {"keys": 64, "tail": 32}],
+        ("win", "d_k_d_v"): D_K_D_V,
     },
     "B": {
-        ("cmp", "forward"): [{"keys": 128}, q2(keys=128)],
-        ("win", "forward"): [{"keys": 64}, q2(keys=64, tail=16)],
+        ("cmp", "forward"): [{"keys": 128}, {"keys": 64}],
+        ("win", "forward"): [{"keys": 64}, {"keys": 64, "tail": 16}],
+    },
+    "D": {
+        ("cmp", "forward"): [],
+        ("win", "forward"): [],
     },
 }
 
@@ -160,12 +139,10 @@ class Problem(NamedTuple):
     v: Tensor
     d_o: Tensor
     gate: Tensor
-    o: Tensor
     lse: Tensor
     delta: Tensor
     branch: Any
     scale: float
-    selected_blocks: Tensor | None = None
 
 
 def make_problem(shape: Shape, branch: str, dtype: torch.dtype = torch.bfloat16) -> Problem:
@@ -182,24 +159,12 @@ def make_problem(shape: Shape, branch: str, dtype: torch.dtype = torch.bfloat16)
     d_o = normal(shape.batch, shape.length, shape.heads, shape.value_dim)
     gate = torch.rand(q.shape[:3], generator=generator, device=DEVICE).to(dtype)
     scale = shape.dim**-0.5
-    if branch == "slc":
-        # Sixteen of the blocks in the past, among them the query's own.
-        queries = torch.arange(shape.length, device=DEVICE)
-        scores = torch.rand(shape.batch, shape.length, shape.groups, shape.length // 64, device=DEVICE)
-        blocks = torch.arange(shape.length // 64, device=DEVICE)
-        own = (queries // 64)[None, :, None, None]
-        scores = scores.masked_fill(blocks > own, -1.0).masked_fill(blocks == own, 2.0)
-        best = scores.topk(min(16, shape.length // 64), -1)
-        chosen = best.indices.masked_fill(best.values < 0, -1).to(torch.int32)
-        rule = window_branch(q, k, shape.length, None)._replace(bits=choice_bits(chosen, 64, shape.length, None))
-        o, lse = selected_forward(q, k, v, chosen, GEOMETRY, scale, None, order="masked")
-        return Problem(q, k, v, d_o, gate, o, lse, row_sums(d_o, o), rule, scale, chosen)
     if branch == "cmp":
         rule = compressed_branch(q, k, GEOMETRY, shape.length, None, backward=True)
     else:
         rule = window_branch(q, k, GEOMETRY.window_size, None)
     o, lse = launch_forward(q, k, v, scale, rule, PLAIN, False)
-    return Problem(q, k, v, d_o, gate, o, lse, row_sums(d_o, o), rule, scale)
+    return Problem(q, k, v, d_o, gate, lse, row_sums(d_o, o), rule, scale)
 
 
 def runner(candidate: Candidate, problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
@@ -207,13 +172,6 @@ def runner(candidate: Candidate, problem: Problem) -> Callable[[], tuple[Tensor,
     p, tma = problem, candidate.tma
     tile = candidate.tile or choose_tile(candidate.kernel, p.q, p.v, window=candidate.branch == "win")
     hopper = None if candidate.hopper is None else dict(candidate.hopper)
-    if candidate.branch == "slc" and hopper is None:
-        # The masked order's kernels; backward is timed as a whole.
-        if candidate.kernel == "forward":
-            return lambda: selected_forward(p.q, p.k, p.v, p.selected_blocks, GEOMETRY, p.scale, None, order="masked")
-        inputs = (p.d_o, p.q, p.k, p.v, p.o, p.lse, p.selected_blocks, GEOMETRY, p.scale, None)
-        part = slice(0, 1) if candidate.kernel == "d_q" else slice(1, 3)
-        return lambda: selected_backward(*inputs, gate=p.gate, delta=p.delta, order="masked")[part]
     if candidate.kernel == "forward":
         return lambda: launch_forward(p.q, p.k, p.v, p.scale, p.branch, tile, tma, hopper)
     arguments = (p.d_o, p.q, p.k, p.v, p.lse, p.delta, p.gate, p.scale, p.branch, tile)
@@ -229,8 +187,7 @@ def work(candidate: Candidate, shape: Shape) -> float:
         block, stride = GEOMETRY.compression_block_size, GEOMETRY.compression_stride
         seen = sum(max(0, (t + 1 - block + stride) // stride) for t in range(shape.length))
     else:
-        limit = shape.length if candidate.branch == "slc" else GEOMETRY.window_size
-        seen = sum(min(t + 1, limit) for t in range(shape.length))
+        seen = sum(min(t + 1, GEOMETRY.window_size) for t in range(shape.length))
     d, v = shape.dim, shape.value_dim
     columns = {"forward": d + v, "d_q": 2 * d + v, "d_k_d_v": 2 * d + 2 * v}[candidate.kernel]
     return 2.0 * shape.batch * shape.heads * seen * columns
@@ -259,18 +216,19 @@ CASES: list[tuple[str, Geometry, Shape, int, list[int] | None]] = [
     ("one query", GEOMETRY, Shape(2, 1, 16, 1, 128, 64), 700, None),
     ("packed small", SMALL, Shape(1, 600, 12, 2, 64, 64), 600, [200, 7, 8, 1, 384]),
 ]
-# What the Hopper kernels take: widths of 64 and 128, heads of a group a power of two.
+# For the Hopper kernels; "varied" is with other options.
 HOPPER_CASES: list[tuple[str, Geometry, Shape, int, list[int] | None]] = [
-    ("hopper plain: rep 16", GEOMETRY, Shape(2, 333, 32, 2, 128, 128), 333, None),
-    ("hopper plain: rep 4, several programs' turns", GEOMETRY, Shape(1, 2500, 16, 4, 128, 128), 2500, None),
-    ("hopper plain: rep 8, D 64, V 128, T < S", GEOMETRY, Shape(2, 77, 16, 2, 64, 128), 900, None),
-    ("hopper plain: rep 64, small steps", SMALL, Shape(1, 300, 64, 1, 64, 64), 300, None),
-    ("hopper plain: D 192", GEOMETRY, Shape(2, 700, 32, 2, 192, 128), 700, None),
-    ("hopper plain: 6 heads, D 64", GEOMETRY, Shape(2, 701, 12, 2, 64, 64), 701, None),
-    ("hopper plain: 5 heads, T < S", GEOMETRY, Shape(1, 333, 5, 1, 128, 128), 800, None),
-    ("hopper plain: packed window", GEOMETRY, Shape(1, 1200, 16, 2, 128, 64), 1200, [1, 31, 32, 33, 500, 2, 601]),
+    ("plain hopper: rep 16", GEOMETRY, Shape(2, 333, 32, 2, 128, 128), 333, None),
+    ("plain hopper: rep 4, several programs' turns", GEOMETRY, Shape(1, 2500, 16, 4, 128, 128), 2500, None),
+    ("plain hopper: rep 8, D 64, V 128, T < S", GEOMETRY, Shape(2, 77, 16, 2, 64, 128), 900, None),
+    ("plain hopper: rep 64, small steps", SMALL, Shape(1, 300, 64, 1, 64, 64), 300, None),
+    ("plain hopper: D 192", GEOMETRY, Shape(2, 700, 32, 2, 192, 128), 700, None),
+    ("plain hopper: 6 heads, D 64", GEOMETRY, Shape(2, 701, 12, 2, 64, 64), 701, None),
+    ("plain hopper: 5 heads, T < S", GEOMETRY, Shape(1, 333, 5, 1, 128, 128), 800, None),
+    ("plain hopper: one head", GEOMETRY, Shape(1, 600, 2, 2, 128, 128), 600, None),
+    ("plain hopper: packed window", GEOMETRY, Shape(1, 1200, 16, 2, 128, 64), 1200, [1, 31, 32, 33, 500, 2, 601]),
 ]
-HOPPER_CASES += [(name.replace("plain", "new"), *rest) for name, *rest in HOPPER_CASES]
+HOPPER_CASES += [(name.replace("plain", "varied"), *rest) for name, *rest in HOPPER_CASES]
 CHECKS = [(case, torch.bfloat16) for case in CASES + HOPPER_CASES]
 CHECKS += [(case, torch.float32) for case in CASES[:4]] + [
     (case, torch.float16) for case in CASES[:2] + HOPPER_CASES[:1]
@@ -282,7 +240,7 @@ def check(number: int) -> dict[str, Any]:
     (name, *case), dtype = CHECKS[number]
     row: dict[str, Any] = {"case": name, "dtype": str(dtype).removeprefix("torch.")}
     try:
-        row |= check_case(*case, dtype, hopper=name.split(":")[0].removeprefix("hopper ") if "hopper" in name else "")
+        row |= check_case(*case, dtype, hopper=name.split()[0] if "hopper:" in name else "")
     except Exception as error:
         row["failed"] = f"{type(error).__name__}: {error}"[:300]
     limit = 1e-5 if dtype == torch.float32 else 2e-2
@@ -321,9 +279,9 @@ def check_case(
         if hopper == "plain":
             forward: dict[str, Any] = {"hopper": {}}
             backward: dict[str, Any] = {"hopper_d_q": {}, "hopper_d_k_d_v": {}}
-        elif hopper == "new":
-            forward = {"hopper": {"keys": 64, "tail": 16, "q_stages": 2}}
-            backward = {"hopper_d_q": {"tail": 16, "q_stages": 2}, "hopper_d_k_d_v": {"ahead": True}}
+        elif hopper == "varied":
+            forward = {"hopper": {"keys": 64, "tail": 16}}
+            backward = {"hopper_d_q": {"tail": 16}, "hopper_d_k_d_v": {"stages": 3, "ahead": True}}
         else:
             kernels = ("forward", "d_q", "d_k_d_v")
             tiles = [choose_tile(kernel, q, v, window=branch == "win") for kernel in kernels]
@@ -367,7 +325,7 @@ def shares(workers: int) -> list[list[tuple[str, int]]]:
     result: list[list[tuple[str, int]]] = [[] for _ in range(workers)]
     apart: dict[Any, list[tuple[str, int]]] = {}
     for number, (case, _) in enumerate(CHECKS):
-        if case[0].startswith("hopper"):
+        if "hopper:" in case[0]:
             apart[number] = [("check", number)]
         else:
             result[number % workers].append(("check", number))

@@ -60,7 +60,7 @@ def compile_launches(name: str, architecture: str, call: Callable[[], Any]) -> I
 def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     from triton.runtime.jit import JITFunction
 
-    from trifocal.ops.triton import common, scoring, selected_backward, selected_tiles
+    from trifocal.ops.triton import common, interval, scoring, selected_backward, selected_tiles
 
     launches = []
 
@@ -74,8 +74,8 @@ def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[
         for module in (common, scoring, selected_backward):
             stack.enter_context(mock.patch.object(module, "architecture", lambda device: architecture))
         stack.enter_context(mock.patch.object(common, "has_copy_engine", lambda device: architecture == "hopper"))
-        stack.enter_context(mock.patch.object(selected_tiles, "is_hopper", lambda device: architecture == "hopper"))
-        stack.enter_context(mock.patch.object(common, "is_hopper", lambda device: architecture == "hopper"))
+        for module in (interval, selected_tiles):
+            stack.enter_context(mock.patch.object(module, "is_hopper", lambda device: architecture == "hopper"))
         call()
     return launches
 

@@ -132,38 +132,6 @@ def choose_tile(kernel: str, q: Tensor, v: Tensor, *, window: bool) -> Tile:
     return _WINDOW_TILES.get((row, kernel), {}).get(most, tile) if window else tile
 
 
-# What the kernels of interval attention written for Hopper take, by kernel and whether it is the window's.
-_HOPPER: dict[tuple[str, bool], dict[str, int]] = {
-    ("forward", False): {"keys": 128, "stages": 2},
-    ("forward", True): {"keys": 64, "stages": 2},
-    ("d_q", False): {"keys": 64, "stages": 2},
-    ("d_q", True): {"keys": 64, "stages": 2},
-    ("d_k_d_v", False): {"stages": 2},
-    ("d_k_d_v", True): {"stages": 2},
-}
-
-
-def choose_hopper(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, window: bool, packed: bool
-) -> dict[str, int] | None:
-    """The configuration of the Hopper kernel for these tensors, or None where the portable kernel is to run.
-
-    The copy engine must be able to read all. In packed documents the compressed slots that no document fills would
-    reach the products.
-    """
-    heads = q.shape[2] // k.shape[2]
-    fits = (
-        is_hopper(q.device)
-        and heads & -heads <= (32 if q.shape[-1] == 192 else 64)
-        and q.shape[-1] in (128, 192)
-        and v.shape[-1] in (64, 128)
-        and q.shape[1] * heads >= 128
-        and (window or not packed)
-        and tma_fits(q, k, v, *others)
-    )
-    return _HOPPER[kernel, window] if fits else None
-
-
 def unit_stride(x: Tensor) -> Tensor:
     """Leave strides as they come, but copy what is not contiguous along its last dimension."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -20,14 +20,14 @@ costs a few instructions a tile, pointers cost registers. Keys are [1, 1, keys, 
 Masked keys and values never reach a product: pointers load them as zeros, and past the end so does the copy engine.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from trifocal.ops.triton.common import Widths, load_tile
+from trifocal.ops.triton.common import Widths, is_hopper, load_tile, tma_fits
 
 # fmt: off
 
@@ -163,8 +163,6 @@ class Branch(NamedTuple):
         first_blocks: First compressed block of each document, [documents].
         query_begin, query_end: For d_k and d_v in documents. Compressed: tokens whose queries see a key, [keys].
             Window: the document of each key, and `cu_seqlens`.
-        bits: For the Hopper kernels, which blocks of 64 keys a query sees of its interval, from key 0 on, as in
-            `choice_index.choice_bits`; None: all.
     """
 
     window_size: int = 0
@@ -176,7 +174,6 @@ class Branch(NamedTuple):
     first_blocks: Tensor | None = None
     query_begin: Tensor | None = None
     query_end: Tensor | None = None
-    bits: Tensor | None = None
 
     def constants(self) -> dict[str, int | bool]:
         """What kernels are compiled for."""
@@ -216,3 +213,37 @@ def _descriptors(whole: Tensor, block: list[int], widths: Widths) -> tuple[Tenso
     first = TensorDescriptor.from_tensor(whole, [*block, widths.part_1])
     second = TensorDescriptor.from_tensor(whole, [*block, widths.part_2]) if widths.part_2 else None
     return first, second
+
+
+# What the kernels written for Hopper are launched with, by kernel, whether it is the window's, and columns of q: the
+# fastest of the candidates in benchmarks/interval_kernels.py on an H200. At 64 columns the portable kernels, of which
+# several programs share a multiprocessor, are as fast or faster.
+_HOPPER: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
+    ("forward", False): {128: {"keys": 128}, 192: {"keys": 128}},
+    ("forward", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64, "tail": 16}},
+    ("d_q", False): {128: {"keys": 64}, 192: {"keys": 64}},
+    ("d_q", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64}},
+    ("d_k_d_v", False): {128: {"stages": 3, "ahead": True}, 192: {"stages": 2}},
+    ("d_k_d_v", True): {128: {"stages": 2}, 192: {"stages": 2}},
+}
+
+
+def choose_hopper(
+    kernel: str, branch: Branch, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
+) -> dict[str, Any] | None:
+    """The configuration of the Hopper kernel for these tensors, or None where the portable kernel is to run.
+
+    The copy engine must be able to read all. In packed documents, the compressed slots that no document fills would
+    reach the products.
+    """
+    window, heads = branch.window_size > 0, q.shape[2] // k.shape[2]
+    fits = (
+        is_hopper(q.device)
+        and heads in (4, 8, 16, 32, 64)
+        and (heads <= 32 or q.shape[-1] <= 128)
+        and v.shape[-1] in (64, 128)
+        and q.shape[1] * heads >= 128
+        and (window or branch.ids is None)
+        and tma_fits(q, k, v, *others)
+    )
+    return _HOPPER[kernel, window].get(q.shape[-1]) if fits else None

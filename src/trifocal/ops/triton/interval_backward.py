@@ -19,7 +19,6 @@ from torch import Tensor
 from trifocal.ops.triton.common import (
     Tile,
     add_product,
-    choose_hopper,
     choose_tile,
     load_tile,
     multiprocessors,
@@ -32,6 +31,7 @@ from trifocal.ops.triton.common import (
 )
 from trifocal.ops.triton.interval import (
     Branch,
+    choose_hopper,
     full_tiles,
     key_sources,
     load_keys,
@@ -391,7 +391,7 @@ def launch_d_q(
 ) -> Tensor:
     """The first part of `launch_backward`."""
     if tile is None and hopper is None:
-        hopper = choose_hopper("d_q", q, k, v, d_o, window=branch.window_size > 0, packed=branch.ids is not None)
+        hopper = choose_hopper("d_q", branch, q, k, v, d_o)
     if hopper is not None:
         from trifocal.ops.triton.interval_hopper_d_q import launch_hopper_d_q
 
@@ -461,7 +461,7 @@ def launch_d_k_d_v(
 ) -> tuple[Tensor, Tensor]:
     """The second part of `launch_backward`."""
     if tile is None and hopper is None:
-        hopper = choose_hopper("d_k_d_v", q, k, v, d_o, window=branch.window_size > 0, packed=branch.ids is not None)
+        hopper = choose_hopper("d_k_d_v", branch, q, k, v, d_o)
     if hopper is not None:
         from trifocal.ops.triton.interval_hopper_d_k_d_v import launch_hopper_d_k_d_v
 

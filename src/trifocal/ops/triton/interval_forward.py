@@ -10,7 +10,6 @@ from torch import Tensor
 
 from trifocal.ops.triton.common import (
     Tile,
-    choose_hopper,
     choose_tile,
     split_width,
     store_tile,
@@ -20,6 +19,7 @@ from trifocal.ops.triton.common import (
 )
 from trifocal.ops.triton.interval import (
     Branch,
+    choose_hopper,
     key_sources,
     load_keys,
     load_rows,
@@ -158,7 +158,7 @@ def launch_forward(
     num_groups = k.shape[2]
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     if tile is None and hopper is None:
-        hopper = choose_hopper("forward", q, k, v, window=branch.window_size > 0, packed=branch.ids is not None)
+        hopper = choose_hopper("forward", branch, q, k, v)
     if hopper is not None:
         from trifocal.ops.triton.interval_hopper import launch_hopper_forward
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -116,11 +117,11 @@ def load_forward(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr,
+    STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """The loader: keys and values of the tail and k of the first tile, q, then v and k by turns."""
     q_sources, k_sources, v_source, k_tail_sources, v_tail_source = descriptors
-    q_tiles, k_tiles, v_tiles, k_tail, v_tail = buffers
+    q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
@@ -148,11 +149,10 @@ def load_forward(
             copy_tile(k_sources, batch, first_key, group // SHARE, k_ready.index(stage), k_tiles, stage, D_1, D_2)
             if number == 0:
                 for part in gl.static_range(2):
-                    place = 2 * (visit % Q_STAGES) + part
-                    mbarrier.wait(q_free.index(place), (visit // Q_STAGES & 1) ^ 1)
-                    mbarrier.expect(q_ready.index(place), Q_BYTES)
+                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
+                    mbarrier.expect(q_ready.index(part), Q_BYTES)
                     query = first_query + part * QUERIES
-                    copy_tile(q_sources, batch, query, group * REP, q_ready.index(place), q_tiles, place, D_1, D_2)
+                    copy_tile(q_sources, batch, query, group * REP, q_ready.index(part), q_tiles, part, D_1, D_2)
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -170,24 +170,10 @@ def hide(scores, first_key, row_begin, row_end, KEYS: gl.constexpr, LAYOUT: gl.c
 
 
 @gluon.jit
-def chosen_rows(bits, rows, first_key, num_queries):
-    """Whether rows, given by their query, chose the block of 64 keys that a tile is. `bits`: of batch and group."""
-    block = first_key // 64
-    return (gl.load(bits + (block // 32) * num_queries + rows) >> (block % 32)) & 1 != 0
-
-
-@gluon.jit
-def weigh(scores, running_max, running_sum, score_scale, chosen, BITS: gl.constexpr):
+def weigh(scores, running_max, running_sum, score_scale):
     """One step of the running softmax: probabilities, maximum, sum, and what everything so far shrinks by."""
-    tile_max = gl.max(scores, 1)
-    if BITS:
-        tile_max = gl.where(chosen, tile_max, float("-inf"))
-    new_max = gl.maximum(running_max, tile_max * score_scale)
-    shift = new_max
-    if BITS:
-        # A row that did not choose the tile gets probabilities of 0 at no cost a score.
-        shift = gl.where(chosen, new_max, float("inf"))
-    p = gl.exp2(scores * score_scale - shift[:, None])
+    new_max = gl.maximum(running_max, gl.max(scores, 1) * score_scale)
+    p = gl.exp2(scores * score_scale - new_max[:, None])
     decay = gl.exp2(running_max - new_max)
     return p, new_max, running_sum * decay + gl.sum(p, 1), decay
 
@@ -221,32 +207,28 @@ def store_rows(
 
 @gluon.jit
 def attend_tiles(
-    o, p, running_max, running_sum, q_tiles, q_place, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
-    begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale, bits, row_query, num_queries,
+    o, p, running_max, running_sum, q_tiles, PART, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free, count,
+    begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
     D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    BITS: gl.constexpr, MASKED: gl.constexpr, SETTLE: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
 ):
     """Key tiles number start to stop: each one's scores together with the tile before's product with values."""
     for number in range(start, stop):
         stage = count % STAGES
         before = (count - 1) % STAGES
-        first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
-        chosen = row_query
-        if BITS:
-            chosen = chosen_rows(bits, row_query, first_key, num_queries)
         mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
         zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
-        scores = multiply(q_tiles, q_place, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
+        scores = multiply(q_tiles, PART, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
         mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
         p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
         o = warpgroup_mma(p_operand, v_tiles.index(before).reshape([KEYS, V]), o, is_async=True)
         scores = warpgroup_mma_wait(1, [scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         if MASKED:
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
-        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale, chosen, BITS)
-        if SETTLE:
-            running_sum = settle(running_sum)
+        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
+        running_sum = settle(running_sum)
         o, p = warpgroup_mma_wait(0, [o, p])
         mbarrier.arrive(v_free.index(before), count=1)
         o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
@@ -256,18 +238,17 @@ def attend_tiles(
 
 @gluon.jit
 def attend_rows(
-    PART: gl.constexpr, o_target, lse, bits, num_words, buffers, barriers, masks, counts, score_scale,
+    PART: gl.constexpr, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr,
-    TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr, BITS: gl.constexpr,
-    SETTLE: gl.constexpr,
+    TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):
     """o and lse of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = PART_ROWS // REP
-    q_tiles, k_tiles, v_tiles, k_tail, v_tail = buffers
+    q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
@@ -281,29 +262,24 @@ def attend_rows(
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
         row_query = first_query + row // REP
-        seen_query = gl.minimum(row_query, num_queries - 1)
-        row_bits = bits
-        if BITS:
-            row_bits = bits + (batch * (GROUPS // SHARE) + group // SHARE).to(gl.int64) * num_words * num_queries
         row_begin, row_end = visible_keys(
-            seen_query, query_shift, window_size, ids, positions, first_blocks,
+            gl.minimum(row_query, num_queries - 1), query_shift, window_size, ids, positions, first_blocks,
             COMPRESSED, BLOCK, STRIDE, PACKED)
 
         o = gl.zeros([PART_ROWS, V], gl.float32, OUTPUT)
         running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
         running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
-        q_place = 2 * (visit % Q_STAGES) + PART
-        mbarrier.wait(q_ready.index(q_place), visit // Q_STAGES & 1)
+        mbarrier.wait(q_ready.index(PART), visit & 1)
         if TAIL > 0:
             TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
             TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
             mbarrier.wait(tail_ready, visit & 1)
             zeros = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
-            tail_scores = multiply(q_tiles, q_place, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
+            tail_scores = multiply(q_tiles, PART, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
         stage = count % STAGES
         mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
         zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
-        scores = multiply(q_tiles, q_place, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
+        scores = multiply(q_tiles, PART, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
         if TAIL > 0:
             tail_scores = warpgroup_mma_wait(1 if D_2 == 0 else 2, [tail_scores])
             tail_scores = hide(
@@ -311,7 +287,7 @@ def attend_rows(
                 gl.convert_layout(row_end, TAIL_ROW), TAIL, TAIL_SCORES)
             tail_p, tail_max, tail_sum, tail_decay = weigh(
                 tail_scores, gl.convert_layout(running_max, TAIL_ROW), gl.convert_layout(running_sum, TAIL_ROW),
-                score_scale, tail_scores, False)
+                score_scale)
             running_max = gl.convert_layout(tail_max, ROW)
             running_sum = gl.convert_layout(tail_sum, ROW)
             tail_operand = gl.convert_layout(tail_p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
@@ -323,22 +299,19 @@ def attend_rows(
         mbarrier.arrive(k_free.index(stage), count=1)
         first_key = first_key_of(0, begin, tiles, first_full, last_full, KEYS)
         scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
-        chosen = row_query
-        if BITS:
-            chosen = chosen_rows(row_bits, seen_query, first_key, num_queries)
-        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale, chosen, BITS)
+        p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
         if TAIL > 0:
             o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
         count += 1
         o, p, running_max, running_sum, count = attend_tiles(
-            o, p, running_max, running_sum, q_tiles, q_place, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+            o, p, running_max, running_sum, q_tiles, PART, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, 1, masked, score_scale,
-            row_bits, seen_query, num_queries, D_1, D_2, V, KEYS, STAGES, BITS, True, SETTLE, SCORES, OUTPUT)
+            D_1, D_2, V, KEYS, STAGES, True, SCORES, OUTPUT)
         o, p, running_max, running_sum, count = attend_tiles(
-            o, p, running_max, running_sum, q_tiles, q_place, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
+            o, p, running_max, running_sum, q_tiles, PART, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
             count, begin, tiles, first_full, last_full, row_begin, row_end, gl.maximum(masked, 1), tiles, score_scale,
-            row_bits, seen_query, num_queries, D_1, D_2, V, KEYS, STAGES, BITS, False, SETTLE, SCORES, OUTPUT)
-        mbarrier.arrive(q_free.index(q_place), count=1)
+            D_1, D_2, V, KEYS, STAGES, False, SCORES, OUTPUT)
+        mbarrier.arrive(q_free.index(PART), count=1)
         before = (count - 1) % STAGES
         mbarrier.wait(v_ready.index(before), (count - 1) // STAGES & 1)
         p_operand = gl.convert_layout(p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
@@ -352,27 +325,38 @@ def attend_rows(
         mbarrier.arrive(v_free.index(before), count=1)
         column_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
         o = gl.where(column_inverse > 0, o * column_inverse, 0.0)
-        store_rows(
-            o_target + place * V, o, (num_queries - first_query) * REP, GROUPS, REP, V, V, False, OUTPUT)
+        if D_2 > 0:
+            # Wide tiles leave no room for o in shared memory.
+            rows_left = (num_queries - first_query) * REP
+            store_rows(o_pointer + place * V, o, rows_left, GROUPS, REP, V, V, False, OUTPUT)
+        else:
+            tma.store_wait(0)
+            o_tile = o_tiles.index(PART)
+            o_tile.reshape([PART_ROWS, V]).store(o.to(o_tiles.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(o_target, [batch, first_query, group * REP, 0], o_tile)
         visit += 1
+    tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles", "num_words"])
+@gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
 def hopper_forward_kernel(
-    q_source, q_source_2, k_source, k_source_2, v_source, k_tail_source, k_tail_source_2, v_tail_source, o_target, lse,
-    bits, num_words, ids, positions, first_blocks,
+    q_source, q_source_2, k_source, k_source_2, v_source, k_tail_source, k_tail_source_2, v_tail_source, o_target,
+    o_pointer, lse, ids, positions, first_blocks,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    SHARE: gl.constexpr, BITS: gl.constexpr, SETTLE: gl.constexpr,
+    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
-    q_tiles = allocate_tiles(q_source, q_source_2, 2 * Q_STAGES, D_2)
+    q_tiles = allocate_tiles(q_source, q_source_2, 2, D_2)
     k_tiles = allocate_tiles(k_source, k_source_2, STAGES, D_2)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
+    o_tiles = v_tiles
+    if D_2 == 0:
+        o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -386,7 +370,7 @@ def hopper_forward_kernel(
         v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
     mbarrier.init(tail_ready, count=1)
     mbarrier.init(tail_free, count=2)
-    for part in gl.static_range(2 * Q_STAGES):
+    for part in gl.static_range(2):
         mbarrier.init(q_ready.index(part), count=1)
         mbarrier.init(q_free.index(part), count=1)
     for stage in gl.static_range(STAGES):
@@ -396,19 +380,17 @@ def hopper_forward_kernel(
         mbarrier.init(v_free.index(stage), count=2)
     descriptors = (
         (q_source, q_source_2), (k_source, k_source_2), v_source, (k_tail_source, k_tail_source_2), v_tail_source)
-    buffers = (q_tiles, k_tiles, v_tiles, k_tail, v_tail)
+    buffers = (q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail)
     barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free)
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
-        (attend_rows, (0, o_target, lse, bits, num_words, buffers, barriers, masks, counts, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES, Q_STAGES,
-                       SHARE, BITS, SETTLE)),
-        (attend_rows, (1, o_target, lse, bits, num_words, buffers, barriers, masks, counts, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES, Q_STAGES,
-                       SHARE, BITS, SETTLE)),
+        (attend_rows, (0, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES)),
+        (attend_rows, (1, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
+                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES)),
         (load_forward, (descriptors, buffers, barriers, masks, counts,
-                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES,
+                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES,
                         SHARE)),
     ], [4, 1], [240, 24])
 
@@ -446,9 +428,7 @@ def launch_hopper_forward(
     branch: Branch,
     keys: int = 128,
     stages: int = 2,
-    settle: bool = True,
     tail: int = 0,
-    q_stages: int = 1,
 ) -> tuple[Tensor, Tensor]:
     """As `launch_forward`."""
     batch, num_queries, num_heads, _ = q.shape
@@ -467,10 +447,9 @@ def launch_hopper_forward(
         tile_descriptor(v, keys, 1, value_dim),
         *part_descriptors(k, tail or keys, 1, width),
         tile_descriptor(v, tail or keys, 1, value_dim),
+        tile_descriptor(o, queries, rep, value_dim),
         o,
         lse,
-        branch.bits,
-        0 if branch.bits is None else branch.bits.shape[2],
         branch.ids,
         branch.positions,
         branch.first_blocks,
@@ -490,10 +469,7 @@ def launch_hopper_forward(
         KEYS=keys,
         TAIL=tail,
         STAGES=stages,
-        Q_STAGES=q_stages,
         SHARE=share,
-        BITS=branch.bits is not None,
-        SETTLE=settle,
         num_warps=4,
         maxnreg=168,
     )

@@ -41,18 +41,16 @@ LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 # fmt: off
 
 @triton.jit(do_not_specialize=[
-    "rows", "row_stride", "num_queries", "num_words", "gate_batch_stride", "gate_time_stride", "gate_head_stride",
+    "rows", "row_stride", "num_queries", "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
 def row_numbers_kernel(
-    lse, delta, gate, bits, numbers, words, num_words, gate_batch_stride, gate_time_stride, gate_head_stride,
+    lse, delta, gate, numbers, gate_batch_stride, gate_time_stride, gate_head_stride,
     rows, row_stride, num_queries,
-    HEADS: tl.constexpr, REP: tl.constexpr, SHARES: tl.constexpr, GATED: tl.constexpr, BITS: tl.constexpr,
-    SIZE: tl.constexpr,
+    HEADS: tl.constexpr, REP: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr,
 ):
     """What the copy engine reads of rows, [3, B, shares, rows]: lse in base 2, +inf where nothing is seen; delta; gate.
 
-    A row is a query and a head of one share, so that the rows of a tile lie side by side. With BITS, each row's words
-    of chosen blocks too, [words, B, shares, rows].
+    A row is a query and a head of one share, so that the rows of a tile lie side by side.
     """
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     keep = row < rows
@@ -68,13 +66,6 @@ def row_numbers_kernel(
     if GATED:
         place = batch.to(tl.int64) * gate_batch_stride + query.to(tl.int64) * gate_time_stride + head * gate_head_stride
         tl.store(target + 2 * plane, tl.load(gate + place, mask=keep, other=0.0).to(tl.float32), mask=keep)
-    if BITS:
-        words += tl.program_id(1).to(tl.int64) * row_stride + row
-        bits += (tl.program_id(1) // SHARES).to(tl.int64) * num_words * num_queries + query
-        for _ in tl.range(0, num_words):
-            tl.store(words, tl.load(bits, mask=keep, other=0), mask=keep)
-            words += plane
-            bits += num_queries
 
 
 @gluon.jit
@@ -93,8 +84,10 @@ def place_keys(
         first_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
     last_begin, end = seeing_queries(
         last_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
-    part_rows = gl.cdiv(gl.cdiv((end - begin) * REP, parts), ROWS) * ROWS
-    row_origin = begin * REP + part * part_rows
+    # Lines of row numbers begin at multiples of 16 bytes.
+    first_row = begin * REP // 4 * 4
+    part_rows = gl.cdiv(gl.cdiv(end * REP - first_row, parts), ROWS) * ROWS
+    row_origin = first_row + part * part_rows
     row_limit = gl.maximum(gl.minimum(row_origin + part_rows, end * REP), row_origin)
     return first_key, part, batch, group, row_origin, row_limit
 
@@ -104,11 +97,11 @@ def load_rows_of_keys(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
-    KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, BITS: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
 ):
     """The loader of d_k, d_v: keys and values once, then tiles of rows."""
-    q_sources, k_sources, v_source, d_o_source, lse_source, delta_source, gate_source, words_source = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, words_tiles = buffers
+    q_sources, k_sources, v_source, d_o_source, lse_source, delta_source, gate_source = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     query_shift, window_size, query_begin, query_end = masks
     parts, batches, num_queries, num_keys = counts
@@ -132,15 +125,11 @@ def load_rows_of_keys(
         free = (number // STAGES & 1) ^ 1
         ready = q_ready.index(stage)
         mbarrier.wait(q_free.index(stage), free)
-        mbarrier.expect(ready, ROWS * COLUMN_BYTES + (1 + GATED + BITS) * ROW_BYTES)
+        mbarrier.expect(ready, ROWS * COLUMN_BYTES + (2 if GATED else 1) * ROW_BYTES)
         copy_tile(q_sources, batch, query, head, ready, q_tiles, stage, D_1, D_2)
         tma.async_copy_global_to_shared(lse_source, [batch, share, row], ready, lse_tiles.index(stage))
         if GATED:
             tma.async_copy_global_to_shared(gate_source, [batch, share, row], ready, gate_tiles.index(stage))
-        if BITS:
-            # Both halves' blocks lie in one word.
-            place = first_key // 2048 * batches + batch
-            tma.async_copy_global_to_shared(words_source, [place, share, row], ready, words_tiles.index(stage))
         ready = d_o_ready.index(stage)
         mbarrier.wait(d_o_free.index(stage), free)
         mbarrier.expect(ready, d_o_source.block_type.nbytes + ROW_BYTES)
@@ -163,15 +152,15 @@ def pass_rows(barriers, start, stop, STAGES: gl.constexpr):
 
 @gluon.jit
 def gather_keys(
-    d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, start, stop, last, block,
+    d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, start, stop, last,
     score_scale,
     HALF: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
-    GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr, BITS: gl.constexpr,
+    GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
     MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr, OUTPUT_D_2: gl.constexpr,
     OUTPUT_V: gl.constexpr,
 ):
     """Add what tiles of rows number start to stop of a share, which begins at tile `base`, give to d_k and d_v."""
-    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, words_tiles = buffers
+    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     v_tile = v_tiles.index(HALF).reshape([PART_ROWS, V])
@@ -187,9 +176,6 @@ def gather_keys(
         mbarrier.wait(d_o_ready.index(stage), phase)
         d_p = warpgroup_mma(v_tile, d_o_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         row_lse = lse_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)
-        if BITS:
-            word = words_tiles.index(stage)._reinterpret(gl.int32, [ROWS], LINE).load(ROW)
-            row_lse = gl.where((word >> (block % 32)) & 1 != 0, row_lse, float("inf"))
         if not AHEAD:
             scores = warpgroup_mma_wait(1, [scores])
         p = gl.exp2(scores * score_scale - row_lse[None, :])
@@ -249,14 +235,13 @@ def sum_keys(
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, AHEAD: gl.constexpr,
-    BITS: gl.constexpr,
 ):
     """d_k and d_v of one half of the program's keys."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ROWS, 16])
     OUTPUT_D: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
     OUTPUT_D_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
     OUTPUT_V: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
-    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, words_tiles = buffers
+    q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     query_shift, window_size, query_begin, query_end = masks
     parts, batches, num_queries, num_keys = counts
@@ -299,16 +284,16 @@ def sum_keys(
             scores = warpgroup_mma_wait(0, [scores])
         d_k, d_k_2, d_v, scores = gather_keys(
             d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first, first_full, last,
-            half_key // 64, score_scale,
-            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, BITS, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+            score_scale,
+            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         d_k, d_k_2, d_v, scores = gather_keys(
             d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first_full, last_full,
-            last, half_key // 64, score_scale,
-            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, BITS, False, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+            last, score_scale,
+            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         d_k, d_k_2, d_v, scores = gather_keys(
             d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, last_full, last, last,
-            half_key // 64, score_scale,
-            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, BITS, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+            score_scale,
+            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         pass_rows(barriers, base + last, base + tiles, STAGES)
     first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
     left = num_keys - half_key
@@ -322,13 +307,13 @@ def sum_keys(
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "query_shift", "window_size", "batches", "parts"])
 def hopper_d_k_d_v_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, lse_source, delta_source, gate_source,
-    words_source, d_k_target, d_v_target, query_begin, query_end, batches, parts, num_queries,
+    d_k_target, d_v_target, query_begin, query_end, batches, parts, num_queries,
     num_keys, query_shift, window_size,
     scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
-    SHARES: gl.constexpr, AHEAD: gl.constexpr, BITS: gl.constexpr,
+    SHARES: gl.constexpr, AHEAD: gl.constexpr,
 ):
     """d_k and d_v of one tile of keys, or one part of its rows: into [parts, B, keys, G, D] and [.., V]."""
     k_tiles = allocate_tiles(k_source, k_source_2, 2, D_2)
@@ -339,9 +324,6 @@ def hopper_d_k_d_v_kernel(
     lse_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
     delta_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
     gate_tiles = gl.allocate_shared_memory(gl.float32, numbers, lse_source.layout)
-    words_tiles = lse_tiles
-    if BITS:
-        words_tiles = gl.allocate_shared_memory(gl.int32, numbers, lse_source.layout)
     keys_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -354,61 +336,49 @@ def hopper_d_k_d_v_kernel(
         mbarrier.init(d_o_ready.index(stage), count=1)
         mbarrier.init(d_o_free.index(stage), count=2)
     descriptors = (
-        (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, lse_source, delta_source, gate_source,
-        words_source)
-    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles, words_tiles)
+        (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, lse_source, delta_source, gate_source)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles)
     barriers = (keys_ready, q_ready, q_free, d_o_ready, d_o_free)
     masks = (query_shift, window_size, query_begin, query_end)
     counts = (parts, batches, num_queries, num_keys)
     gl.warp_specialize([
         (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
                     GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
-                    SHARES, AHEAD, BITS)),
+                    SHARES, AHEAD)),
         (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
                     GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
-                    SHARES, AHEAD, BITS)),
+                    SHARES, AHEAD)),
         (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
                              GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, GATED, ROWS, KEYS, STAGES,
-                             SHARES, BITS)),
+                             SHARES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
 
 
-def _row_numbers(
-    lse: Tensor, delta: Tensor, gate: Tensor | None, bits: Tensor | None, rep: int, shares_of_group: int, tile: int
-) -> tuple[TensorDescriptor, ...]:
-    """Descriptors, in lines of a tile, of base-2 lse, delta, the gate and the bits, whose rows lie share by share."""
+def _row_numbers(lse: Tensor, delta: Tensor, gate: Tensor | None, rep: int, tile: int) -> tuple[TensorDescriptor, ...]:
+    """Descriptors, in lines of a tile, of base-2 lse, delta and the gate, whose rows lie share by share."""
     batch, num_queries, num_heads = lse.shape
     shares, rows = num_heads // rep, num_queries * rep
     # The copy engine wants multiples of 16 bytes.
     numbers = lse.new_empty(3, batch, shares, triton.cdiv(rows, 4) * 4)
-    num_words = 0 if bits is None else bits.shape[2]
-    words = numbers if bits is None else bits.new_empty(num_words, *numbers.shape[1:])
     row_numbers_kernel[triton.cdiv(rows, 1024), batch * shares](
         lse,
         delta,
         gate,
-        bits,
         numbers,
-        words,
-        num_words,
         *((0, 0, 0) if gate is None else gate.stride()),
         rows,
         numbers.shape[3],
         num_queries,
         HEADS=num_heads,
         REP=rep,
-        SHARES=shares_of_group,
         GATED=gate is not None,
-        BITS=bits is not None,
         SIZE=1024,
     )
     layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
     shape = [batch, shares, rows]
-    lines = [(x, shape) for x in numbers]
-    lines.append(lines[0] if bits is None else (words.flatten(0, 1), [num_words * batch, shares, rows]))
-    return tuple(TensorDescriptor(x, size, list(x.stride()), [1, 1, tile], layout) for x, size in lines)
+    return tuple(TensorDescriptor(x, shape, list(x.stride()), [1, 1, tile], layout) for x in numbers)
 
 
 def launch_hopper_d_k_d_v(
@@ -452,7 +422,7 @@ def launch_hopper_d_k_d_v(
         *part_descriptors(k, keys // 2, 1, width),
         tile_descriptor(v, keys // 2, 1, value_dim),
         tile_descriptor(d_o, queries, rep, value_dim),
-        *_row_numbers(lse, delta, gate, branch.bits, rep, shares, rows),
+        *_row_numbers(lse, delta, gate, rep, rows),
         d_k,
         d_v,
         branch.query_begin,
@@ -477,7 +447,6 @@ def launch_hopper_d_k_d_v(
         STAGES=stages,
         SHARES=shares,
         AHEAD=ahead,
-        BITS=branch.bits is not None,
         num_warps=4,
         maxnreg=168,
     )

@@ -22,7 +22,6 @@ from trifocal.ops.triton.interval_backward import LOG2_E
 from trifocal.ops.triton.interval_hopper import (
     PART_ROWS,
     allocate_tiles,
-    chosen_rows,
     copy_tile,
     first_key_of,
     multiply,
@@ -40,7 +39,7 @@ def load_keys_of_rows(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr,
+    STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """The loader of d_q: keys and values of the tail and k of the first tile, q and d_o, then v and k by turns."""
     q_sources, k_sources, v_source, d_o_source, k_tail_sources, v_tail_source = descriptors
@@ -72,13 +71,12 @@ def load_keys_of_rows(
             if number == 0:
                 for part in gl.static_range(2):
                     query = first_query + part * QUERIES
-                    place = 2 * (visit % Q_STAGES) + part
-                    ready = q_ready.index(place)
-                    mbarrier.wait(q_free.index(place), (visit // Q_STAGES & 1) ^ 1)
+                    ready = q_ready.index(part)
+                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
                     mbarrier.expect(ready, PART_ROWS * COLUMN_BYTES + d_o_source.block_type.nbytes)
-                    copy_tile(q_sources, batch, query, group * REP, ready, q_tiles, place, D_1, D_2)
+                    copy_tile(q_sources, batch, query, group * REP, ready, q_tiles, part, D_1, D_2)
                     tma.async_copy_global_to_shared(
-                        d_o_source, [batch, query, group * REP, 0], ready, d_o_tiles.index(place))
+                        d_o_source, [batch, query, group * REP, 0], ready, d_o_tiles.index(part))
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -106,35 +104,31 @@ def add_keys(
 
 @gluon.jit
 def gather_rows(
-    d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready,
+    d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free, v_ready,
     v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, start, stop, score_scale,
-    bits, row_query, num_queries,
-    D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, BITS: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
+    PART: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
     OUTPUT_2: gl.constexpr,
 ):
     """Add what key tiles number start to stop give to d_q."""
     for number in range(start, stop):
         stage = count % STAGES
         phase = count // STAGES & 1
-        first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
-        shift = row_lse
-        if BITS:
-            shift = gl.where(chosen_rows(bits, row_query, first_key, num_queries), row_lse, float("inf"))
         zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
         mbarrier.wait(k_ready.index(stage), phase)
-        scores = multiply(q_tiles, q_place, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
+        scores = multiply(q_tiles, PART, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
         mbarrier.wait(v_ready.index(stage), phase)
         v_tile = v_tiles.index(stage).reshape([KEYS, V])
         d_p = warpgroup_mma(d_o_tile, v_tile.permute((1, 0)), zeros, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, [scores])
-        p = gl.exp2(scores * score_scale - shift[:, None])
+        p = gl.exp2(scores * score_scale - row_lse[:, None])
         if GATED:
             p = p * row_gate[:, None]
         d_p = warpgroup_mma_wait(0, [d_p])
         mbarrier.arrive(v_free.index(stage), count=1)
         d_scores = p * (d_p - row_delta[:, None])
         if MASKED:
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             key = first_key + gl.arange(0, KEYS, gl.SliceLayout(0, SCORES))
             visible = (key[None, :] >= row_begin[:, None]) & (key[None, :] < row_end[:, None])
             d_scores = gl.where(visible, d_scores, 0.0)
@@ -146,12 +140,11 @@ def gather_rows(
 
 @gluon.jit
 def sum_rows(
-    PART: gl.constexpr, lse, delta, gate, bits, num_words, d_q_target, gate_strides, buffers, barriers, masks, counts,
+    PART: gl.constexpr, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
     scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
-    SHARE: gl.constexpr, BITS: gl.constexpr,
+    ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -175,9 +168,6 @@ def sum_rows(
         row = gl.arange(0, PART_ROWS, ROW)
         row_query = gl.minimum(first_query + row // REP, num_queries - 1)
         head = group * REP + row % REP
-        row_bits = bits
-        if BITS:
-            row_bits = bits + (batch * (GROUPS // SHARE) + group // SHARE).to(gl.int64) * num_words * num_queries
         row_begin, row_end = visible_keys(
             row_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
         place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * REP) + head
@@ -192,15 +182,14 @@ def sum_rows(
         d_q_2 = d_q
         if D_2 > 0:
             d_q_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_2)
-        q_place = 2 * (visit % Q_STAGES) + PART
-        d_o_tile = d_o_tiles.index(q_place).reshape([PART_ROWS, V])
-        mbarrier.wait(q_ready.index(q_place), visit // Q_STAGES & 1)
+        d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
+        mbarrier.wait(q_ready.index(PART), visit & 1)
         if TAIL > 0:
             TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
             TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
             mbarrier.wait(tail_ready, visit & 1)
             zeros = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
-            scores = multiply(q_tiles, q_place, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
+            scores = multiply(q_tiles, PART, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
             d_p = warpgroup_mma(
                 d_o_tile, v_tail.reshape([TAIL, V]).permute((1, 0)), zeros, use_acc=False, is_async=True)
             scores, d_p = warpgroup_mma_wait(0, [scores, d_p])
@@ -215,14 +204,14 @@ def sum_rows(
             d_q, d_q_2 = add_keys(d_q, d_q_2, d_scores, k_tail, 0, TAIL, D_1, D_2, OUTPUT, OUTPUT_2)
             mbarrier.arrive(tail_free, count=1)
         d_q, d_q_2, count = gather_rows(
-            d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
+            d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
             v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
-            row_bits, row_query, num_queries, D_1, D_2, V, GATED, KEYS, STAGES, BITS, True, SCORES, OUTPUT, OUTPUT_2)
+            PART, D_1, D_2, V, GATED, KEYS, STAGES, True, SCORES, OUTPUT, OUTPUT_2)
         d_q, d_q_2, count = gather_rows(
-            d_q, d_q_2, q_tiles, q_place, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
+            d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
             v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, masked, tiles, score_scale,
-            row_bits, row_query, num_queries, D_1, D_2, V, GATED, KEYS, STAGES, BITS, False, SCORES, OUTPUT, OUTPUT_2)
-        mbarrier.arrive(q_free.index(q_place), count=1)
+            PART, D_1, D_2, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT, OUTPUT_2)
+        mbarrier.arrive(q_free.index(PART), count=1)
         D: gl.constexpr = D_1 + D_2
         target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * REP * D
         rows_left = (num_queries - first_query) * REP
@@ -233,27 +222,27 @@ def sum_rows(
 
 
 @gluon.jit(do_not_specialize=[
-    "num_queries", "query_shift", "window_size", "slots", "row_tiles", "num_words",
+    "num_queries", "query_shift", "window_size", "slots", "row_tiles",
     "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
 def hopper_d_q_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, k_tail_source, k_tail_source_2, v_tail_source,
-    lse, delta, gate, bits, num_words, d_q_target, ids, positions, first_blocks,
+    lse, delta, gate, d_q_target, ids, positions, first_blocks,
     gate_batch_stride, gate_time_stride, gate_head_stride,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr, SHARE: gl.constexpr, BITS: gl.constexpr,
+    STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
-    q_tiles = allocate_tiles(q_source, q_source_2, 2 * Q_STAGES, D_2)
+    q_tiles = allocate_tiles(q_source, q_source_2, 2, D_2)
     d_o_tiles = gl.allocate_shared_memory(
-        d_o_source.dtype, [2 * Q_STAGES] + d_o_source.block_type.shape, d_o_source.layout)
+        d_o_source.dtype, [2] + d_o_source.block_type.shape, d_o_source.layout)
     k_tiles = allocate_tiles(k_source, k_source_2, STAGES, D_2)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2 * Q_STAGES, 1], mbarrier.MBarrierLayout())
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -267,7 +256,7 @@ def hopper_d_q_kernel(
         v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
     mbarrier.init(tail_ready, count=1)
     mbarrier.init(tail_free, count=2)
-    for part in gl.static_range(2 * Q_STAGES):
+    for part in gl.static_range(2):
         mbarrier.init(q_ready.index(part), count=1)
         mbarrier.init(q_free.index(part), count=1)
     for stage in gl.static_range(STAGES):
@@ -284,16 +273,14 @@ def hopper_d_q_kernel(
     counts = (slots, row_tiles, batch_groups, num_queries)
     gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
     gl.warp_specialize([
-        (sum_rows, (0, lse, delta, gate, bits, num_words, d_q_target, gate_strides, buffers, barriers, masks, counts,
+        (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES,
-                    Q_STAGES, SHARE, BITS)),
-        (sum_rows, (1, lse, delta, gate, bits, num_words, d_q_target, gate_strides, buffers, barriers, masks, counts,
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
+        (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES,
-                    Q_STAGES, SHARE, BITS)),
+                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES, Q_STAGES,
+                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES,
                              SHARE)),
     ], [4, 1], [240, 24])
 
@@ -314,7 +301,6 @@ def launch_hopper_d_q(
     keys: int = 64,
     stages: int = 2,
     tail: int = 0,
-    q_stages: int = 1,
 ) -> Tensor:
     """As `launch_d_q`."""
     batch, num_queries, num_heads, _ = q.shape
@@ -338,8 +324,6 @@ def launch_hopper_d_q(
         lse,
         delta,
         gate,
-        branch.bits,
-        0 if branch.bits is None else branch.bits.shape[2],
         d_q,
         branch.ids,
         branch.positions,
@@ -364,9 +348,7 @@ def launch_hopper_d_q(
         KEYS=keys,
         TAIL=tail,
         STAGES=stages,
-        Q_STAGES=q_stages,
         SHARE=share,
-        BITS=branch.bits is not None,
         num_warps=4,
         maxnreg=168,
     )
