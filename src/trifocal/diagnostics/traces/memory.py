@@ -42,7 +42,8 @@ class MemoryTrace(Trace):
         self._grown: dict[str, int] = {}
         self._counted = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
         if self._on_gpu:
-            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS)
+            # Python frames alone: naming those of C++ takes minutes.
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS, stacks="python")
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
