@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.children import ROOT
 from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.cli import main
 from trifocal.diagnostics import read_metrics
@@ -362,3 +363,8 @@ def test_hooks_close_what_an_exception_left_open() -> None:
 
 def pop(stack: list[str], name: str) -> None:
     assert stack.pop() == name
+
+
+@pytest.mark.parametrize("name", TRACES)
+def test_the_page_on_training_says_what_each_trace_answers(name: str) -> None:
+    assert f"| `{name}` |" in (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
