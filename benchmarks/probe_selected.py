@@ -1,6 +1,6 @@
 """Scoring and selected attention on a GPU: first right, then how fast, for several configurations of each kernel.
 
-    python benchmarks/probe_selected.py [--seconds 200] [--only check,scoring,forward,backward,profile] [--roles]
+    python benchmarks/probe_selected.py [--seconds 200] [--only check,scoring,forward,backward,profile]
 
 Values and gradients are compared with float64; then every candidate configuration is timed on the shapes A to D
 (medians of CUDA events): choices fall out of random inputs, or drift slowly ("smooth"). Results go to the screen
@@ -170,7 +170,7 @@ def importance_gap(q: Tensor, k_cmp: Tensor, lse: Tensor, chosen: Tensor, geomet
     return max(0.0, gap.nan_to_num(nan=0.0, neginf=0.0).max().item())
 
 
-def check(worker: int, hands: tuple[bool | str, ...] = (True, False)) -> None:
+def check(worker: int) -> None:
     """A worker's share of the checks."""
     from tests.tolerances import cost_in_torch
 
@@ -191,25 +191,15 @@ def check(worker: int, hands: tuple[bool | str, ...] = (True, False)) -> None:
         ("64 heads a group", 1, 150, 150, 64, 1, 128, 64, usual, None, ("gathered", "masked")),
         ("blocks of 64", 2, 700, 700, 32, 2, 128, 128, PAPER, None, ("gathered", "masked")),
         ("64, packed", 1, 900, 900, 16, 4, 64, 128, PAPER, [100, 1, 64, 65, 400, 270], ("gathered", "masked")),
+        ("64, T < S", 1, 333, 1000, 64, 4, 128, 128, PAPER, None, ("gathered",)),
+        ("64, 64 heads", 1, 450, 450, 64, 1, 128, 64, PAPER, None, ("gathered",)),
+        ("64, 8 heads", 3, 333, 400, 16, 2, 64, 64, PAPER, None, ("gathered",)),
+        ("64, 32 heads, packed", 1, 1500, 1500, 32, 1, 128, 128, PAPER, [1, 1400, 99], ("gathered", "masked")),
         ("64, one head", 1, 333, 400, 2, 2, 128, 64, PAPER, None, ("gathered", "masked")),
     ]
-    if hands == ("roles",):
-        cases = [
-            ("blocks of 64", 2, 700, 700, 32, 2, 128, 128, PAPER, None, ("gathered",)),
-            ("T < S", 1, 333, 1000, 64, 4, 128, 128, PAPER, None, ("gathered",)),
-            ("64, packed", 1, 900, 900, 32, 2, 64, 128, PAPER, [100, 1, 64, 65, 400, 270], ("gathered",)),
-            ("64 heads a group", 1, 450, 450, 64, 1, 128, 64, PAPER, None, ("gathered",)),
-            ("8 heads a group", 3, 333, 400, 16, 2, 64, 64, PAPER, None, ("gathered",)),
-            ("4 heads a group", 2, 700, 700, 16, 4, 128, 128, PAPER, None, ("gathered",)),
-            ("2 heads, packed", 1, 900, 900, 4, 2, 64, 128, PAPER, [100, 1, 64, 65, 400, 270], ("gathered",)),
-            ("1 head, T < S", 1, 333, 400, 2, 2, 128, 64, PAPER, None, ("gathered",)),
-            ("32 heads, packed", 1, 1500, 1500, 32, 1, 128, 128, PAPER, [1, 1400, 99], ("gathered",)),
-        ]
     for dtype in (torch.bfloat16, torch.float32, torch.float16):
         for why, batch, queries, keys, heads, groups, dim, value_dim, geometry, lengths, orders in cases:
             if dtype == torch.float16 and why not in ("small group", "blocks of 64"):
-                continue
-            if dtype == torch.float32 and hands == ("roles",):
                 continue
             if dtype == torch.float32 and why not in ("small group", "packed", "odd heads, dims"):
                 continue
@@ -234,17 +224,17 @@ def check(worker: int, hands: tuple[bool | str, ...] = (True, False)) -> None:
             chosen = torch.randint(
                 -1, blocks, (batch, queries, groups, places), generator=generator, device="cuda"
             ).int()
-            gate = normal(batch, queries, heads) if number % 2 else None
+            gate = (
+                torch.rand(batch, queries, heads, generator=generator, device="cuda").to(dtype) if number % 2 else None
+            )
             leaves = [x.double().requires_grad_() for x in (q, k, v)]
             exact = reference.selected_attention(*leaves, chosen, geometry, scale, documents)
             d_exact = d_o.double() if gate is None else d_o.double() * gate.double()[..., None]
             exact_gradients = torch.autograd.grad(exact, leaves, d_exact)
-            for order, by_hand in [(order, hand) for order in orders for hand in hands]:
-                if (by_hand and order == "query") or (by_hand == "roles" and order != "gathered"):
+            for order, by_hand in [(order, hand) for order in orders for hand in (True, False)]:
+                if by_hand and order == "query":
                     continue
                 try:
-                    if by_hand == "roles":
-                        say(f"begin {dtype} {why}")
                     first = None
                     for _ in range(2):
                         # What is freed here is handed out again: outputs start as NaN.
@@ -263,17 +253,16 @@ def check(worker: int, hands: tuple[bool | str, ...] = (True, False)) -> None:
                         same = first is None or all(torch.equal(a, b) for a, b in zip(first, got, strict=True))
                         first = got
                     errors = [error(a, e) for a, e in zip(got, (exact, *exact_gradients), strict=False)]
-                    hand = {False: "", True: "by hand"}.get(by_hand, by_hand)
                     verdict = "ok" if max(errors) <= allowed and same else "WRONG"
                     say(
-                        f"check {verdict:5} {str(dtype)[6:]:8} {order:8} {hand:7} {why:16} "
+                        f"check {verdict:5} {str(dtype)[6:]:8} {order:8} {'by hand' if by_hand else '':7} {why:16} "
                         + " ".join(f"{e:.1e}" for e in errors)
                         + f" (allowed {allowed:.1e}) equal bits {same}"
                     )
                     results[f"check {dtype} {order} {by_hand} {why}"] = [verdict, errors, allowed, same]
                 except Exception:
                     say(f"check FAIL {dtype} {order} {why}\n{traceback.format_exc(limit=-4)[-1500:]}")
-            if True in hands and documents is None and geometry.num_selected_blocks < blocks:
+            if documents is None and geometry.num_selected_blocks < blocks:
                 try:
                     k_cmp = normal(batch, geometry.num_compressed_blocks(keys), groups, dim)
                     _, lse = reference.compressed_attention(
@@ -339,41 +328,13 @@ BACKWARD: dict[str, list[tuple[Any, ...]]] = {
     ],
     "P": [("gathered", Tile(64, 256, 4, 2), None), ("gathered", Tile(64, 256, 8, 1), None)],
 }  # fmt: skip
-# With --roles: the kernels that divide labour between warps, beside those that they are to replace.
-ROLES = {"by_hand": "roles"}
-FORWARD_BY_ROLES: dict[str, list[tuple[str, Tile, dict[str, Any]]]] = {
-    "A": [
-        ("gathered", Tile(64, 256, 4, 6), ROLES), ("gathered", Tile(64, 128, 4, 6), ROLES),
-        ("gathered", Tile(64, 512, 4, 6), ROLES), ("gathered", Tile(64, 256, 4, 3), ROLES),
-        ("gathered", Tile(64, 128, 4, 1), {}),
-    ],
-    "B": [
-        ("gathered", Tile(64, 256, 4, 6), ROLES), ("gathered", Tile(64, 128, 4, 6), ROLES),
-        ("gathered", Tile(64, 128, 4, 1), {}),
-    ],
-    "C": [
-        ("gathered", Tile(64, 256, 4, 6), ROLES), ("gathered", Tile(64, 512, 4, 6), ROLES),
-        ("gathered", Tile(64, 128, 4, 1), {}),
-    ],
-}  # fmt: skip
-BACKWARD_BY_ROLES: dict[str, list[tuple[Any, ...]]] = {
-    "A": [
-        ("gathered", Tile(64, 256, 4, 2), None, ROLES), ("gathered", Tile(64, 512, 4, 2), None, ROLES),
-        ("gathered", Tile(64, 256, 4, 1), None),
-    ],
-    "B": [
-        ("gathered", Tile(64, 256, 4, 2), None, ROLES), ("gathered", Tile(64, 128, 4, 2), None, ROLES),
-        ("gathered", Tile(64, 256, 4, 1), None),
-    ],
-}  # fmt: skip
 
 
-def jobs(roles: bool) -> list[tuple[str, str, Any]]:
+def jobs() -> list[tuple[str, str, Any]]:
     """Everything that is timed: stage, shape, configuration."""
-    forward, backward = (FORWARD_BY_ROLES, BACKWARD_BY_ROLES) if roles else (FORWARD, BACKWARD)
-    listed = [("scoring", shape, tile) for shape, tiles in SCORING.items() for tile in tiles if not roles]
-    listed += [("forward", shape, option) for shape, options in forward.items() for option in options]
-    return listed + [("backward", shape, option) for shape, options in backward.items() for option in options]
+    listed = [("scoring", shape, tile) for shape, tiles in SCORING.items() for tile in tiles]
+    listed += [("forward", shape, option) for shape, options in FORWARD.items() for option in options]
+    return listed + [("backward", shape, option) for shape, options in BACKWARD.items() for option in options]
 
 
 def run_job(problem: Problem, stage: str, option: Any, choice: str, saved: Any = None) -> Callable[[], Any]:
@@ -386,10 +347,10 @@ def run_job(problem: Problem, stage: str, option: Any, choice: str, saved: Any =
     return lambda: problem.backward(o, lse, choice, order=option[0], tile=option[1], tile_d_q=option[2], **more)
 
 
-def precompile(worker: int, roles: bool) -> None:
+def precompile(worker: int) -> None:
     """Compile a share of the configurations into Triton's cache, on short sequences: lengths are not compiled in."""
     problems: dict[str, Problem] = {}
-    for number, (stage, shape, option) in enumerate(jobs(roles)):
+    for number, (stage, shape, option) in enumerate(jobs()):
         if number % WORKERS != worker:
             continue
         try:
@@ -402,23 +363,22 @@ def precompile(worker: int, roles: bool) -> None:
             print(f"precompile {stage} {shape} {option}: {traceback.format_exc(limit=-2)[-500:]}", flush=True)
 
 
-def compare_orders(problem: Problem, roles: bool) -> None:
+def compare_orders(problem: Problem) -> None:
     """Two independent loop orders on a shape too large for the reference."""
     o, lse = problem.forward(order="masked")
     masked = (o, *problem.backward(o, lse, order="masked"))
-    variants = [("by hand", {}), ("portable", PORTABLE), ("again", {})]
-    for title, options in [("roles", ROLES), ("roles again", ROLES)] if roles else variants:
-        o, lse = problem.forward(order="gathered", **options)
-        gathered = (o, *problem.backward(o, lse, order="gathered", **options))
+    for title, forward, backward in (("by hand", {}, {}), ("portable", PORTABLE, PORTABLE), ("again", {}, {})):
+        o, lse = problem.forward(order="gathered", **forward)
+        gathered = (o, *problem.backward(o, lse, order="gathered", **backward))
         gaps = [error(a, b) for a, b in zip(gathered, masked, strict=True)]
         say(f"check gathered against masked, o d_q d_k d_v: {' '.join(f'{gap:.1e}' for gap in gaps)} {title}")
         results[f"check gathered against masked {title}"] = gaps
 
 
-def times(shape: str, seconds: float, stages: list[str], roles: bool) -> None:
+def times(shape: str, seconds: float, stages: list[str]) -> None:
     problem = Problem(shape)
     if shape == "B" and "check" in stages:
-        compare_orders(problem, roles)
+        compare_orders(problem)
     smooth = shape in ("A", "C")
     if smooth:
         problem.drift()
@@ -427,7 +387,7 @@ def times(shape: str, seconds: float, stages: list[str], roles: bool) -> None:
             continue
         saved = problem.forward() if stage == "backward" else None
         best = (float("inf"), None)
-        for option in (job[2] for job in jobs(roles) if job[:2] == (stage, shape)):
+        for option in (job[2] for job in jobs() if job[:2] == (stage, shape)):
             if time.monotonic() - START > seconds:
                 say(f"out of time before {stage} {shape} {option}")
                 return
@@ -515,19 +475,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=200.0)
     parser.add_argument("--only", default="check,index,scoring,forward,backward,profile")
     parser.add_argument("--shapes", default="A,C,D,B,P")
-    parser.add_argument("--roles", action="store_true", help="the keys-outside kernels that divide labour, alone")
     parser.add_argument("--worker", type=int, default=None, help="a share of the checks and compilations")
     arguments = parser.parse_args()
     stages = arguments.only.split(",")
     out = Path(os.environ.get("OUT", "."))
     if arguments.worker is not None:
         if "check" in stages:
-            check(arguments.worker, ("roles",) if arguments.roles else (True, False))
+            check(arguments.worker)
             (out / f"probe_check_{arguments.worker}.json").write_text(json.dumps(results, indent=1))
-        precompile(arguments.worker, arguments.roles)
+        precompile(arguments.worker)
         return
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    command = [sys.executable, __file__, "--only", arguments.only, *(["--roles"] * arguments.roles), "--worker"]
+    command = [sys.executable, __file__, "--only", arguments.only, "--worker"]
     workers = [subprocess.Popen([*command, str(worker)]) for worker in range(WORKERS)]
     try:
         for worker in workers:
@@ -545,7 +504,7 @@ def main() -> None:
             index_times()
         for shape in arguments.shapes.split(","):
             try:
-                times(shape, arguments.seconds, stages, arguments.roles)
+                times(shape, arguments.seconds, stages)
             except Exception:
                 say(f"{shape} FAIL\n{traceback.format_exc(limit=-4)[-1500:]}")
             torch.cuda.empty_cache()

@@ -52,7 +52,9 @@ def calls():
         shared = {"order": order, "by_hand": by_hand}
         selected_forward(q, k, v, chosen, geometry, 0.1, documents, **shared)
         if order != "query":
-            selected_backward(d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents, gate=gate, delta=lse, **shared)
+            selected_backward(
+                d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents, gate=gate, delta=lse, order=order
+            )
 
     def scoring(heads, groups, dim, packed=False):
         geometry, length = Geometry(), 4096
@@ -84,9 +86,7 @@ def calls():
         ("win 192/128", "hopper", lambda: attention(64, 4, 192, 128, "win")),
         ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "gathered", packed=True)),
         ("slc 64 packed, masked", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True)),
-        ("slc 128 by roles", "hopper", lambda: selected(64, 4, 128, 128, "gathered", by_hand="roles")),
-        ("slc 64/128 by roles", "hopper", lambda: selected(16, 2, 64, 128, "gathered", packed=True, by_hand="roles")),
-        ("slc 128 by roles, small", "hopper", lambda: selected(32, 8, 128, 128, "gathered", by_hand="roles")),
+        ("slc 64/128 packed", "hopper", lambda: selected(16, 2, 64, 128, "gathered", packed=True)),
         ("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "gathered")),
         ("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "gathered", torch.float32)),
         ("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
@@ -116,8 +116,7 @@ def test_every_kernel_is_compiled(rows):
     written_for_hopper = ("hopper_forward_kernel", "hopper_d_q_kernel", "hopper_d_k_d_v_kernel", "row_numbers_kernel")
     assert {(name, "hopper") for name in written_for_hopper} <= kernels
     assert not {(name, "ampere") for name in written_for_hopper} & kernels
-    by_roles = ("gathered_forward_roles", "gathered_forward_copies", "gathered_backward_roles")
-    assert {(f"{name}_kernel", "hopper") for name in by_roles} <= kernels
+    assert ("gathered_backward_roles_kernel", "hopper") in kernels
     by_hand = ("gathered_forward", "gathered_backward", "masked_d_kv")
     assert {(f"{name}_hopper_kernel", "hopper") for name in by_hand} <= kernels
     assert {(f"{name}_kernel", "ampere") for name in by_hand} <= kernels

@@ -13,8 +13,6 @@ as o, so rows go in chunks. Masked tiles: FlashAttention over the whole past; a 
 the row as it is, by one number a row. Sums have one order in each: two runs give equal bits.
 """
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
@@ -31,8 +29,8 @@ from trifocal.ops.triton.choice_index import (
     row_token,
     split_blocks,
 )
-from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, tma_fits, unit_stride
-from trifocal.ops.triton.selected_tiles import fits_by_hand, fits_roles, forward_tile, roles_tile, sizes_by_hand
+from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
+from trifocal.ops.triton.selected_tiles import fits_by_hand, forward_tile, sizes_by_hand
 
 LOWEST = tl.constexpr(-1.0e30)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -419,7 +417,7 @@ def selected_forward(
     order: str | None = None,
     tile: Tile | None = None,
     buffer_bytes: int = BUFFER_BYTES,
-    by_hand: bool | Literal["roles"] | None = None,
+    by_hand: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tokens of the chosen blocks.
 
@@ -434,8 +432,7 @@ def selected_forward(
         order: A loop order instead of the one that the shape asks for.
         tile: A configuration instead of the device's; `keys` is how many slots a piece has.
         buffer_bytes: Partial results that keys-outside may hold at a time.
-        by_hand: Whether keys-outside runs the kernel scheduled by hand for Hopper; None: where it can; `"roles"`: the
-            one that divides labour between warps, where it can.
+        by_hand: Whether keys-outside runs the kernel scheduled by hand for Hopper; None: where it can.
 
     Returns:
         o, [B, T, H, V], in the type of q, and lse, [B, T, H], natural log, fp32; zeros and -inf where a query sees
@@ -463,12 +460,9 @@ def selected_forward(
     shift = num_queries, num_keys - num_queries, num_keys
     # Zero would turn what is masked into NaN; this is as good, exp2(1e-30 x) being 1.
     score_scale = max(scale * LOG2_E, 1e-30)
-    roles = by_hand == "roles" and order == "gathered"
     by_hand = (
         order == "gathered" and by_hand is not False and fits_by_hand(order, q, k, v, rep=rep, block_size=block_size)
     )
-    roles = roles and by_hand and fits_roles(rep, False) and tma_fits(q, k, v)
-    tile = tile or (roles_tile(rep, False) if roles else None)
     tile = tile or forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded, by_hand)
     if order == "query":
         ids, positions, cu_seqlens = documents_or(documents, lse)
@@ -501,24 +495,13 @@ def selected_forward(
         from trifocal.ops.triton.selected_hopper import gathered_forward_hopper_kernel
 
         gathered, configuration = gathered_forward_hopper_kernel, sizes_by_hand(shape)
-    compute = None
-    if roles:
-        from trifocal.ops.triton.selected_gathered_hopper import forward_by_roles
-
-        compute = forward_by_roles(
-            q, k, v, o_slots, lse_slots, index, (ids, positions, cu_seqlens), score_scale,
-            places=places, block_size=block_size, packed=documents is not None, stages=tile.stages,
-        )  # fmt: skip
     for chunk in range(index.num_chunks):
-        if compute is not None:
-            compute(chunk)
-        else:
-            gathered[(index.pieces_per_chunk,)](
-                q, k, v, o_slots, lse_slots, index.slots, index.starts, index.first_pieces, index.piece_keys,
-                ids, positions, cu_seqlens, *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks,
-                index.keys_per_chunk, score_scale, **configuration, PLACES=places, PIECE=tile.keys,
-                num_warps=tile.warps, num_stages=tile.stages,
-            )  # fmt: skip
+        gathered[(index.pieces_per_chunk,)](
+            q, k, v, o_slots, lse_slots, index.slots, index.starts, index.first_pieces, index.piece_keys,
+            ids, positions, cu_seqlens, *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks,
+            index.keys_per_chunk, score_scale, **configuration, PLACES=places, PIECE=tile.keys,
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
         first_row = chunk * index.chunk_rows
         end_row = min(first_row + index.chunk_rows, rows)
         reduce_slots(o_slots, lse_slots, index.keys, o, lse, first_row, end_row, index.unused, 1.0, rep, places)

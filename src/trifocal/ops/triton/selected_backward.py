@@ -15,8 +15,6 @@ work; its pieces meet in the reduction.
 of their product.
 """
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
@@ -55,13 +53,12 @@ from trifocal.ops.triton.selected import (
     rows_of_chunk,
 )
 from trifocal.ops.triton.selected_tiles import (
+    FEWEST_HEADS_BY_ROLES,
     fits_by_hand,
-    fits_roles,
     gathered_tile,
     masked_d_q_tile,
     masked_tile,
     partial_d_q_type,
-    roles_tile,
     sizes_by_hand,
 )
 
@@ -471,7 +468,7 @@ def selected_backward(
     tile: Tile | None = None,
     tile_d_q: Tile | None = None,
     buffer_bytes: int = BUFFER_BYTES,
-    by_hand: bool | Literal["roles"] | None = None,
+    by_hand: bool | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `selected_forward`.
 
@@ -489,8 +486,7 @@ def selected_backward(
         tile: A configuration of the d_k, d_v kernel; `keys` is how many slots a piece has.
         tile_d_q: A configuration of the masked order's d_q kernel.
         buffer_bytes: Partial d_q that may be held at a time.
-        by_hand: Whether keys-outside runs the kernel scheduled by hand for Hopper; None: where it can; `"roles"`: the
-            one that divides labour between warps, where it can.
+        by_hand: Whether keys-outside runs the kernel scheduled by hand for Hopper; None: where it can.
 
     Returns:
         d_q, d_k, d_v in the types of q, k, v, contiguous.
@@ -517,7 +513,6 @@ def selected_backward(
     shift = num_queries, num_keys - num_queries, num_keys
     score_scale = scale * LOG2_E
     ids, positions, cu_seqlens = documents_or(documents, lse)
-    roles = by_hand == "roles" and order == "gathered"
     by_hand = by_hand is not False and fits_by_hand(order, q, k, v, d_o, rep=rep, block_size=block_size)
     if order == "masked":
         tile = tile or masked_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand)
@@ -551,8 +546,6 @@ def selected_backward(
         return d_q, d_k, d_v
 
     hopper = architecture(q.device) == "hopper"
-    roles = roles and by_hand and fits_roles(rep, True) and tma_fits(q, k, v, d_o)
-    tile = tile or (roles_tile(rep, True) if roles else None)
     tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand, hopper)
     row_slots = groups * places
     rows = batch * num_queries
@@ -571,13 +564,13 @@ def selected_backward(
 
         gathered, configuration = gathered_backward_hopper_kernel, sizes_by_hand(shape)
     compute = None
-    if roles:
+    if by_hand and rep >= FEWEST_HEADS_BY_ROLES and tma_fits(q, k, v, d_o):
         from trifocal.ops.triton.selected_gathered_hopper import backward_by_roles
 
         compute = backward_by_roles(
             d_o, q, k, v, lse, delta, gate if gate is None else gates, d_q_slots, d_k_parts, d_v_parts, index,
             (ids, positions, cu_seqlens), score_scale,
-            places=places, block_size=block_size, packed=documents is not None, stages=tile.stages,
+            places=places, block_size=block_size, packed=documents is not None,
         )  # fmt: skip
     for chunk in range(index.num_chunks):
         if compute is not None:

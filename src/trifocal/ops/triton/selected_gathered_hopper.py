@@ -1,26 +1,26 @@
-"""Keys-outside selected attention for Hopper with a division of labour, in Gluon.
+"""Keys-outside selected attention, backward, for Hopper with a division of labour, in Gluon.
 
-The same loop order, work and results as the portable `gathered_*` kernels, for 16-bit types, widths of 64 and 128,
-blocks of 64 tokens and groups of 8 to 64 heads that are a power of two; `selected_gathered_small` has the forward of
-smaller ones. What the portable kernels leave there: a tile's warps ask for queries, compute addresses, multiply,
-exponentiate and store one after the other. Here each warp has one of these to do:
+The same loop order, work and results as `gathered_backward_kernel` in `selected_backward`, for 16-bit types, widths of
+64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two. What other kernels leave there: a
+tile's warps ask for rows, compute addresses, multiply, exponentiate and store one after the other. Here each has one
+of these to do:
 
-| part | warps | forward | backward |
-|---|---|---|---|
-| rows | 4 each | p and o of a tile of 64 rows (slots x heads), in turn | d_q of a tile; d_k, d_v of the piece |
-| loader | 1 | k, v of the next piece; q, one copy a slot | k, v; q and d_o |
-| numbers | 1 | | lse, delta and gate of the rows |
-| storer | 1 | o and lse of each slot | d_q of each slot |
+| part | warps | does |
+|---|---|---|
+| rows | 4 | p and d_scores of a tile of 64 rows (slots x heads of the group); d_q; d_k, d_v of the piece |
+| loader | 1 | starts the copies of k, v of a piece, and of a tile's rows of q and d_o, one copy a slot |
+| numbers | 1 | lse, delta and gate of a tile's rows |
+| storer | 1 | starts the copies of d_q to the places of its slots |
 
-A program stays and takes one piece after the other; what a piece is stands in a table made before, so that nobody
-follows a chain of loads. Copies go through the copy engine (TMA): a box is the group's heads of one query, 64 columns
-wide; the boxes of a tile stack to what the matrix units read. From memory, per tile: 64 rows of q (and d_o) in, of o or
-d_q out, all of them once; k and v once a piece, d_k and d_v out once a piece in fp32.
+Two programs share a multiprocessor: one's products run under the other's arithmetic. A program stays and takes one
+piece after the other; what a piece is stands in a table made before, so that nobody follows a chain of loads. Copies go
+through the copy engine (TMA): a box is the group's heads of one query, 64 columns wide; the boxes of a tile stack to
+what the matrix units read. From memory, per tile: 64 rows of q and d_o in, 64 of d_q out; k and v in and d_k and d_v
+out (fp32) once a piece.
 
-forward: one program a multiprocessor, three sets of rows that share k and v (two buffers); backward: two programs a
-multiprocessor, one set each. With keys as the rows of the scores, p and d_scores are left factors of the products for
-d_v and d_k out of registers; only d_q takes d_scores through shared memory. d_q is laid out for its way to memory in
-the tile of queries that made it. Every sum has one order: two runs give equal bits.
+With keys as the rows of the scores, p is a left factor of the product for d_v out of registers; d_scores go through
+shared memory, as they are for d_k and transposed for d_q. d_q is laid out for its way to memory in the tile of queries
+that made it. Every sum has one order: two runs give equal bits.
 """
 
 from collections.abc import Callable
@@ -41,11 +41,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trifocal.ops.triton.choice_index import ChoiceIndex, block_place
-from trifocal.ops.triton.common import multiprocessors, strides
+from trifocal.ops.triton.common import multiprocessors
 from trifocal.ops.triton.interval_hopper import tile_descriptor
 
 ROWS = tl.constexpr(64)
-LOWEST = tl.constexpr(-1.0e30)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # A piece's numbers in the table: first slot, end, end of those that need a mask, batch, group, first token of keys.
 FIELDS = tl.constexpr(8)
@@ -112,22 +111,6 @@ def place_of(table, piece):
 
 
 @gluon.jit
-def hide(scores, slots, first, end, row, key, batch, first_token, num_queries, query_shift,
-         REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr):
-    """Put scores of later keys than a row's own token to -inf; a block's key is never of an earlier document."""
-    slot = slot_at(slots, gl.minimum(first + row // REP, end - 1))
-    token = slot // SLOTS_OF_ROW - batch * num_queries + query_shift
-    visible = (first_token + key)[None, :] <= token[:, None]
-    return gl.where(visible, scores, float("-inf"))
-
-
-@gluon.jit
-def log2_of_sum(x):
-    """log2 of a sum that is at least 1: the unit's own, without what the library does for small numbers."""
-    return gl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
-
-
-@gluon.jit
 def boxes_of(tile, source, WIDTH: gl.constexpr):
     """A tile [64, WIDTH] as the boxes that it stacks up from: halves of 64 columns, then slots."""
     REP: gl.constexpr = source.block_type.shape[len(source.block_type.shape) - 2]
@@ -172,132 +155,6 @@ def send_rows(target, tile, numbers, first, end, first_slot, REP: gl.constexpr, 
 
 
 @gluon.jit
-def load_forward(
-    descriptors, buffers, barriers, work, num_queries,
-    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-):
-    """The loader: k and v of a piece, then its tiles of queries."""
-    q_source, k_source, v_source, o_target = descriptors
-    q_tiles, k_tiles, v_tiles, o_tiles, lse_tiles = buffers
-    kv_ready, kv_free, q_ready, q_free, o_ready, o_free = barriers
-    slots, table, first_piece, end_piece, first_slot = work
-    STEP: gl.constexpr = ROWS // REP
-    count = 0
-    visit = 0
-    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
-        begin, end, _masked_end = span_of(table, piece)
-        batch, group, first_token = place_of(table, piece)
-        turn = visit % 2
-        ready = kv_ready.index(turn)
-        mbarrier.wait(kv_free.index(turn), (visit // 2 & 1) ^ 1)
-        mbarrier.expect(ready, k_source.block_type.nbytes + v_source.block_type.nbytes)
-        tma.async_copy_global_to_shared(k_source, [batch, first_token, group, 0], ready, k_tiles.index(turn))
-        tma.async_copy_global_to_shared(v_source, [batch, first_token, group, 0], ready, v_tiles.index(turn))
-        for first in range(begin, end, STEP):
-            stage = count % STAGES
-            numbers = slots_of(slots, first, end, REP)
-            mbarrier.wait(q_free.index(stage), (count // STAGES & 1) ^ 1)
-            mbarrier.expect(q_ready.index(stage), ROWS * D * 2)
-            ask_for_rows(
-                q_source, q_ready.index(stage), q_tiles.index(stage), numbers, batch, num_queries, group,
-                REP, SLOTS_OF_ROW, D)
-            count += 1
-        visit += 1
-
-
-@gluon.jit
-def store_forward(
-    descriptors, buffers, barriers, work, lse_slots, REP: gl.constexpr, V: gl.constexpr, PARTS: gl.constexpr,
-):
-    """The storer: o and lse of one tile after the other; a tile is given back once the one behind it is on its way."""
-    q_source, k_source, v_source, o_target = descriptors
-    q_tiles, k_tiles, v_tiles, o_tiles, lse_tiles = buffers
-    kv_ready, kv_free, q_ready, q_free, o_ready, o_free = barriers
-    slots, table, first_piece, end_piece, first_slot = work
-    STEP: gl.constexpr = ROWS // REP
-    LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
-    row = gl.arange(0, ROWS, LANES)
-    count = 0
-    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
-        begin, end, _masked_end = span_of(table, piece)
-        for first in range(begin, end, STEP):
-            part = count % PARTS
-            slot = slot_at(slots, gl.minimum(first + row // REP, end - 1))
-            numbers = slots_of(slots, first, end, REP)
-            mbarrier.wait(o_ready.index(part), count // PARTS & 1)
-            send_rows(o_target, o_tiles.index(part), numbers, first, end, first_slot, REP, V)
-            lse = lse_tiles.index(part).load(LANES)
-            gl.store(lse_slots + (slot - first_slot) * REP + row % REP, lse, mask=first + row // REP < end)
-            if first + STEP <= end:
-                tma.store_wait(STEP * (V // 64))
-            else:
-                tma.store_wait(0)
-            mbarrier.arrive(o_free.index((count + PARTS - 1) % PARTS), count=1, pred=count > 0)
-            count += 1
-    tma.store_wait(0)
-
-
-@gluon.jit
-def attend_slots(
-    PART: gl.constexpr, buffers, barriers, work, num_queries, query_shift, score_scale,
-    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, PARTS: gl.constexpr, COPIED: gl.constexpr,
-):
-    """o and lse (base 2) of every PARTS-th tile; STAGES is a multiple of PARTS, so that a buffer has one reader."""
-    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
-    q_tiles, k_tiles, v_tiles, o_tiles, lse_tiles = buffers
-    kv_ready, kv_free, q_ready, q_free, o_ready, o_free = barriers
-    slots, table, first_piece, end_piece, first_slot = work
-    STEP: gl.constexpr = ROWS // REP
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    key = gl.arange(0, BLOCK, gl.SliceLayout(0, SCORES))
-    count = 0
-    visit = 0
-    own = 0
-    for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
-        begin, end, masked_end = span_of(table, piece)
-        batch, _group, first_token = place_of(table, piece)
-        turn = visit % 2
-        k_tile = k_tiles.index(turn).reshape([BLOCK, D]).permute((1, 0))
-        v_tile = v_tiles.index(turn).reshape([BLOCK, V])
-        mbarrier.wait(kv_ready.index(turn), visit // 2 & 1)
-        tiles = (end - begin + (STEP - 1)) // STEP
-        for number in range((PART + PARTS - count % PARTS) % PARTS, tiles, PARTS):
-            first = begin + number * STEP
-            stage = (count + number) % STAGES
-            mbarrier.wait(q_ready.index(stage), (count + number) // STAGES & 1)
-            if COPIED:
-                fence_async_shared()
-            scores = gl.zeros([ROWS, BLOCK], gl.float32, SCORES)
-            scores = warpgroup_mma(q_tiles.index(stage), k_tile, scores, use_acc=False, is_async=True)
-            scores = warpgroup_mma_wait(0, [scores])
-            mbarrier.arrive(q_free.index(stage), count=1)
-            if first < masked_end:
-                scores = hide(
-                    scores, slots, first, end, row, key, batch, first_token, num_queries, query_shift,
-                    REP, SLOTS_OF_ROW)
-            top = gl.maximum(gl.max(scores, 1) * score_scale, LOWEST)
-            p = gl.exp2(scores * score_scale - top[:, None])
-            total = gl.sum(p, 1)
-            p = p * (1.0 / total)[:, None]
-            p_operand = gl.convert_layout(p.to(o_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-            o = gl.zeros([ROWS, V], gl.float32, OUTPUT)
-            o = warpgroup_mma(p_operand, v_tile, o, use_acc=False, is_async=True)
-            lse = top + log2_of_sum(total)
-            mbarrier.wait(o_free.index(PART), (own & 1) ^ 1)
-            lse_tiles.index(PART).store(lse)
-            o = warpgroup_mma_wait(0, [o])
-            o_tiles.index(PART).store(o.to(o_tiles.dtype))
-            fence_async_shared()
-            mbarrier.arrive(o_ready.index(PART), count=1)
-            own += 1
-        mbarrier.arrive(kv_free.index(turn), count=1)
-        count += tiles
-        visit += 1
-
-
-@gluon.jit
 def work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS_OF_ROW: gl.constexpr):
     """The pieces of a chunk, and the slot that partial results are counted from."""
     first_key = chunk * keys_per_chunk
@@ -306,54 +163,8 @@ def work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS
     return slots, table, first_piece, end_piece, chunk * chunk_rows * SLOTS_OF_ROW
 
 
-@gluon.jit(do_not_specialize=["num_queries", "query_shift", "chunk", "chunk_rows", "keys_per_chunk"])
-def gathered_forward_roles_kernel(
-    q_source, k_source, v_source, o_target, lse_slots, slots, first_pieces, table,
-    num_queries, query_shift, chunk, chunk_rows, keys_per_chunk, score_scale,
-    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
-    STAGES: gl.constexpr, PARTS: gl.constexpr,
-):
-    """Partial o and lse (base 2) of the slots of one chunk."""
-    TYPE: gl.constexpr = q_source.dtype
-    D_TILE: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    q_tiles = gl.allocate_shared_memory(TYPE, [STAGES, ROWS, D], D_TILE)
-    k_tiles = gl.allocate_shared_memory(TYPE, [2] + k_source.block_type.shape, k_source.layout)
-    v_tiles = gl.allocate_shared_memory(TYPE, [2] + v_source.block_type.shape, v_source.layout)
-    o_tiles = gl.allocate_shared_memory(TYPE, [PARTS, ROWS, V], D_TILE)
-    lse_tiles = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS], LINE)
-    kv_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    kv_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    o_ready = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    o_free = gl.allocate_shared_memory(gl.int64, [PARTS, 1], mbarrier.MBarrierLayout())
-    for turn in gl.static_range(2):
-        mbarrier.init(kv_ready.index(turn), count=1)
-        mbarrier.init(kv_free.index(turn), count=PARTS)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(q_ready.index(stage), count=1)
-        mbarrier.init(q_free.index(stage), count=1)
-    for part in gl.static_range(PARTS):
-        mbarrier.init(o_ready.index(part), count=1)
-        mbarrier.init(o_free.index(part), count=1)
-    descriptors = (q_source, k_source, v_source, o_target)
-    buffers = (q_tiles, k_tiles, v_tiles, o_tiles, lse_tiles)
-    barriers = (kv_ready, kv_free, q_ready, q_free, o_ready, o_free)
-    work = work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS_OF_ROW)
-    gl.warp_specialize([
-        (attend_slots, (0, buffers, barriers, work, num_queries, query_shift, score_scale,
-                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS, False)),
-        (attend_slots, (1, buffers, barriers, work, num_queries, query_shift, score_scale,
-                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS, False)),
-        (attend_slots, (2, buffers, barriers, work, num_queries, query_shift, score_scale,
-                        REP, SLOTS_OF_ROW, D, V, BLOCK, STAGES, PARTS, False)),
-        (load_forward, (descriptors, buffers, barriers, work, num_queries, REP, SLOTS_OF_ROW, D, STAGES)),
-        (store_forward, (descriptors, buffers, barriers, work, lse_slots, REP, V, PARTS)),
-    ], [4, 4, 1, 1], [152, 152, 40, 40])
-
-
 @gluon.jit
-def load_backward(
+def load_rows(
     descriptors, buffers, barriers, work, num_queries,
     REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):
@@ -430,7 +241,7 @@ def load_numbers(
 
 
 @gluon.jit
-def store_backward(
+def store_d_q(
     descriptors, buffers, barriers, work, REP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):
     """The storer: d_q of one tile after the other, out of the tiles of queries, which it gives back."""
@@ -561,10 +372,10 @@ def gathered_backward_roles_kernel(
     gl.warp_specialize([
         (sum_slots, (d_k_parts, d_v_parts, buffers, barriers, work, score_scale,
                      REP, D, V, BLOCK, GATED, STAGES)),
-        (load_backward, (descriptors, buffers, barriers, work, num_queries, REP, SLOTS_OF_ROW, D, V, STAGES)),
+        (load_rows, (descriptors, buffers, barriers, work, num_queries, REP, SLOTS_OF_ROW, D, V, STAGES)),
         (load_numbers, (lse, delta, gate, buffers, barriers, work, num_queries, query_shift,
                         GROUPS, REP, SLOTS_OF_ROW, GATED, STAGES)),
-        (store_backward, (descriptors, buffers, barriers, work, REP, D, STAGES)),
+        (store_d_q, (descriptors, buffers, barriers, work, REP, D, STAGES)),
     ], [1, 1, 1], [24, 24, 24])
 
 # fmt: on
@@ -593,53 +404,6 @@ def _piece_table(
     return table
 
 
-def forward_by_roles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o_slots: Tensor,
-    lse_slots: Tensor,
-    index: ChoiceIndex,
-    documents: tuple[Tensor, ...],
-    score_scale: float,
-    *,
-    places: int,
-    block_size: int,
-    packed: bool,
-    stages: int,
-) -> Callable[[int], None]:
-    """What computes the partial results of one chunk, given by its number, into `o_slots` and `lse_slots`."""
-    num_queries, num_heads, dim = q.shape[1:]
-    num_keys, groups, value_dim = v.shape[1:]
-    rep = num_heads // groups
-    table = _piece_table(index, k, num_queries, places, rep, block_size, documents, packed)
-    key_sources = tile_descriptor(k, block_size, 1, dim), tile_descriptor(v, block_size, 1, value_dim)
-    sizes = {
-        "REP": rep, "SLOTS_OF_ROW": groups * places, "D": dim, "V": value_dim, "BLOCK": block_size, "STAGES": stages
-    }  # fmt: skip
-    if rep < 8:
-        from trifocal.ops.triton.selected_gathered_small import gathered_forward_copies_kernel
-
-        def copy(chunk: int) -> None:
-            gathered_forward_copies_kernel[(multiprocessors(q.device),)](
-                q, *key_sources, o_slots, lse_slots, index.slots, index.first_pieces, table, *strides(q),
-                num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, score_scale,
-                **sizes, PARTS=2, num_warps=4, maxnreg=128,
-            )  # fmt: skip
-
-        return copy
-    q_source, o_target = tile_descriptor(q, 1, rep, 64), _rows_descriptor(o_slots, rep)
-
-    def compute(chunk: int) -> None:
-        gathered_forward_roles_kernel[(multiprocessors(q.device),)](
-            q_source, *key_sources, o_target, lse_slots, index.slots, index.first_pieces, table,
-            num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, score_scale,
-            **sizes, PARTS=3, num_warps=4, maxnreg=128,
-        )  # fmt: skip
-
-    return compute
-
-
 def backward_by_roles(
     d_o: Tensor,
     q: Tensor,
@@ -658,7 +422,6 @@ def backward_by_roles(
     places: int,
     block_size: int,
     packed: bool,
-    stages: int,
 ) -> Callable[[int], None]:
     """What computes d_q of one chunk's slots and d_k, d_v of its pieces, all but for the factor `scale`."""
     num_queries, num_heads, dim = q.shape[1:]
@@ -679,7 +442,7 @@ def backward_by_roles(
             *sources, lse, delta, gates, d_k_parts, d_v_parts, index.slots, index.first_pieces, table,
             num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, score_scale,
             GROUPS=groups, REP=rep, SLOTS_OF_ROW=groups * places, D=dim, V=value_dim, BLOCK=block_size,
-            GATED=gate is not None, STAGES=stages, num_warps=4, maxnreg=128,
+            GATED=gate is not None, STAGES=2, num_warps=4, maxnreg=128,
         )  # fmt: skip
 
     return compute

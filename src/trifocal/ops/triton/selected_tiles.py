@@ -6,6 +6,9 @@ from torch import Tensor
 
 from trifocal.ops.triton.common import Tile, is_hopper, strides
 
+# A slot's rows must fill the 8 rows that shared memory's pattern repeats after, to be copied into a tile by themselves.
+FEWEST_HEADS_BY_ROLES = 8
+
 
 def fits_by_hand(order: str, *tensors: Tensor, rep: int, block_size: int) -> bool:
     """Whether the kernels scheduled by hand take these queries, keys and values, [B, *, heads, D].
@@ -22,20 +25,10 @@ def fits_by_hand(order: str, *tensors: Tensor, rep: int, block_size: int) -> boo
     )
 
 
-def fits_roles(rep: int, backward: bool) -> bool:
-    """Whether the keys-outside kernels that divide labour between warps take groups of so many heads."""
-    return rep in ((8, 16, 32, 64) if backward else (1, 2, 4, 8, 16, 32, 64))
-
-
 def sizes_by_hand(shape: dict[str, int]) -> dict[str, int]:
     """The compile-time sizes that these kernels take, of those of the portable ones."""
     parts = ("D_1", "D_2", "V_1", "V_2", "KEYS")
     return {name: size for name, size in shape.items() if name not in parts}
-
-
-def roles_tile(rep: int, backward: bool) -> Tile:
-    """Of the kernels that divide labour between warps: slots of a piece, and tiles of queries that are on their way."""
-    return Tile(64, max(256, 1024 // rep), 4, 2) if backward else Tile(64, max(256, 1024 // rep), 4, 6)
 
 
 def forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool) -> Tile:
