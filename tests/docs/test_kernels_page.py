@@ -93,4 +93,6 @@ def test_functions_that_the_page_names_exist():
     for name in ("choose_order", "choose_hopper", "fits_by_hand"):
         assert f"`{name}`" in PAGE
         assert f"def {name}(" in source
-    assert 'by_hand == "roles"' in source
+    from trifocal.ops.triton.selected_tiles import FEWEST_HEADS_BY_ROLES
+
+    assert f"from {FEWEST_HEADS_BY_ROLES} heads a group on" in PAGE
