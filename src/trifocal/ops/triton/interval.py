@@ -18,6 +18,9 @@ costs a few instructions a tile, pointers cost registers. Keys are [1, 1, keys, 
 [1, 1, queries, heads, columns] of [B, G, T, R, D], if the heads of a group divide a tile.
 
 Masked keys and values never reach a product: pointers load them as zeros, and past the end so does the copy engine.
+
+The same three kernels exist a second time for Hopper (`interval_hopper`, `interval_hopper_d_q`,
+`interval_hopper_d_k_d_v`); `choose_hopper` says when they run.
 """
 
 from typing import Any, NamedTuple
