@@ -64,7 +64,10 @@ def test_layer_sweep_finds_memory_that_grows_with_the_square_of_depth():
             layer.register_forward_hook(lambda _m, _x, out, depth=depth: Keep.apply(out, depth))
         return model
 
-    found = cost.layer_sweep(CPU, make_model=make_model, rounds=1)
+    def linear(model, tokens, device):
+        return 0.001 * len(model.blocks)
+
+    found = cost.layer_sweep(CPU, make_model=make_model, step_seconds=linear, rounds=1)
     assert not found.passed
     assert "memory" in found.details[-1]
 

@@ -180,6 +180,29 @@ def test_a_sink_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("name", SINKS)
+def test_closing_waits_for_the_report_of_a_failure() -> None:
+    """Else the report would go into a file that is closed."""
+
+    class Broken:
+        def write(self, row: dict[str, Any]) -> None:
+            raise OSError("no connection")
+
+        def close(self) -> None:
+            pass
+
+    reports: list[str] = []
+
+    def slow_report(sentence: str) -> None:
+        time.sleep(0.3)
+        reports.append(sentence)
+
+    thread = SinkThread(Broken(), slow_report)
+    thread.write({"kind": "train"})
+    thread.close()
+    assert len(reports) == 1
+    assert "no connection" in reports[0]
+
+
 def test_a_missing_package_names_the_extra_before_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

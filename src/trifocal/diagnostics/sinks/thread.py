@@ -39,6 +39,7 @@ class SinkThread:
         self._close_seconds = close_seconds
         self._rows: queue.Queue[Row | None] = queue.Queue(MAX_WAITING_ROWS)
         self._failed = threading.Event()
+        self._reported = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"trifocal-{type(sink).__name__}", daemon=True)
         self._thread.start()
 
@@ -61,7 +62,10 @@ class SinkThread:
         # A sink that failed may still stand in its last call: nobody waits for that.
         while not self._failed.is_set() and self._thread.is_alive() and time.monotonic() < deadline:
             self._thread.join(0.1)
-        if self._thread.is_alive():
+        if self._failed.is_set():
+            # The thread may still be writing its report, into a file that the caller is about to close.
+            self._reported.wait(max(0.0, deadline - time.monotonic()))
+        elif self._thread.is_alive():
             self._fail(f"did not take the last rows within {self._close_seconds:.0f} s")
 
     def _run(self) -> None:
@@ -78,3 +82,4 @@ class SinkThread:
         if not self._failed.is_set():
             self._failed.set()
             self._on_failure(f"{type(self._sink).__name__} {what} and is left out from here on; training goes on")
+            self._reported.set()
