@@ -179,7 +179,6 @@ def test_a_sink_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         assert sentence.startswith(f"Hanging {expected}")
 
 
-@pytest.mark.parametrize("name", SINKS)
 def test_closing_waits_for_the_report_of_a_failure() -> None:
     """Else the report would go into a file that is closed."""
 
@@ -203,6 +202,7 @@ def test_closing_waits_for_the_report_of_a_failure() -> None:
     assert "no connection" in reports[0]
 
 
+@pytest.mark.parametrize("name", SINKS)
 def test_a_missing_package_names_the_extra_before_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
