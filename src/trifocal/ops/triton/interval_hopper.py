@@ -339,6 +339,33 @@ def attend_rows(
     tma.store_wait(0)
 
 
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr):
+    """Barriers of a loader and two row parts: of each buffer, that it is filled, and that every reader is done with it.
+
+    Each part has its own queries; keys, values and the tail are read by both.
+    """
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    tail_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(tail_ready, count=1)
+    mbarrier.init(tail_free, count=2)
+    for part in gl.static_range(2):
+        mbarrier.init(q_ready.index(part), count=1)
+        mbarrier.init(q_free.index(part), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    return q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free
+
+
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
 def hopper_forward_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, k_tail_source, k_tail_source_2, v_tail_source, o_target,
@@ -355,33 +382,15 @@ def hopper_forward_kernel(
     o_tiles = v_tiles
     if D_2 == 0:
         o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tail_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_tail = k_tiles
     v_tail = v_tiles
     if TAIL > 0:
         k_tail = allocate_tiles(k_tail_source, k_tail_source_2, 1, D_2)
         v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
-    mbarrier.init(tail_ready, count=1)
-    mbarrier.init(tail_free, count=2)
-    for part in gl.static_range(2):
-        mbarrier.init(q_ready.index(part), count=1)
-        mbarrier.init(q_free.index(part), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=2)
     descriptors = (
         (q_source, q_source_2), (k_source, k_source_2), v_source, (k_tail_source, k_tail_source_2), v_tail_source)
     buffers = (q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail)
-    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free)
+    barriers = make_barriers(STAGES)
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([

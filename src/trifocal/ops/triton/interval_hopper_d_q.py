@@ -24,6 +24,7 @@ from trifocal.ops.triton.interval_hopper import (
     allocate_tiles,
     copy_tile,
     first_key_of,
+    make_barriers,
     multiply,
     part_descriptors,
     place_tile,
@@ -241,34 +242,16 @@ def hopper_d_q_kernel(
         d_o_source.dtype, [2] + d_o_source.block_type.shape, d_o_source.layout)
     k_tiles = allocate_tiles(k_source, k_source_2, STAGES, D_2)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tail_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     k_tail = k_tiles
     v_tail = v_tiles
     if TAIL > 0:
         k_tail = allocate_tiles(k_tail_source, k_tail_source_2, 1, D_2)
         v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
-    mbarrier.init(tail_ready, count=1)
-    mbarrier.init(tail_free, count=2)
-    for part in gl.static_range(2):
-        mbarrier.init(q_ready.index(part), count=1)
-        mbarrier.init(q_free.index(part), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=2)
     descriptors = (
         (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, (k_tail_source, k_tail_source_2),
         v_tail_source)
     buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail)
-    barriers = (q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free)
+    barriers = make_barriers(STAGES)
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
     gate_strides = (gate_batch_stride, gate_time_stride, gate_head_stride)
