@@ -72,6 +72,27 @@ def test_no_limit_before_a_phase_has_ended_once_nor_at_start_or_compile(tmp_path
             assert heartbeat.snapshot()["stall_limit_seconds"] == 120
 
 
+def test_a_compilers_time_is_told_apart_up_to_the_first_look_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, True, True, False, False, False])
+    monkeypatch.setattr(heartbeat_module, "where", lambda thread, others: ("", next(answers)))
+    heartbeat = Heartbeat(tmp_path)
+    with heartbeat.phase("forward"):
+        rows = []
+        for _ in range(5):
+            time.sleep(0.01)
+            rows.append(heartbeat.snapshot())
+    with heartbeat.phase("forward"):
+        rows.append(heartbeat.snapshot())
+    assert [row["compiling"] for row in rows] == [False, True, True, False, False, False]
+    assert [row["stall_limit_seconds"] for row in rows] == [None, None, None, None, None, 120.0]
+    assert [row["compile_seconds"] == row["phase_seconds"] for row in rows[1:4]] == [True] * 3
+    assert rows[0]["compile_seconds"] == rows[5]["compile_seconds"] == 0.0
+    # From then on the age grows.
+    assert rows[4]["compile_seconds"] == rows[3]["compile_seconds"] < rows[4]["phase_seconds"]
+
+
 def test_nested_phases_return_to_the_outer_one_and_totals_add_up(tmp_path: Path) -> None:
     with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
         began = time.perf_counter()

@@ -328,15 +328,24 @@ def sleep():
 
 
 def slow_compiler():
-    """torch.compile with a compiler that takes far longer than a stall may, in the first step and once more later."""
-    quick_stalls(1.0)
+    """torch.compile with a compiler that takes far longer than a stall may, in the first step and once more later.
+
+    What it makes takes a while as well: the phase goes on when the compiler has ended, at the compiler's age.
+    """
+    quick_stalls(2.0)
     slow = [True]
 
     def compiler(graph, inputs):
-        if slow[0]:
-            slow[0] = False
-            time.sleep(3)
-        return graph
+        if not slow[0]:
+            return graph
+        slow[0] = False
+        time.sleep(4)
+
+        def call(*arguments):
+            time.sleep(0.3)
+            return graph(*arguments)
+
+        return call
 
     def action(step):
         if step == 4:

@@ -14,7 +14,7 @@ import pytest
 from tests.children import environment
 from tests.distributed.test_faults import QUICK, Case
 from tests.distributed.test_faults import case as case
-from trifocal.diagnostics import read_metrics
+from trifocal.diagnostics import read_metrics, verdict
 from trifocal.diagnostics.run import read_run
 from trifocal.diagnostics.verdict import Verdict, judge
 from trifocal.errors import UserError
@@ -72,7 +72,9 @@ def test_a_sleep_is_slow_and_not_stalled(case: Case) -> None:
     assert not list(case.run.glob("dumps/stalled_*"))
 
 
-def test_a_compiler_is_neither_slow_nor_stalled(case: Case) -> None:
+def test_a_compiler_is_neither_slow_nor_stalled(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The compiler takes 4 s, far beyond this and beyond the limit of a stall; a busy machine's pauses do not.
+    monkeypatch.setattr(verdict, "SLOW_SECONDS", 2.0)
     # Little to trace: what is slow is the compiler alone.
     small = ("--model.num_layers", "1", "--model.attention", "dense", "--data.source", "synthetic")
     flags = ("--train.compile", "true", "--train.steps", "5", *small, *OFTEN)
@@ -89,7 +91,12 @@ def test_a_compiler_is_neither_slow_nor_stalled(case: Case) -> None:
     # In the first step, under its own name, and later, in the middle of a forward pass.
     assert any("compile" in found.reason[12:] for found in compiling), seen
     assert any("in forward for" in found.reason for found in compiling), seen
-    assert not [found for found in seen if found.state in ("slow", "stalled")], seen
+    # Other phases may be held up by whatever else this machine does.
+    ordinary = ("in data", "in backward", "in optimizer", "data takes", "backward takes", "optimizer takes")
+    late = [found for found in seen if found.state in ("slow", "stalled")]
+    assert not [found for found in late if not found.reason.startswith(ordinary)], seen
+    # Between the compiler's end and the end of the phase that it held up.
+    assert any(found.state == "running" and found.reason.startswith("in forward, usually") for found in seen), seen
     assert not list(case.run.glob("dumps/stalled_*"))
 
 

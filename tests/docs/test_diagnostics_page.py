@@ -1,5 +1,6 @@
 """The page about diagnostics names every field, phase, alarm and threshold that the code has, and no other."""
 
+import inspect
 import os
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from trifocal.diagnostics import (
     Heartbeat,
     attention_picture,
     attention_statistics,
+    heartbeat,
     telemetry,
     verdict,
 )
@@ -21,6 +23,8 @@ from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 
 PAGE = text_of(ROOT / "docs/diagnostics.md")
+
+WORDS = {2.0: "twice", 0.1: "tenth"}
 
 
 def table(heading: str) -> dict[str, str]:
@@ -75,8 +79,19 @@ def test_alarms_and_their_thresholds():
 def test_verdicts_and_their_thresholds():
     body = PAGE[PAGE.index("| verdict |") :].split("\n\n")[0]
     assert f"{verdict.SLOW_FACTOR:.0f} times its median and {verdict.SLOW_SECONDS:.0f} s longer" in body
+    lately = f"its last {heartbeat._RECENT_TIMES} times were {WORDS[verdict.RECENT_SLOW_FACTOR]} the median"
+    assert lately in body and f"a {WORDS[verdict.RECENT_SLOW_SHARE_OF_STEP]} of a step" in body
+    assert f"rows are {verdict.LATE_INTERVALS:.0f} intervals late" in body
     assert f"no row for {verdict.SILENT_INTERVALS:.0f} intervals and {verdict.SILENT_SECONDS:.0f} s" in body
     assert set(re.findall(r"^\| (\w+)(?:, (\w+))? \|", body, re.MULTILINE)) >= {("slow", ""), ("finished", "failed")}
+
+
+def test_the_limit_of_a_stall():
+    defaults = {name: parameter.default for name, parameter in inspect.signature(Heartbeat).parameters.items()}
+    meaning = PAGE[PAGE.index("| `stall_limit_seconds` |") :].partition("\n")[0]
+    assert f"{defaults['stall_factor']:.0f} times its median" in meaning
+    assert f"{defaults['minimum_stall_seconds']:.0f} s at least" in meaning
+    assert f"last {heartbeat._TYPICAL_TIMES} times" in PAGE
 
 
 def test_the_screenshot_is_small():

@@ -12,11 +12,12 @@ One JSON object a line in `heartbeat/rank{rank}.jsonl`, one line every `interval
 | phase | one of PHASES; `wait` for the other processes, `other` between two of them |
 | phase_seconds | how long the phase has lasted so far |
 | expected_phase_seconds | median of the phase's recent times; null before it has ended once |
-| stall_limit_seconds | past this age the phase counts as stalled; null where no limit is known yet |
+| stall_limit_seconds | longer than this, without compilers, the phase is stalled; null where no limit is known yet |
 | typical_seconds | for each phase, the median of its last 200 times |
 | recent_seconds | for each phase, the median of its last 5 times |
 | total_seconds | for each phase, all of its time in this process |
 | compiling | a compiler of PyTorch or Triton is on the training thread's stack |
+| compile_seconds | how much of phase_seconds has passed until a compiler was last there; no limit counts it |
 | where | the training thread's innermost Python frames |
 | memory_allocated_bytes, memory_reserved_bytes | CUDA: at the last phase change; CPU: resident now, null |
 | loss | nats per token, the last one known |
@@ -124,6 +125,9 @@ class Heartbeat:
         self._times: dict[str, deque[float]] = {}
         self._totals: dict[str, float] = {}
         self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
+        self._compiling_in: tuple[str, float] | None = None
+        self._compiled_until = 0.0
+        self._compiled_entry: tuple[str, float] | None = None
         self._memory: MemoryStatistics | None = None
         self._memory_is_old = True
         self._stop = threading.Event()
@@ -199,13 +203,14 @@ class Heartbeat:
         """The row that describes this moment; see the module for its fields."""
         now = time.perf_counter()
         with self._lock:
-            phase, since = self._phases[-1]
+            phase, since = entry = self._phases[-1]
             times = {name: list(values) for name, values in self._times.items()}
             totals = dict(self._totals)
             progress = dict(self._progress)
         totals[phase] = totals.get(phase, 0.0) + now - since
         own_times = times.get(phase)
         place, compiling = where(self._main_thread, others=self._older_threads)
+        compile_seconds = self._note_compiler(entry, now, compiling)
         if self._device.type == "cpu":
             self._memory = memory_statistics(self._device)
         memory = self._memory
@@ -226,11 +231,23 @@ class Heartbeat:
             },
             "total_seconds": {name: _rounded(value) for name, value in totals.items()},
             "compiling": compiling,
+            "compile_seconds": _rounded(compile_seconds),
             "where": place,
             "memory_allocated_bytes": memory.allocated_bytes if memory else None,
             "memory_reserved_bytes": memory.reserved_bytes if memory else None,
             **progress,
         }
+
+    def _note_compiler(self, entry: tuple[str, float], now: float, compiling: bool) -> float:
+        """How much of this entry into a phase has passed until a compiler was last on the stack.
+
+        It was there until now also if the last look saw it and this one does not: nobody looked in between.
+        """
+        with self._lock:
+            if compiling or self._compiling_in == entry:
+                self._compiled_entry, self._compiled_until = entry, now
+            self._compiling_in = entry if compiling else None
+            return self._compiled_until - entry[1] if self._compiled_entry == entry else 0.0
 
     def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
         if phase in _UNLIMITED or not own_times:

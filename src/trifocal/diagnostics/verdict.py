@@ -3,16 +3,21 @@
 | state | when |
 |---|---|
 | finished, failed | the last row says so |
-| dead | no row for 3 intervals and 10 s, and the process is gone (or is on a host where nobody can look) |
-| stalled | the phase is older than the limit learned from the run, or the process exists but is silent |
-| slow | the phase is 1 s and 3 times older than its median, or its last 5 times are (by 2 times, a tenth of a step) |
+| dead | rows are late and the process is gone; or no row for 3 intervals and 10 s from a host where nobody can look |
+| stalled | the phase is older than the limit learned from the run, or the process is stopped, or exists and is silent |
+| slow | the phase lasts 3 times its median and 1 s longer, or its last 5 times were twice it, by a tenth of a step |
 | running | otherwise; a phase without a past has no expectation: it is running, and the reason says since when |
+
+The age of a phase is that of the last row: a short step may have ended many times since. It grows with the time since
+then only when rows are late, by two intervals; who cannot write a row is not taking steps either. What a compiler has
+taken of a phase is no part of its age.
 """
 
 import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from trifocal.diagnostics.jsonl import Row
@@ -20,6 +25,7 @@ from trifocal.diagnostics.progress import duration
 
 State = Literal["running", "slow", "stalled", "finished", "failed", "dead"]
 
+LATE_INTERVALS = 2.0
 SILENT_INTERVALS = 3.0
 SILENT_SECONDS = 10.0
 SLOW_FACTOR = 3.0
@@ -27,6 +33,9 @@ SLOW_SECONDS = 1.0
 RECENT_SLOW_FACTOR = 2.0
 RECENT_SLOW_SHARE_OF_STEP = 0.1
 _STEP_PHASES = ("data", "forward", "backward", "optimizer")
+# Letters of /proc/PID/stat: gone, or ended and not yet waited for by its parent; stopped, or held by a debugger.
+_OVER, _STOPPED = ("X", "x", "Z"), ("T", "t")
+_WHY_SILENT = {"D": "it waits for a disk or a device in the kernel"}
 
 
 @dataclass(frozen=True)
@@ -52,41 +61,58 @@ def judge(row: Row, now: float | None = None) -> Verdict:
     if row["status"] in ("finished", "failed"):
         return Verdict(row["status"], f"at step {row['step']:,}")
     silence = max(0.0, now - row["unix_time_seconds"])
+    late = silence > LATE_INTERVALS * row["interval_seconds"]
+    state = _process_state(row["pid"]) if late and row["host"] == socket.gethostname() else "?"
+    if state in _OVER:
+        return Verdict("dead", f"process {row['pid']} is gone since {duration(silence)}; {_last_seen(row)}")
+    if state in _STOPPED:
+        what = (
+            f"process {row['pid']} is stopped for {duration(silence)} (Ctrl-Z, SIGSTOP or a debugger; it goes on after"
+        )
+        return Verdict("stalled", f"{what} kill -CONT {row['pid']}); {_last_seen(row)}")
     if silence > SILENT_INTERVALS * row["interval_seconds"] + SILENT_SECONDS:
-        return _silent(row, silence)
-    return _present(row, row["phase_seconds"] + silence)
+        return _silent(row, silence, state)
+    return _present(row, silence if late else 0.0)
 
 
-def _silent(row: Row, silence: float) -> Verdict:
-    last = f"last seen in {row['phase']} at step {row['step']:,}"
+def _silent(row: Row, silence: float, state: str) -> Verdict:
     if row["host"] != socket.gethostname():
-        return Verdict("dead", f"no heartbeat from {row['host']} for {duration(silence)}; {last}")
-    if not _exists(row["pid"]):
-        return Verdict("dead", f"process {row['pid']} is gone since {duration(silence)}; {last}")
-    reason = "stopped, or in C code that keeps the interpreter's lock"
-    return Verdict("stalled", f"process {row['pid']} exists but is silent for {duration(silence)}: {reason}; {last}")
+        return Verdict("dead", f"no heartbeat from {row['host']} for {duration(silence)}; {_last_seen(row)}")
+    reason = _WHY_SILENT.get(state, "in C code that keeps the interpreter's lock")
+    what = f"process {row['pid']} exists but is silent for {duration(silence)}: {reason}"
+    return Verdict("stalled", f"{what}; {_last_seen(row)}")
 
 
-def _present(row: Row, age: float) -> Verdict:
+def _last_seen(row: Row) -> str:
+    return f"last seen in {row['phase']} at step {row['step']:,}{_place(row)}"
+
+
+def _place(row: Row) -> str:
+    return f", at {row['where']}" if row["where"] else ""
+
+
+def _present(row: Row, silence: float) -> Verdict:
     phase, expected, limit = row["phase"], row["expected_phase_seconds"], row["stall_limit_seconds"]
-    place = f", at {row['where']}" if row["where"] else ""
+    whole = row["phase_seconds"] + silence
     if row["compiling"]:
-        return Verdict("running", f"compiling in {phase} for {duration(age)}")
+        return Verdict("running", f"compiling in {phase} for {duration(whole)}")
+    age = whole - row["compile_seconds"]
     if limit is not None and age > limit:
         since = time.strftime("%H:%M:%S", time.localtime(row["unix_time_seconds"] - row["phase_seconds"]))
-        reason = f"in {phase} for {duration(age)}, since {since}, usually {expected:.2g} s{place}"
+        reason = f"in {phase} for {duration(age)}, since {since}, usually {expected:.2g} s{_place(row)}"
         return Verdict("stalled", reason)
     if expected is not None and age > SLOW_FACTOR * expected and age > expected + SLOW_SECONDS:
         times = age / max(expected, 1e-3)
-        return Verdict(
-            "slow", f"in {phase} for {duration(age)}, {times:.1f} times its median of {expected:.2g} s{place}"
-        )
+        reason = f"in {phase} for {duration(age)}, {times:.1f} times its median of {expected:.2g} s{_place(row)}"
+        return Verdict("slow", reason)
     slow = _slow_lately(row)
     if slow is not None:
         return slow
-    if expected is None and phase != "other":
-        return Verdict("running", f"first {phase} for {duration(age)}, no expectation yet{place}")
-    return Verdict("running", f"in {phase}")
+    if phase == "other":
+        return Verdict("running", "between two phases")
+    if expected is None:
+        return Verdict("running", f"first {phase} for {duration(age)}, no expectation yet{_place(row)}")
+    return Verdict("running", f"in {phase}, usually {expected:.2g} s")
 
 
 def _slow_lately(row: Row) -> Verdict | None:
@@ -105,11 +131,17 @@ def _slow_lately(row: Row) -> Verdict | None:
     return Verdict("slow", reason)
 
 
-def _exists(pid: int) -> bool:
+def _process_state(pid: int) -> str:
+    """Linux's letter for what a process of this machine does; X if there is none, ? where that cannot be known."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
-        return False
+        return "X"
     except PermissionError:
-        return True
-    return True
+        # Somebody else's, but it is there.
+        pass
+    try:
+        # After the program's name in brackets, which may hold anything.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "?"

@@ -76,7 +76,8 @@ class Watchdog:
         self._answer_other_ranks(row)
         limit, size = row["stall_limit_seconds"], self._stacks.size()
         entry = self._heartbeat.current_phase()
-        if limit is not None and row["phase_seconds"] > limit and entry != self._stalled:
+        age = row["phase_seconds"] - row["compile_seconds"]
+        if limit is not None and age > limit and entry != self._stalled:
             self._stalled = entry
             self._report_stall(row)
         elif size > self._stacks_size:
