@@ -104,15 +104,12 @@ def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
 
     model = DecoderLM(config.model).to(device)
     model.set_activation_checkpointing(*train.checkpointed_layers(config.model.num_layers))
-    parallel = parallelise(
-        model, processes, mode, precision=train.precision, compile=train.compile, exchange_after=setup.cuda_graphs
-    )
-    if train.compile and not parallel.sharded:
+    parallel = parallelise(model, processes, mode, precision=train.precision, exchange_after=setup.cuda_graphs)
+    if train.compile:
         model.compile_training()
     graphs = None
     if setup.cuda_graphs:
-        flat = parallel.flat_gradients
-        graphs = MicroBatchGraphs(parallel.module, model.parameters(), device, train.precision, flat)
+        graphs = MicroBatchGraphs(parallel.module, model.parameters(), device, train.precision, parallel)
     optimizer = make_optimizer(model, config.optimizer)
     batches = [batch(config, case.packed) for _ in range(setup.micro_batches)]
     with (

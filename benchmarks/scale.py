@@ -88,9 +88,6 @@ def rows(options: argparse.Namespace) -> list[Row]:
         modes = {"one": ["none"], "wide": ["fsdp"]}.get(part, options.modes)
         kinds = ["all"] if part == "wide" else options.checkpointing
         for kind, mode, graphs in itertools.product(kinds, modes, options.graphs):
-            # A sharded model is not recorded.
-            if graphs == "true" and mode in ("fsdp", "hsdp"):
-                continue
             named = {"train.activation_checkpointing": kind, "parallel.mode": mode, "train.cuda_graphs": graphs}
             found.append(Row(part, mode, size, kind, graphs, config, {**common, **own, **named}))
     return found
@@ -219,8 +216,7 @@ def main() -> int:
     parser.add_argument("--text-steps", type=int, default=300)
     parser.add_argument("--wide-steps", type=int, default=16)
     parser.add_argument("--compile", choices=("true", "false"), default="true")
-    parser.add_argument("--graphs", nargs="+", choices=("true", "false"), default=["true", "false"], help="recorded; "
-                        "where the model is sharded, and under DDP's own hooks, it cannot be")  # fmt: skip
+    parser.add_argument("--graphs", nargs="+", choices=("true", "false"), default=["true", "false"], help="recorded")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of the configuration, in every row")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers in place of the models")

@@ -30,11 +30,11 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows] + [row["validation_loss"] for row in evaluations]
 
 
-def finish(folder: Path, mode: str, size: int, *flags: str, fault: str = "") -> Path:
+def finish(folder: Path, mode: str, size: int, *flags: str, fault: str = "", **variables: str) -> Path:
     """A whole run."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     flags = (*FLAGS, "--parallel.mode", mode, *flags)
-    ended = train(folder, write_config(folder), *flags, size=size, fault=fault).join(120)
+    ended = train(folder, write_config(folder), *flags, size=size, fault=fault, **variables).join(120)
     assert [end.status for end in ended] == [0] * size, ended[0].error
     assert all("warn" not in end.error.lower() for end in ended), ended[0].error
     return folder / "run"
@@ -68,11 +68,22 @@ def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], 
         torch.testing.assert_close(whole[name], tensor, rtol=0.05, atol=5e-3)
 
 
-def test_gradients_exchanged_after_backward_are_the_same(runs: dict[str, Path], tmp_path: Path) -> None:
-    """As with recorded graphs; two micro-batches a step, plain rows and packed documents."""
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_gradients_of_recorded_graphs_are_the_same(runs: dict[str, Path], tmp_path: Path, mode: str) -> None:
+    """Exchanged after backward, or with every micro-batch; two of them a step, plain rows and packed documents."""
     flags = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
-    run = finish(tmp_path / "graphs", "ddp", 2, *flags, fault="graphs")
+    run = finish(tmp_path / "graphs", mode, 2, *flags, fault="graphs")
     assert losses(run) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
+
+
+def test_compiled_checkpointed_layers_are_the_same(runs: dict[str, Path], tmp_path: Path) -> None:
+    """And compiled: the hooks of FSDP stay outside, so that all layers share the graphs of one."""
+    flags = ("--train.compile", "true", "--train.activation_checkpointing", "all")
+    run = finish(tmp_path, "fsdp", 2, *flags, fault="compiled", FAULT_FILE=str(tmp_path / "graphs"))
+    assert losses(run) == pytest.approx(losses(runs["ddp"]), rel=LOSS_TOLERANCE)
+    for rank in (0, 1):
+        # A layer and the end of the model, each for plain rows and for packed documents.
+        assert 2 <= len((tmp_path / f"graphs{rank}").read_text().splitlines()) <= 4
 
 
 def test_each_rank_writes_its_own_and_rank_0_the_rest(runs: dict[str, Path]) -> None:

@@ -24,6 +24,8 @@ def draw_tokens():
     return torch.randint(257, (2, LENGTH), generator=torch.Generator().manual_seed(0)).cuda()
 
 
+# PyTorch warns that this mode of it is a prototype.
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 @pytest.mark.parametrize("borders", [None, [0, 700, 3000, 2 * LENGTH]])
 def test_no_figure_makes_the_host_wait(borders):
     telemetry, tokens = make_telemetry("triton"), draw_tokens()

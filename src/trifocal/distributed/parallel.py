@@ -130,7 +130,6 @@ def parallelise(
     reshard_after_forward: bool = True,
     static_graph: bool = False,
     find_unused_parameters: bool = False,
-    compile: bool = False,
     exchange_after: bool = False,
 ) -> Parallel:
     """Spread a model over the processes; it is the same in all of them before.
@@ -145,7 +144,6 @@ def parallelise(
         reshard_after_forward: Give a block's weights back between forward and backward.
         static_graph: DDP's option of that name.
         find_unused_parameters: DDP's option of that name; this model has none.
-        compile: Compile the blocks before they are sharded. (Elsewhere the caller compiles.)
         exchange_after: Under ddp, leave the model as it is, and send all gradients together after backward: for graphs
             that were recorded, which run no hooks. The caller zeroes `flat_gradients`, lets its micro-batches add to
             them, and calls `exchange_gradients`, which adds up and does not average.
@@ -176,8 +174,6 @@ def parallelise(
         )
         model.embedding.register_forward_hook(_to_fp32)
     for block in model.blocks:
-        if compile:
-            block.compile()
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
     # Generation calls the model's parts by themselves.

@@ -176,7 +176,7 @@ def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = ""
         mode=mode,  # type: ignore[arg-type]
         shards=shards,
         reshard_after_forward=parallel.reshard_after_forward,
-        cuda_graphs=train.cuda_graphs and machine.device.type == "cuda" and mode not in ("fsdp", "hsdp"),
+        cuda_graphs=train.cuda_graphs and machine.device.type == "cuda",
         workspace_bytes=machine.workspace_bytes,
     )
 

@@ -138,7 +138,8 @@ class DecoderLM(nn.Module):
         rotary = self.attention_layers()[0].rotary_tables(x, documents) if cache is None else None
         if torch.is_grad_enabled() and cache is None:
             for index, block in enumerate(self.blocks):
-                x = self._run_block(block, x, documents, rotary, index in self._checkpointed_layers)
+                run = functools.partial(self._run_block, index in self._checkpointed_layers)
+                x = block(x, cu_seqlens=documents, rotary=rotary, run=run)
         else:
             for index, block in enumerate(self.blocks):
                 x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index], rotary=rotary)
@@ -207,15 +208,18 @@ class DecoderLM(nn.Module):
 
 
 def run_block(
-    block: nn.Module, x: Tensor, documents: Documents | None, rotary: RotaryTables | None, checkpointed: bool
+    checkpointed: bool,
+    compute: Callable[..., Tensor],
+    x: Tensor,
+    documents: Documents | None,
+    rotary: RotaryTables | None,
 ) -> Tensor:
-    """One layer in training; `checkpointed` computes it again in backward."""
+    """One layer in training, by its `Block.compute`; `checkpointed` computes it again in backward."""
     if not checkpointed:
-        return block(x, cu_seqlens=documents, rotary=rotary)
-    # The block itself: a closure over the loop variable would recompute every layer as the last one. Nothing in it
-    # is random, so no random state is kept, which a CUDA graph could not read.
+        return compute(x, cu_seqlens=documents, rotary=rotary)
+    # Nothing in a block is random, so no random state is kept, which a CUDA graph could not read.
     return checkpoint(
-        block,
+        compute,
         x,
         use_reentrant=False,
         preserve_rng_state=False,

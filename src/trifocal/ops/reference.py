@@ -330,7 +330,11 @@ def _spread_over_selection_blocks(p_BGTC: Tensor, geometry: Geometry, num_blocks
     step = geometry.selection_block_size // geometry.compression_stride
     after = (num_blocks - 1) * step + len(stencil) - before - p_BGTC.shape[-1]
     taps_BGTJK = torch.nn.functional.pad(p_BGTC, (before, after)).unfold(-1, len(stencil), step)
-    return (taps_BGTJK * torch.tensor(stencil, device=p_BGTC.device, dtype=p_BGTC.dtype)).sum(-1)
+    # Weights as numbers: a tensor of them would be copied from the host, which no CUDA graph records.
+    importance_BGTJ = stencil[0] * taps_BGTJK[..., 0]
+    for tap in range(1, len(stencil)):
+        importance_BGTJ = importance_BGTJ + stencil[tap] * taps_BGTJK[..., tap]
+    return importance_BGTJ
 
 
 def _chosen(selected_blocks: Tensor, num_blocks: int) -> Tensor:

@@ -59,8 +59,8 @@ class TrainSection:
     """Compile the layers with torch.compile: a slower start, faster steps."""
     cuda_graphs: bool = False
     """Record a micro-batch's forward and backward once and replay them: small batches are no longer bound by the host.
-    For GPUs that have the whole model; elsewhere it does nothing, and a note says so. Under ddp, gradients are then
-    exchanged after backward, not during it."""
+    For GPUs; elsewhere it does nothing, and a note says so. Under ddp, gradients are then exchanged after backward, not
+    during it; under fsdp and hsdp, with every micro-batch."""
     gradient_clip_norm: float = 1.0
     """Largest norm of the whole gradient; longer ones are scaled down to it. 0 turns clipping off."""
 

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.data import Batch
-from trifocal.distributed import FlatGradients
+from trifocal.distributed import Parallel
 from trifocal.train.inputs import autocast, call_with, model_inputs, to_device
+from trifocal.train.optimizer import own_part
 
 LossFunction = Callable[..., Tensor]
 Kind = tuple[int, ...]
-
-_WARM_UP_PASSES = 2
 
 
 class _Recording(NamedTuple):
@@ -48,19 +47,24 @@ class Recorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
+    def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
+        """Do work where it will be recorded, so that everything is compiled and found; returns its result."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            result = work()
+        current.wait_stream(self._stream)
+        return result
+
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Do work a few times, so that everything is compiled and found, and then record it.
+        """Record work, which is not done by that.
 
         Args:
-            work: Queues its kernels without ever waiting for one.
+            work: Has been done before, and queues its kernels without ever waiting for one.
 
         Returns:
-            A call that does the work again, and the work's result, which every replay overwrites.
+            A call that does the work, and the work's result, which every such call overwrites.
         """
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UP_PASSES):
-                work()
         torch.cuda.synchronize(self._device)
         gc.collect()
         torch.cuda.empty_cache()
@@ -76,7 +80,11 @@ class Recorder:
 
 
 class MicroBatchGraphs:
-    """Computes weighted losses and adds up their gradients, by graphs that are recorded when first needed.
+    """Computes weighted losses and adds up their gradients, by graphs.
+
+    The first micro-batch of a kind is computed without one, by which everything is compiled and found; the second is
+    recorded and replayed. So each is computed once, whatever kinds other processes have: parts of a sharded model
+    exchange weights and gradients in it, and must not do so at different times.
 
     The model's parameters must keep their memory.
 
@@ -85,7 +93,8 @@ class MicroBatchGraphs:
         parameters: Those that get gradients.
         device: Where they are.
         precision: "bf16" or "fp32", as in `TrainSection`.
-        flat_gradients: Where the gradients are to be, for several processes to exchange them.
+        parallel: How the model is spread over several processes. Under fsdp and hsdp a graph holds the exchanges too,
+            and the shards' gradients are added up after each micro-batch.
     """
 
     def __init__(
@@ -94,13 +103,16 @@ class MicroBatchGraphs:
         parameters: Iterable[nn.Parameter],
         device: torch.device,
         precision: str,
-        flat_gradients: FlatGradients | None = None,
+        parallel: Parallel | None = None,
     ) -> None:
         self._loss_function = loss_function
         self._parameters = list(parameters)
         self._device, self._precision = device, precision
         self._gradients: list[Tensor] = []
-        self._flat_gradients = flat_gradients
+        self._flat_gradients = None if parallel is None else parallel.flat_gradients
+        # What averages gradients over processes is to add them up.
+        self._factor = parallel.size if parallel is not None and parallel.sharded else 1
+        self._known: set[Kind] = set()
         self._recordings: dict[Kind, _Recording] = {}
         self._recorder = Recorder(device)
 
@@ -117,7 +129,7 @@ class MicroBatchGraphs:
         if not self._gradients:
             self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
         else:
-            torch._foreach_zero_(self._gradients)
+            torch._foreach_zero_([own_part(gradient) for gradient in self._gradients])
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
@@ -129,10 +141,15 @@ class MicroBatchGraphs:
             weight: Its share in the step's loss.
 
         Returns:
-            `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind overwrites.
+            `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind may overwrite.
         """
         inputs = model_inputs(batch, pad_documents=True)
         kind = _kind(inputs)
+        if kind not in self._known:
+            self._known.add(kind)
+            first, first_weight = self._on_device(inputs)
+            first_weight.fill_(weight)
+            return self._recorder.warm_up(lambda: self._pass(first, first_weight))
         if kind not in self._recordings:
             self._recordings[kind] = self._record(inputs)
         recording = self._recordings[kind]
@@ -142,10 +159,13 @@ class MicroBatchGraphs:
         recording.replay()
         return recording.loss
 
-    def _record(self, inputs: list[Tensor]) -> _Recording:
+    def _on_device(self, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Inputs in memory of their own, and a weight."""
         own = [to_device(tensor, self._device) for tensor in inputs]
-        # Passes to warm up add nothing to the gradients.
-        weight = torch.zeros((), dtype=torch.float32, device=self._device)
+        return own, torch.zeros((), dtype=torch.float32, device=self._device)
+
+    def _record(self, inputs: list[Tensor]) -> _Recording:
+        own, weight = self._on_device(inputs)
         replay, loss = self._recorder.record(lambda: self._pass(own, weight))
         return _Recording(replay, own, weight, loss)
 
@@ -153,7 +173,7 @@ class MicroBatchGraphs:
         with autocast(self._device, self._precision):
             loss = call_with(self._loss_function, inputs)
         weighted = loss * weight
-        weighted.backward()
+        (weighted * self._factor).backward()
         return weighted.detach()
 
 

@@ -84,7 +84,7 @@ class Trainer:
         self.telemetry = AttentionTelemetry(self.model)
         self.parallel, self.mode_note = self._parallelise()
         self.optimizer = make_optimizer(self.model, config.optimizer)
-        if config.train.compile and not self.parallel.sharded:
+        if config.train.compile:
             self.model.compile_training()
         self.graphs, self.graphs_note = self._make_graphs()
         self.compile_notes = CompileNotes(config.train.compile or self.graphs is not None, self._say)
@@ -350,7 +350,6 @@ class Trainer:
             shards=section.shards,
             reshard_after_forward=section.reshard_after_forward,
             static_graph=section.static_graph,
-            compile=train.compile,
             exchange_after=train.cuda_graphs and self.device.type == "cuda",
         )
         return parallel, note
@@ -359,12 +358,10 @@ class Trainer:
         """Graphs, where they are wanted and can be; and where only the first, a sentence that says why not."""
         if not self.config.train.cuda_graphs:
             return None, ""
-        if self.device.type != "cuda" or self.parallel.sharded:
-            where = f"under {self.parallel.mode}" if self.device.type == "cuda" else f"on a {self.device.type}"
-            return None, f"train.cuda_graphs is for GPUs that have the whole model: without effect {where}"
+        if self.device.type != "cuda":
+            return None, f"train.cuda_graphs is for GPUs: without effect on a {self.device.type}"
         parameters, precision = self.model.parameters(), self.config.train.precision
-        flat = self.parallel.flat_gradients
-        return MicroBatchGraphs(self.parallel.module, parameters, self.device, precision, flat), ""
+        return MicroBatchGraphs(self.parallel.module, parameters, self.device, precision, self.parallel), ""
 
     def _make_loader(self) -> Loader:
         config = self.config

@@ -39,6 +39,11 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
     )
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """This process's shard of a sharded tensor; any other tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of the whole gradient, fp32, on the device; NaN or infinite where any entry is.
 
@@ -50,7 +55,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         return torch.nn.utils.get_total_norm(gradients)
     # Of this process's shards, and then one sum: operations on many sharded tensors cost the host milliseconds.
     with torch.no_grad():
-        norm = torch.nn.utils.get_total_norm([g.to_local() if isinstance(g, DTensor) else g for g in gradients])
+        norm = torch.nn.utils.get_total_norm([own_part(gradient) for gradient in gradients])
     square = norm.double().square()
     for dimension, placement in enumerate(first.placements):
         if placement.is_shard():

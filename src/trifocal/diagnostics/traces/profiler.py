@@ -30,7 +30,8 @@ class ProfilerTrace(Trace):
         """Start profiling."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._moment = moment
-        self._profiler = profile(activities=activities, record_shapes=True)
+        # One window is one cycle, whose events are all kept; without `acc_events` PyTorch warns of others.
+        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
 
     @contextlib.contextmanager
