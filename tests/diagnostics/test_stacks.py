@@ -1,12 +1,17 @@
 """Stacks on a signal and in one line."""
 
+import gc
 import os
 import signal
 import threading
 import time
+import weakref
 from pathlib import Path
 
-from trifocal.diagnostics import StackDump
+import pytest
+import torch
+
+from trifocal.diagnostics import Heartbeat, StackDump, Watchdog
 from trifocal.diagnostics.stacks import running_threads, where
 
 
@@ -51,3 +56,38 @@ def test_where_names_the_innermost_frames_of_another_thread() -> None:
     other.join()
     assert place.startswith("wait (threading.py:") and "wait_here (test_stacks.py:" in place
     assert not compiling
+
+
+@pytest.fixture
+def no_garbage_collector():
+    """Circles of references stay."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_a_look_holds_no_tensor_of_the_frames_that_it_saw(no_garbage_collector: None, tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.01)
+    rows: list[object] = []
+    seen = threading.Event()
+
+    def observe(row: object) -> None:
+        rows.append(row)
+        seen.set()
+
+    def backward() -> "weakref.ref[torch.Tensor]":
+        tile = torch.ones(1000)
+        for _ in range(3):
+            seen.clear()
+            assert seen.wait(10)
+        heartbeat.snapshot()
+        return weakref.ref(tile)
+
+    with heartbeat, Watchdog(heartbeat, tmp_path), heartbeat.phase("backward"):
+        heartbeat.observers.append(observe)
+        tile = backward()
+        assert any("backward (test_stacks.py:" in str(row) for row in rows), "it was seen"
+        seen.clear()
+        assert seen.wait(10)
+        assert tile() is None

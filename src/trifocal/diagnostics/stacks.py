@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, TracebackType
 from typing import Self, TextIO
 
 from trifocal.diagnostics.jsonl import logger
@@ -96,19 +96,30 @@ def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozense
         `function (file.py:line) < caller (file.py:line) < …`, empty if the thread is gone or asks itself; and whether a
         compiler of PyTorch or Triton is on its stack.
     """
-    frames = sys._current_frames()
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     known |= others | {main_thread}
-    engine = [frame for ident, frame in frames.items() if ident not in known]
-    main = frames.get(main_thread) if main_thread != threading.get_ident() else None
     named: list[str] = []
     compiling = False
-    for innermost in [*engine, main]:
-        frame: FrameType | None = innermost
-        while frame is not None:
-            file = frame.f_code.co_filename
-            compiling = compiling or any(part in file for part in _COMPILER_FILES)
-            if len(named) < depth:
-                named.append(f"{frame.f_code.co_name} ({Path(file).name}:{frame.f_lineno})")
-            frame = frame.f_back
+    for code, line in _stacks(main_thread, known):
+        compiling = compiling or any(part in code.co_filename for part in _COMPILER_FILES)
+        if len(named) < depth:
+            named.append(f"{code.co_name} ({Path(code.co_filename).name}:{line})")
     return " < ".join(named), compiling
+
+
+def _stacks(main_thread: int, known: set[int | None]) -> list[tuple[CodeType, int]]:
+    """Code and line of every frame of the threads that are not known, and then of the training's.
+
+    A frame holds what its function names, tensors too, for as long as anybody holds the frame. So none leaves this
+    function; and not its own either, which would hold all others in a circle until the garbage collector finds it.
+    """
+    frames = sys._current_frames()
+    del frames[threading.get_ident()]
+    main = frames.get(main_thread)
+    innermost = [*(frame for ident, frame in frames.items() if ident not in known), main]
+    found = []
+    for frame in innermost:
+        while frame is not None:
+            found.append((frame.f_code, frame.f_lineno))
+            frame = frame.f_back
+    return found
