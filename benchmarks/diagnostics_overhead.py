@@ -1,25 +1,40 @@
-"""What the diagnostics cost at their defaults: blocks of steps with and without them, by turns, in one run.
+"""What the diagnostics cost at their defaults: neighbouring turns of a run with and without them, thousands of times.
 
     python benchmarks/diagnostics_overhead.py                                  # the showcase on a CPU
-    python benchmarks/diagnostics_overhead.py --config m7c_125m.toml --device cuda --pairs 30 --steps 40
+    python benchmarks/diagnostics_overhead.py --config m7c_125m.toml --device cuda --pairs 160 --steps 20
 
-With: heartbeat, watchdog, rows of metrics, progress, memory figures, each as often as the configuration says. Without:
-none of them, no thread either. Blocks go with, without, without, with, so that drift cancels. What is rarer than a
-block (telemetry, the attention picture) is timed by itself and spread over the steps between two of them. `counted` is
-the processor's time inside the diagnostics' own code, as a share of the step's (on a GPU of its wall clock, though most
-of it is hidden behind the device): the precise figure where other programs disturb the clock.
+A turn is a step, or `--steps` of them. Turns come in pairs of neighbours, one with the diagnostics and one without, in
+random order: what other programs do to the clock falls on both alike, and the difference of a pair is as often too
+large as too small if the diagnostics cost nothing. So the mean of the middle half of all differences is unbiased,
+however wild the others are.
+
+That mean would not see what happens rarely. So each kind of turn has pairs of its own, and happens as often as it takes
+to measure it: `step` (phases, progress), `row` (a row of metrics as well), `beat` (a row of the heartbeat as well).
+What row and beat take more than `step` is spread over the steps between two of them. In the pairs `null` both turns are
+without diagnostics: what they differ by is the error of the method. Telemetry and the attention picture are rarer
+still, and timed by themselves.
+
+On a CPU, glibc gives freed memory back to the system and asks for it again, some 2,000 to 10,000 pages in a step of the
+showcase, as it happens to lie. That is a tenth of a step's time and most of its scatter, so here it keeps its memory.
+
+`counted` is the processor's time inside the diagnostics' own code, in all threads (on a GPU of its wall clock, though
+most of it is hidden behind the device).
 """
 
 import argparse
+import contextlib
+import ctypes
+import random
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from statistics import median, quantiles
-from typing import Any
+from statistics import fmean, median, quantiles
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,6 +51,10 @@ from trifocal.train.run_directory import create_run_directory
 ROOT = Path(__file__).parent.parent
 NEVER = 10**9
 REPEATS = 5
+WARM_UP = 20
+KINDS = ("step", "row", "beat", "null")
+MIX = ("step",) * 5 + ("row", "beat", "null")
+"""Kinds of pairs in equal parts of the run: what happens in every step counts in full, and so has the most."""
 
 
 class Quiet:
@@ -49,22 +68,22 @@ class Quiet:
 
 
 class Counter:
-    """Adds up the processor's time inside functions, in whichever thread they run."""
+    """Adds up the processor's time inside functions, by kind, in whichever thread they run."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = dict.fromkeys(KINDS, 0.0)
 
-    def around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **options: Any) -> Any:
             begin = time.thread_time()
             try:
                 return function(*args, **options)
             finally:
-                self.seconds += time.thread_time() - begin
+                self.seconds[kind] += time.thread_time() - begin
 
         return timed
 
-    def around_context(self, make: Callable[[str], AbstractContextManager[None]]) -> Callable[[str], Any]:
+    def around_context(self, kind: str, make: Callable[[str], AbstractContextManager[None]]) -> Callable[[str], Any]:
         """Times entering and leaving, not what is inside."""
 
         @contextmanager
@@ -72,85 +91,127 @@ class Counter:
             begin = time.thread_time()
             context = make(name)
             context.__enter__()
-            self.seconds += time.thread_time() - begin
+            self.seconds[kind] += time.thread_time() - begin
             try:
                 yield
             finally:
                 begin = time.thread_time()
                 context.__exit__(None, None, None)
-                self.seconds += time.thread_time() - begin
+                self.seconds[kind] += time.thread_time() - begin
 
         return timed
 
 
-class Measured(Trainer):
-    """A run whose diagnostics are switched on and off between blocks of steps."""
+class Ticker(threading.Event):
+    """In place of the heartbeat's clock: the thread beats when it is told to, and says when it has."""
 
-    steps_in_block = 20
-    warm_up = 1
+    def __init__(self) -> None:
+        super().__init__()
+        self.go, self.beaten = threading.Event(), threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.beaten.set()
+        self.go.wait()
+        self.go.clear()
+        return self.is_set()
+
+    def beat(self) -> None:
+        self.beaten.clear()
+        self.go.set()
+
+    def set(self) -> None:
+        super().set()
+        self.go.set()
+
+
+class Turn(NamedTuple):
+    """One turn: its kind, or "" without diagnostics, and what it took."""
+
+    kind: str
+    wall_seconds: float
+    processor_seconds: float
+
+
+def schedule(pairs: int, seed: int = 0) -> list[tuple[str, str, str]]:
+    """Of every pair its kind, and the kinds of its two turns in order; "" is a turn without diagnostics."""
+    generator = random.Random(seed)
+    order: list[tuple[str, str, str]] = []
+    while len(order) < pairs:
+        for kind in generator.sample(MIX, len(MIX)):
+            on = "" if kind == "null" else kind
+            order.append((kind, on, "") if generator.random() < 0.5 else (kind, "", on))
+    return order[:pairs]
+
+
+class Measured(Trainer):
+    """A run whose diagnostics are switched on and off between turns."""
+
+    steps_in_turn = 1
+    order: Sequence[tuple[str, str, str]] = ()
 
     def prepare(self) -> None:
         """Before the run."""
-        self.blocks: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+        self.turns: list[Turn] = []
         self.counter = Counter()
         self.whole_config = self.config
-        self.open: list[AbstractContextManager[Any]] = []
+        self.quiet = Quiet(), MetricsWriter.silent(), Progress(self.config.train.steps, enabled=False)
 
-    def switch(self, on: bool) -> None:
-        """Start all diagnostics as the run does, or stop them."""
-        for context in reversed(self.open):
-            context.__exit__(None, None, None)
-        self.open = []
-        log = self.whole_config.log
-        if not on:
-            self.config = replace(self.whole_config, log=replace(log, interval_steps=NEVER))
-            self.heartbeat, self.metrics = Quiet(), MetricsWriter.silent()
-            self.progress = Progress(self.config.train.steps, enabled=False)
-        else:
-            self.config = self.whole_config
-            heartbeat = Heartbeat(self.directory / "heartbeat", 0, log.heartbeat_seconds, device=self.device)
-            watchdog = Watchdog(heartbeat, self.directory, device=self.device)
-            metrics = MetricsWriter(self.directory / "metrics.jsonl")
-            progress = Progress(self.config.train.steps, start_step=self.step)
-            heartbeat._beat = self.counter.around(heartbeat._beat)
-            self.open = [metrics, heartbeat, watchdog, progress]
-            for context in self.open:
-                context.__enter__()
-            heartbeat.phase = self.counter.around_context(heartbeat.phase)
-            heartbeat.update = self.counter.around(heartbeat.update)
-            metrics.write = self.counter.around(metrics.write)
-            progress.update = self.counter.around(progress.update)
-            self.heartbeat, self.metrics, self.progress = heartbeat, metrics, progress
+    def open_diagnostics(self, stack: ExitStack) -> None:
+        """Start all of them as the run does; they stay, and are used in some turns."""
+        log, count = self.whole_config.log, self.counter
+        # Those that the run itself began, as far as they would disturb.
+        self.heartbeat.close()
+        heartbeat = Heartbeat(self.directory / "heartbeat", 0, log.heartbeat_seconds, device=self.device)
+        self.ticker = heartbeat._stop = Ticker()
+        heartbeat._beat = count.around("beat", heartbeat._beat)
+        metrics = stack.enter_context(MetricsWriter(self.directory / "metrics.jsonl"))
+        stack.enter_context(heartbeat)
+        stack.enter_context(Watchdog(heartbeat, self.directory, device=self.device))
+        progress = stack.enter_context(Progress(self.config.train.steps, start_step=self.step))
+        heartbeat.phase = count.around_context("step", heartbeat.phase)
+        heartbeat.update = count.around("step", heartbeat.update)
+        metrics.write = count.around("row", metrics.write)
+        progress.update = count.around("row", progress.update)
+        self.meter.row = count.around("row", self.meter.row)
+        self.whole = heartbeat, metrics, progress
+        self.ticker.beaten.wait()
+
+    def switch(self, kind: str, *, last_step: bool) -> None:
+        """Use the diagnostics in the next step, or do not."""
+        self.heartbeat, self.metrics, self.progress = self.whole if kind else self.quiet
         self.tracer._phases = self.heartbeat
+        interval = 1 if kind == "row" and last_step else NEVER
+        self.config = replace(self.whole_config, log=replace(self.whole_config.log, interval_steps=interval))
 
     def _step(self) -> bool:
-        block, position = divmod(self.step, self.steps_in_block)
-        block -= self.warm_up
-        on = block % 4 in (0, 3)
+        turn, position = divmod(self.step - WARM_UP, self.steps_in_turn)
+        if not 0 <= turn < 2 * len(self.order):
+            return super()._step()
+        if turn == 0 and position == 0:
+            self.stack = ExitStack()
+            self.open_diagnostics(self.stack)
+        kind = self.order[turn // 2][1 + turn % 2]
+        # Switching is not what a step costs.
+        self.switch(kind, last_step=position == self.steps_in_turn - 1)
         if position == 0:
-            if block == 0:
-                # Those that the run itself began, as far as they would disturb.
-                self.heartbeat.close()
-                row = self.meter.row
-                self.meter.row = self.counter.around(row)
-            self.wait()
-            if block >= 0:
-                # Starting and stopping is not what a step costs.
-                self.switch(on)
             self.wait()
             self.began = time.perf_counter(), time.process_time()
+            if kind == "beat":
+                self.ticker.beat()
         more = super()._step()
-        if position == self.steps_in_block - 1 and block >= 0:
+        if position == self.steps_in_turn - 1:
             self.wait()
+            self.ticker.beaten.wait()
             wall, processor = time.perf_counter() - self.began[0], time.process_time() - self.began[1]
-            self.blocks[on].append((wall / self.steps_in_block, processor / self.steps_in_block))
-            if self.step == self.config.train.steps:
-                self.switch(True)
+            self.turns.append(Turn(kind, wall / self.steps_in_turn, processor / self.steps_in_turn))
+            if len(self.turns) == 2 * len(self.order):
+                self.switch("step", last_step=False)
                 self.time_the_rare()
+                self.stack.close()
         return more
 
     def _save(self, *, must_succeed: bool) -> None:
-        """Nothing: a checkpoint in the middle of a block would drown what is measured."""
+        """Nothing: a checkpoint in the middle of a turn would drown what is measured."""
 
     def time_the_rare(self) -> None:
         """Telemetry and the attention picture, by themselves."""
@@ -175,45 +236,115 @@ class Measured(Trainer):
             torch.cuda.synchronize()
 
 
-def measure(config: RunConfig, steps: int) -> Measured:
+def keep_memory() -> None:
+    """Tell glibc to keep what is freed; elsewhere nothing happens."""
+    trim_threshold, mmap_threshold = -1, -3
+    with contextlib.suppress(AttributeError, OSError):
+        libc = ctypes.CDLL(None)
+        # The most that it takes: larger blocks are mapped and unmapped each time.
+        libc.mallopt(mmap_threshold, 2**25)
+        libc.mallopt(trim_threshold, 2**31 - 1)
+
+
+def measure(config: RunConfig, steps: int, order: Sequence[tuple[str, str, str]]) -> Measured:
     """Run it."""
     device = choose_device(config.run.device)
     processes = Processes(device=device)
     tokenizer, _ = preflight(config, device)
     trainer = Measured(config, Path(config.run.directory), processes, tokenizer)
     create_run_directory(config, overwrite=True)
-    trainer.steps_in_block = steps
+    trainer.steps_in_turn, trainer.order = steps, order
     trainer.prepare()
     trainer.run([], None)
     return trainer
 
 
-def compared(values: dict[bool, list[float]]) -> dict[str, float]:
-    """Times of blocks without and with, neighbour by neighbour, and by how much they differ."""
-    ratios = [100 * (on / off - 1) for on, off in zip(values[True], values[False], strict=True)]
-    low, middle, high = quantiles(ratios, n=4)
-    return {
-        "without_ms": 1e3 * median(values[False]),
-        "with_ms": 1e3 * median(values[True]),
-        "difference_percent": middle,
-        "quartile_low": low,
-        "quartile_high": high,
-        # Of a median, for a spread like this one's.
-        "uncertainty_percent": 1.25 * (high - low) / 1.35 / len(ratios) ** 0.5,
-    }
+def middle_mean(values: Sequence[float]) -> float:
+    """Mean of the middle half."""
+    quarter = len(values) // 4
+    return fmean(sorted(values)[quarter : len(values) - quarter])
 
 
-def rows_of(trainer: Measured, intervals: dict[str, int]) -> list[dict[str, Any]]:
+class Differences:
+    """What turns with diagnostics take more than their neighbours without, a step; seconds of one clock.
+
+    Args:
+        turns: In order, two a pair.
+        order: Of the pairs.
+        clock: Field of a turn.
+        steps: In a turn.
+        spread: Of a row and of a beat, how many there are a step.
+    """
+
+    def __init__(
+        self,
+        turns: Sequence[Turn],
+        order: Sequence[tuple[str, str, str]],
+        clock: str,
+        steps: int,
+        spread: Mapping[str, float],
+    ) -> None:
+        self.steps, self.spread = steps, spread
+        self.of_kind: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        self.without: list[float] = []
+        for (kind, first, _), earlier, later in zip(order, turns[::2], turns[1::2], strict=True):
+            with_, without = (earlier, later) if first else (later, earlier)
+            self.of_kind[kind].append(getattr(with_, clock) - getattr(without, clock))
+            self.without.append(getattr(without, clock))
+
+    def estimate(self) -> dict[str, float]:
+        """Of each kind what it adds to a step, percent; and all together."""
+        return self._estimate(self.of_kind)
+
+    def intervals(self, resamples: int = 1000, seed: int = 0) -> dict[str, tuple[float, float]]:
+        """95 % intervals of the same, from as many samples of the pairs drawn with replacement."""
+        generator = random.Random(seed)
+        drawn = [
+            self._estimate({kind: generator.choices(values, k=len(values)) for kind, values in self.of_kind.items()})
+            for _ in range(resamples)
+        ]
+        found = {}
+        for name in drawn[0]:
+            parts = quantiles([estimate[name] for estimate in drawn], n=40)
+            found[name] = parts[0], parts[-1]
+        return found
+
+    def _estimate(self, of_kind: Mapping[str, Sequence[float]]) -> dict[str, float]:
+        percent = 100 / median(self.without)
+        costs = {kind: percent * middle_mean(values) for kind, values in of_kind.items()}
+        for kind, share in self.spread.items():
+            # A turn has one of them, and its difference is told a step.
+            costs[kind] = (costs[kind] - costs["step"]) * self.steps * share
+        return {**costs, "all but the rare": costs["step"] + sum(costs[kind] for kind in self.spread)}
+
+
+def rows_of(trainer: Measured, spread: Mapping[str, float], intervals: Mapping[str, int]) -> list[dict[str, Any]]:
     """The table."""
-    rows = []
-    clocks = {"wall clock": 0} if trainer.device.type == "cuda" else {"wall clock": 0, "processor time": 1}
-    for clock, index in clocks.items():
-        times = {on: [block[index] for block in blocks] for on, blocks in trainer.blocks.items()}
-        rows.append({"what": "all but the rare", "by": clock, "blocks": len(times[True]), **compared(times)})
-    step = median(block[0] for block in trainer.blocks[False])
-    counted = trainer.counter.seconds / (len(trainer.blocks[True]) * trainer.steps_in_block)
-    share = 100 * counted / median(block[clocks.get("processor time", 0)] for block in trainer.blocks[False])
-    rows.append({"what": "all but the rare", "by": "counted", "each_ms": 1e3 * counted, "percent": share})
+    rows: list[dict[str, Any]] = []
+    steps, order = trainer.steps_in_turn, trainer.order
+    clocks = {"processor time": "processor_seconds"} if trainer.device.type == "cpu" else {}
+    step = 0.0
+    for by, clock in {**clocks, "wall clock": "wall_seconds"}.items():
+        found = Differences(trainer.turns, order, clock, steps, spread)
+        step = median(found.without)
+        bounds = found.intervals()
+        for what, percent in found.estimate().items():
+            low, high = bounds[what]
+            row = {
+                "what": what,
+                "by": by,
+                "pairs": len(found.of_kind.get(what, trainer.turns[::2])),
+                "step_ms": 1e3 * step,
+            }
+            rows.append({**row, "percent": percent, "low_95": low, "high_95": high})
+    counts = {kind: sum(turn.kind == kind for turn in trainer.turns) for kind in spread}
+    often = {"step": 1 / (steps * sum(bool(turn.kind) for turn in trainer.turns))}
+    often |= {kind: share / counts[kind] for kind, share in spread.items()}
+    counted = sum(trainer.counter.seconds[kind] * often[kind] for kind in often)
+    base = median(turn.processor_seconds if clocks else turn.wall_seconds for turn in trainer.turns if not turn.kind)
+    rows.append(
+        {"what": "all but the rare", "by": "counted", "each_ms": 1e3 * counted, "percent": 100 * counted / base}
+    )
     for name, times in trainer.rare.items():
         every = intervals[name]
         if every:
@@ -230,38 +361,44 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="showcase.toml")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--pairs", type=int, default=60, help="blocks with, and as many without; an even number")
-    parser.add_argument("--steps", type=int, default=20, help="in a block; a multiple of log.interval_steps")
+    parser.add_argument("--pairs", type=int, default=1600, help=f"of neighbouring turns; at least {len(MIX)}")
+    parser.add_argument("--steps", type=int, default=1, help="in a turn")
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path, default=None)
     options, extra = parser.parse_known_args()
-    total = options.steps * (2 * options.pairs + Measured.warm_up)
+    if options.device == "cpu":
+        keep_memory()
+    total = WARM_UP + 2 * options.steps * options.pairs
     with tempfile.TemporaryDirectory() as folder:
         flags = {
             "run.directory": f"{folder}/run", "run.device": options.device, "data.source": "builtin",
-            "train.steps": total, "schedule.warmup_steps": 1, "checkpoint.interval_steps": total - 1,
+            "train.steps": total + 1, "schedule.warmup_steps": 1, "checkpoint.interval_steps": total,
             "evaluate.interval_steps": 0, "log.sample_interval_steps": 0, "log.telemetry_interval_steps": 0,
         }  # fmt: skip
         preset = load_config(ROOT / "configs" / options.config)
         given = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
         config = load_config(ROOT / "configs" / options.config, [*given, *extra])
-        trainer = measure(config, options.steps)
-        if trainer.step < total:
+        trainer = measure(config, options.steps, schedule(options.pairs))
+        if len(trainer.turns) < 2 * options.pairs:
             print(f"stopped at step {trainer.step} of {total}: nothing is written", file=sys.stderr)
             return 1
+        step = median(turn.wall_seconds for turn in trainer.turns if not turn.kind)
+        spread = {"row": 1 / config.log.interval_steps, "beat": step / config.log.heartbeat_seconds}
         intervals = {"telemetry": preset.log.telemetry_interval_steps, "picture": preset.evaluate.interval_steps}
-        rows = rows_of(trainer, intervals)
+        rows = rows_of(trainer, spread, intervals)
     file = ResultFile(
         f"diagnostics_overhead_{Path(options.config).stem}",
         f"What the diagnostics cost at their defaults: {options.config}",
         folder=options.output, commit=options.commit, device=cpu_name() if options.device == "cpu" else "",
     )  # fmt: skip
     notes = [
-        f"{options.pairs} blocks of {options.steps} steps with the diagnostics and as many without, by turns, in one "
-        f"run; medians and quartiles of the differences between neighbours, and the uncertainty of their median.",
-        f"A row of metrics every {preset.log.interval_steps} steps, of the heartbeat every "
-        f"{preset.log.heartbeat_seconds:g} s. Rare: telemetry and the attention picture of the evaluations, medians of "
-        f"{REPEATS}, spread over the steps between two of them.",
+        f"{options.pairs} pairs of neighbouring turns of {options.steps} steps, one with the diagnostics and one "
+        "without, in random order. Means of the middle half of the differences, and 95 % intervals of these, by "
+        "resampling pairs.",
+        f"A row of metrics every {config.log.interval_steps} steps, of the heartbeat every "
+        f"{config.log.heartbeat_seconds:g} s: `row` and `beat` are spread over these. `null`: both turns without. "
+        f"Rare: telemetry and the attention picture of the evaluations, medians of {REPEATS}, spread over the steps "
+        "between two of them.",
         "Counted: the processor's time inside the diagnostics' own code, in all threads.",
     ]
     print(file.write(rows, notes=notes).read_text())

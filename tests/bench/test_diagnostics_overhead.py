@@ -1,24 +1,75 @@
-"""The script that measures the diagnostics' cost runs, and its table holds what it says."""
+"""The script that measures the diagnostics' cost runs, its table holds what it says, and its method is unbiased."""
 
+import importlib.util
 import json
+import random
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 from tests.children import ROOT, environment
 
+SCRIPT = ROOT / "benchmarks" / "diagnostics_overhead.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("diagnostics_overhead", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
 
 def test_the_script_writes_its_table(tmp_path: Path) -> None:
-    script = ROOT / "benchmarks" / "diagnostics_overhead.py"
-    tiny = ("--train.sequence_length", "32", "--data.shuffle_sequences", "8", "--log.interval_steps", "1")
-    command = [sys.executable, str(script), "--pairs", "2", "--steps", "2", "--output", str(tmp_path), *tiny]
+    tiny = ("--train.sequence_length", "32", "--data.shuffle_sequences", "8")
+    command = [sys.executable, str(SCRIPT), "--pairs", "8", "--steps", "2", "--output", str(tmp_path), *tiny]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(OMP_NUM_THREADS=1), cwd=ROOT)
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("diagnostics_overhead_showcase_cpu_*.json")
     rows = {(row["what"], row["by"]): row for row in json.loads(file.read_text())["rows"]}
-    wall, processor = rows["all but the rare", "wall clock"], rows["all but the rare", "processor time"]
-    assert wall["blocks"] == processor["blocks"] == 2
-    assert wall["without_ms"] > 0 and wall["quartile_low"] <= wall["difference_percent"] <= wall["quartile_high"]
+    for clock in ("wall clock", "processor time"):
+        whole = rows["all but the rare", clock]
+        assert whole["pairs"] == 8 and whole["low_95"] <= whole["high_95"] and whole["step_ms"] > 0
+        parts = [rows[what, clock]["percent"] for what in ("step", "row", "beat")]
+        assert whole["percent"] == pytest.approx(sum(parts)), "what it adds up to"
+        assert rows["step", clock]["pairs"] == 5 and rows["null", clock]["pairs"] == 1
     assert 0 < rows["all but the rare", "counted"]["percent"] < 100
     assert rows["telemetry", "wall clock"]["every_steps"] == 100
     assert rows["telemetry", "wall clock"]["percent"] > 0 and rows["picture", "wall clock"]["percent"] > 0
+
+
+def test_turns_are_dealt_evenly_and_each_pair_has_one_without(script: ModuleType) -> None:
+    order = script.schedule(800)
+    assert Counter(kind for kind, _, _ in order) == {"step": 500, "row": 100, "beat": 100, "null": 100}
+    for kind, *turns in order:
+        assert sorted(turns) == ["", "" if kind == "null" else kind]
+    firsts = sum(bool(first) for kind, first, _ in order if kind != "null")
+    assert 300 < firsts < 400, "as often first as second"
+
+
+def test_costs_are_found_under_noise_that_is_skewed_and_wild(script: ModuleType) -> None:
+    """Steps of 100 ms with pauses of up to seconds; diagnostics cost 1 ms a step, 5 a row, 20 a beat."""
+    generator, order = random.Random(1), script.schedule(4000)
+    costs = {"": 0.0, "step": 1e-3, "row": 6e-3, "beat": 21e-3}
+
+    def turn(kind: str) -> tuple[str, float, float]:
+        noise = generator.expovariate(1 / 5e-3) + (generator.random() < 0.05) * generator.paretovariate(1)
+        return script.Turn(kind, 0.0, 0.1 + costs[kind] + noise)
+
+    turns = [turn(kind) for _, *kinds in order for kind in kinds]
+    found = script.Differences(turns, order, "processor_seconds", 1, {"row": 1 / 10, "beat": 1 / 50})
+    base = sorted(found.without)[len(found.without) // 2]
+    estimate, intervals = found.estimate(), found.intervals(200)
+    expected = {"step": 1e-3, "row": 5e-4, "beat": 4e-4, "null": 0.0, "all but the rare": 1.9e-3}
+    for what, seconds in expected.items():
+        low, high = intervals[what]
+        # Twice an interval's half: the seed decides within one.
+        assert estimate[what] == pytest.approx(100 * seconds / base, abs=high - low), what
+        assert low < estimate[what] < high
+    low, high = intervals["all but the rare"]
+    assert high - low < 1.0, "of 1.9"
