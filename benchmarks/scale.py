@@ -12,17 +12,21 @@
 | `text` | the production run as its file says, 300 steps on real text |
 | `wide` | the model of 1.3 billion parameters on 8,192 tokens, sharded, with checkpoints written in the background |
 
-One start of the processes takes all rows with the same number of GPUs, one after another (`scale_worker.py`); a row
-that fails or does not end in its time says so, and the rest is started again. Compiled code is kept in a cache that
-all of them share. Both files of results are written after every row, and what the rows printed is kept beside them.
+The most wanted rows come first: every part with the first of `--checkpointing`, then those with the others. One start
+of the processes takes the rows up to the next change of their number, one after another (`scale_worker.py`). A row that
+does not end in its time is stopped as a scheduler would stop it, and counts with the steps that it has; one that does
+not stop either, or fails, says so, all its processes are ended, and the rest is started again. PyTorch keeps compiled
+code in a folder that all rows share, GPU by GPU. Both files of results are written after every row.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -42,6 +46,8 @@ COLUMNS = (
     "host_ms", "wait_ms", "peak_gib_a_gpu", "formula_gib", "executed_mfu", "checkpoint_blocked_seconds",
     "checkpoint_share", "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
+# A row is not begun in less time, and gets so long to save once it was asked to stop.
+LEAST_SECONDS, STOP_SECONDS = 30.0, 25.0
 TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.sequence_length": 128,
         "train.precision": "fp32"}  # fmt: skip
 
@@ -82,14 +88,16 @@ def rows(options: argparse.Namespace) -> list[Row]:
         **dict(pair.split("=", 1) for pair in options.set),
     }
     found = []
-    for part in options.parts:
+    for kind, part in itertools.product(options.checkpointing, options.parts):
+        if part == "wide" and kind != options.checkpointing[0]:
+            continue
         size = 1 if part == "one" else options.gpus
         config, own = part_settings(part, size, options)
         modes = {"one": ["none"], "wide": ["fsdp"]}.get(part, options.modes)
-        kinds = ["all"] if part == "wide" else options.checkpointing
-        for kind, mode, graphs in itertools.product(kinds, modes, options.graphs):
-            named = {"train.activation_checkpointing": kind, "parallel.mode": mode, "train.cuda_graphs": graphs}
-            found.append(Row(part, mode, size, kind, graphs, config, {**common, **own, **named}))
+        shown = "all" if part == "wide" else kind
+        for graphs, mode in itertools.product(options.graphs, modes):
+            named = {"train.activation_checkpointing": shown, "parallel.mode": mode, "train.cuda_graphs": graphs}
+            found.append(Row(part, mode, size, shown, graphs, config, {**common, **own, **named}))
     return found
 
 
@@ -118,6 +126,8 @@ def part_settings(part: str, size: int, options: argparse.Namespace) -> tuple[st
 class Start:
     """One start of processes that take rows one after another.
 
+    They are started here, as torchrun would, and not by it: its workers would outlive it where it is killed.
+
     Args:
         cases: The rows, all with the same number of GPUs.
         folder: Runs, outputs and what was measured go there.
@@ -125,6 +135,7 @@ class Start:
 
     def __init__(self, cases: list[Row], folder: Path) -> None:
         self.folder = folder
+        self.begin = time.monotonic()
         plan = folder / "plan.json"
         plan.write_text(
             json.dumps(
@@ -134,36 +145,58 @@ class Start:
                 ]
             )
         )
-        with (folder / "torchrun").open("ab") as log:
-            # A group of its own, so that what hangs can be ended whole.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={cases[0].gpus}",
-                 str(HERE / "scale_worker.py"), str(CONFIGS), str(plan)],
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent,
-            )  # fmt: skip
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        size = cases[0].gpus
+        place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self.processes = []
+        for rank in range(size):
+            own = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+            with (folder / "start").open("ab") as log:
+                # A group for each, so that what it started can be ended with it.
+                process = subprocess.Popen(
+                    [sys.executable, str(HERE / "scale_worker.py"), str(CONFIGS), str(plan)],
+                    stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent,
+                    env={"OMP_NUM_THREADS": "1", **os.environ, **own},
+                )  # fmt: skip
+            self.processes.append(process)
 
     def answer(self, case: Row, seconds: float) -> dict[str, Any]:
-        """What a row came to, waited for as long as given."""
-        path, begin = self.folder / f"{case.label}.json", time.monotonic()
-        while not path.exists():
-            if time.monotonic() - begin > seconds:
-                return {"outcome": f"no end in {seconds:.0f} s"}
-            if self.process.poll() is not None and not path.exists():
-                return {"outcome": f"exit status {self.process.returncode}"}
-            time.sleep(0.1)
-        return {"wall_seconds": time.monotonic() - begin, **json.loads(path.read_text())}
+        """What a row came to, waited for as long as given, and a little longer if it must be stopped."""
+        found = self._wait(case, time.monotonic() + seconds)
+        if found["outcome"] == "no end":
+            for process in self.processes:
+                process.send_signal(signal.SIGTERM)
+            found = self._wait(case, time.monotonic() + STOP_SECONDS)
+        return {**found, "outcome": f"no end in {seconds:.0f} s"} if found["outcome"] == "no end" else found
 
-    def end(self) -> None:
-        """End the processes, if they still run."""
-        try:
-            self.process.wait(0 if self.process.poll() is None else None)
-        except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+    def _wait(self, case: Row, deadline: float) -> dict[str, Any]:
+        path = self.folder / f"{case.label}.json"
+        while not path.exists():
+            if time.monotonic() > deadline:
+                return {"outcome": "no end"}
+            ended = [(process.poll(), rank) for rank, process in enumerate(self.processes)]
+            failed = [f"rank {rank} with status {status}" for status, rank in ended if status is not None]
+            if failed and not path.exists():
+                return {"outcome": f"ended: {', '.join(failed)}"}
+            time.sleep(0.1)
+        seconds, self.begin = time.monotonic() - self.begin, time.monotonic()
+        return {"wall_seconds": seconds, **json.loads(path.read_text())}
+
+    def end(self, *, well: bool) -> None:
+        """End the processes and all that they started; after a plan that went well they end by themselves."""
+        deadline = time.monotonic() + (10.0 if well else 0.0)
+        for process in self.processes:
+            while process.poll() is None and time.monotonic() < deadline:
+                time.sleep(0.1)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def output(self, case: Row) -> str:
-        """What all processes printed in a row, and torchrun's own."""
-        files = [*sorted(self.folder.glob(f"{case.label}_rank*")), self.folder / "torchrun"]
+        """What all processes printed in a row, and when they started."""
+        files = [*sorted(self.folder.glob(f"{case.label}_rank*")), self.folder / "start"]
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in files)
 
 
@@ -173,27 +206,31 @@ def measure(wanted: list[Row], options: argparse.Namespace, keep: Any) -> None:
     left = list(wanted)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
         while left:
-            cases = [case for case in left if case.gpus == left[0].gpus]
-            start = Start(cases, Path(folder))
+            if deadline - time.monotonic() < LEAST_SECONDS:
+                for case in left:
+                    keep(case, {"outcome": "left out: no time"}, "")
+                return
+            cases = list(itertools.takewhile(lambda case: case.gpus == left[0].gpus, left))
+            start, well = Start(cases, Path(folder)), True
             try:
                 for case in cases:
-                    seconds = min(options.limit, deadline - time.monotonic())
-                    if seconds < 15:
-                        keep(case, {"outcome": "left out: no time"}, "")
-                        left.remove(case)
-                        continue
-                    found = start.answer(case, seconds)
+                    remaining = deadline - time.monotonic()
+                    if remaining < LEAST_SECONDS:
+                        well = False
+                        break
+                    found = start.answer(case, min(options.limit, remaining - STOP_SECONDS))
                     keep(case, found, start.output(case))
                     left.remove(case)
-                    if found["outcome"] != "ended":
+                    well = "step_ms" in found
+                    if not well:
                         break
             finally:
-                start.end()
+                start.end(well=well)
 
 
 def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The rows with their speed in multiples of one GPU's."""
-    ended = [row for row in found if row["outcome"] == "ended"]
+    ended = [row for row in found if "step_ms" in row]
     one = {(row["checkpointing"], row["graphs"]): row for row in ended if row["part"] == "one"}
     out = []
     for row in found:
@@ -205,7 +242,7 @@ def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Run every row; the exit status is 1 if any failed."""
+    """Run every row; the exit status is 1 if one failed, or had no time."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", type=int, default=max(torch.cuda.device_count(), 1))
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -221,7 +258,7 @@ def main() -> int:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of the configuration, in every row")
     parser.add_argument("--tiny", action="store_true", help="two narrow layers in place of the models")
     parser.add_argument("--budget", type=float, default=300.0, help="seconds for all rows; later ones are left out")
-    parser.add_argument("--limit", type=float, default=100.0, help="seconds for a row")
+    parser.add_argument("--limit", type=float, default=120.0, help="seconds for a row")
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("--scratch", type=Path, default=None, help="where the runs are written; deleted in the end")
@@ -251,7 +288,7 @@ def main() -> int:
 
     measure(rows(options), options, keep)
     print(file.page.read_text())
-    return int(any(row["outcome"] != "ended" for row in found))
+    return int(any("step_ms" not in row for row in found))
 
 
 if __name__ == "__main__":

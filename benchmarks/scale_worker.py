@@ -1,7 +1,7 @@
 """What each process of `scale.py` does: the rows of a plan, each a whole run of the trainer, in one start.
 
-Started by torchrun: `scale_worker.py CONFIGS PLAN`. What a row prints goes to a file of its own for each rank; rank 0
-writes what it measured.
+Started by `scale.py` with torchrun's variables: `scale_worker.py CONFIGS PLAN`. What a row prints goes to a file of its
+own for each rank; rank 0 writes what it measured.
 """
 
 import gc
@@ -28,8 +28,8 @@ GIB = 2**30
 OWN_PHASES = ("data", "forward", "backward", "optimizer")
 
 
-def train(config: RunConfig, processes: Processes) -> float:
-    """A whole run; the peak of the bytes that it allocated, on the fullest GPU."""
+def train(config: RunConfig, processes: Processes) -> tuple[int, float]:
+    """A run to its end, or to a signal: its steps, and the peak of the bytes that it allocated on the fullest GPU."""
     on_gpu = processes.device.type == "cuda"
     before = 0
     if on_gpu:
@@ -39,13 +39,13 @@ def train(config: RunConfig, processes: Processes) -> float:
     tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
     trainer = Trainer(config, Path(config.run.directory), processes, tokenizer)
     processes.on_first(lambda: create_run_directory(config, overwrite=True))
-    trainer.run(notes, None)
+    steps = trainer.run(notes, None).step
     # What the allocator counts has nothing of the memory in which graphs keep activations.
     graphs = 0 if trainer.graphs is None else trainer.graphs.memory_bytes
-    return max(processes.gather(torch.cuda.max_memory_allocated() - before + graphs if on_gpu else 0))
+    return steps, max(processes.gather(torch.cuda.max_memory_allocated() - before + graphs if on_gpu else 0))
 
 
-def measured(config: RunConfig, configured_interval: int, peak: float, size: int) -> dict[str, Any]:
+def measured(config: RunConfig, configured_interval: int, steps: int, peak: float, size: int) -> dict[str, Any]:
     """What the run's own files say."""
     folder = Path(config.run.directory)
     metrics = read_metrics(folder / "metrics.jsonl")
@@ -55,9 +55,10 @@ def measured(config: RunConfig, configured_interval: int, peak: float, size: int
     step_seconds = median(row["step_seconds"] for row in steady)
     saved = [row for row in metrics if row.get("name") == "checkpoint_saved"]
     # The first one warms files and buffers up; the last is never written in the background.
-    blocked = saved[min(1, len(saved) - 1)]["blocked_seconds"]
+    typical = saved[:-1] if config.checkpoint.asynchronous and len(saved) > 1 else saved
+    blocked = typical[-1]["blocked_seconds"]
     beat = json.loads((folder / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["total_seconds"]
-    steps = config.train.steps
+    wanted = config.train.steps
     formula = training_memory(config.model, setup_of(config, Machine.here({}), size))
     return {
         "steps": steps,
@@ -76,7 +77,7 @@ def measured(config: RunConfig, configured_interval: int, peak: float, size: int
         "executed_mfu": steady[-1].get("executed_mfu"),
         "first_loss": rows[0]["loss"],
         "last_loss": rows[-1]["loss"],
-        "outcome": "ended",
+        "outcome": "ended" if steps == wanted else f"stopped at step {steps} of {wanted}",
     }
 
 
@@ -92,9 +93,9 @@ def main() -> None:
             overrides = [f"--{name}={value}" for name, value in case["flags"].items()]
             config = load_config(configs / case["config"], [*overrides, f"--run.directory={plan.parent / 'run'}"])
             interval = load_config(configs / case["checkpoint_config"], []).checkpoint.interval_steps
-            peak = train(config, processes)
+            steps, peak = train(config, processes)
             if processes.first:
-                found = measured(config, interval, peak, processes.size)
+                found = measured(config, interval, steps, peak, processes.size)
                 partial = plan.with_name("partial")
                 partial.write_text(json.dumps(found))
                 partial.rename(plan.with_name(f"{case['label']}.json"))
