@@ -96,6 +96,8 @@ def batch_loss(
     packed = batch_loss(loss_function, rows, device, pad_documents=pad_documents)
     if has_border.all():
         return packed
+    # The second call casts the weights anew, as its layers do when checkpointing repeats them: PyTorch compares both.
+    torch.clear_autocast_cache()
     rows = batch._replace(tokens=batch.tokens[~has_border], targets=batch.targets[~has_border], cu_seqlens=None)
     plain = batch_loss(loss_function, rows, device)
     share = valid_targets(rows) / max(valid_targets(batch), 1)
