@@ -45,9 +45,16 @@ class GradientWatch:
         """Whether all that was sent since `reset` was finite; waits for the device."""
         return bool(torch.isfinite(self._largest))
 
-    def watch_ddp(self, module: DistributedDataParallel) -> None:
-        """Look at every bucket before DDP averages it, and average as it does by itself."""
-        module.register_comm_hook(self, _look_and_average)
+    def watch_ddp(self, module: DistributedDataParallel, *, one_by_one: bool = False) -> None:
+        """Look at every bucket before DDP averages it, and average as it does by itself.
+
+        Args:
+            module: The wrapped model.
+            one_by_one: Send each gradient by itself. A sum over three processes or more is rounded in an order that
+                depends on the place in what is sent, and DDP lays its buckets out anew after its first step: so the
+                first step of a resumed run would differ by roundings from the same step of an uninterrupted one.
+        """
+        module.register_comm_hook(self, _look_and_average_one_by_one if one_by_one else _look_and_average)
 
     def watch_fsdp(self, module: nn.Module) -> None:
         """Look at the gradients of every sharded module before they are scattered.
@@ -83,6 +90,22 @@ def _look_and_average(watch: GradientWatch, bucket: dist.GradBucket) -> torch.fu
         return done.value()
 
     return averaged.then(noted)
+
+
+def _look_and_average_one_by_one(watch: GradientWatch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    buffer = bucket.buffer()
+    watch.look(buffer)
+    end = watch.begin("all_reduce", f"bucket {bucket.index()}", buffer, bucket.parameters())
+    buffer.div_(dist.get_world_size())
+    works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
+    for work in works:
+        # On a GPU the queue of work waits, not the host.
+        work.wait()
+    if end is not None:
+        end()
+    averaged: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
+    averaged.set_result(buffer)
+    return averaged
 
 
 def _call_at_end(work: Any, end: Callable[[], None] | None) -> Any:

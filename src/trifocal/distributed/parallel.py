@@ -82,11 +82,14 @@ class Parallel:
         size: int,
         watch: GradientWatch | None,
         flat_gradients: FlatGradients | None = None,
+        repeatable: bool = False,
     ) -> None:
         self.module, self.mode, self.size, self.watch = module, mode, size, watch
         self.flat_gradients = flat_gradients
-        # DDP learns a static graph in its first exchange, which must not be put off.
+        # DDP learns a static graph in its first exchange, which must not be put off. So the first step's micro-batches
+        # are exchanged one by one, and all steps' where the first after a resume must round like any other.
         self._learning = isinstance(module, DistributedDataParallel) and module.static_graph
+        self._learnt_after_a_step = not repeatable
 
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
@@ -100,7 +103,7 @@ class Parallel:
                 self.module.set_requires_gradient_sync(last)  # type: ignore[operator]
                 self.module.set_is_last_backward(last)  # type: ignore[operator]
             yield
-        self._learning = self._learning and not last
+        self._learning = self._learning and not (last and self._learnt_after_a_step)
 
     def exchange_gradients(self) -> None:
         """Add up the flat gradients, once all micro-batches of a step have added to them."""
@@ -131,6 +134,7 @@ def parallelise(
     static_graph: bool = False,
     find_unused_parameters: bool = False,
     exchange_after: bool = False,
+    repeatable: bool = False,
 ) -> Parallel:
     """Spread a model over the processes; it is the same in all of them before.
 
@@ -147,6 +151,8 @@ def parallelise(
         exchange_after: Under ddp, leave the model as it is, and send all gradients together after backward: for graphs
             that were recorded, which run no hooks. The caller zeroes `flat_gradients`, lets its micro-batches add to
             them, and calls `exchange_gradients`, which adds up and does not average.
+        repeatable: Under ddp, exchange each gradient by itself, and with a static graph those of every micro-batch, so
+            that a resumed run rounds as an uninterrupted one. (The other ways of exchanging always do.)
 
     Raises:
         UserError: If `shards` does not divide the processes.
@@ -164,8 +170,8 @@ def parallelise(
             static_graph=static_graph,
             find_unused_parameters=find_unused_parameters,
         )
-        watch.watch_ddp(module)
-        return Parallel(module, mode, processes.size, watch)
+        watch.watch_ddp(module, one_by_one=repeatable)
+        return Parallel(module, mode, processes.size, watch, repeatable=repeatable)
     options: dict[str, Any] = {"mesh": _mesh(processes, mode, shards)}
     if precision == "bf16":
         # The residual stream stays fp32: nothing is cast on the way into a block, and the embedding gives fp32.

@@ -351,6 +351,7 @@ class Trainer:
             reshard_after_forward=section.reshard_after_forward,
             static_graph=section.static_graph,
             exchange_after=train.cuda_graphs and self.device.type == "cuda",
+            repeatable=self.config.run.deterministic or self.device.type == "cpu",
         )
         return parallel, note
 
