@@ -138,7 +138,7 @@ def die_once():
     """Killed in step 5, on the first start only."""
 
     def action(step):
-        if step == 5 and RANK == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        if step == 5 and RANK == 1 and not Path(os.environ["FAULT_FILE"]).exists():
             mark()
             os.kill(os.getpid(), 9)
 
@@ -288,6 +288,14 @@ def slow():
         return original(step, *args, **kwargs)
 
     loop.train_step = wrapped
+
+
+def device():
+    """A machine whose GPUs PyTorch does not see, among others: one process says CUDA, where it would say CPU."""
+    from trifocal.train import launch
+
+    if RANK == 1:
+        launch.choose_device = lambda wanted: torch.device("meta")
 
 
 def code():

@@ -1,7 +1,9 @@
 """What happens to a run of two processes when something happens to one of them."""
 
 import json
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -9,11 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from tests.children import ROOT, environment
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
 from trifocal.diagnostics import read_metrics
+from trifocal.errors import UserError
 from trifocal.train import load_config, resume
 from trifocal.train import train as train_here
 from trifocal.train.arguments import override
@@ -91,8 +95,11 @@ def test_sigterm_to_all_at_any_time(case: Case, fault: str, step: int, flags: tu
     workers = case.start(fault, *flags)
     workers.wait_for(case.fault_file)
     time.sleep(0.3)
+    # From the scheduler, and from torchrun, which got it too.
     workers.send(signal.SIGTERM, 0, 1)
-    time.sleep(0.3)
+    time.sleep(0.1)
+    workers.send(signal.SIGTERM, 0, 1)
+    time.sleep(0.2)
     Path(f"{case.fault_file}.go").touch()
     ended = workers.join()
     assert [end.status for end in ended] == [0, 0], ended
@@ -159,6 +166,15 @@ def test_another_config_or_other_code_is_refused(case: Case, fault: str, flags: 
         assert expected in end.error
     assert not case.run.exists()
     assert train_here(load_config(case.config, QUICK)).finished
+
+
+def test_a_machine_that_does_not_see_its_gpus_is_named(case: Case) -> None:
+    """Otherwise one half of the processes would wait for the other over a library that it does not use."""
+    ended = case.start("device").join()
+    assert [end.status for end in ended] == [2, 2], ended
+    for end in ended:
+        assert "rank 1 on " in end.error and "would train on meta, and rank 0 on " in end.error, end.error
+    assert not case.run.exists()
 
 
 @pytest.mark.parametrize("fault", ["freeze", "freeze_in_checkpoint"])
@@ -234,18 +250,56 @@ def test_a_bug_in_one_rank_ends_the_others_with_its_text(case: Case) -> None:
     case.resumed_to_the_end()
 
 
-def test_torchrun_starts_again_from_the_last_checkpoint(case: Case) -> None:
+def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Case) -> None:
+    """Two torchruns meet as on two machines. The one whose process was killed counts a restart, the other none."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=2", "--standalone",
+        sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2",
+        "--rdzv-id=test", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
         str(ROOT / "tests" / "distributed" / "faults.py"), "die_once", "train", str(case.config), *QUICK,
         "--parallel.mode", "fsdp",
     ]  # fmt: skip
     variables = environment(OMP_NUM_THREADS=1, FAULT_FILE=case.fault_file)
-    done = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=120)
-    assert done.returncode == 0, done.stderr
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    machines = [subprocess.Popen(command, env=variables, **pipes) for _ in range(2)]  # type: ignore[call-overload]
+    try:
+        outputs = [machine.communicate(timeout=120) for machine in machines]
+    finally:
+        for machine in machines:
+            # torchrun ends its workers when it gets this.
+            machine.terminate()
+    errors = "\n".join(error for _, error in outputs)
+    assert [machine.returncode for machine in machines] == [0, 0], errors
     assert case.fault_file.exists()
-    assert "is gone" in done.stderr
-    assert "finished 6 steps" in done.stdout
+    assert "is gone" in errors
+    assert any("finished 6 steps" in out for out, _ in outputs)
     rows = read_metrics(case.run / "metrics.jsonl")
     assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in rows if row.get("name") == "resumed"] == [4]
+
+
+def test_a_restart_never_takes_a_run_that_was_there_before(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run in its folder is refused; when torchrun then tries again, with the same store, it is as foreign as before.
+
+    A run of its own it goes on with: from the newest checkpoint, or from the beginning.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1"}
+    torchrun = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": True, "MASTER_PORT": store.port}
+    for name, value in {**place, **torchrun}.items():
+        monkeypatch.setenv(name, str(value))
+    config = load_config(case.config, (*QUICK, "--train.steps", "2"))
+    case.run.mkdir()
+    shutil.copy(case.config, case.run / "config.toml")
+    for _ in range(2):
+        with pytest.raises(UserError, match="holds a run already"):
+            train_here(config)
+    shutil.rmtree(case.run)
+    for _ in range(2):
+        assert train_here(config).finished
+    assert "resumed" in [row.get("name") for row in read_metrics(case.run / "metrics.jsonl")]
+    shutil.rmtree(case.run / "checkpoints")
+    assert train_here(config).finished
+    assert "resumed" not in [row.get("name") for row in read_metrics(case.run / "metrics.jsonl")]

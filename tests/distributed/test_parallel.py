@@ -33,6 +33,8 @@ def test_the_model_is_sharded_where_it_does_not_fit(monkeypatch: pytest.MonkeyPa
     """16 bytes a parameter may take 60 % of the GPU; 8 GiB hold 322 million parameters that way."""
     memory = SimpleNamespace(total_memory=gib * 2**30)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    # The other process has a larger GPU: both decide by the smaller.
+    monkeypatch.setattr(Processes, "gather", lambda self, value: [100 * value, value])
     config = small_config(dim=1024, mlp_dim=4096, num_layers=32)
     mode, note = choose_mode("auto", Processes(0, 2, device=torch.device("cuda")), config)
     assert mode == expected

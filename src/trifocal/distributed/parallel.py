@@ -56,7 +56,8 @@ def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple
     needed = parameter_count(config) * DDP_BYTES_PER_PARAMETER
     if processes.device.type != "cuda":
         return "ddp", f"{size} processes, ddp: chosen on a CPU"
-    memory = torch.cuda.get_device_properties(processes.device).total_memory
+    # The smallest decides, so that all decide alike.
+    memory = min(processes.gather(torch.cuda.get_device_properties(processes.device).total_memory))
     fits = needed <= _SHARE_FOR_MODEL * memory
     why = f"the whole model takes {needed / 2**30:.1f} GiB of {memory / 2**30:.0f} on each GPU"
     return ("ddp", f"{size} processes, ddp: {why}") if fits else ("fsdp", f"{size} processes, fsdp: {why}")

@@ -16,11 +16,13 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
+from trifocal.distributed.meeting import meet
 from trifocal.errors import UserError
 
 T = TypeVar("T")
 
 _RECORDED_COLLECTIVES = 2000
+_BEGUN = "trifocal/begun"
 
 
 @dataclass(frozen=True)
@@ -32,23 +34,30 @@ class Processes:
         size: How many there are.
         local_size: How many there are on this machine.
         device: Where it computes.
-        restarts: Times that torchrun has started all of them again.
+        restarted: Whether an earlier start by the same torchrun had called `begin`.
         store: Where they leave each other notes; None for a single process.
         group: Through which they agree; None for the usual one.
+        launcher: torchrun's store, which outlives a start; None without torchrun.
     """
 
     rank: int = 0
     size: int = 1
     local_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    restarts: int = 0
+    restarted: bool = False
     store: dist.Store | None = None
     group: dist.ProcessGroup | None = None
+    launcher: dist.Store | None = None
 
     @property
     def first(self) -> bool:
         """Whether this is rank 0, which writes what is written once."""
         return self.rank == 0
+
+    def begin(self) -> None:
+        """Note that the run of this torchrun is there: if it starts the processes again, they are to go on with it."""
+        if self.first and self.launcher is not None:
+            self.launcher.set(_BEGUN, "")
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up the values of all processes, in double precision; whole numbers up to 2^53 stay exact."""
@@ -163,11 +172,13 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
         This process among them.
 
     Raises:
-        UserError: If the machine has fewer GPUs than processes.
+        UserError: If the machine has fewer GPUs than processes, or the processes' devices are not of one kind.
     """
-    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    timeout = timedelta(seconds=timeout_seconds)
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        yield Processes(device=device, restarts=restarts)
+        launcher = next(dist.rendezvous("env://", timeout=timeout))[0] if launched else None
+        yield Processes(device=device, restarted=launcher is not None and launcher.check([_BEGUN]), launcher=launcher)
         return
     place = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if device.type == "cuda":
@@ -178,24 +189,26 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
             )
         device = torch.device("cuda", place["LOCAL_RANK"])
         torch.cuda.set_device(device)
-    timeout = timedelta(seconds=timeout_seconds)
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         # PyTorch's record of the last collectives, which a stall's dump reads, under the newer of its names.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    start = meet(store, rank, size, device=device.type, timeout_seconds=timeout_seconds)
+    restarted = launched and store.check([_BEGUN])
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        # torchrun may keep one store through its restarts: the addresses of the last start must not be found again.
-        store=dist.PrefixStore(f"start{restarts}/group", store),
+        # The addresses of an earlier start must not be found again.
+        store=dist.PrefixStore(f"{start}/group", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
     # A connection of its own: the watching thread must not wait for the training thread's requests.
-    notes = dist.PrefixStore(f"start{restarts}/notes", store.clone())
+    notes = dist.PrefixStore(f"{start}/notes", store.clone())
+    launcher = store if launched else None
     try:
-        yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarts, notes)
+        yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarted, notes, launcher=launcher)
     except Exception as error:
         # Not after an error of this process alone: NCCL would wait for the others. The process ends anyway.
         if isinstance(error, UserError) or getattr(error, "agreed", False):

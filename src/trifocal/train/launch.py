@@ -41,6 +41,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         # The data are opened before a folder is made, or an earlier run deleted.
         trainer = Trainer(config, directory, processes, tokenizer)
         processes.on_first(lambda: create_run_directory(config, overwrite=overwrite or found == "overwrite"))
+        processes.begin()
         try:
             return trainer.run(notes, None)
         except UserError:
@@ -73,7 +74,7 @@ def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | N
     with _processes(config) as processes:
         check_same_start(processes, config, checkpoint=checkpoint)
         # After a restart by torchrun the newest checkpoint counts, not the one that the first start asked for.
-        return _resume(directory, "" if processes.restarts else checkpoint, config, processes)
+        return _resume(directory, "" if processes.restarted else checkpoint, config, processes)
 
 
 def resume_command(directory: Path) -> str:

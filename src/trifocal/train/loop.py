@@ -334,6 +334,7 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         state = self.saver.restore(path)
+        self.processes.begin()
         self.loader.load_state_dict(state["data"])
         self.data_position = state["data"]
         self.step, self.loss = state["step"], state["loss"]

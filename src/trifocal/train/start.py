@@ -44,9 +44,10 @@ def restarted_run(processes: Processes, directory: Path) -> str:
     """What a process that torchrun started again finds of its run.
 
     Returns:
-        "" if this is a first start; "resume" if the run has a checkpoint to go on from; "overwrite" if it has none.
+        "" if the run is not its own, or this is a first start; "resume" if it has a checkpoint to go on from;
+        "overwrite" if it has none.
     """
-    if not processes.restarts or not (directory / CONFIG_FILE).is_file():
+    if not processes.restarted or not (directory / CONFIG_FILE).is_file():
         return ""
     return "resume" if list_checkpoints(directory / "checkpoints") else "overwrite"
 

@@ -3,15 +3,18 @@
 import os
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_REQUEST_SECONDS = 2.0
+"""One request may come twice: a scheduler signals every process, and torchrun passes on what it got itself."""
 
 
 class StopSignals:
-    """While active, SIGINT (Ctrl-C) and SIGTERM ask the run to stop at the end of its step; another one ends the
-    process at once.
+    """While active, SIGINT (Ctrl-C) and SIGTERM ask the run to stop at the end of its step; another one, at least two
+    seconds later, ends the process at once.
 
     Handlers can be set in the main thread only; elsewhere this does nothing. The earlier handlers come back at the end.
     """
@@ -19,14 +22,18 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: str | None = None
         """Name of the signal that asked to stop; None while nobody has."""
+        self._received_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
         if self.received is not None:
-            os._exit(128 + number)
-        self.received = signal.Signals(number).name
+            if time.monotonic() - self._received_at >= SAME_REQUEST_SECONDS:
+                os._exit(128 + number)
+            return
+        self.received, self._received_at = signal.Signals(number).name, time.monotonic()
         # Not print: the handler may have interrupted one.
-        os.write(2, f"\n{self.received}: saving at the end of this step; again to quit at once\n".encode())
+        again = f"again after {SAME_REQUEST_SECONDS:.0f} s to quit at once"
+        os.write(2, f"\n{self.received}: saving at the end of this step; {again}\n".encode())
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():

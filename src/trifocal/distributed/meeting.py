@@ -1,0 +1,78 @@
+"""How the processes of one start find each other in a store that may remember earlier starts.
+
+torchrun keeps one store through its restarts, so that what an earlier start left there is still found. Its count of
+restarts does not tell them apart: each machine counts its own failures, and a machine that starts again because another
+one failed counts none. So rank 0 gives each start a name, and gives it to the others itself.
+"""
+
+import json
+import socket
+import time
+import uuid
+
+import torch.distributed as dist
+
+from trifocal.errors import UserError
+
+_INTERVAL_SECONDS = 0.02
+
+
+def meet(store: dist.Store, rank: int, size: int, *, device: str, timeout_seconds: float) -> str:
+    """Wait until all processes of this start are there.
+
+    Args:
+        store: Common to all; may hold what earlier starts left.
+        rank: Of this process.
+        size: Of all.
+        device: The kind of device that this process trains on.
+        timeout_seconds: The longest wait.
+
+    Returns:
+        A name for this start, the same in all processes and new.
+
+    Raises:
+        UserError: In every process, if the kinds of device differ: they could not talk to each other.
+        RuntimeError: If a process does not come in time.
+    """
+    store = dist.PrefixStore("trifocal", store)
+    name = _name_given(store, size, timeout_seconds) if rank == 0 else _name_asked(store, rank)
+    store.set(f"{name}/here/{rank}", json.dumps([device, socket.gethostname()]))
+    found = [json.loads(store.get(f"{name}/here/{other}")) for other in range(size)]
+    for other, (kind, host) in enumerate(found):
+        if kind != found[0][0]:
+            store.set(f"{name}/told/{rank}", "")
+            if rank == 0:
+                # The store may end with this process.
+                store.wait([f"{name}/told/{each}" for each in range(size)])
+            raise UserError(
+                f"rank {other} on {host} would train on {kind}, and rank 0 on {found[0][1]} on {found[0][0]}; look at "
+                f"that machine with trifocal doctor, or name the device for all with --run.device"
+            )
+    return name
+
+
+def _name_asked(store: dist.Store, rank: int) -> str:
+    mine = uuid.uuid4().hex
+    store.set(f"asks/{rank}", mine)
+    name = store.get(f"answer/{mine}").decode()
+    store.set(f"{name}/came/{rank}", "")
+    return name
+
+
+def _name_given(store: dist.Store, size: int, timeout_seconds: float) -> str:
+    """Answer every process that asks, also those of an earlier start: until all of this one have got the answer."""
+    name = uuid.uuid4().hex[:12]
+    answered: dict[int, bytes] = {}
+    missing = set(range(1, size))
+    deadline = time.monotonic() + timeout_seconds
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"{name}/came/{rank}"]):
+                missing.remove(rank)
+            elif store.check([f"asks/{rank}"]) and (asks := store.get(f"asks/{rank}")) != answered.get(rank):
+                store.set(f"answer/{asks.decode()}", name)
+                answered[rank] = asks
+        if missing and time.monotonic() > deadline:
+            raise RuntimeError(f"rank {min(missing)} did not come in {timeout_seconds:.0f} s")
+        time.sleep(_INTERVAL_SECONDS)
+    return name
