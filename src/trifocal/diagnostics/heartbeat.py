@@ -33,8 +33,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -136,8 +136,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="trifocal-heartbeat", daemon=True)
         self._warned = False
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Say that the training thread is in this phase until the block ends.
 
         Args:
@@ -148,23 +147,31 @@ class Heartbeat:
         """
         if name not in PHASES:
             raise ValueError(f"phase must be one of {', '.join(PHASES)}, got {name!r}")
+        return _Phase(self, name)
+
+    def _enter(self, name: str) -> float:
         entered = time.perf_counter()
         with self._lock:
             self._add_total(entered)
             self._phases.append((name, entered))
-        self._sample_memory()
-        try:
-            yield
-        finally:
-            left = time.perf_counter()
+        if self._memory_is_old:
             self._sample_memory()
-            with self._lock:
-                self._add_total(left)
-                self._phases.pop()
-                outer = self._phases[-1][0]
-                # After its first phase the process has started.
-                self._phases[-1] = ("other" if outer == "start" else outer, left)
-                self._times.setdefault(name, deque(maxlen=_TYPICAL_TIMES)).append(left - entered)
+        return entered
+
+    def _leave(self, name: str, entered: float) -> None:
+        left = time.perf_counter()
+        if self._memory_is_old:
+            self._sample_memory()
+        with self._lock:
+            self._add_total(left)
+            self._phases.pop()
+            outer = self._phases[-1][0]
+            # After its first phase the process has started.
+            self._phases[-1] = ("other" if outer == "start" else outer, left)
+            times = self._times.get(name)
+            if times is None:
+                times = self._times[name] = deque(maxlen=_TYPICAL_TIMES)
+            times.append(left - entered)
 
     def update(
         self, *, step: int | None = None, loss: float | None = None, tokens_per_second: float | None = None
@@ -176,9 +183,13 @@ class Heartbeat:
             loss: Nats per token, a number on the host.
             tokens_per_second: Of the whole run, all ranks together.
         """
-        news = {"step": step, "loss": loss, "tokens_per_second": tokens_per_second}
         with self._lock:
-            self._progress.update({name: value for name, value in news.items() if value is not None})
+            if step is not None:
+                self._progress["step"] = step
+            if loss is not None:
+                self._progress["loss"] = loss
+            if tokens_per_second is not None:
+                self._progress["tokens_per_second"] = tokens_per_second
 
     def close(self, status: str = "finished") -> None:
         """Stop the thread and write a last row.
@@ -263,8 +274,8 @@ class Heartbeat:
     def _sample_memory(self) -> None:
         # In the training thread, once an interval: the CUDA allocator's lock may be held by a thread that
         # hangs in the driver, and waiting for it would silence the heartbeat exactly when it is needed.
-        if self._memory_is_old and self._device.type != "cpu":
-            self._memory_is_old = False
+        self._memory_is_old = False
+        if self._device.type != "cpu":
             self._memory = memory_statistics(self._device)
 
     def _run(self) -> None:
@@ -296,6 +307,23 @@ class Heartbeat:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close("finished" if error is None else "failed")
+
+
+class _Phase(AbstractContextManager[None]):
+    """One stay in a phase. Not a generator: after a step's arithmetic each line of Python comes from cold memory."""
+
+    __slots__ = ("_entered", "_heartbeat", "_name")
+
+    def __init__(self, heartbeat: Heartbeat, name: str) -> None:
+        self._heartbeat, self._name, self._entered = heartbeat, name, 0.0
+
+    def __enter__(self) -> None:
+        self._entered = self._heartbeat._enter(self._name)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._heartbeat._leave(self._name, self._entered)
 
 
 def _rounded(seconds: float) -> float:
