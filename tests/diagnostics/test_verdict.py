@@ -73,6 +73,8 @@ def test_a_phase_that_became_slower_is_slow_between_steps_too() -> None:
     assert state == "slow" and "backward takes 3.2 times its median lately: 1.3 s instead of 0.4 s" in reason
     small = {"data": 0.03, "forward": 0.2, "backward": 0.4, "optimizer": 0.05}
     assert verdict(recent_seconds=small)[0] == "running"
+    nothing = {"data": 0.0}
+    assert verdict(phase="data", phase_seconds=0.0, typical_seconds=nothing, recent_seconds=nothing)[0] == "running"
 
 
 @pytest.fixture

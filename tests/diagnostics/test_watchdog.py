@@ -1,6 +1,7 @@
 """Stalls made on purpose in real processes: an endless loop is stalled, a sleep is slow, a first step is neither."""
 
 import ctypes
+import os
 import signal
 import subprocess
 import sys
@@ -90,7 +91,8 @@ def test_an_endless_loop_in_a_hook_is_stalled_and_the_summary_names_it(
     summary = (folder / "summary.md").read_text()
     assert summary.startswith("# Rank 0 is stalled in backward for 0:0")
     assert "endless_hook (train.py:" in summary and "| 0 | stalled | 2 |" in summary
-    assert "'loss': 64.0" in summary
+    assert "- Hint: Look for a hook" in summary and "Nothing is" not in summary
+    assert "| 2 | 64 | unknown |" in summary, "the last metrics"
     assert "endless_hook" in (folder / "stacks_rank0.txt").read_text()
     assert [row["name"] for row in read_run(run).of_kind("event")] == ["stalled"]
     wait_for(lambda: judge(read_run(run).heartbeats[0][-1], time.time() + 60).state == "dead")
@@ -119,6 +121,20 @@ def test_a_long_first_step_is_neither_and_a_sleep_is_slow_and_leaves_no_dump(
     (folder,) = run.glob("dumps/asked_*")
     assert "endless_hook" in (folder / "stacks_rank0.txt").read_text()
     assert (folder / "summary.md").read_text().startswith("# Rank 0 was asked for its stacks")
+
+
+def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05)
+    with heartbeat, Watchdog(heartbeat, tmp_path):
+        with heartbeat.phase("data"):
+            pass
+        with heartbeat.phase("data"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            wait_for(lambda: any(tmp_path.glob("dumps/asked_*/summary.md")), seconds=10)
+    (summary,) = tmp_path.glob("dumps/asked_*/summary.md")
+    text = summary.read_text()
+    assert "Nothing is: the rank goes on." in text and "Hint" not in text
+    assert "- Rank 0 was in data for 0:00 (usually " in text and "None yet." in text
 
 
 def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

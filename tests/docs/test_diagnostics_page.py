@@ -9,18 +9,23 @@ import pytest
 import torch
 
 from tests.docs.pages import ROOT, text_of
+from tests.train.tiny import make_config
 from trifocal.diagnostics import (
     AttentionTelemetry,
     Heartbeat,
     attention_picture,
     attention_statistics,
     heartbeat,
+    metrics,
+    read_metrics,
     telemetry,
     verdict,
 )
 from trifocal.diagnostics.heartbeat import PHASES
+from trifocal.diagnostics.sinks.thread import MAX_WAITING_ROWS
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
+from trifocal.train import company, train
 
 PAGE = text_of(ROOT / "docs/diagnostics.md")
 
@@ -67,13 +72,48 @@ def test_arrays_of_the_picture_are_those_of_its_module():
 
 
 def test_alarms_and_their_thresholds():
-    alarms = table("event")
+    alarms = table("event \\| threshold")
     names = re.findall(r"^\| (gate_\w+|choices_\w+) \|", telemetry.__doc__, re.MULTILINE)
     assert set(alarms) == set(names)
     assert f"below {telemetry.SHUT_GATE} " in alarms["gate_shut"]
     assert f"below {telemetry.SATURATED_ENTROPY} nats" in alarms["gate_saturated"]
     assert f"more than {telemetry.LOCAL_SHARE:.0%}".replace("%", " %") in alarms["choices_local"]
     assert f"below {attention_statistics.IGNORED_GATE} " in PAGE
+
+
+def test_every_event_is_explained_and_its_threshold_is_that_of_the_code():
+    calls = r"(?:_say|_event|_report|say|event)\(\s*(?:[\w.]+,\s*)?\"(\w+)\""
+    code = "".join(
+        path.read_text() for room in ("train", "diagnostics") for path in ROOT.glob(f"src/trifocal/{room}/**/*.py")
+    )
+    names = set(re.findall(calls, code))
+    explained = {name: line for line in events_table() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
+    assert set(explained) == names and len(names) > 12
+    slow = f"{company.SLOW_FACTOR:.0f} times as long .* {company.SLOW_SECONDS} s longer, at {company.SLOW_LOOKS} rows"
+    assert re.search(slow, explained["rank_slow"])
+    assert f"{MAX_WAITING_ROWS:,} rows" in explained["sink_failed"]
+
+
+def events_table() -> list[str]:
+    return PAGE[PAGE.index("| event | severity |") :].split("\n\n")[0].splitlines()[2:]
+
+
+def test_the_metrics_of_a_run_are_those_of_the_page_and_of_their_module(tmp_path):
+    run = train(make_config(tmp_path, "--train.steps", "1", "--log.sample_tokens", "2")).directory
+    page = text_of(ROOT / "docs/training.md")
+    explained: dict[str, set[str]] = {}
+    kind = ""
+    for line in page[page.index("| kind | field |") :].split("\n\n")[0].splitlines()[2:]:
+        first, fields, *_ = line.strip("|").split(" | ")
+        kind = first.strip(" `|") or kind
+        explained.setdefault(kind, set()).update(re.findall(r"`(\w+)`", fields))
+    documented = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", metrics.__doc__, re.MULTILINE))
+    gpu_only = {"executed_mfu", "dense_equivalent_mfu"}
+    for kind in ("train", "evaluation"):
+        row = read_metrics(run / "metrics.jsonl", kind)[-1]
+        fields = set(row) - {"kind", "step", "unix_time_seconds"} | (gpu_only if kind == "train" else set())
+        assert explained[kind] == fields
+        assert set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", documented[kind]))) == fields
 
 
 def test_verdicts_and_their_thresholds():

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 
 from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from trifocal.data import DataConfig, Loader, make_tokenizer
+from trifocal.data.text import TextSource
 from trifocal.diagnostics import read_metrics
 from trifocal.diagnostics.attention_picture import read_picture
 from trifocal.errors import UserError
@@ -322,3 +324,20 @@ def test_random_tokens_train_without_text(tmp_path: Path) -> None:
     assert result.evaluation is not None
     assert result.evaluation.bits_per_byte is None
     assert result.evaluation.validation_loss > math.log(257) - 0.05, "random tokens cannot be foreseen"
+
+
+def test_a_source_that_gives_nothing_for_a_while_is_an_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    original = TextSource.read
+
+    def slow_read(self: TextSource, shard: Any, cursor: Any) -> Any:
+        time.sleep(0.6)
+        return original(self, shard, cursor)
+
+    monkeypatch.setattr(TextSource, "read", slow_read)
+    run = train(make_config(tmp_path, "--data.stall_seconds", "0.2", "--train.steps", "1")).directory
+    stalls = [row for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "data_stall"]
+    assert stalls and stalls[0]["severity"] == "warning" and stalls[0]["stall_seconds"] >= 0.2
+    assert "data stall: no batch for 0 s; the data thread is" in stalls[0]["message"]
+    assert "WARNING: data stall" in capsys.readouterr().out

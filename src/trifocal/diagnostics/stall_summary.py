@@ -7,11 +7,12 @@ from trifocal.diagnostics.collectives import who_waits_for_whom
 from trifocal.diagnostics.dump import Answer
 from trifocal.diagnostics.jsonl import Row
 from trifocal.diagnostics.progress import duration
-from trifocal.diagnostics.run import read_run
+from trifocal.diagnostics.run import Run, read_run
 from trifocal.diagnostics.verdict import judge
 from trifocal.errors import UserError
 
 _LAST_ROWS = 3
+_LAST_FIGURES = ("loss", "gradient_norm", "tokens_per_second", "step_seconds")
 _HINTS = {
     "data": "The loader gives no batch: look at the source (a network, a disk) and at the loader's thread.",
     "forward": "If it stands in a collective, another rank did not come: compare the ranks' stacks below.",
@@ -54,31 +55,51 @@ def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row,
         f"- Last loss: {_value(row['loss'])}, {_value(row['tokens_per_second'])} tokens/s",
         f"- Memory: {_gib(row['memory_allocated_bytes'])} allocated, {_gib(row['memory_reserved_bytes'])} reserved",
     ]
-    if row["phase"] in _HINTS:
+    verdict = judge(row)
+    if verdict.state == "stalled" and row["phase"] in _HINTS:
         lines.append(f"- Hint: {_HINTS[row['phase']]}")
     try:
         run = read_run(directory, whole_heartbeats=False)
     except (UserError, OSError) as error:
         return "\n".join([*lines, "", f"The rest of the run cannot be read: {error}", ""])
     last = {other: rows[-1] for other, rows in run.heartbeats.items()}
+    verdicts = {other: judge(beat) for other, beat in last.items()} | {rank: verdict}
     lines += ["", "## What is stuck where", ""]
+    if not any(found.state in ("slow", "stalled", "dead", "failed") for found in verdicts.values()):
+        lines.append("Nothing is: every rank goes on." if len(verdicts) > 1 else "Nothing is: the rank goes on.")
+        lines.append("")
     lines += [f"- {text}" for text in who_waits_for_whom({other: said.collectives for other, said in answers.items()})]
     for other in sorted(last.keys() | {rank}):
         beat = answers[other].row if other in answers else row if other == rank else None
         if beat is not None:
             place = f", at {beat['where']}" if beat["where"] else ""
-            lines.append(f"- Rank {other} was in {beat['phase']} for {duration(beat['phase_seconds'])}{place}.")
+            usual = beat["expected_phase_seconds"]
+            often = "" if usual is None else f" (usually {usual:.2g} s)"
+            lines.append(f"- Rank {other} was in {beat['phase']} for {duration(beat['phase_seconds'])}{often}{place}.")
         elif last[other]["status"] == "running":
-            lines.append(f"- Rank {other} has not answered: {judge(last[other]).reason}.")
+            lines.append(f"- Rank {other} has not answered: {verdicts[other].reason}.")
     lines += ["", "## Ranks", "", "| rank | verdict | step | why |", "|---|---|---|---|"]
-    for other, beat in last.items():
-        verdict = judge(beat)
-        lines.append(f"| {other} | {verdict.state} | {beat['step']:,} | {verdict.reason} |")
+    for other, found in sorted(verdicts.items()):
+        step = (row if other == rank else last[other])["step"]
+        lines.append(f"| {other} | {found.state} | {step:,} | {found.reason} |")
     lines += ["", "## Files", ""]
     lines += [f"- `{pattern}`: {holds}" for pattern, holds in _FILES if any(folder.glob(pattern))]
-    lines += ["", "## Last metrics", ""]
-    lines += [f"    {metrics}" for metrics in run.rows[-_LAST_ROWS:]] or ["None yet."]
-    return "\n".join([*lines, ""])
+    lines += ["", "## Last metrics", "", *_last_metrics(run), ""]
+    return "\n".join(lines)
+
+
+def _last_metrics(run: Run) -> list[str]:
+    """The last rows of training as a table, and what was worth a word in the run's events."""
+    rows = run.of_kind("train")[-_LAST_ROWS:]
+    if not rows:
+        return ["None yet."]
+    lines = ["| step | " + " | ".join(_LAST_FIGURES).replace("_", " ") + " |", "|---" * (1 + len(_LAST_FIGURES)) + "|"]
+    lines += [
+        f"| {row['step']:,} | " + " | ".join(_value(row.get(name)) for name in _LAST_FIGURES) + " |" for row in rows
+    ]
+    events = [event for event in run.of_kind("event") if event["severity"] != "info"][-_LAST_ROWS:]
+    lines += ["", *(f"- {event['severity']} at step {event['step']:,}: {event['message']}" for event in events)]
+    return lines
 
 
 def _value(number: float | None) -> str:

@@ -122,7 +122,7 @@ def _slow_lately(row: Row) -> Verdict | None:
     if not excess:
         return None
     phase = max(excess, key=lambda name: excess[name])
-    if recent[phase] < RECENT_SLOW_FACTOR * typical[phase] or excess[phase] < RECENT_SLOW_SHARE_OF_STEP * step_seconds:
+    if recent[phase] < RECENT_SLOW_FACTOR * typical[phase] or excess[phase] <= RECENT_SLOW_SHARE_OF_STEP * step_seconds:
         return None
     times = recent[phase] / max(typical[phase], 1e-4)
     reason = (
