@@ -76,3 +76,12 @@ def test_peaks_of_the_data_sheets(name: str, tflops: float) -> None:
 )
 def test_no_guess_for_what_the_table_does_not_know(name: str) -> None:
     assert peak_bf16_flops(name) is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_speed_of_products_is_measured_where_no_sheet_tells_it(tmp_path: Path, precision: str) -> None:
+    description = write_environment(tmp_path / "env.json", device=torch.device("cpu"), precision=precision)
+    found = description["measured_speed"]
+    assert found["device"] == "cpu" and found["precision"] == precision
+    assert 1e8 < found["matmul_flops"] < 1e15
+    assert environment()["measured_speed"] is None

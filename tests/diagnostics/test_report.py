@@ -17,6 +17,7 @@ from trifocal.diagnostics.report import summarise, write_report
 from trifocal.diagnostics.report.attention_charts import attention_charts, distance_labels
 from trifocal.diagnostics.report.charts import smoothed, thin, training_charts
 from trifocal.diagnostics.report.picture import pictures_of
+from trifocal.diagnostics.report.tables import in_words
 from trifocal.diagnostics.run import read_run
 from trifocal.errors import UserError
 
@@ -251,6 +252,37 @@ def test_a_good_run_is_called_good(make_run: MakeRun) -> None:
     run = make_run(steps=2000, final_loss=1.6, gpu=True)
     assert marks(run)[:3] == ["good", "good", "good"]
     assert "1.690 nats per token" in words(run) and "of the GPU's peak (executed FLOPs): it is well used" in words(run)
+
+
+@pytest.mark.parametrize(
+    ("rate", "mark", "word"),
+    [(5e12, "good", "well used"), (1e13, "watch", "used fairly"), (1e14, "bad", "mostly idle")],
+)
+def test_a_cpu_is_compared_with_what_its_products_reach(make_run: MakeRun, rate: float, mark: str, word: str) -> None:
+    run = make_run(steps=300)
+    config = (run / "config.toml").read_text().replace("[train]", "[train]\nsequence_length = 128")
+    (run / "config.toml").write_text(config)
+    assert marks(run)[2] == "unknown", "nothing was measured"
+    environment = json.loads((run / "env.json").read_text())
+    environment["measured_speed"] = {"device": "cpu", "precision": "fp32", "matmul_flops": rate}
+    (run / "env.json").write_text(json.dumps(environment))
+    assert marks(run)[2] == mark and word in words(run)
+    assert f"of the {rate / 1e9:,.0f} GFLOP/s that large products reached on this CPU" in words(run)
+
+
+def test_a_comparison_says_which_run_learned_most_and_which_was_fastest(make_run: MakeRun) -> None:
+    good, bad = make_run("good", steps=300, final_loss=1.5), make_run("bad", steps=300, final_loss=3.0, gpu=True)
+    runs = [read_run(bad), read_run(good)]
+    learned, fastest = in_words(runs)
+    assert (
+        learned.startswith("good learned most: its last validation loss is 1.5") and "nats per token, bad's" in learned
+    )
+    assert fastest.startswith("bad was fastest: 4") and "times good." in fastest
+    # Tokens of two tokenizers are not of one size.
+    runs[0].config["data"]["tokenizer"] = "gpt2"
+    assert "bits per byte" in in_words(runs)[0]
+    assert learned in write_report([bad, good], good.parent / "both.html").read_text().replace("&#x27;", "'")
+    assert in_words(runs[:1]) == []
 
 
 def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> None:

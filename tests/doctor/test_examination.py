@@ -9,6 +9,7 @@ from rich.console import Console
 
 from tests.train.tiny import write_config
 from trifocal.cli import main
+from trifocal.diagnostics import hardware
 from trifocal.doctor import Examination, Finding, examine, probes
 from trifocal.doctor.report import count, duration, show, size
 from trifocal.train import load_config
@@ -19,9 +20,9 @@ COMPILE_PROBE = probes.CompileProbe
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Compiles nothing, and measures for a moment only."""
-    rate = probes.matmul_rate
+    rate = hardware.matmul_rate
     monkeypatch.setattr(probes, "CompileProbe", lambda needed: COMPILE_PROBE("pass", needed=needed))
-    monkeypatch.setattr(probes, "matmul_rate", lambda device, precision: rate(device, precision, 0.02))
+    monkeypatch.setattr(hardware, "matmul_rate", lambda device, precision: rate(device, precision, 0.02))
 
 
 def printed(examination, terminal):

@@ -1,4 +1,4 @@
-"""`trifocal report`: one self-contained HTML page of a run."""
+"""`trifocal report`: one self-contained HTML page of a run, or of several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,20 +8,23 @@ from typing import Annotated
 import tyro
 
 from trifocal.diagnostics.report import write_report
+from trifocal.errors import UserError
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.run_directory import load_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportArguments:
-    """Write one self-contained HTML page of a run."""
+    """Write one self-contained HTML page of a run, or of several side by side."""
 
-    run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run."""
-    compare: tuple[str, ...] = ()
-    """Further runs to show beside it."""
+    run_directories: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR ...")]
+    """The run, or several to compare."""
     output: str = ""
-    """Where to write; report.html in the run by default."""
+    """Where to write; report.html in the first run by default."""
+
+    def __post_init__(self) -> None:
+        if not self.run_directories:
+            raise UserError("missing argument: RUN_DIR")
 
 
 def run(args: Sequence[str]) -> int:
@@ -31,7 +34,7 @@ def run(args: Sequence[str]) -> int:
         UserError: If there is no run.
     """
     options: ReportArguments = parse_arguments(ReportArguments, args, prog="trifocal report")
-    directories = [Path(options.run_directory), *map(Path, options.compare)]
+    directories = [Path(directory) for directory in options.run_directories]
     for directory in directories:
         load_run(directory)
     path = write_report(directories, options.output or None)

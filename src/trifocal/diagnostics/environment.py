@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
-from trifocal.diagnostics.hardware import peak_bf16_flops
+from trifocal.diagnostics.hardware import matmul_rate, peak_bf16_flops
 from trifocal.ops import backend_choices
 
 _PACKAGES = (
@@ -63,7 +63,7 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         `system`, `packages`, `cpu` (name, logical_cores, usable_cores, memory_bytes), `torch` (threads, cuda,
         cudnn, nccl), `gpus` (name, compute_capability, memory_bytes, peak_bf16_flops), `gpu_driver`, and
         `variables` (of PyTorch, NCCL, CUDA, Triton, the math libraries and networks, and the process's place among
-        others). What does not exist here is null.
+        others), and `measured_speed` (null; see `write_environment`). What does not exist here is null.
     """
     commit, changed = _git_state(Path(__file__).parent)
     return {
@@ -91,12 +91,30 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         "variables": {
             name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES) or name in _PLACES
         },
+        "measured_speed": None,
     }
 
 
-def write_environment(path: str | os.PathLike[str], config_text: str | None = None) -> dict[str, Any]:
-    """Write `environment(config_text)` to a file as indented JSON, and return it."""
+def write_environment(
+    path: str | os.PathLike[str],
+    config_text: str | None = None,
+    *,
+    device: torch.device | None = None,
+    precision: str = "fp32",
+) -> dict[str, Any]:
+    """Write `environment(config_text)` to a file as indented JSON, and return it.
+
+    Args:
+        path: The file.
+        config_text: As in `environment`.
+        device: Where the run computes. If no data sheet tells how fast it can be, the speed of large products is
+            measured there for a twentieth of a second: `measured_speed` (device, precision, matmul_flops in FLOP/s).
+        precision: Of the products.
+    """
     description = environment(config_text)
+    if device is not None and (device.type != "cuda" or peak_bf16_flops(torch.cuda.get_device_name(device)) is None):
+        rate = matmul_rate(device, precision, 0.05)
+        description["measured_speed"] = {"device": device.type, "precision": precision, "matmul_flops": rate}
     Path(path).write_text(json.dumps(description, indent=2) + "\n")
     return description
 

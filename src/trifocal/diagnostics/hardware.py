@@ -1,4 +1,8 @@
-"""Peak speed of GPUs, the denominator of model FLOPs utilisation (MFU)."""
+"""Peak speed of devices: of GPUs by data sheet, the denominator of MFU; of others as large products reach it."""
+
+import time
+
+import torch
 
 # Dense bf16 matrix products with fp32 accumulation, in TFLOP/s, from the vendors' documents; where a sheet gives the
 # figure with sparsity alone, half of it. The first key that is part of the device's name counts, so the longer name of
@@ -54,3 +58,30 @@ def peak_bf16_flops(device_name: str) -> float | None:
         if all(part in words for part in parts):
             return tflops * 1e12
     return None
+
+
+def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> float:
+    """Speed of large products, the fastest of those tried.
+
+    Args:
+        device: Where.
+        precision: "fp32" or "bf16".
+        seconds: How long to try; three products at least.
+
+    Returns:
+        FLOP/s.
+    """
+    size = 4096 if device.type == "cuda" else 768
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    times: list[float] = []
+    left @ right
+    while len(times) < 3 or sum(times) < seconds:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - begin)
+    return 2 * size**3 / min(times)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
+from trifocal.diagnostics import hardware
 from trifocal.doctor import machine as looks
 from trifocal.doctor import probes
 from trifocal.doctor.findings import Finding
@@ -110,6 +111,6 @@ def _rates(findings: list[Finding]) -> tuple[dict[str, float], Finding]:
     if usable and any(f.name.startswith("gpu") and f.status == "broken" for f in findings):
         return {}, Finding("speed", "note", "not measured: a GPU does not compute")
     device = torch.device("cuda" if usable else "cpu")
-    rates = {precision: probes.matmul_rate(device, precision) for precision in ("fp32", "bf16")}
+    rates = {precision: hardware.matmul_rate(device, precision) for precision in ("fp32", "bf16")}
     text = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {precision}" for precision, rate in rates.items())
     return rates, Finding("speed", "ok", f"large products: {text}")

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from trifocal.diagnostics.hardware import matmul_rate
 from trifocal.diagnostics.memory import resident_bytes
 from trifocal.distributed import Processes, choose_mode
 from trifocal.doctor.findings import one_line
 from trifocal.doctor.machine import available_memory, installed
-from trifocal.doctor.probes import matmul_rate
 from trifocal.errors import UserError
 from trifocal.models import Memory, TrainingSetup, computed_flops_per_token, parameter_count, training_memory
 from trifocal.ops.backends import resolve

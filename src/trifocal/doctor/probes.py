@@ -193,29 +193,3 @@ def _write_speed(folder: Path) -> float:
         file.flush()
         os.fsync(file.fileno())
         return file.tell() / (time.perf_counter() - begin)
-
-
-def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> float:
-    """Speed of large products, FLOP/s.
-
-    Args:
-        device: Where.
-        precision: "fp32" or "bf16".
-        seconds: How long to measure.
-    """
-    size = 4096 if device.type == "cuda" else 768
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-
-    def synchronise() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    left @ right
-    synchronise()
-    calls, begin = 0, time.perf_counter()
-    while time.perf_counter() - begin < seconds:
-        left @ right
-        synchronise()
-        calls += 1
-    return calls * 2 * size**3 / (time.perf_counter() - begin)

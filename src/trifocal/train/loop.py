@@ -123,7 +123,9 @@ class Trainer:
                 self._restore(checkpoint)
             resume_step = self.step if checkpoint is not None else None
             rank, first = self.processes.rank, self.processes.first
-            self.metrics = stack.enter_context(open_records(config, directory, resume_step=resume_step, first=first))
+            self.metrics = stack.enter_context(
+                open_records(config, directory, device=self.device, resume_step=resume_step, first=first)
+            )
             self.heartbeat = stack.enter_context(
                 Heartbeat(directory / "heartbeat", rank, config.log.heartbeat_seconds, device=self.device)
             )

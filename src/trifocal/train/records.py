@@ -3,24 +3,30 @@
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
+
 from trifocal.diagnostics import MetricsWriter, make_sinks, write_environment
 from trifocal.train.config import RunConfig
 from trifocal.train.run_directory import CONFIG_FILE, save_config
 
 
-def open_records(config: RunConfig, directory: Path, *, resume_step: int | None, first: bool) -> MetricsWriter:
+def open_records(
+    config: RunConfig, directory: Path, *, device: torch.device, resume_step: int | None, first: bool
+) -> MetricsWriter:
     """Write `config.toml` and `env.json`, and open the metrics with their sinks.
 
     Args:
         config: The run.
         directory: Of the run.
+        device: Where it computes.
         resume_step: The step that it goes on from; None for a new one.
         first: Whether this process writes for all; any other gets metrics that go nowhere.
     """
     if not first:
         return MetricsWriter.silent()
     save_config(config, directory)
-    write_environment(directory / "env.json", (directory / CONFIG_FILE).read_text(encoding="utf-8"))
+    config_text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
+    write_environment(directory / "env.json", config_text, device=device, precision=config.train.precision)
     sinks = make_sinks(
         config.log.sink_names(),
         directory,

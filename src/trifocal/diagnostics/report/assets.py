@@ -57,6 +57,7 @@ button:hover { background: var(--hover); color: var(--ink); }
 }
 .chart .soft { margin: 2px 0 6px; }
 .scroll { overflow-x: auto; }
+.scroll > p { margin-bottom: 8px; }
 .second, .charts + details.card { margin-top: 14px; }
 table { border-collapse: collapse; width: 100%; font-size: 0.9rem; }
 th, td { text-align: left; padding: 7px 14px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top; }

@@ -198,7 +198,6 @@ def _phases(runs: list[Run]) -> Chart:
                     "textposition": "inside",
                     "insidetextanchor": "middle",
                     "textangle": 0,
-                    "textfont": {"color": "#ffffff"},
                     "hovertemplate": f"{phase}: %{{x:,.1f}} s (%{{customdata:.1%}})<extra>%{{y}}</extra>",
                     "marker": {"color": f"@{phase}"},
                 }

@@ -134,7 +134,8 @@ def _model(run: Run) -> list[str]:
     words = []
     if "num_layers" in model and "dim" in model:
         kind = {"nsa": "sparse", "dense": "dense"}.get(model.get("attention", "nsa"), "")
-        words.append(f"{kind} attention, {model['num_layers']} layers of width {model['dim']}")
+        layers = "1 layer" if model["num_layers"] == 1 else f"{model['num_layers']} layers"
+        words.append(f"{kind} attention, {layers} of width {model['dim']}")
     if "sequence_length" in train and "global_batch_size" in train:
         words.append(f"{train['global_batch_size']:,} x {train['sequence_length']:,} tokens a step")
     return words

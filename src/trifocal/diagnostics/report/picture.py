@@ -18,7 +18,7 @@ MAPS = {
     "cmp": ("Compressed", "Importance of each block, beside an even spread. All are read."),
     "slc": ("Selected", "Blocks read token by token; paler, those always read."),
     "win": ("Window", "The last tokens, read one by one."),
-    "dense": ("Full attention", "What it would weigh. Selection should find the dark."),
+    "dense": ("Full attention", "What it would weigh. Selection should find the strongest."),
 }
 
 

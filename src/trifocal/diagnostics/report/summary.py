@@ -10,6 +10,8 @@ from typing import Literal
 
 from trifocal.diagnostics.run import Run, is_number
 from trifocal.diagnostics.verdict import judge
+from trifocal.models import ModelConfig, flops_per_token
+from trifocal.ops import Geometry
 
 Mark = Literal["good", "watch", "bad", "unknown"]
 
@@ -22,7 +24,9 @@ SPIKE_FACTOR = 10.0
 SPIKE_SHARE = 0.01
 """Share of logged steps with a spike that is worth a word."""
 GOOD_MFU, FAIR_MFU = 0.4, 0.2
-"""Executed model FLOPs utilisation."""
+"""Executed model FLOPs utilisation of a GPU, as a share of its data sheet's peak."""
+GOOD_SHARE, FAIR_SHARE = 0.2, 0.1
+"""The same of a device without one, a CPU for example, as a share of the speed of large products measured there."""
 DATA_SHARE = 0.1
 """Share of the time spent waiting for data that is worth a word."""
 OVERHEAD_SHARE = 0.2
@@ -93,8 +97,10 @@ def _learned(run: Run) -> Finding:
     if run.config.get("data", {}).get("source") == "synthetic":
         text = f"There was nothing to learn: the tokens are random. {_sentence(evidence)}"
         return Finding(question, "unknown", text)
+    if chance is not None:
+        evidence += f"; guessing every token alike gives {chance:.3f}"
     if chance is not None and last >= chance:
-        text = f"No: {evidence}; guessing every token alike gives {chance:.3f}."
+        text = f"No: {evidence}."
         return Finding(question, "bad", text, ["Look for a learning rate far too high or labels that are wrong."])
     if last >= first:
         return Finding(question, "bad", f"No: {evidence}.", ["Lower the learning rate, or check the data."])
@@ -178,6 +184,7 @@ def _fast(run: Run) -> Finding:
     changes: list[str] = []
     mark: Mark = "good"
     executed = run.series("train", "executed_mfu")[1]
+    measured = _share_of_measured(run, rate)
     if executed:
         share = statistics.median(executed)
         mark = "good" if share >= GOOD_MFU else "watch" if share >= FAIR_MFU else "bad"
@@ -185,10 +192,20 @@ def _fast(run: Run) -> Finding:
         text.append(f"{share:.1%} of the GPU's peak (executed FLOPs): it is {words}")
         if mark != "good":
             changes.append("Try a larger micro batch, bf16, and torch.compile: the GPU has room.")
-    elif run.environment.get("gpus"):
-        text.append("the peak of this GPU is not known, so no utilisation is claimed")
+    elif measured is not None:
+        share, flops = measured
+        mark = "good" if share >= GOOD_SHARE else "watch" if share >= FAIR_SHARE else "bad"
+        words = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}[mark]
+        device = run.environment["measured_speed"]["device"].upper()
+        text.append(
+            f"{share:.0%} of the {flops / 1e9:,.0f} GFLOP/s that large products reached on this {device} when the run "
+            f"began (executed FLOPs): it is {words}"
+        )
+        if mark != "good":
+            changes.append("Try a larger micro batch, and keep other programs away: the processor waits or is shared.")
     else:
-        text.append("on a CPU, where no peak is known to compare with")
+        mark = "unknown"
+        text.append("neither a data sheet nor a measurement of this device is known, so no utilisation is claimed")
     phases = run.phase_seconds()
     total = sum(seconds for phase, seconds in phases.items() if phase not in ("start", "compile"))
     for phase, limit, advice in (
@@ -200,15 +217,28 @@ def _fast(run: Run) -> Finding:
     ):
         share = phases.get(phase, 0.0) / total if total > 0 else 0.0
         if share > limit:
-            mark = "watch" if mark == "good" else mark
+            mark = "watch" if mark in ("good", "unknown") else mark
             text.append(f"{share:.0%} of the time goes to {phase}")
             changes.append(advice)
     tail = rates[-max(1, len(rates) // 10) :]
     if len(rates) >= 20 and statistics.median(tail) < SLOWDOWN * rate:
-        mark = "watch" if mark == "good" else mark
+        mark = "watch" if mark in ("good", "unknown") else mark
         text.append(f"it slowed down to {statistics.median(tail):,.0f} towards the end")
         changes.append("Look at the throughput chart: something took speed away late in the run.")
     return Finding(question, mark, _sentence("; ".join(text)), changes)
+
+
+def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float] | None:
+    """The executed FLOPs' share of the speed of products that was measured when the run began, and that speed."""
+    speed = run.environment.get("measured_speed")
+    sizes = dict(run.config.get("model", {}))
+    try:
+        config = ModelConfig(**sizes | {"geometry": Geometry(**sizes.get("geometry", {}))})
+        flops = flops_per_token(config, run.config["train"]["sequence_length"]).executed_training
+    except (KeyError, TypeError, ValueError):
+        # A configuration that is not whole, or of another version.
+        return None
+    return (tokens_per_second * flops / speed["matmul_flops"], speed["matmul_flops"]) if speed else None
 
 
 def _ends(values: list[float]) -> tuple[float, float]:

@@ -25,7 +25,7 @@ def key_figures(run: Run) -> dict[str, str]:
     rates = run.series("train", "tokens_per_second")[1]
     tokens = run.series("train", "tokens_seen")[1]
     executed = run.series("train", "executed_mfu")[1]
-    memory = run.series("train", "memory_allocated_bytes")[1]
+    memory = run.series("train", "memory_peak_bytes")[1] or run.series("train", "memory_allocated_bytes")[1]
     if evaluations:
         figures["validation loss, last"] = f"{evaluations[-1]:.4f}"
         figures["validation loss, best"] = f"{min(evaluations):.4f}"
@@ -56,6 +56,8 @@ def comparison(runs: list[Run]) -> str:
     names = list(dict.fromkeys(name for figure in figures for name in figure))
     rows = [[name, *(figure.get(name, "-") for figure in figures)] for name in names]
     side_by_side = table(["", *(run.name for run in runs)], rows, number_columns=True)
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in in_words(runs))
+    side_by_side = f"{said}{side_by_side}"
     settings = [flat(run.config) for run in runs]
     keys = sorted({key for setting in settings for key in setting} - {"run.directory"})
     different = [key for key in keys if len({setting.get(key, "-") for setting in settings}) > 1]
@@ -64,6 +66,32 @@ def comparison(runs: list[Run]) -> str:
     rows = [[key, *(setting.get(key, "-") for setting in settings)] for key in different]
     differences = table(["config that differs", *(run.name for run in runs)], rows)
     return f'<div class="card scroll">{side_by_side}</div><div class="card scroll second">{differences}</div>'
+
+
+def in_words(runs: list[Run]) -> list[str]:
+    """Which of several runs learned most, and which was fastest, as far as they can be compared."""
+    sentences = []
+    losses = {run.name: run.series("evaluation", "validation_loss")[1] for run in runs}
+    bits = {run.name: run.series("evaluation", "bits_per_byte")[1] for run in runs}
+    # Losses a token compare within a tokenizer alone.
+    tokenizers = {run.config.get("data", {}).get("tokenizer") for run in runs}
+    for unit, found in (("nats per token", losses if len(tokenizers) == 1 else {}), ("bits per byte", bits)):
+        ends = {name: values[-1] for name, values in found.items() if values}
+        if len(ends) > 1:
+            best, second = sorted(ends, key=ends.__getitem__)[:2]
+            sentences.append(
+                f"{best} learned most: its last validation loss is {ends[best]:.3f} {unit}, {second}'s "
+                f"{ends[second]:.3f} ({ends[second] / ends[best] - 1:.1%} more)."
+            )
+            break
+    rates = {run.name: run.series("train", "tokens_per_second")[1] for run in runs}
+    speeds = {name: statistics.median(values) for name, values in rates.items() if values}
+    if len(speeds) > 1:
+        best, second = sorted(speeds, key=speeds.__getitem__, reverse=True)[:2]
+        sentences.append(
+            f"{best} was fastest: {speeds[best]:,.0f} tokens/s, {speeds[best] / speeds[second]:.2f} times {second}."
+        )
+    return sentences
 
 
 def layer_table(run: Run) -> str:
@@ -108,10 +136,12 @@ def ranks_table(runs: list[Run]) -> str:
     for run in runs:
         for rank, beats in run.heartbeats.items():
             verdict = judge(beats[-1])
-            rows.append([run.name, str(rank), str(beats[-1]["host"]), verdict.state, verdict.reason])
+            names = [run.name] * (len(runs) > 1)
+            rows.append([*names, str(rank), verdict.state, str(beats[-1]["host"]), verdict.reason])
     if not rows:
         return '<p class="card soft">No heartbeat was written.</p>'
-    return f'<div class="card scroll">{table(["run", "rank", "host", "state", "why"], rows)}</div>'
+    head = [*["run"] * (len(runs) > 1), "rank", "state", "host", "why"]
+    return f'<div class="card scroll">{table(head, rows)}</div>'
 
 
 def settings(runs: list[Run]) -> str:
