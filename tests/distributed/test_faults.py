@@ -214,6 +214,9 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     assert "has been silent for" in end.error, end.error
     assert "last seen in" in end.error and "at step 2" in end.error
     dump = case.run / "dumps" / "lost_step_00000002"
+    # It cannot write its stacks: the place where it was last seen is in its last note to the others.
+    assert "action (faults.py:" in end.error
+    assert "action (faults.py:" in json.loads((dump / "rank0.json").read_text())["row"]["others"]["rank1"]["where"]
     assert "train_step" in (dump / "stacks_rank0.txt").read_text()
     assert "gloo all_reduce number" in (dump / "collectives_rank0.txt").read_text()
     workers.kill()

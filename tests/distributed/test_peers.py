@@ -16,7 +16,7 @@ from trifocal.distributed import PeerLost, Peers, Processes
 from trifocal.distributed import peers as module
 from trifocal.errors import UserError
 
-WHAT = {"step": 7, "phase": "forward", "phase_seconds": 1.0}
+WHAT = {"step": 7, "phase": "forward", "phase_seconds": 1.0, "where": "forward (block.py:1)"}
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +76,8 @@ def test_a_process_that_is_gone_is_named_and_this_one_ends(store: dist.Store, sl
         sleeper.kill()
         until(lambda: statuses)
     assert statuses == [1]
-    expected = f"rank 1 (process {sleeper.pid}) is gone, last seen in forward for 1 s at step 7; rank 0 stops too"
+    seen = "last seen in forward for 1 s at step 7, forward (block.py:1)"
+    expected = f"rank 1 (process {sleeper.pid}) is gone, {seen}; rank 0 stops too"
     assert sentences == [expected]
     assert expected in capfd.readouterr().err
 
@@ -148,7 +149,7 @@ def test_nobody_is_blamed_while_all_are_well(store: dist.Store) -> None:
     with peers:
         assert peers.explain(RuntimeError("gloo")) is None
         assert time.monotonic() > stop - 0.6
-        assert peers.table() == "rank 1: forward for 1 s at step 7"
+        assert peers.table() == "rank 1: forward for 1 s at step 7, forward (block.py:1)"
     assert not statuses
 
 

@@ -50,7 +50,8 @@ class Peers:
 
     Args:
         processes: This process among them; with a single one nothing happens.
-        describe: What this process is doing: `step`, `phase`, `phase_seconds`, and `recent_seconds` by phase.
+        describe: What this process is doing: `step`, `phase`, `phase_seconds`, `where` in the code, and
+            `recent_seconds` by phase.
         silence_seconds: How long a process may be silent before it counts as lost.
         on_lost: Called in the watching thread with a sentence, before this process is ended.
         leave: Ends this process.
@@ -182,7 +183,7 @@ class Peers:
         """What every other process was doing when it was last heard of, in a line."""
         rows = self.notes().items()
         return "; ".join(
-            f"rank {rank}: {note['phase']} for {note['phase_seconds']:.0f} s at step {note['step']}"
+            f"rank {rank}: {note['phase']} for {note['phase_seconds']:.0f} s at step {note['step']}{_place(note)}"
             for rank, note in rows
         )
 
@@ -197,6 +198,7 @@ class Peers:
             "host": socket.gethostname(),
             "time": time.time(),
             **{name: what[name] for name in ("step", "phase", "phase_seconds")},
+            "where": what.get("where", ""),
             "recent_seconds": what.get("recent_seconds", {}),
         }
         store = self._processes.store
@@ -245,7 +247,11 @@ def _exists(pid: int) -> bool:
 
 
 def _last_seen(note: Row) -> str:
-    return f"last seen in {note['phase']} for {note['phase_seconds']:.0f} s at step {note['step']}"
+    return f"last seen in {note['phase']} for {note['phase_seconds']:.0f} s at step {note['step']}{_place(note)}"
+
+
+def _place(note: Row) -> str:
+    return f", {note['where']}" if note["where"] else ""
 
 
 def _short(error: BaseException) -> str:

@@ -129,7 +129,9 @@ class Company:
             folder = directory / "dumps" / f"lost_step_{row['step']:08}"
             folder.mkdir(parents=True, exist_ok=True)
             write_stacks(folder, self._processes.rank)
-            summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row}
+            # A process that is lost leaves no stacks: the others keep the place in the code where it was last seen.
+            others = {f"rank{rank}": note for rank, note in peers.notes().items()}
+            summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}
             # Before this process is ended: not as long as a dump of a stall may take.
             write_details(folder, self._processes.rank, summary, self._processes.device, native_seconds=3.0)
 
