@@ -79,6 +79,21 @@ def test_command_is_taken(page, line, monkeypatch):
                 assert Path(ROOT / word.partition("::")[0]).exists(), word
 
 
+SHARED = [
+    (line[: line.index("trifocal")], line[line.index("trifocal") :])
+    for _, line in CASES
+    if line[0] == "torchrun" and "trifocal" in line and "--resume" not in line
+]
+
+
+@pytest.mark.parametrize("launcher, command", SHARED, ids=[" ".join(command) for _, command in SHARED])
+def test_processes_can_share_the_batch_of_the_command(launcher, command):
+    numbers = dict(word.split("=", 1) for word in launcher if re.fullmatch(r"--n\w[\w-]*=\d+", word))
+    processes = int(numbers["--nproc-per-node"]) * int(numbers.get("--nnodes", 1))
+    config = load_of_repository(command[2], command[3:])
+    assert config.train.global_batch_size % (config.train.micro_batch_size * processes) == 0
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "toml")], ids=name_of)
 def test_toml_blocks_are_configs(page):
     for body in blocks(page, "toml"):

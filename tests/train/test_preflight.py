@@ -46,7 +46,7 @@ def test_a_run_that_cannot_end_well_is_refused_before_any_work(
 
 def test_processes_share_the_global_batch(tmp_path: Path) -> None:
     preflight(make_config(tmp_path), CPU, num_processes=2)
-    with pytest.raises(UserError, match=r"global_batch_size 4 is not a multiple of .* 2 times 3 processes"):
+    with pytest.raises(UserError, match=r"size 4 is not a multiple of .* 2 times 3 processes; the next one is .* 6$"):
         preflight(make_config(tmp_path), CPU, num_processes=3)
 
 

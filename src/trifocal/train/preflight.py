@@ -65,10 +65,12 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
 
 def _check_batches(config: RunConfig, num_processes: int) -> None:
     whole, micro = config.train.global_batch_size, config.train.micro_batch_size
-    if whole % (micro * num_processes):
+    at_once = micro * num_processes
+    if whole % at_once:
         processes = f" times {num_processes} processes" if num_processes > 1 else ""
         raise UserError(
-            f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}"
+            f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}; the next "
+            f"one is --train.global_batch_size {-(-whole // at_once) * at_once}"
         )
 
 
