@@ -1,5 +1,6 @@
-"""Several GPUs over NCCL: gradients, whole runs, and a rank that is lost. Needs two."""
+"""Several GPUs over NCCL: gradients, whole runs, and a rank that is lost. Needs two; one test needs four."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,15 +16,24 @@ from trifocal.checks import processes
 from trifocal.diagnostics import read_metrics
 from trifocal.train.checkpoint import list_checkpoints, verify_checkpoint
 
+COUNT = torch.cuda.device_count()
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
+    pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices"),
 ]
 
 GPU = torch.device("cuda")
 BF16 = ("--train.precision", "bf16", "--train.activation_checkpointing", "all")
-# Without effect under fsdp.
 GRAPHS = (*BF16, "--train.cuda_graphs", "true")
+VISIBLE = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(COUNT)))).split(",")
+
+
+@pytest.fixture(autouse=True)
+def two_gpus(monkeypatch):
+    """Workers that test at the same time have GPUs of their own, as far as there are enough."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    first = 2 * (worker % (COUNT // 2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(VISIBLE[first : first + 2]))
 
 
 @pytest.mark.parametrize("check", [processes.ddp_gradients, processes.sharded_gradients, processes.equal_parameters])
@@ -42,7 +52,7 @@ def finish(folder, mode, size, *flags):
     folder.mkdir(exist_ok=True)
     config = write_config(folder, f"{mode}{size}")
     flags = ("--run.device", "cuda", "--parallel.mode", mode, *flags)
-    ended = train(folder, config, *flags, size=size, CUDA_VISIBLE_DEVICES="0,1").join(120)
+    ended = train(folder, config, *flags, size=size).join(120)
     assert [end.status for end in ended] == [0] * size, ended[0].error + ended[-1].error
     assert all("warning" not in end.error.lower() for end in ended), ended[0].error
     return folder / f"{mode}{size}"
@@ -68,18 +78,32 @@ def test_a_run_crosses_modes_and_numbers(tmp_path):
         assert losses(run) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
-def test_the_same_number_goes_on_bit_for_bit(tmp_path, mode):
-    run = finish(tmp_path, mode, 2, *BF16, "--run.deterministic", "true")
+def goes_on_bit_for_bit(tmp_path, mode, size, *flags):
+    """A resumed run has the losses and the weights of the one before it."""
+    run = finish(tmp_path, mode, size, *BF16, "--run.deterministic", "true", *flags)
     expected, weights = losses(run), read_checkpoint(run / "checkpoints" / "step_00000006")
     flags = ("--resume", str(run), "--checkpoint", "step_00000004", "--parallel.mode", mode)
-    ended = train(tmp_path, None, *flags).join(120)
-    assert [end.status for end in ended] == [0, 0], ended[0].error
+    ended = train(tmp_path, None, *flags, size=size).join(120)
+    assert [end.status for end in ended] == [0] * size, ended[0].error
     assert losses(run) == expected
     again = read_checkpoint(run / "checkpoints" / "step_00000006")
     assert weights.keys() == again.keys()
     for name in weights:
         assert torch.equal(weights[name], again[name]), name
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_same_number_goes_on_bit_for_bit(tmp_path, mode):
+    goes_on_bit_for_bit(tmp_path, mode, 2)
+
+
+@pytest.mark.skipif(COUNT < 4, reason="needs four CUDA devices")
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_four_go_on_bit_for_bit(tmp_path, monkeypatch, mode):
+    """Sums of more than two depend on their order. Two micro-batches a step, and DDP is told of a static graph."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(VISIBLE[:4]))
+    flags = ("--train.global_batch_size", "8", "--train.micro_batch_size", "1", "--parallel.static_graph", "true")
+    goes_on_bit_for_bit(tmp_path, mode, 4, *flags)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
