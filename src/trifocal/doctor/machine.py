@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from trifocal.diagnostics import environment
+from trifocal.diagnostics.native_stacks import find_py_spy
 from trifocal.doctor.findings import Finding, one_line
 from trifocal.ops.triton import OLDEST_CAPABILITY
 
@@ -170,7 +171,7 @@ def check_compiler() -> Finding:
 
 
 def check_extras() -> list[Finding]:
-    """The optional packages."""
+    """The optional packages and programs."""
     findings = []
     for extra, (modules, purpose) in EXTRAS.items():
         missing = [module for module in modules if not installed(module)]
@@ -179,4 +180,9 @@ def check_extras() -> list[Finding]:
             findings.append(Finding(f"extra {extra}", "note", text, f"pip install 'trifocal[{extra}]'"))
         else:
             findings.append(Finding(f"extra {extra}", "ok", f"installed: {purpose}"))
+    if find_py_spy() is None:
+        text = "not installed: the dump of a stall has no frames of C and C++ code"
+        findings.append(Finding("py-spy", "note", text, "pip install py-spy"))
+    else:
+        findings.append(Finding("py-spy", "ok", "installed: frames of C and C++ code in the dump of a stall"))
     return findings
