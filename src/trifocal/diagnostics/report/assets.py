@@ -69,7 +69,8 @@ a { color: var(--accent); text-decoration: none; }
 a:hover { text-decoration: underline; }
 section { scroll-margin-top: 12px; }
 td.number { font-variant-numeric: tabular-nums; white-space: nowrap; }
-td.text { overflow-wrap: break-word; min-width: 150px; }
+td.text { overflow-wrap: break-word; }
+td.text:last-child { min-width: 150px; }
 tr.differs td { background: var(--watch-back); }
 details { margin-top: 10px; }
 details:first-child { margin-top: 0; }

@@ -25,7 +25,7 @@ SPIKE_SHARE = 0.01
 """Share of logged steps with a spike that is worth a word."""
 GOOD_MFU, FAIR_MFU = 0.4, 0.2
 """Executed model FLOPs utilisation of a GPU, as a share of its data sheet's peak."""
-GOOD_SHARE, FAIR_SHARE = 0.2, 0.1
+GOOD_SHARE, FAIR_SHARE = 0.15, 0.05
 """The same of a device without one, a CPU for example, as a share of the speed of large products measured there."""
 DATA_SHARE = 0.1
 """Share of the time spent waiting for data that is worth a word."""
