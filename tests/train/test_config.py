@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.train.tiny import make_config, write_config
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 from trifocal.models import parameter_count
 from trifocal.train import RunConfig, load_config
-from trifocal.train.toml import dotted_fields, from_table, nearest, to_toml
+from trifocal.train.toml import dotted_fields, from_table, to_toml
 
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "configs").glob("*.toml"))

@@ -1,10 +1,9 @@
 """Shapes of one attention call, by name or free."""
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,7 @@ def named_shapes(names: Sequence[str]) -> list[AttentionShape]:
         elif name in NAMED:
             shapes.append(NAMED[name])
         else:
-            nearest = difflib.get_close_matches(name, [*NAMED, "P"], n=1, cutoff=0.0)[0]
-            raise UserError(f'unknown shape "{name}"; the nearest valid one is "{nearest}"')
+            raise UserError(f'unknown shape "{name}"; the nearest valid one is "{nearest(name, [*NAMED, "P"])}"')
     return shapes
 
 

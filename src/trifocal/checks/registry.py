@@ -19,7 +19,6 @@
 | 15 | 16-bit weights without a master copy |
 """
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -27,7 +26,7 @@ import torch
 
 from trifocal.checks import attention, cost, model, operation, positions, processes, training
 from trifocal.checks.report import Measurement, Skipped
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 
 
 @dataclass(frozen=True)
@@ -83,6 +82,5 @@ def choose(only: Sequence[str] = ()) -> tuple[Check, ...]:
     names = [check.name for check in CHECKS]
     for name in only:
         if name not in names:
-            nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.0)[0]
-            raise UserError(f'unknown check "{name}"; the nearest valid one is "{nearest}"')
+            raise UserError(f'unknown check "{name}"; the nearest valid one is "{nearest(name, names)}"')
     return tuple(check for check in CHECKS if not only or check.name in only)

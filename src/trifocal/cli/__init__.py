@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from trifocal._version import __version__
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 
 COMMANDS = {
     "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if args[0] not in COMMANDS:
-            raise UserError(_unknown_command(args[0]))
+            raise UserError(f'unknown command "{args[0]}"; the nearest one is "{nearest(args[0], COMMANDS)}"')
         command = importlib.import_module(f"trifocal.cli.{args[0]}")
         return int(command.run(args[1:]))
     except UserError as error:
@@ -65,10 +65,3 @@ def _usage() -> str:
     rows = "\n".join(f"  {name:10} {what}" for name, what in COMMANDS.items())
     hints = "trifocal COMMAND --help shows the flags of a command, trifocal --version the version."
     return f"usage: trifocal COMMAND …\n\n{rows}\n\n{hints}"
-
-
-def _unknown_command(name: str) -> str:
-    import difflib
-
-    nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.0)[0]
-    return f'unknown command "{name}"; the nearest one is "{nearest}"'

@@ -1,6 +1,5 @@
 """`trifocal bench`: figures side by side, as a table, JSON and a plot."""
 
-import difflib
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from trifocal.bench import attention, comparison, decode, train
 from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
 from trifocal.bench.results import ResultFile, cell, cpu_name
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.preflight import choose_device
 
@@ -100,8 +99,7 @@ def parse(args: Sequence[str]) -> Any:
     """
     name = args[0]
     if name not in BENCHES:
-        nearest = difflib.get_close_matches(name, BENCHES, n=1, cutoff=0.0)[0]
-        raise UserError(f'unknown bench "{name}"; the nearest one is "{nearest}"')
+        raise UserError(f'unknown bench "{name}"; the nearest one is "{nearest(name, BENCHES)}"')
     return parse_arguments(BENCHES[name][0], args[1:], prog=f"trifocal bench {name}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trifocal.errors import UserError
@@ -118,8 +116,3 @@ class DataConfig:
             raise UserError(
                 f"data.validation_fraction is {self.validation_fraction}; it must be at least 0 and below 1"
             )
-
-
-def nearest(word: str, choices: Iterable[str]) -> str:
-    """The choice that is spelled most like a word, for the hint in an error."""
-    return max(choices, key=lambda choice: difflib.SequenceMatcher(None, word.lower(), choice).ratio())

@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trifocal.data.config import DataConfig, nearest
+from trifocal.data.config import DataConfig
 from trifocal.data.files import sizes
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.remote import HttpClient
 from trifocal.data.retry import Activity, Retry, TransientError
 from trifocal.data.sources import fingerprint
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 
 
 def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activity) -> tuple[ParquetSource, str]:

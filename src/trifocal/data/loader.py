@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trifocal.data.config import DataConfig, nearest
+from trifocal.data.config import DataConfig
 from trifocal.data.packing import PackedStream, Row, RowStream, SyntheticStream
 from trifocal.data.prefetch import Prefetcher
 from trifocal.data.retry import Activity, Retry
@@ -21,7 +21,7 @@ from trifocal.data.shuffling import ShuffledStream
 from trifocal.data.sources import Source, fingerprint, make_source, parse_source
 from trifocal.data.stream import DocumentStream
 from trifocal.data.tokenizers import Tokenizer
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 
 SPLITS = ("train", "validation")
 _STATE_VERSION = 2

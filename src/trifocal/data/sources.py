@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trifocal.data.config import SOURCES, DataConfig, nearest
+from trifocal.data.config import SOURCES, DataConfig
 from trifocal.data.retry import Activity, Retry
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 
 Cursor = tuple[int, ...]
 """A place between two documents of a shard, in whatever units the source needs to go there directly."""

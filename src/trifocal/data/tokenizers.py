@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.config import nearest
 from trifocal.data.sources import fingerprint
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 
 _HUB_NAMES = ("gpt2",)
 # What models call the token that ends a document, the most explicit first.

@@ -1,12 +1,11 @@
 """What a decoder is made of; everything that its weights depend on."""
 
-import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 from trifocal.ops import Geometry
 
 Attention = Literal["nsa", "dense"]
@@ -127,5 +126,6 @@ def _refuse_unknown_keys(values: Mapping[str, Any], dataclass_type: type, sectio
     valid = [entry.name for entry in fields(dataclass_type)]
     for key in values:
         if key not in valid:
-            nearest = difflib.get_close_matches(str(key), valid, n=1, cutoff=0.0)
-            raise UserError(f"unknown key {section}.{key}; the nearest valid one is {section}.{nearest[0]}")
+            raise UserError(
+                f"unknown key {section}.{key}; the nearest valid one is {section}.{nearest(str(key), valid)}"
+            )

@@ -11,9 +11,9 @@ from typing import Any
 
 import tyro
 
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 from trifocal.train.config import RunConfig
-from trifocal.train.toml import dotted_fields, from_table, nearest, read_toml
+from trifocal.train.toml import dotted_fields, from_table, read_toml
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:

@@ -1,29 +1,14 @@
 """Typed dataclasses to TOML and back, exactly: what is written loads back equal, and nothing unknown is accepted."""
 
 import dataclasses
-import difflib
 import tomllib
 import typing
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 
 T = TypeVar("T")
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """The valid name that a person most likely meant.
-
-    Args:
-        name: What was given, possibly dotted.
-        valid: What would have been right. A name with the same last part wins over one that looks alike.
-    """
-    names = sorted(valid)
-    leaf = name.rpartition(".")[2]
-    same_leaf = [candidate for candidate in names if candidate.rpartition(".")[2] == leaf]
-    return difflib.get_close_matches(name, same_leaf or names, n=1, cutoff=0.0)[0]
 
 
 def field_types(cls: type) -> dict[str, Any]:
