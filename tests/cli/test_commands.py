@@ -18,6 +18,7 @@ from tests.train.tiny import TOML, before_step, write_config, write_documents
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
 from trifocal.train import records, saving
+from trifocal.train.stop import SAME_REQUEST_SECONDS
 
 ENVIRONMENT = environment()
 Capture = pytest.CaptureFixture[str]
@@ -274,7 +275,6 @@ def test_a_second_signal_ends_a_real_process(tmp_path: Path) -> None:
     code = """
 import time, trifocal.train.loop as loop
 from trifocal.cli import main
-from trifocal.train.stop import SAME_REQUEST_SECONDS
 step = loop.train_step
 def hang(number, *args, **kwargs):
     if number == 3:
