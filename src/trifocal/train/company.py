@@ -11,7 +11,8 @@ import torch
 
 from trifocal.data import Batch, Loader
 from trifocal.diagnostics import Heartbeat
-from trifocal.diagnostics.dump import write_details, write_stacks
+from trifocal.diagnostics.dump import read_answers, write_details, write_stacks
+from trifocal.diagnostics.stall_summary import stall_summary
 from trifocal.distributed import PeerLost, Peers, Processes
 from trifocal.errors import UserError
 from trifocal.train.nonfinite import NonFiniteError
@@ -128,12 +129,18 @@ class Company:
             row = heartbeat.snapshot()
             folder = directory / "dumps" / f"lost_step_{row['step']:08}"
             folder.mkdir(parents=True, exist_ok=True)
-            write_stacks(folder, self._processes.rank)
+            rank = self._processes.rank
+            write_stacks(folder, rank)
+            page = stall_summary(directory, folder, rank, f"stops: {sentence}", row, read_answers(folder))
+            partial = folder / f".summary_rank{rank}.partial"
+            partial.write_text(page, encoding="utf-8")
+            # Whoever writes last: all tell of the same process.
+            partial.replace(folder / "summary.md")
             # A process that is lost leaves no stacks: the others keep the place in the code where it was last seen.
-            others = {f"rank{rank}": note for rank, note in peers.notes().items()}
+            others = {f"rank{other}": note for other, note in peers.notes().items()}
             summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}
             # Before this process is ended: not as long as a dump of a stall may take.
-            write_details(folder, self._processes.rank, summary, self._processes.device, native_seconds=3.0)
+            write_details(folder, rank, summary, self._processes.device, native_seconds=3.0)
 
         peers = Peers(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
         self._peers = peers
