@@ -118,14 +118,23 @@ class Company:
         return _Ahead(batches, loader.state_dict(), error, answer)
 
     @contextlib.contextmanager
-    def watched(self, heartbeat: Heartbeat, directory: Path, silence_seconds: float) -> Iterator[None]:
+    def watched(
+        self, heartbeat: Heartbeat, directory: Path, silence_seconds: float, event: Callable[[str, str, str], None]
+    ) -> Iterator[None]:
         """Watch the other processes, and say whose fault it is when an exchange with them fails.
+
+        Args:
+            heartbeat: Of this process.
+            directory: The run.
+            silence_seconds: After which another process is lost.
+            event: Told name, sentence and severity when one is, in any thread.
 
         Raises:
             PeerLost: Instead of what the exchange raised.
         """
 
         def leave_traces(sentence: str) -> None:
+            event("rank_lost", sentence, "error")
             row = heartbeat.snapshot()
             folder = directory / "dumps" / f"lost_step_{row['step']:08}"
             folder.mkdir(parents=True, exist_ok=True)

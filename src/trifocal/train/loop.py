@@ -135,7 +135,9 @@ class Trainer:
             self.progress = stack.enter_context(Progress(total, start_step=self.step, enabled=first))
             self.meter = Meter(config, self.device, self.processes.size)
             self.signals = stack.enter_context(StopSignals())
-            stack.enter_context(self.company.watched(self.heartbeat, directory, config.parallel.silence_seconds))
+            stack.enter_context(
+                self.company.watched(self.heartbeat, directory, config.parallel.silence_seconds, self._event)
+            )
             self.tracer = make_tracer(
                 config,
                 directory,
