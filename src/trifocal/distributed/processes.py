@@ -192,6 +192,9 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         # PyTorch's record of the last collectives, which a stall's dump reads, under the newer of its names.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
+    # Recorded collectives must move their data as those do that are not recorded: a process may replay a micro-batch
+    # of a sharded model while another computes one that is the first of its kind.
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
     start = meet(store, rank, size, device=device.type, timeout_seconds=timeout_seconds)
     restarted = launched and store.check([_BEGUN])
