@@ -305,6 +305,19 @@ def test_overfitting_is_named_with_its_step(make_run: MakeRun) -> None:
     assert "Stop near step 800" in words(run)
 
 
+def test_who_was_not_done_is_told_to_train_longer_only_at_the_end(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+
+    def falling(row: dict[str, float]) -> None:
+        if row["kind"] == "evaluation":
+            row["validation_loss"] = 4.0 - row["step"] / 1000
+
+    rewrite_training(run, falling)
+    assert "Train longer" in words(run) and "still falling at the end" in words(run)
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("steps = 2000", "steps = 9000"))
+    assert "Train longer" not in words(run) and "It is still falling." in words(run)
+
+
 def test_a_run_that_learned_nothing_is_called_bad(make_run: MakeRun) -> None:
     run = make_run(steps=2000)
     rewrite_training(run, lambda row: row.update(loss=5.6, validation_loss=5.6))
@@ -359,6 +372,11 @@ def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
     totals = {"data": 500.0, "forward": 50.0, "backward": 50.0}
     set_last_beat(run, pid=2**22 + 5, unix_time_seconds=1.7e9, total_seconds=totals)
     assert marks(run)[1] == "bad" and "Rank 0 is dead" in words(run)
+    assert marks(run)[3] == "bad" and f"trifocal train --resume {run}." in words(run)
+    assert "summary.md" not in words(run)
+    (run / "dumps" / "lost_step_00000300").mkdir(parents=True)
+    (run / "dumps" / "lost_step_00000300" / "summary.md").write_text("# Rank 0 stops")
+    assert summarise(read_run(run))[3].text.startswith(f"Read {run}/dumps/lost_step_00000300/summary.md: ")
     assert marks(run)[2] == "watch" and "time goes to data" in words(run)
 
 

@@ -16,7 +16,7 @@ from trifocal.diagnostics.run import Run
 Trace = dict[str, Any]
 
 THIRD, HALF, FULL = 2, 3, 6
-_NAMED_SHARE = 0.12
+_NAMED_SHARE = 0.18
 """A phase with this share of the time has its name in the bar."""
 _MOST_RANK_LINES = 8
 _MOST_DOTS = 60

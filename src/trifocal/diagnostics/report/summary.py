@@ -60,9 +60,12 @@ def summarise(run: Run) -> list[Finding]:
         Learned, healthy, fast, and what to change; in this order.
     """
     findings = [_learned(run), _healthy(run), _fast(run)]
-    changes = [change for finding in findings for change in finding.changes]
+    # What needs action comes first.
+    order = sorted(findings, key=lambda finding: finding.mark != "bad")
+    changes = [change for finding in order for change in finding.changes]
     text = " ".join(changes) if changes else "Nothing stands out in these figures."
-    return [*findings, Finding("What to change?", "watch" if changes else "good", text)]
+    bad = any(finding.mark == "bad" and finding.changes for finding in findings)
+    return [*findings, Finding("What to change?", "bad" if bad else "watch" if changes else "good", text)]
 
 
 def _learned(run: Run) -> Finding:
@@ -107,6 +110,8 @@ def _learned(run: Run) -> Finding:
     if len(evaluations) >= 5:
         quarter = evaluations[-max(2, len(evaluations) // 4)]
         if last < quarter * (1 - STILL_FALLING):
+            if run.total_steps is not None and run.last_step < run.total_steps:
+                return Finding(question, "good", f"Yes: {evidence}. It is still falling.")
             text = f"Yes: {evidence}. It was still falling at the end."
             return Finding(question, "good", text, ["Train longer: the validation loss had not settled."])
     return Finding(question, "good", f"Yes: {evidence}.")
@@ -117,6 +122,12 @@ def _healthy(run: Run) -> Finding:
     worries: list[str] = []
     changes: list[str] = []
     mark: Mark = "good"
+    states = {judge(rows[-1]).state for rows in run.heartbeats.values()}
+    dumps = sorted(run.directory.glob("dumps/*/summary.md"), key=lambda path: path.stat().st_mtime)
+    if dumps and states & {"failed", "dead", "stalled"}:
+        changes.append(f"Read {dumps[-1]}: it says what was stuck where.")
+    if states & {"failed", "dead"}:
+        changes.append(f"Mend the cause, and go on from the last checkpoint: trifocal train --resume {run.directory}.")
     for rank, rows in run.heartbeats.items():
         verdict = judge(rows[-1])
         if verdict.state in ("failed", "dead", "stalled"):
@@ -238,7 +249,11 @@ def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float
     except (KeyError, TypeError, ValueError):
         # A configuration that is not whole, or of another version.
         return None
-    return (tokens_per_second * flops / speed["matmul_flops"], speed["matmul_flops"]) if speed else None
+    if not speed:
+        return None
+    # Each process has its share of the cores, and measured with it.
+    peak = speed["matmul_flops"] * max(1, len(run.heartbeats))
+    return tokens_per_second * flops / peak, peak
 
 
 def _ends(values: list[float]) -> tuple[float, float]:
