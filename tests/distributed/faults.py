@@ -19,7 +19,7 @@ from trifocal.data.text import TextSource
 from trifocal.nn.block import SwiGLU
 from trifocal.train import checkpoint as checkpoint_module
 from trifocal.train import graphs as graphs_module
-from trifocal.train import loop
+from trifocal.train import loop, spread
 
 RANK = int(os.environ.get("RANK", "0"))
 STEP = 3
@@ -200,15 +200,14 @@ def graphs():
     """No fault: what GPUs record and replay is done anew each time, so that the rest of it runs on a CPU."""
     graphs_module.Recorder = _EagerRecorder
     torch.Tensor.pin_memory = lambda self: self
-    original = loop.parallelise
-    loop.parallelise = lambda *args, **options: original(*args, **options | {"exchange_after": True})
+    original = spread.parallelise
+    spread.parallelise = lambda *args, **options: original(*args, **options | {"exchange_after": True})
 
-    def make_graphs(self):
-        parallel, parameters = self.parallel, self.model.parameters()
+    def make_graphs(parallel, model, config, device):
         assert parallel.sharded or parallel.flat_gradients is not None
-        return graphs_module.MicroBatchGraphs(parallel.module, parameters, self.device, "fp32", parallel), ""
+        return graphs_module.MicroBatchGraphs(parallel.module, model.parameters(), device, "fp32", parallel), ""
 
-    loop.Trainer._make_graphs = make_graphs
+    loop.make_graphs = make_graphs
 
 
 def nan_in_graphs():

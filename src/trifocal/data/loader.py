@@ -289,14 +289,14 @@ def make_loader(
             f"sequence_length {sequence_length}, batch_size {batch_size}, vocab_size {vocab_size} and world_size "
             f"{world_size} must be positive and rank {rank} in [0, world_size)"
         )
-    validation = split == "validation"
     activity = Activity()
-    streams: list[RowStream]
-    source: Source | None = None
     if parse_source(config.source).kind == "synthetic":
         # One, of which every process draws its own rows alone.
-        streams = [SyntheticStream(vocab_size, sequence_length, seed=config.seed, validation=validation)]
-        mark = fingerprint("synthetic", vocab_size)
+        validation = split == "validation"
+        streams: list[RowStream] = [
+            SyntheticStream(vocab_size, sequence_length, seed=config.seed, validation=validation)
+        ]
+        name, mark, close = config.source, fingerprint("synthetic", vocab_size), _nothing
     else:
         if tokenizer.vocab_size > vocab_size:
             raise UserError(
@@ -305,45 +305,53 @@ def make_loader(
             )
         retry = Retry(config.retry_attempts, config.retry_base_seconds, config.retry_max_seconds, activity)
         source, config = make_source(config, retry, activity)
-        # Validation is read by every process, and shared out batch by batch.
-        parts = 1 if validation else config.streams
-        streams = []
-        for part in range(parts):
-            documents = DocumentStream(
-                source,
-                tokenizer,
-                validation=validation,
-                validation_fraction=config.validation_fraction,
-                seed=config.seed,
-                # What is read before the first batch, and kept, does not grow with the number of streams.
-                block_documents=max(1, config.shuffle_documents // parts),
-                retry=retry,
-                part=part,
-                parts=parts,
-            )
-            packed = PackedStream(documents, sequence_length)
-            block_rows = max(1, config.shuffle_sequences // parts)
-            streams.append(ShuffledStream(packed, block_rows, seed=config.seed))
-        mark = fingerprint(
-            source.fingerprint,
-            tokenizer.fingerprint,
-            config.validation_fraction,
-            config.shuffle_documents,
-            config.shuffle_sequences,
-            *([parts] if parts > 1 else []),
-        )
+        streams, mark = _text_streams(source, tokenizer, config, retry, sequence_length, split)
+        name, close = source.name, source.close
     return Loader(
         streams,
         config,
-        name=config.source if source is None else source.name,
+        name=name,
         fingerprint=fingerprint(mark, split, config.seed, sequence_length),
         batch_size=batch_size,
         rank=rank,
         world_size=world_size,
         activity=activity,
         on_stall=on_stall,
-        on_close=source.close if source is not None else _nothing,
+        on_close=close,
     )
+
+
+def _text_streams(
+    source: Source, tokenizer: Tokenizer, config: DataConfig, retry: Retry, sequence_length: int, split: str
+) -> tuple[list[RowStream], str]:
+    """The streams that a split's documents are dealt to, and a mark of all that decides their rows."""
+    # Validation is read by every process, and shared out batch by batch.
+    parts = 1 if split == "validation" else config.streams
+    streams: list[RowStream] = []
+    for part in range(parts):
+        documents = DocumentStream(
+            source,
+            tokenizer,
+            validation=split == "validation",
+            validation_fraction=config.validation_fraction,
+            seed=config.seed,
+            # What is read before the first batch, and kept, does not grow with the number of streams.
+            block_documents=max(1, config.shuffle_documents // parts),
+            retry=retry,
+            part=part,
+            parts=parts,
+        )
+        packed = PackedStream(documents, sequence_length)
+        streams.append(ShuffledStream(packed, max(1, config.shuffle_sequences // parts), seed=config.seed))
+    mark = fingerprint(
+        source.fingerprint,
+        tokenizer.fingerprint,
+        config.validation_fraction,
+        config.shuffle_documents,
+        config.shuffle_sequences,
+        *([parts] if parts > 1 else []),
+    )
+    return streams, mark
 
 
 def _nothing() -> None:

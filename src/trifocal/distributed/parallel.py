@@ -92,6 +92,11 @@ class Parallel:
         self._learning = isinstance(module, DistributedDataParallel) and module.static_graph
         self._learnt_after_a_step = not repeatable
 
+    def begin_step(self) -> None:
+        """Forget the step before; its gradients are gone."""
+        if self.watch is not None:
+            self.watch.reset()
+
     @contextmanager
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Around forward and backward of a micro-batch: only the last one of a step exchanges gradients.

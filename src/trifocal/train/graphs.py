@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trifocal.data import Batch
 from trifocal.distributed import Parallel
+from trifocal.train.config import TrainSection
 from trifocal.train.inputs import autocast, call_with, model_inputs, to_device
 from trifocal.train.optimizer import own_part
 
@@ -179,3 +180,15 @@ class MicroBatchGraphs:
 
 def _kind(inputs: list[Tensor]) -> Kind:
     return tuple(size for tensor in inputs for size in tensor.shape)
+
+
+def make_graphs(
+    parallel: Parallel, model: nn.Module, config: TrainSection, device: torch.device
+) -> tuple[MicroBatchGraphs | None, str]:
+    """Graphs, where `train.cuda_graphs` wants them and they can be; and where only the first, a sentence that says why
+    not."""
+    if not config.cuda_graphs:
+        return None, ""
+    if device.type != "cuda":
+        return None, f"train.cuda_graphs is for GPUs: without effect on a {device.type}"
+    return MicroBatchGraphs(parallel.module, model.parameters(), device, config.precision, parallel), ""

@@ -17,7 +17,7 @@ from trifocal.diagnostics import (
     Watchdog,
     write_backends,
 )
-from trifocal.distributed import Parallel, Processes, choose_mode, parallelise, whole_model
+from trifocal.distributed import Processes, whole_model
 from trifocal.models import DecoderLM, save_weights
 from trifocal.train.company import Company
 from trifocal.train.compiling import CompileNotes
@@ -31,7 +31,7 @@ from trifocal.train.evaluate import (
     sample,
     sequence_to_show,
 )
-from trifocal.train.graphs import MicroBatchGraphs
+from trifocal.train.graphs import make_graphs
 from trifocal.train.inputs import autocast
 from trifocal.train.meter import Meter
 from trifocal.train.nonfinite import stop_non_finite
@@ -40,6 +40,7 @@ from trifocal.train.random_state import random_state, restore_random_state, seed
 from trifocal.train.records import open_records
 from trifocal.train.saving import Saver
 from trifocal.train.schedule import learning_rate
+from trifocal.train.spread import spread_model
 from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
 from trifocal.train.tracing import make_tracer
@@ -82,11 +83,11 @@ class Trainer:
         self.model.init_weights(config.run.seed)
         self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
         self.telemetry = AttentionTelemetry(self.model)
-        self.parallel, self.mode_note = self._parallelise()
+        self.parallel, self.mode_note = spread_model(self.model, config, processes)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile:
             self.model.compile_training()
-        self.graphs, self.graphs_note = self._make_graphs()
+        self.graphs, self.graphs_note = make_graphs(self.parallel, self.model, config.train, self.device)
         self.compile_notes = CompileNotes(config.train.compile or self.graphs is not None, self._say)
         self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * processes.size)
         # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
@@ -343,31 +344,6 @@ class Trainer:
         self.data_position = state["data"]
         self.step, self.loss = state["step"], state["loss"]
         self.restored_random_state = state["random"]
-
-    def _parallelise(self) -> tuple[Parallel, str]:
-        section, train = self.config.parallel, self.config.train
-        mode, note = choose_mode(section.mode, self.processes, self.config.model)
-        parallel = parallelise(
-            self.model,
-            self.processes,
-            mode,
-            precision=train.precision,
-            shards=section.shards,
-            reshard_after_forward=section.reshard_after_forward,
-            static_graph=section.static_graph,
-            exchange_after=train.cuda_graphs and self.device.type == "cuda",
-            repeatable=self.config.run.deterministic or self.device.type == "cpu",
-        )
-        return parallel, note
-
-    def _make_graphs(self) -> tuple[MicroBatchGraphs | None, str]:
-        """Graphs, where they are wanted and can be; and where only the first, a sentence that says why not."""
-        if not self.config.train.cuda_graphs:
-            return None, ""
-        if self.device.type != "cuda":
-            return None, f"train.cuda_graphs is for GPUs: without effect on a {self.device.type}"
-        parameters, precision = self.model.parameters(), self.config.train.precision
-        return MicroBatchGraphs(self.parallel.module, parameters, self.device, precision, self.parallel), ""
 
     def _make_loader(self) -> Loader:
         config = self.config

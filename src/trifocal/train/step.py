@@ -1,6 +1,5 @@
 """One optimizer step: forward and backward over the micro-batches of a global batch, then the guarded update."""
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -161,45 +160,44 @@ def train_step(
     Returns:
         The results, not waited for.
     """
+    parallel = parallel or Parallel(loss_function, "none", 1, None)  # type: ignore[arg-type]
     counts = [valid_targets(batch) for batch in batches]
     total = max(sum(counts) if total_targets is None else total_targets, 1)
-    # What averages gradients over processes is to add them up.
-    processes = 1 if parallel is None else parallel.size
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    weighted = [(batch, count / total) for batch, count in zip(batches, counts, strict=True)]
     loss_sum = torch.zeros((), dtype=torch.float32, device=device)
-    if graphs is not None:
+
+    def make_room() -> None:
         before_backward()
-        graphs.zero_gradients()
-        if parallel is not None and parallel.watch is not None:
-            parallel.watch.reset()
-    for index, (batch, count) in enumerate(zip(batches, counts, strict=True)):
-        weight = count / total
-        if graphs is not None:
+        if graphs is None:
+            optimizer.zero_grad(set_to_none=True)
+        else:
+            graphs.zero_gradients()
+        parallel.begin_step()
+
+    if graphs is not None:
+        make_room()
+        for batch, weight in weighted:
             with heartbeat.phase(forward_phase):
                 loss_sum += graphs.add_gradients(batch, weight)
-            continue
-        exchange = (
-            contextlib.nullcontext() if parallel is None else parallel.micro_batch(last=index == len(batches) - 1)
-        )
-        with exchange:
-            with heartbeat.phase(forward_phase), autocast(device, config.precision):
-                loss = batch_loss(loss_function, batch, device, split_rows=split_rows, pad_documents=config.compile)
-            if index == 0:
-                before_backward()
-                optimizer.zero_grad(set_to_none=True)
-                if parallel is not None and parallel.watch is not None:
-                    parallel.watch.reset()
-            with heartbeat.phase("backward"):
-                weighted = loss * weight
-                (weighted * processes).backward()
-                loss_sum += weighted.detach()
-    if graphs is not None and parallel is not None:
         with heartbeat.phase("backward"):
             parallel.exchange_gradients()
+    else:
+        for index, (batch, weight) in enumerate(weighted):
+            with parallel.micro_batch(last=index == len(batches) - 1):
+                with heartbeat.phase(forward_phase), autocast(device, config.precision):
+                    loss = weight * batch_loss(
+                        loss_function, batch, device, split_rows=split_rows, pad_documents=config.compile
+                    )
+                if index == 0:
+                    make_room()
+                with heartbeat.phase("backward"):
+                    # What averages gradients over processes is to add them up.
+                    (loss * parallel.size).backward()
+                    loss_sum += loss.detach()
     with heartbeat.phase("optimizer"):
-        local_loss = loss_sum.clone() if processes > 1 else loss_sum
-        if parallel is not None:
-            parallel.sum(loss_sum)
+        local_loss = loss_sum.clone() if parallel.size > 1 else loss_sum
+        parallel.sum(loss_sum)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         norm = gradient_norm(parameters)
         finite = DeviceFlag(guarded_step(optimizer, parameters, norm, loss_sum, config.gradient_clip_norm))
     return StepResult(step, batches, loss_sum, local_loss, norm, finite)

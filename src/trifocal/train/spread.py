@@ -1,0 +1,35 @@
+"""How a run's configuration spreads its model over its processes."""
+
+from trifocal.distributed import Parallel, Processes, choose_mode, parallelise
+from trifocal.models import DecoderLM
+from trifocal.train.config import RunConfig
+
+
+def spread_model(model: DecoderLM, config: RunConfig, processes: Processes) -> tuple[Parallel, str]:
+    """Spread a model as `config.parallel` says.
+
+    Args:
+        model: On its device, the same in all processes.
+        config: The run.
+        processes: Of the run.
+
+    Returns:
+        The model in the form that is trained, and a sentence for the log; empty where there is nothing to say.
+
+    Raises:
+        UserError: If the number of processes does not fit.
+    """
+    section, device = config.parallel, processes.device
+    mode, note = choose_mode(section.mode, processes, config.model)
+    parallel = parallelise(
+        model,
+        processes,
+        mode,
+        precision=config.train.precision,
+        shards=section.shards,
+        reshard_after_forward=section.reshard_after_forward,
+        static_graph=section.static_graph,
+        exchange_after=config.train.cuda_graphs and device.type == "cuda",
+        repeatable=config.run.deterministic or device.type == "cpu",
+    )
+    return parallel, note
