@@ -132,7 +132,8 @@ def _healthy(run: Run) -> Finding:
         verdict = judge(rows[-1])
         if verdict.state in ("failed", "dead", "stalled"):
             mark = "bad"
-            worries.append(f"rank {rank} is {verdict.state}: {verdict.reason}")
+            state = "has failed" if verdict.state == "failed" else f"is {verdict.state}"
+            worries.append(f"rank {rank} {state}: {verdict.reason}")
         elif verdict.state == "slow":
             mark = "watch" if mark == "good" else mark
             worries.append(f"rank {rank} is slow: {verdict.reason}")
