@@ -1,6 +1,7 @@
 """How a run's configuration spreads its model over its processes."""
 
 from trifocal.distributed import Parallel, Processes, choose_mode, parallelise
+from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.config import RunConfig
 
@@ -17,10 +18,13 @@ def spread_model(model: DecoderLM, config: RunConfig, processes: Processes) -> t
         The model in the form that is trained, and a sentence for the log; empty where there is nothing to say.
 
     Raises:
-        UserError: If the number of processes does not fit.
+        UserError: If the mode does not fit the number of processes.
     """
     section, device = config.parallel, processes.device
     mode, note = choose_mode(section.mode, processes, config.model)
+    if mode == "hsdp" and (section.shards or processes.local_size) == 1:
+        why = "parallel.shards is 1" if section.shards else "each machine has one process, and parallel.shards is 0"
+        raise UserError(f'{why}: hsdp would share nothing; take parallel.mode "fsdp" or "ddp", or more shards')
     parallel = parallelise(
         model,
         processes,
