@@ -87,6 +87,37 @@ def test_each_branch(case, dtype):
             assert max(error(a, e) for a, e in zip(*of_lse, strict=True)) <= bound * size
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[8], *CASES[11:]], ids=lambda case: case.why)
+@pytest.mark.parametrize("by_hand", [None, False], ids=["by hand", "portable"])
+@pytest.mark.parametrize("part_queries", [100, 192, 10_000])
+def test_parts_of_a_block(case, by_hand, part_queries):
+    """d_k and d_v of the masked order, cut anywhere or not at all, are right and the same twice."""
+    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_backward import selected_backward
+
+    inputs = draw(case, torch.bfloat16)
+    chosen, rules = choice(case, inputs), {"cu_seqlens": case.documents}
+    q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
+    scale, documents = case.dim**-0.5, case.documents
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents, order="masked")
+    d_o = cotangent(o)
+
+    def gradients():
+        return selected_backward(
+            d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents,
+            order="masked", by_hand=by_hand, part_queries=part_queries,
+        )  # fmt: skip
+
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    o_exact = ops.selected_attention(*exact, chosen, case.geometry, backend="reference", **rules)
+    expected = torch.autograd.grad(o_exact, exact, d_o.double())
+    got = gradients()
+    bound = allowed(inputs, branch_masks(case, inputs, chosen), 1)
+    errors = [error(a, e) for a, e in zip(got, expected, strict=True)]
+    assert max(errors) <= bound, (errors, bound)
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients(), strict=True)), "two runs differ"
+
+
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 97])
 def test_every_small_length(length):
     case = Case("small", PAPER, length, 8, 2, 64, 32)

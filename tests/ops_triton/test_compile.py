@@ -40,7 +40,7 @@ def calls():
             compressed_forward(q, k, v, geometry, length, 0.1, documents)
             compressed_backward(d_o, q, k, v, None, lse, geometry, length, 0.1, documents, delta=lse, gate=gate)
 
-    def selected(heads, groups, dim, value_dim, order, dtype=torch.bfloat16, packed=False, by_hand=None):
+    def selected(heads, groups, dim, value_dim, order, dtype=torch.bfloat16, packed=False, part_queries=None):
         geometry, length = Geometry(), 4096
         documents = None
         if packed:
@@ -49,12 +49,12 @@ def calls():
         k, v = empty(1, length, groups, dim, dtype=dtype), empty(1, length, groups, value_dim, dtype=dtype)
         gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
         chosen = empty(1, length, groups, geometry.num_selected_blocks, dtype=torch.int32)
-        shared = {"order": order, "by_hand": by_hand}
-        selected_forward(q, k, v, chosen, geometry, 0.1, documents, **shared)
+        selected_forward(q, k, v, chosen, geometry, 0.1, documents, order=order)
         if order != "query":
             selected_backward(
-                d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents, gate=gate, delta=lse, order=order
-            )
+                d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents,
+                gate=gate, delta=lse, order=order, part_queries=part_queries,
+            )  # fmt: skip
 
     def scoring(heads, groups, dim, packed=False):
         geometry, length = Geometry(), 4096
@@ -78,6 +78,7 @@ def calls():
             ("win 64", architecture, lambda: attention(12, 2, 64, 64, "win")),
             ("slc 128, keys outside", architecture, lambda: selected(64, 4, 128, 128, "gathered")),
             ("slc 64, masked", architecture, lambda: selected(12, 2, 64, 64, "masked")),
+            ("slc 128, masked, parts", architecture, lambda: selected(64, 4, 128, 128, "masked", part_queries=192)),
             ("slc 128, by query", architecture, lambda: selected(64, 4, 128, 128, "query")),
             ("scoring", architecture, lambda: scoring(64, 4, 128)),
         ]
@@ -86,6 +87,7 @@ def calls():
         ("win 192/128", "hopper", lambda: attention(64, 4, 192, 128, "win")),
         ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "gathered", packed=True)),
         ("slc 64 packed, masked", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True)),
+        ("slc 64, parts", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True, part_queries=192)),
         ("slc 64/128 packed", "hopper", lambda: selected(16, 2, 64, 128, "gathered", packed=True)),
         ("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "gathered")),
         ("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "gathered", torch.float32)),
@@ -111,7 +113,7 @@ def test_every_kernel_is_compiled(rows):
         "importance_kernel",
         "choice_kernel",
     )
-    names += ("reduce_slots_kernel", "reduce_pieces_kernel")
+    names += ("reduce_slots_kernel", "reduce_pieces_kernel", "sum_parts_of_blocks_kernel")
     assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
     written_for_hopper = ("hopper_forward_kernel", "hopper_d_q_kernel", "hopper_d_k_d_v_kernel", "row_numbers_kernel")
     assert {(name, "hopper") for name in written_for_hopper} <= kernels

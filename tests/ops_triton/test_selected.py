@@ -166,8 +166,63 @@ def test_strides_and_what_no_query_sees(order: str, device: str) -> None:
 def test_order_follows_from_the_shape() -> None:
     from trifocal.ops.triton.selected import choose_order
 
-    assert choose_order(1, 1, 65536, 16, 64) == "query"
-    assert choose_order(1, 1, 64, 16, 64) == "query"
-    assert choose_order(16, 2048, 2048, 16, 64) == "masked"
-    assert choose_order(1, 65536, 65536, 16, 64) == "gathered"
-    assert choose_order(1, 512, 65536, 16, 64) == "gathered"
+    assert choose_order(1, 65536, 16, 64) == "query"
+    assert choose_order(1, 64, 16, 64) == "query"
+    assert choose_order(65536, 65536, 16, 64) == "gathered"
+    assert choose_order(512, 65536, 16, 64) == "gathered"
+    for length, forward, backward in ((2048, "masked", "masked"), (4096, "masked", "gathered")):
+        assert choose_order(length, length, 16, 64) == forward
+        assert choose_order(length, length, 16, 64, backward=True) == backward
+        assert choose_order(length, length, 16, 64, backward=True, packed=True) == forward
+    for backward in (False, True):
+        assert choose_order(4097, 4097, 16, 64, backward=backward, packed=True) == "gathered"
+
+
+def test_programs_are_cut_where_there_are_few() -> None:
+    from trifocal.ops.triton.selected_tiles import part_of_queries
+
+    # 16 sequences of 2,048 tokens, 12/2 heads: 1,024 blocks are enough for 132 multiprocessors.
+    assert part_of_queries(2048, 6, 16 * 2 * 32, 132) == 2048
+    # Two of them: 128 blocks, of which the first has 192 tiles of 64 rows; parts of 18.
+    assert part_of_queries(2048, 6, 2 * 2 * 32, 132) == 192
+    assert part_of_queries(2048, 16, 4 * 32, 132) == 192
+    # Short ones: no less than 16 tiles of rows.
+    assert part_of_queries(1024, 1, 8, 132) == 1024
+    assert part_of_queries(1024, 16, 16, 132) == 64
+
+
+@pytest.mark.parametrize("part_queries", [7, 48])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("three heads a group, two batch entries", 53, 53, 6, 2, 24, 40, batch=2),
+        Case("fewer queries than keys", 37, 90, 4, 1, 48, 16),
+        Case("many batch entries and groups", 50, 50, 3, 3, batch=3),
+        Case("packed: long, 1 token, exactly a block, a block and one", 70, 70, 4, 2, lengths=(36, 1, 16, 17)),
+        Case("blocks of no power of two, one head a group", 50, 100, 2, 2, geometry=NO_POWER, places=2),
+    ],
+    ids=lambda case: case.why,
+)
+def test_parts_of_a_block_are_added(
+    case: Case, part_queries: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cut at any query, with a gate, the parts add up to the gradient; what no part wrote is not read."""
+    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_backward import selected_backward
+
+    q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
+    gate = torch.rand(q.shape[:3], generator=torch.Generator().manual_seed(3)).to(device)
+    expected = exact(case, *(x.cpu() for x in (q, k, v, d_o * gate[..., None], chosen)))[1:]
+    documents, scale = documents_of(case, device), case.dim**-0.5
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents, order="masked")
+
+    def poisoned(*size, dtype, **options):
+        return torch.zeros(*size, dtype=dtype, **options).fill_(math.nan if dtype.is_floating_point else 0)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    got = selected_backward(
+        d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents,
+        order="masked", gate=gate, part_queries=part_queries,
+    )  # fmt: skip
+    for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, expected, strict=True):
+        assert_close(name, actual, wanted, torch.float32)

@@ -251,6 +251,22 @@ def block_place(
     return first_token, first_position
 
 
+@triton.jit
+def part_of_block(num_blocks, part_queries, SPLIT: tl.constexpr):
+    """This program's block, and the first query of its part and the first behind it.
+
+    The last part, which all blocks have, starts first.
+    """
+    block = tl.program_id(1)
+    begin = 0
+    end = 2**31 - 1
+    if SPLIT:
+        begin = (tl.num_programs(1) // num_blocks - 1 - block // num_blocks) * part_queries
+        end = begin + part_queries
+        block = block % num_blocks
+    return block, begin, end
+
+
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_words"])
 def _choice_bits_kernel(
     selected_blocks,

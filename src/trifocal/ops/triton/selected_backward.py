@@ -28,6 +28,7 @@ from trifocal.ops.triton.choice_index import (
     choice_bits,
     documents_or,
     find_piece,
+    part_of_block,
     split_blocks,
 )
 from trifocal.ops.triton.combine import row_sums
@@ -36,6 +37,7 @@ from trifocal.ops.triton.common import (
     add_product,
     architecture,
     load_tile,
+    multiprocessors,
     nothing_lost,
     split_width,
     store_tile,
@@ -48,16 +50,19 @@ from trifocal.ops.triton.selected import (
     LARGEST_BLOCK,
     choose_order,
     either,
+    heavy_first,
     load_slots,
     reduce_slots,
     rows_of_chunk,
 )
 from trifocal.ops.triton.selected_tiles import (
     FEWEST_HEADS_BY_ROLES,
+    MOST_TOGETHER,
     fits_by_hand,
     gathered_tile,
     masked_d_q_tile,
     masked_tile,
+    part_of_queries,
     partial_d_q_type,
     sizes_by_hand,
 )
@@ -275,12 +280,13 @@ def masked_d_q_kernel(
     num_queries, query_shift, num_keys, num_words, score_scale, scale,
     GROUPS: tl.constexpr, REP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """d_q of one tile of rows; tiles with the longest past start first."""
-    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
-    batch = (tl.program_id(1) // GROUPS).to(tl.int64)
-    group = tl.program_id(1) % GROUPS
+    """d_q of one tile of rows, in the order of the forward kernel."""
+    first_row, batch_group = heavy_first(ROWS, TOGETHER)
+    batch = (batch_group // GROUPS).to(tl.int64)
+    group = batch_group % GROUPS
     row = first_row + tl.arange(0, ROWS)
     exists = row < num_queries * REP
     row = tl.where(exists, row, 0)
@@ -330,7 +336,7 @@ def masked_d_q_kernel(
         if BLOCK < KEYS:
             first_masked = 0 * end_block
         for word in range((end_block + 31) // 32):
-            word_place = (tl.program_id(1).to(tl.int64) * num_words + word) * num_queries
+            word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
             tile_bits = tl.reduce(chosen_bits, 0, either)
             first = word * 32
@@ -354,20 +360,24 @@ def masked_d_q_kernel(
         store_tile(d_q, place, exists, d_q_2 * scale, D_1, D_2, D)
 
 
-@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words"])
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words", "num_blocks", "part_queries"])
 def masked_d_kv_kernel(
     q, k, v, d_o, lse, delta, gate, d_k, d_v, bits, block_documents, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
-    num_queries, query_shift, num_keys, num_words, score_scale, scale,
+    num_queries, query_shift, num_keys, num_words, num_blocks, part_queries, score_scale, scale,
     GROUPS: tl.constexpr, REP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
-    """d_k and d_v of one block, over the rows of all queries behind it; the blocks with most queries start first."""
-    block = tl.program_id(1)
+    """d_k and d_v of one block, over the rows of all queries behind it; the blocks with most queries start first.
+
+    With SPLIT over those of one part alone: into [parts, B, S, G, D] and [.., V], nothing where a part has no rows.
+    """
+    block, begin_query, end_query = part_of_block(num_blocks, part_queries, SPLIT)
     batch = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
     document_start = 0 * block
@@ -380,7 +390,9 @@ def masked_d_kv_kernel(
         block = block - document_start // BLOCK - document
     first_position = block * BLOCK
     first_token = document_start + first_position
-    if first_token < document_end:
+    begin_query = tl.maximum(tl.maximum(first_token - query_shift, 0), begin_query)
+    end_query = tl.minimum(document_end - query_shift, end_query)
+    if (first_token < document_end) & ((begin_query < end_query) | (not SPLIT)):
         in_block = tl.arange(0, KEYS)
         key_exists = (in_block < BLOCK) & (first_token + in_block < document_end)
         q += batch * q_batch_stride + group * REP * q_head_stride
@@ -404,14 +416,13 @@ def masked_d_kv_kernel(
         lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
         lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
         word_place = (tl.program_id(0).to(tl.int64) * num_words + block // 32) * num_queries
-        first_query = tl.maximum(first_token - query_shift, 0)
-        end_row = (document_end - query_shift) * REP
-        for first_row in tl.range(first_query * REP, end_row, ROWS):
+        end_row = end_query * REP
+        for first_row in tl.range(begin_query * REP, end_row, ROWS):
             row = first_row + tl.arange(0, ROWS)
             query = row // REP
             head = row % REP
             in_tile = row < end_row
-            query = tl.where(in_tile, query, first_query)
+            query = tl.where(in_tile, query, begin_query)
             word = tl.load(bits + word_place + query, mask=in_tile, other=0)
             exists = ((word >> (block & 31)) & 1) != 0
             place = (batch * num_queries + query) * (GROUPS * REP) + group * REP + head
@@ -440,7 +451,9 @@ def masked_d_kv_kernel(
             d_k_1, lost_k_1 = add_product(d_k_1, lost_k_1, d_scores, q_1)
             if D_2 > 0:
                 d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, d_scores, q_2)
-        # d_k and d_v are contiguous, [B, S, G, *].
+        # d_k and d_v are contiguous, [B, S, G, *] or, split, [parts, B, S, G, *].
+        if SPLIT:
+            batch += (begin_query // part_queries).to(tl.int64) * (tl.num_programs(0) // GROUPS)
         key_place = (batch * num_keys + first_token + in_block) * GROUPS + group
         store_tile(d_k, key_place * D, key_exists, d_k_1 * scale, 0, D_1, D)
         store_tile(d_v, key_place * V, key_exists, d_v_1, 0, V_1, V)
@@ -448,6 +461,47 @@ def masked_d_kv_kernel(
             store_tile(d_k, key_place * D, key_exists, d_k_2 * scale, D_1, D_2, D)
         if V_2 > 0:
             store_tile(d_v, key_place * V, key_exists, d_v_2, V_1, V_2, V)
+
+
+@triton.jit
+def _sum_parts_of_rows(
+    parts, total, row, exists, begin, end, count, ROWS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr
+):
+    """Add rows of parts [parts, count, WIDTH] in order, each from its first part to its last."""
+    columns = tl.arange(0, WIDTH_PAD)
+    inside = exists[:, None] & (columns < WIDTH)[None, :]
+    place = row.to(tl.int64)[:, None] * WIDTH + columns[None, :]
+    value = tl.zeros([ROWS, WIDTH_PAD], tl.float32)
+    first_part = tl.min(tl.where(exists, begin, 2**30))
+    for part in tl.range(first_part, tl.max(tl.where(exists, end, 0)), loop_unroll_factor=4):
+        keep = inside & ((begin <= part) & (part < end))[:, None]
+        value += tl.load(parts + part * count.to(tl.int64) * WIDTH + place, mask=keep, other=0.0)
+    tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "part_queries", "count"])
+def sum_parts_of_blocks_kernel(
+    d_k_parts, d_v_parts, d_k, d_v, ids, cu_seqlens, num_queries, query_shift, num_keys, part_queries, count,
+    GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
+    BLOCK: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """d_k, or d_v, of some keys from the parts whose queries lie behind the key's block, in order."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists = row < count
+    token = tl.where(exists, row, 0) // GROUPS % num_keys
+    document_start = token * 0
+    document_end = document_start + num_keys
+    if PACKED:
+        document = tl.load(ids + token)
+        document_start = tl.load(cu_seqlens + document)
+        document_end = tl.load(cu_seqlens + document + 1)
+    block_start = token - (token - document_start) % BLOCK
+    begin = tl.maximum(block_start - query_shift, 0) // part_queries
+    end = tl.cdiv(tl.maximum(document_end - query_shift, 0), part_queries)
+    if tl.program_id(1) == 0:
+        _sum_parts_of_rows(d_k_parts, d_k, row, exists, begin, end, count, ROWS, D, D_PAD)
+    else:
+        _sum_parts_of_rows(d_v_parts, d_v, row, exists, begin, end, count, ROWS, V, V_PAD)
 
 
 def selected_backward(
@@ -469,6 +523,7 @@ def selected_backward(
     tile_d_q: Tile | None = None,
     buffer_bytes: int = BUFFER_BYTES,
     by_hand: bool | None = None,
+    part_queries: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `selected_forward`.
 
@@ -486,7 +541,8 @@ def selected_backward(
         tile: A configuration of the d_k, d_v kernel; `keys` is how many slots a piece has.
         tile_d_q: A configuration of the masked order's d_q kernel.
         buffer_bytes: Partial d_q that may be held at a time.
-        by_hand: Whether keys-outside runs the kernel scheduled by hand for Hopper; None: where it can.
+        by_hand: Whether the kernels scheduled by hand for Hopper run; None: where they can.
+        part_queries: Of how many queries one program of the masked order's d_k, d_v takes the rows.
 
     Returns:
         d_q, d_k, d_v in the types of q, k, v, contiguous.
@@ -496,7 +552,9 @@ def selected_backward(
     num_keys, groups, value_dim = v.shape[1:]
     selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, LARGEST_BLOCK)
     places = selected_blocks.shape[-1]
-    order = order or choose_order(batch, num_queries, num_keys, places, block_size)
+    order = order or choose_order(
+        num_queries, num_keys, places, block_size, backward=True, packed=documents is not None
+    )
     rep = num_heads // groups
     widths, value_widths = split_width(dim), split_width(value_dim)
     delta = row_sums(d_o, o.contiguous()) if delta is None else delta.contiguous()
@@ -519,10 +577,12 @@ def selected_backward(
         tile_d_q = tile_d_q or masked_d_q_tile(q.dtype, widths.padded, value_widths.padded)
         d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
-        masked_d_q_kernel[(triton.cdiv(num_queries * rep, tile_d_q.rows), batch * groups)](
+        grid = triton.cdiv(num_queries * rep, tile_d_q.rows), batch * groups
+        together = batch * groups <= MOST_TOGETHER
+        masked_d_q_kernel[grid[::-1] if together else grid](
             q, k, v, d_o, lse, delta, gates, d_q, bits, ids, positions, cu_seqlens, *all_strides, *shift,
             bits.shape[2], score_scale, scale,
-            **shape, ROWS=tile_d_q.rows, num_warps=tile_d_q.warps, num_stages=tile_d_q.stages,
+            **shape, TOGETHER=together, ROWS=tile_d_q.rows, num_warps=tile_d_q.warps, num_stages=tile_d_q.stages,
             maxnreg=tile_d_q.registers,
         )  # fmt: skip
         num_blocks, block_documents = -(-num_keys // block_size), lse
@@ -533,16 +593,32 @@ def selected_backward(
             first_blocks = cu_seqlens[:-1] // block_size + every_document
             every_block = torch.arange(num_blocks, dtype=torch.int32, device=q.device)
             block_documents = torch.searchsorted(first_blocks, every_block, right=True, out_int32=True) - 1
+        part_queries = part_queries or part_of_queries(
+            num_queries, rep, batch * groups * num_blocks, multiprocessors(q.device)
+        )
+        parts = triton.cdiv(num_queries, part_queries)
+        sums = d_k, d_v
+        if parts > 1:
+            sums = tuple(torch.empty(parts, *x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
         masked, configuration = masked_d_kv_kernel, {**shape, "ROWS": tile.rows}
         if by_hand:
             from trifocal.ops.triton.selected_hopper import masked_d_kv_hopper_kernel
 
             masked, configuration = masked_d_kv_hopper_kernel, sizes_by_hand(shape)
-        masked[(batch * groups, num_blocks)](
-            q, k, v, d_o, lse, delta, gates, d_k, d_v, bits, block_documents, cu_seqlens, *all_strides, *shift,
-            bits.shape[2], score_scale, scale,
-            **configuration, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        masked[(batch * groups, num_blocks * parts)](
+            q, k, v, d_o, lse, delta, gates, *sums, bits, block_documents, cu_seqlens, *all_strides, *shift,
+            bits.shape[2], num_blocks, part_queries, score_scale, scale,
+            **configuration, SPLIT=parts > 1, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
+        if parts > 1:
+            count = batch * num_keys * groups
+            columns = [triton.next_power_of_2(width) for width in (dim, value_dim)]
+            rows = max(1, 1024 // max(columns))
+            sum_parts_of_blocks_kernel[(triton.cdiv(count, rows), 2)](
+                *sums, d_k, d_v, ids, cu_seqlens, *shift, part_queries, count,
+                GROUPS=groups, D=dim, D_PAD=columns[0], V=value_dim, V_PAD=columns[1],
+                BLOCK=block_size, PACKED=documents is not None, ROWS=rows,
+            )  # fmt: skip
         return d_q, d_k, d_v
 
     hopper = architecture(q.device) == "hopper"

@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trifocal.ops.triton.choice_index import block_place, find_piece
+from trifocal.ops.triton.choice_index import block_place, find_piece, part_of_block
 
 LOWEST = gl.constexpr(-1.0e30)
 
@@ -318,18 +318,21 @@ def gathered_backward_hopper_kernel(
         gl.store(d_v_parts + key_v_out[:, None] * V + out_v[None, :], d_v)
 
 
-@gluon.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words"])
+@gluon.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words", "num_blocks", "part_queries"])
 def masked_d_kv_hopper_kernel(
     q, k, v, d_o, lse, delta, gate, d_k, d_v, bits, block_documents, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
-    num_queries, query_shift, num_keys, num_words, score_scale, scale,
+    num_queries, query_shift, num_keys, num_words, num_blocks, part_queries, score_scale, scale,
     GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
-    BLOCK: gl.constexpr, PACKED: gl.constexpr, GATED: gl.constexpr,
+    BLOCK: gl.constexpr, PACKED: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """d_k and d_v of one block, over the rows of all queries behind it; the blocks with most queries start first."""
+    """d_k and d_v of one block, over the rows of all queries behind it; the blocks with most queries start first.
+
+    With SPLIT over those of one part alone: into [parts, B, S, G, D] and [.., V], nothing where a part has no rows.
+    """
     ROWS: gl.constexpr = 64
     TYPE: gl.constexpr = q.dtype.element_ty
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -344,7 +347,7 @@ def masked_d_kv_hopper_kernel(
     shared_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], TYPE)
     shared_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], TYPE)
 
-    block = gl.program_id(1)
+    block, begin_query, end_query = part_of_block(num_blocks, part_queries, SPLIT)
     batch = (gl.program_id(0) // GROUPS).to(gl.int64)
     group = gl.program_id(0) % GROUPS
     document_start = 0 * block
@@ -356,7 +359,9 @@ def masked_d_kv_hopper_kernel(
         document_end = gl.load(cu_seqlens + document + 1)
         block = block - document_start // BLOCK - document
     first_token = document_start + block * BLOCK
-    if first_token < document_end:
+    begin_query = gl.maximum(gl.maximum(first_token - query_shift, 0), begin_query)
+    end_query = gl.minimum(document_end - query_shift, end_query)
+    if (first_token < document_end) & ((begin_query < end_query) | (not SPLIT)):
         q += batch * q_batch_stride + group * REP * q_head_stride
         d_o += batch * d_batch_stride + group * REP * d_head_stride
         k += batch * k_batch_stride + first_token.to(gl.int64) * k_time_stride + group * k_head_stride
@@ -366,14 +371,13 @@ def masked_d_kv_hopper_kernel(
         row_s = gl.arange(0, ROWS, score_rows)
         columns_d = gl.arange(0, D, gl.SliceLayout(0, wide_d))
         columns_v = gl.arange(0, V, gl.SliceLayout(0, wide_v))
-        first_query = gl.maximum(first_token - query_shift, 0)
-        end_row = (document_end - query_shift) * REP
+        end_row = end_query * REP
         # Rows behind the last take its queries again, and add nothing.
         last = end_row - 1
         tiles_q = gl.allocate_shared_memory(TYPE, [2, ROWS, D], shared_d)
         tiles_d_o = gl.allocate_shared_memory(TYPE, [2, ROWS, V], shared_v)
-        ask_d = gl.minimum(first_query * REP + row_d, last)
-        ask_v = gl.minimum(first_query * REP + row_v, last)
+        ask_d = gl.minimum(begin_query * REP + row_d, last)
+        ask_v = gl.minimum(begin_query * REP + row_v, last)
         _ask_for(q, ask_d // REP, ask_d % REP, tiles_q.index(0), columns_d, q_time_stride, q_head_stride)
         _ask_for(d_o, ask_v // REP, ask_v % REP, tiles_d_o.index(0), columns_v, d_time_stride, d_head_stride)
 
@@ -390,13 +394,13 @@ def masked_d_kv_hopper_kernel(
         key_token = first_token + gl.arange(0, BLOCK, gl.SliceLayout(0, of_scores))
         words = bits + (gl.program_id(0).to(gl.int64) * num_words + block // 32) * num_queries
         first_place = batch * num_queries * (GROUPS * REP) + group * REP
-        row = gl.minimum(first_query * REP + row_s, last)
+        row = gl.minimum(begin_query * REP + row_s, last)
         word = gl.load(words + row // REP)
         place = first_place + row // REP * (GROUPS * REP) + row % REP
-        exists = (((word >> (block & 31)) & 1) != 0) & (first_query * REP + row_s < end_row)
+        exists = (((word >> (block & 31)) & 1) != 0) & (begin_query * REP + row_s < end_row)
         lse_2, delta_row, gate_row = _row_numbers(lse, delta, gate, place, exists, GATED)
         turn = 0
-        for first in range(first_query * REP, end_row, ROWS):
+        for first in range(begin_query * REP, end_row, ROWS):
             async_copy.wait_group(0)
             queries = tiles_q.index(turn)
             d_o_tile = tiles_d_o.index(turn)
@@ -432,11 +436,15 @@ def masked_d_kv_hopper_kernel(
             )[:2]
             turn = turn ^ 1
         async_copy.wait_group(0)
-        # d_k and d_v are contiguous, [B, S, G, *].
+        # d_k and d_v are contiguous, [B, S, G, *] or, split, [parts, B, S, G, *].
+        if SPLIT:
+            batch += (begin_query // part_queries).to(gl.int64) * (gl.num_programs(0) // GROUPS)
         key_k = gl.arange(0, BLOCK, gl.SliceLayout(1, of_d))
         key_v = gl.arange(0, BLOCK, gl.SliceLayout(1, of_v))
         first_key = batch * num_keys + first_token
         out_k = ((first_key + key_k) * GROUPS + group)[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, of_d))[None, :]
         out_v = ((first_key + key_v) * GROUPS + group)[:, None] * V + gl.arange(0, V, gl.SliceLayout(0, of_v))[None, :]
-        gl.store(d_k + out_k, (total_k * scale).to(TYPE), mask=(first_token + key_k < document_end)[:, None])
-        gl.store(d_v + out_v, total_v.to(TYPE), mask=(first_token + key_v < document_end)[:, None])
+        gl.store(
+            d_k + out_k, (total_k * scale).to(d_k.dtype.element_ty), mask=(first_token + key_k < document_end)[:, None]
+        )
+        gl.store(d_v + out_v, total_v.to(d_v.dtype.element_ty), mask=(first_token + key_v < document_end)[:, None])

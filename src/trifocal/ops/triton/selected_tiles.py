@@ -8,6 +8,14 @@ from trifocal.ops.triton.common import Tile, is_hopper, strides
 
 # A slot's rows must fill the 8 rows that shared memory's pattern repeats after, to be copied into a tile by themselves.
 FEWEST_HEADS_BY_ROLES = 8
+# Up to this many batch entries and groups, the masked order starts their longest tiles all at once. With more, the
+# others fill the time until the last of them ends, and neighbouring programs share keys.
+MOST_TOGETHER = 8
+# Programs a multiprocessor from which on the masked order's d_k, d_v leaves a block's rows together, and about as many
+# as it makes otherwise. Measured: benchmarks/probe_selected.py --only masked.
+ENOUGH_PROGRAMS = 12
+# Rows of a part: 16 tiles, beside which loading a block and storing its sums is little.
+FEWEST_ROWS_OF_A_PART = 1024
 
 
 def fits_by_hand(order: str, *tensors: Tensor, rep: int, block_size: int) -> bool:
@@ -64,11 +72,27 @@ def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_han
 
 def masked_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool) -> Tile:
     if by_hand:
-        return Tile(rows=64, keys=0, warps=4, stages=1, registers=168 if max(dim, value_dim) <= 64 else None)
+        return Tile(rows=64, keys=0, warps=4, stages=1)
     if dtype == torch.float32:
         return Tile(rows=16, keys=0, warps=8, stages=1)
     wide = max(dim, value_dim) > 128
     return Tile(rows=64, keys=0, warps=8, stages=1) if wide else Tile(rows=64, keys=0, warps=4, stages=1)
+
+
+def part_of_queries(num_queries: int, rep: int, blocks: int, multiprocessors: int) -> int:
+    """Of how many queries one program of the masked order's d_k, d_v takes the rows.
+
+    Of all, where there are programs enough; otherwise a program's work is cut at multiples of this many queries, so
+    that the first block, which all queries may choose, is not the work of one.
+
+    Args:
+        num_queries: T.
+        rep: Heads of a group.
+        blocks: Blocks of all batch entries and groups.
+        multiprocessors: Those of the device.
+    """
+    parts = min(ENOUGH_PROGRAMS * multiprocessors // blocks, num_queries * rep // FEWEST_ROWS_OF_A_PART)
+    return triton.cdiv(triton.cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries
 
 
 def masked_d_q_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:
@@ -76,7 +100,7 @@ def masked_d_q_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:
         return Tile(rows=16, keys=0, warps=8, stages=1)
     columns = max(dim, value_dim)
     if columns <= 64:
-        return Tile(rows=128, keys=0, warps=8, stages=3)
+        return Tile(rows=64, keys=0, warps=4, stages=2, registers=168)
     return Tile(rows=64, keys=0, warps=4, stages=2) if columns <= 128 else Tile(rows=64, keys=0, warps=8, stages=1)
 
 

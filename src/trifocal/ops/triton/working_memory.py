@@ -2,7 +2,8 @@
 
 They are freed before the launcher returns, so only the largest counts. What grows with tokens: the index of the
 choice and the partial results of selected attention where it goes through keys (`"gathered"`), up to `BUFFER_BYTES`;
-the importance of blocks, up to that module's; bits of the choice otherwise.
+the importance of blocks, up to that module's; bits of the choice otherwise and, where programs are few, d_k and d_v in
+parts.
 """
 
 import torch
@@ -11,9 +12,11 @@ from trifocal.ops.geometry import Geometry
 from trifocal.ops.triton import scoring
 from trifocal.ops.triton.common import split_width
 from trifocal.ops.triton.selected import BUFFER_BYTES, LARGEST_BLOCK, choose_order, rows_of_chunk
-from trifocal.ops.triton.selected_tiles import gathered_tile, partial_d_q_type
+from trifocal.ops.triton.selected_tiles import gathered_tile, part_of_queries, partial_d_q_type
 
 _FP32, _INT32, _INT64 = 4, 4, 8
+# An H100's and H200's; with fewer, sums are kept in fewer parts.
+MULTIPROCESSORS = 132
 
 
 def forward_working_bytes(
@@ -36,7 +39,7 @@ def forward_working_bytes(
     scored = geometry.num_selection_blocks(length) > geometry.num_selected_blocks
     importance = min(length * row, scoring.BUFFER_BYTES) if scored else 0
     choice = _Choice(geometry, batch, length, groups)
-    if not choice.gathered:
+    if not choice.gathered():
         return max(importance, choice.bits)
     slots = choice.slots_of_chunk(heads // groups * value_dim * item)
     partial = slots * heads // groups * (value_dim * item + _FP32)
@@ -49,9 +52,11 @@ def backward_working_bytes(
     """Most that a stage of the backward pass allocates for itself; arguments as in `forward_working_bytes`."""
     choice = _Choice(geometry, batch, length, groups)
     numbers = _FP32 * batch * length * heads
-    if not choice.gathered:
-        return numbers + choice.bits
     rep = heads // groups
+    if not choice.gathered(backward=True):
+        parts = -(-length // part_of_queries(length, rep, choice.keys, MULTIPROCESSORS))
+        sums = parts * _FP32 * batch * length * groups * (dim + value_dim) if parts > 1 else 0
+        return numbers + choice.bits + sums
     dtype = torch.float32 if item == _FP32 else torch.bfloat16
     item = partial_d_q_type(dtype, choice.places, by_hand=False).itemsize
     slots = choice.slots_of_chunk(rep * dim * item)
@@ -76,8 +81,12 @@ class _Choice:
         self.num_slots = self.rows * self.row_slots
         num_blocks = -(-length // self.block)
         self.keys = batch * groups * num_blocks
-        self.gathered = choose_order(batch, length, length, self.places, self.block) == "gathered"
+        self.length = length
         self.bits = _INT32 * self.rows * groups * -(-num_blocks // 32)
+
+    def gathered(self, backward: bool = False) -> bool:
+        """Whether the order is keys outside."""
+        return choose_order(self.length, self.length, self.places, self.block, backward=backward) == "gathered"
 
     @property
     def index(self) -> int:
