@@ -94,6 +94,7 @@ class Problem:
         self.k, self.v = normal(batch, length, groups, dim), normal(batch, length, groups, value_dim)
         blocks = PAPER.num_compressed_blocks(length)
         self.k_cmp = normal(batch, blocks, groups, dim)
+        self.gate = torch.rand(batch, length, heads, generator=generator, device="cuda").bfloat16()
         # Any finite number serves for the time; the choice below is made with it, too.
         self.lse = torch.full((batch, length, heads), 5.0, device="cuda")
         self.scale = dim**-0.5
@@ -231,7 +232,12 @@ def check(worker: int) -> None:
             exact = reference.selected_attention(*leaves, chosen, geometry, scale, documents)
             d_exact = d_o.double() if gate is None else d_o.double() * gate.double()[..., None]
             exact_gradients = torch.autograd.grad(exact, leaves, d_exact)
-            for order, by_hand in [(order, hand) for order in orders for hand in (True, False)]:
+            variants = [(order, hand, None) for order in orders for hand in (True, False)]
+            # Parts of as many queries, and no parts.
+            variants += [
+                ("masked", hand, part) for hand in (True, False) for part in (100, 10**6) if "masked" in orders
+            ]
+            for order, by_hand, part in variants:
                 if by_hand and order == "query":
                     continue
                 try:
@@ -248,7 +254,7 @@ def check(worker: int) -> None:
                         if order != "query":
                             got += selected_backward(
                                 d_o, q, k, v, o, lse, chosen, geometry, scale, documents,
-                                gate=gate, order=order, by_hand=by_hand,
+                                gate=gate, order=order, by_hand=by_hand, part_queries=part,
                             )  # fmt: skip
                         same = first is None or all(torch.equal(a, b) for a, b in zip(first, got, strict=True))
                         first = got
@@ -256,10 +262,11 @@ def check(worker: int) -> None:
                     verdict = "ok" if max(errors) <= allowed and same else "WRONG"
                     say(
                         f"check {verdict:5} {str(dtype)[6:]:8} {order:8} {'by hand' if by_hand else '':7} {why:16} "
+                        f"{'' if part is None else f'parts of {part} '}"
                         + " ".join(f"{e:.1e}" for e in errors)
                         + f" (allowed {allowed:.1e}) equal bits {same}"
                     )
-                    results[f"check {dtype} {order} {by_hand} {why}"] = [verdict, errors, allowed, same]
+                    results[f"check {dtype} {order} {by_hand} {part} {why}"] = [verdict, errors, allowed, same]
                 except Exception:
                     say(f"check FAIL {dtype} {order} {why}\n{traceback.format_exc(limit=-4)[-1500:]}")
             if documents is None and geometry.num_selected_blocks < blocks:
@@ -446,6 +453,7 @@ def profile(title: str, call: Callable[[], Any]) -> None:
 
 
 def plain(option: Any) -> str:
+    """A configuration in few letters."""
     if isinstance(option, Tile):
         return "/".join(str(x) for x in option)
     if isinstance(option, dict):
