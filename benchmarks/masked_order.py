@@ -4,7 +4,8 @@
 
 Twelve processes compare values and gradients with float64 (`probe_selected.check`) and compile what is timed. Then
 each variant is called with gates, as in training, compared with keys outside, and the device's time is written down by
-kernel: an eager call of these sizes takes longer on the host. To the screen, and to `$OUT/masked_order.json`.
+kernel: an eager call of these sizes may take longer on the host, as the row "whole" shows, a training call of all three
+branches timed with events besides. To the screen, and to `$OUT/masked_order.json`.
 """
 
 import argparse
@@ -24,9 +25,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from probe_selected import SHAPES, WORKERS, Problem, check, error, plain, say  # noqa: E402
+from probe_selected import PAPER, SHAPES, WORKERS, Problem, check, error, milliseconds, plain, say  # noqa: E402
 from torch import Tensor  # noqa: E402
 
+from trifocal import nsa_attention  # noqa: E402
 from trifocal.ops.triton import selected, selected_backward  # noqa: E402
 from trifocal.ops.triton.common import Tile  # noqa: E402
 
@@ -96,6 +98,19 @@ def other_start(problem: Problem, title: str, call: Callable[..., Any]) -> tuple
     return f"{title}, started {'apart' if together else 'together'}", other
 
 
+def whole(problem: Problem) -> Callable[[], Any]:
+    """A training call of all three branches."""
+    pairs = (problem.k_cmp, problem.k_cmp, problem.k, problem.v, problem.k, problem.v)
+    gates = problem.gate[..., None].expand(*problem.gate.shape, 3).contiguous()
+    leaves = [x.detach().requires_grad_() for x in (problem.q, *pairs, gates)]
+
+    def call() -> Any:
+        o = nsa_attention(*leaves, PAPER, backend="triton")
+        return torch.autograd.grad(o, leaves, problem.d_o)
+
+    return call
+
+
 def device_time(call: Callable[[], Any], calls: int = 5) -> tuple[float, dict[str, float]]:
     """Microseconds of all kernels of a call, and of the longest of them; the mean of a few calls."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
@@ -111,6 +126,11 @@ def measure(seconds: float, results: dict[str, Any]) -> None:
     """All variants of all shapes, as far as the seconds go."""
     for name in MEETING:
         problem = Problem(name)
+        call = whole(problem)
+        events = milliseconds(call)
+        total, kernels = device_time(call)
+        say(f"whole {name:12} {total:8.1f} us, by events {1000 * events:.1f}: {kernels}")
+        results[f"{name} whole"] = {"us": total, "events_us": 1000 * events, "kernels_us": kernels}
         saved = problem.forward(order="gathered")
         expected: dict[str, Any] = {}
         for title, call in variants(problem):
@@ -138,7 +158,7 @@ def compile_share(worker: int) -> None:
     for name in COMPILED:
         problem = Problem(name)
         zeros = torch.zeros_like(problem.d_o), torch.zeros_like(problem.lse)
-        for title, call in variants(problem):
+        for title, call in [("whole", whole(problem)), *variants(problem)]:
             number += 1
             if number % WORKERS != worker:
                 continue
