@@ -77,6 +77,10 @@ def test_rules_and_buffers_are_those_of_the_code():
     masked, geometry = constant("selected.py", "MASKED_UP_TO"), Geometry()
     tokens = masked * geometry.num_selected_blocks * geometry.selection_block_size
     assert f"at most {masked} times `n` blocks ({tokens:,} tokens" in spread
+    backward = constant("selected.py", "MASKED_BACKWARD_UP_TO")
+    assert f"Backward changes at {backward} times `n` blocks ({tokens * backward // masked:,} tokens)" in spread
+    assert f"fewer than {constant('selected_tiles.py', 'ENOUGH_PROGRAMS')} programs a multiprocessor" in spread
+    assert f"with up to {constant('selected_tiles.py', 'MOST_TOGETHER')} batch entries and groups" in spread
     assert f"fewer than {constant('selected.py', 'FEWEST_SHARERS')} queries" in spread
     buffer = constant("selected.py", "BUFFER_BYTES")
     chunk = buffer // (HEADS * geometry.num_selected_blocks * DIM * 2) // 64 * 64
@@ -90,7 +94,7 @@ def test_rules_and_buffers_are_those_of_the_code():
 
 def test_functions_that_the_page_names_exist():
     source = "\n".join(text_of(path) for path in [*KERNELS.glob("*.py"), ROOT / "src/trifocal/ops/fused.py"])
-    for name in ("choose_order", "choose_hopper", "fits_by_hand"):
+    for name in ("choose_order", "choose_hopper", "fits_by_hand", "part_of_queries"):
         assert f"`{name}`" in PAGE
         assert f"def {name}(" in source
     from trifocal.ops.triton.selected_tiles import FEWEST_HEADS_BY_ROLES
