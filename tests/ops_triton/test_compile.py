@@ -77,8 +77,7 @@ def calls():
             ("cmp 128", architecture, lambda: attention(64, 4, 128, 128, "cmp")),
             ("win 64", architecture, lambda: attention(12, 2, 64, 64, "win")),
             ("slc 128, keys outside", architecture, lambda: selected(64, 4, 128, 128, "gathered")),
-            ("slc 64, masked", architecture, lambda: selected(12, 2, 64, 64, "masked")),
-            ("slc 128, masked, parts", architecture, lambda: selected(64, 4, 128, 128, "masked", part_queries=192)),
+            ("slc 64, masked, parts", architecture, lambda: selected(12, 2, 64, 64, "masked", part_queries=192)),
             ("slc 128, by query", architecture, lambda: selected(64, 4, 128, 128, "query")),
             ("scoring", architecture, lambda: scoring(64, 4, 128)),
         ]
@@ -87,7 +86,7 @@ def calls():
         ("win 192/128", "hopper", lambda: attention(64, 4, 192, 128, "win")),
         ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "gathered", packed=True)),
         ("slc 64 packed, masked", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True)),
-        ("slc 64, parts", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True, part_queries=192)),
+        ("slc 128, masked", "hopper", lambda: selected(64, 4, 128, 128, "masked", part_queries=192)),
         ("slc 64/128 packed", "hopper", lambda: selected(16, 2, 64, 128, "gathered", packed=True)),
         ("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "gathered")),
         ("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "gathered", torch.float32)),
