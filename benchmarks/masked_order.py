@@ -76,6 +76,8 @@ def variants(problem: Problem) -> Iterator[tuple[str, Callable[..., Any]]]:
     yield backward("gathered", order="gathered")
     yield backward("masked", order="masked")
     yield other_start(problem, *backward("masked", order="masked"))
+    yield backward("masked by keys", order="masked", by_keys=True)
+    yield backward("masked by keys, whole", order="masked", by_keys=True, part_queries=WHOLE)
     for queries in PARTS:
         if queries == WHOLE or 2 * queries <= problem.tokens:
             title = "whole" if queries == WHOLE else f"parts of {queries}"

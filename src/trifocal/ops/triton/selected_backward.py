@@ -526,6 +526,7 @@ def selected_backward(
     buffer_bytes: int = BUFFER_BYTES,
     by_hand: bool | None = None,
     part_queries: int | None = None,
+    by_keys: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `selected_forward`.
 
@@ -545,6 +546,7 @@ def selected_backward(
         buffer_bytes: Partial d_q that may be held at a time.
         by_hand: Whether the kernels scheduled by hand for Hopper run; None: where they can.
         part_queries: Of how many queries one program of the masked order's d_k, d_v takes the rows.
+        by_keys: Whether that kernel for Hopper has keys as the rows of its products.
 
     Returns:
         d_q, d_k, d_v in the types of q, k, v, contiguous.
@@ -607,6 +609,10 @@ def selected_backward(
             from trifocal.ops.triton.selected_hopper import masked_d_kv_hopper_kernel
 
             masked, configuration = masked_d_kv_hopper_kernel, sizes_by_hand(shape)
+            if by_keys:
+                from trifocal.ops.triton.selected_masked_hopper import masked_d_kv_by_keys_kernel
+
+                masked = masked_d_kv_by_keys_kernel
         masked[(batch * groups, num_blocks * parts)](
             q, k, v, d_o, lse, delta, gates, *sums, bits, block_documents, cu_seqlens, *all_strides, *shift,
             bits.shape[2], num_blocks, part_queries, score_scale, scale,
