@@ -128,11 +128,14 @@ def measure(seconds: float, results: dict[str, Any]) -> None:
     """All variants of all shapes, as far as the seconds go."""
     for name in MEETING:
         problem = Problem(name)
-        call = whole(problem)
-        events = milliseconds(call)
-        total, kernels = device_time(call)
-        say(f"whole {name:12} {total:8.1f} us, by events {1000 * events:.1f}: {kernels}")
-        results[f"{name} whole"] = {"us": total, "events_us": 1000 * events, "kernels_us": kernels}
+        try:
+            call = whole(problem)
+            events = milliseconds(call)
+            total, kernels = device_time(call)
+            say(f"whole {name:12} {total:8.1f} us, by events {1000 * events:.1f}: {kernels}")
+            results[f"{name} whole"] = {"us": total, "events_us": 1000 * events, "kernels_us": kernels}
+        except Exception:
+            say(f"FAIL whole {name}\n{traceback.format_exc(limit=-3)[-800:]}")
         saved = problem.forward(order="gathered")
         expected: dict[str, Any] = {}
         for title, call in variants(problem):
