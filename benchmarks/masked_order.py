@@ -1,11 +1,11 @@
-"""The selected branch's loop orders where they meet, and parts of the masked one: first right, then how fast.
+"""The selected branch's loop orders where they meet, and the parts of the masked one: the device's times.
 
-    python benchmarks/masked_order.py [--seconds 58] [--check false]
+    python benchmarks/masked_order.py [--seconds 38] [--shapes "64/4 1x2048,..."]
 
-Twelve processes compare values and gradients with float64 (`probe_selected.check`) and compile what is timed. Then
-each variant is called with gates, as in training, compared with keys outside, and the device's time is written down by
-kernel: an eager call of these sizes may take longer on the host, as the row "whole" shows, a training call of all three
-branches timed with events besides. To the screen, and to `$OUT/masked_order.json`.
+A process for each kind of call compiles it. Then forward and backward of both orders, with gates as in training, run on
+every shape, the masked order's d_k, d_v as they are cut and whole. All must agree and give equal bits twice. Times are
+by kernel: an eager call of these sizes may take longer on the host. To the screen, and to `$OUT/masked_order.json`.
+`probe_selected.py --only check` compares with float64.
 """
 
 import argparse
@@ -16,101 +16,67 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT), str(ROOT / "benchmarks")]
 
 import torch  # noqa: E402
-from probe_selected import PAPER, SHAPES, WORKERS, Problem, check, error, milliseconds, plain, say  # noqa: E402
+from probe_selected import PAPER, SHAPES, Problem, error, say  # noqa: E402
 from torch import Tensor  # noqa: E402
-
-from trifocal import nsa_attention  # noqa: E402
-from trifocal.ops.triton import selected, selected_backward  # noqa: E402
-from trifocal.ops.triton.common import Tile  # noqa: E402
 
 # B, T, H, G, D, V; the most wanted first.
 MEETING = {
+    "64/4 1x2048": (1, 2048, 64, 4, 128, 128),
+    "32/8 1x2048": (1, 2048, 32, 8, 128, 128),
+    "64/4 1x4096": (1, 4096, 64, 4, 128, 128),
+    "32/8 1x4096": (1, 4096, 32, 8, 128, 128),
+    "64/4 1x1024": (1, 1024, 64, 4, 128, 128),
+    "32/8 1x1024": (1, 1024, 32, 8, 128, 128),
+    "64/4 1x8192": (1, 8192, 64, 4, 128, 128),
+    "32/8 1x8192": (1, 8192, 32, 8, 128, 128),
     "12/2 2x2048": (2, 2048, 12, 2, 64, 64),
     "12/2 16x2048": (16, 2048, 12, 2, 64, 64),
-    "64/4 1x2048": (1, 2048, 64, 4, 128, 128),
-    "64/4 1x4096": (1, 4096, 64, 4, 128, 128),
-    "12/2 4x2048": (4, 2048, 12, 2, 64, 64),
-    "32/8 1x2048": (1, 2048, 32, 8, 128, 128),
-    "64/4 1x1024": (1, 1024, 64, 4, 128, 128),
-    "64/4 1x8192": (1, 8192, 64, 4, 128, 128),
-    "32/8 1x4096": (1, 4096, 32, 8, 128, 128),
     "12/2 4x8192": (4, 8192, 12, 2, 64, 64),
-    "32/8 1x1024": (1, 1024, 32, 8, 128, 128),
-    "32/8 1x8192": (1, 8192, 32, 8, 128, 128),
 }
 SHAPES.update(MEETING)
 # Shapes among which all others find their kernels compiled: lengths are not compiled in.
-COMPILED = ("12/2 2x2048", "12/2 16x2048", "64/4 1x2048", "32/8 1x2048")
+COMPILED = ("64/4 1x1024", "32/8 1x1024", "12/2 2x2048")
 # A part of so many queries is the whole block.
 WHOLE = 10**6
-PARTS = (WHOLE, 512, 256, 128)
-# Tiles of d_k, d_v and of d_q, besides those that are chosen.
-NARROW_TILES = ((Tile(64, 0, 4, 1, 168), Tile(64, 0, 4, 3, 168)), (Tile(64, 0, 4, 1, 184), Tile(128, 0, 8, 3)))
-NARROW_FORWARD = (Tile(64, 0, 4, 3, 128), Tile(128, 0, 8, 3))
+VARIANTS: dict[str, dict[str, Any]] = {
+    "forward gathered": {"order": "gathered"},
+    "forward masked": {"order": "masked"},
+    "backward gathered": {"order": "gathered"},
+    "backward masked": {"order": "masked"},
+    "backward masked whole": {"order": "masked", "part_queries": WHOLE},
+}
 
 
-def variants(problem: Problem) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """What is tried on a shape: a title and a call; those of the backward pass take o and lse."""
+class Meeting(Problem):
+    """A shape with blocks chosen at random, the first and the query's own always: scoring need not be compiled."""
 
-    def forward(title: str, **options: Any) -> tuple[str, Callable[..., Any]]:
-        return f"forward {title}", lambda: problem.forward(**options)
-
-    def backward(title: str, **options: Any) -> tuple[str, Callable[..., Any]]:
-        return f"backward {title}", lambda o, lse: problem.backward(o, lse, gate=problem.gate, **options)
-
-    yield forward("gathered", order="gathered")
-    yield forward("masked", order="masked")
-    yield other_start(problem, *forward("masked", order="masked"))
-    narrow = problem.q.shape[-1] <= 64
-    for tile in NARROW_FORWARD if narrow else ():
-        yield forward(f"masked {plain(tile)}", order="masked", tile=tile)
-    yield backward("gathered", order="gathered")
-    yield backward("masked", order="masked")
-    yield other_start(problem, *backward("masked", order="masked"))
-    yield backward("masked by keys", order="masked", by_keys=True)
-    yield backward("masked by keys, whole", order="masked", by_keys=True, part_queries=WHOLE)
-    for queries in PARTS:
-        if queries == WHOLE or 2 * queries <= problem.tokens:
-            title = "whole" if queries == WHOLE else f"parts of {queries}"
-            yield backward(f"masked {title}", order="masked", part_queries=queries)
-    for tile, tile_d_q in NARROW_TILES if narrow else ():
-        title = f"masked {plain(tile)} {plain(tile_d_q)}"
-        yield backward(title, order="masked", tile=tile, tile_d_q=tile_d_q)
+    def score(self, **options: Any) -> Tensor:
+        batch, length, groups = self.q.shape[0], self.tokens, self.k.shape[2]
+        blocks = PAPER.num_selection_blocks(length)
+        generator = torch.Generator("cuda").manual_seed(1)
+        block = torch.arange(blocks, device="cuda")
+        own = torch.arange(length, device="cuda")[:, None] // PAPER.selection_block_size
+        drawn = torch.rand(batch, groups, length, blocks, generator=generator, device="cuda")
+        drawn = drawn.masked_fill((block == 0) | (block == own), 2.0).masked_fill(block > own, -1.0)
+        best = drawn.topk(min(PAPER.num_selected_blocks, blocks))
+        chosen = best.indices.masked_fill(best.values < 0, -1).int()
+        return chosen.transpose(1, 2).contiguous()
 
 
-def other_start(problem: Problem, title: str, call: Callable[..., Any]) -> tuple[str, Callable[..., Any]]:
-    """The call with the longest tiles of all first where otherwise those of one batch entry and group are."""
-    together = problem.q.shape[0] * problem.k.shape[2] <= selected.MOST_TOGETHER
-
-    def other(*arguments: Tensor) -> Any:
-        with contextlib.ExitStack() as stack:
-            for module in (selected, selected_backward):
-                stack.enter_context(mock.patch.object(module, "MOST_TOGETHER", 0 if together else 10**6))
-            return call(*arguments)
-
-    return f"{title}, started {'apart' if together else 'together'}", other
-
-
-def whole(problem: Problem) -> Callable[[], Any]:
-    """A training call of all three branches."""
-    pairs = (problem.k_cmp, problem.k_cmp, problem.k, problem.v, problem.k, problem.v)
-    gates = problem.gate[..., None].expand(*problem.gate.shape, 3).contiguous()
-    leaves = [x.detach().requires_grad_() for x in (problem.q, *pairs, gates)]
-
-    def call() -> Any:
-        o = nsa_attention(*leaves, PAPER, backend="triton")
-        return torch.autograd.grad(o, leaves, problem.d_o)
-
-    return call
+def call_of(problem: Problem, title: str, saved: tuple[Tensor, ...]) -> Callable[[], tuple[Tensor, ...]]:
+    """The call that a title stands for: o, or d_q, d_k and d_v."""
+    options = VARIANTS[title]
+    if title.startswith("forward"):
+        return lambda: problem.forward(**options)[:1]
+    return lambda: problem.backward(*saved, gate=problem.gate, **options)
 
 
 def device_time(call: Callable[[], Any], calls: int = 5) -> tuple[float, dict[str, float]]:
@@ -124,31 +90,22 @@ def device_time(call: Callable[[], Any], calls: int = 5) -> tuple[float, dict[st
     return sum(spent for _, spent in rows), {name[:26]: round(spent, 1) for name, spent in longest if spent > 0}
 
 
-def measure(seconds: float, results: dict[str, Any]) -> None:
-    """All variants of all shapes, as far as the seconds go."""
-    for name in MEETING:
-        problem = Problem(name)
-        try:
-            call = whole(problem)
-            events = milliseconds(call)
-            total, kernels = device_time(call)
-            say(f"whole {name:12} {total:8.1f} us, by events {1000 * events:.1f}: {kernels}")
-            results[f"{name} whole"] = {"us": total, "events_us": 1000 * events, "kernels_us": kernels}
-        except Exception:
-            say(f"FAIL whole {name}\n{traceback.format_exc(limit=-3)[-800:]}")
+def measure(shapes: list[str], seconds: float, results: dict[str, Any]) -> None:
+    """All variants of the shapes, as far as the seconds go."""
+    for name in shapes:
+        problem = Meeting(name)
         saved = problem.forward(order="gathered")
         expected: dict[str, Any] = {}
-        for title, call in variants(problem):
+        for title in VARIANTS:
             if time.monotonic() - START > seconds:
                 say(f"out of time before {name} {title}")
                 return
-            stage = title.split()[0]
-            arguments = saved if stage == "backward" else ()
+            call = call_of(problem, title, saved)
             try:
-                got = call(*arguments)[: 3 if stage == "backward" else 1]
-                gap = max(error(a, b) for a, b in zip(got, expected.setdefault(stage, got), strict=True))
-                same = all(torch.equal(a, b) for a, b in zip(got, call(*arguments), strict=False))
-                total, kernels = device_time(lambda call=call, arguments=arguments: call(*arguments))
+                got = call()
+                gap = max(error(a, b) for a, b in zip(got, expected.setdefault(title.split()[0], got), strict=True))
+                same = all(torch.equal(a, b) for a, b in zip(got, call(), strict=True))
+                total, kernels = device_time(call)
                 verdict = "ok" if gap < 1e-2 and same else "WRONG"
                 parts = ", ".join(f"{kernel} {spent}" for kernel, spent in kernels.items())
                 say(f"{verdict} {name:12} {total:8.1f} us {title}: {parts} (gap {gap:.1e}, equal bits {same})")
@@ -157,36 +114,22 @@ def measure(seconds: float, results: dict[str, Any]) -> None:
                 say(f"FAIL {name} {title}\n{traceback.format_exc(limit=-3)[-800:]}")
 
 
-def compile_share(worker: int) -> None:
-    """Compile a share of what is timed into Triton's cache."""
-    number = -1
-    for name in COMPILED:
-        problem = Problem(name)
-        zeros = torch.zeros_like(problem.d_o), torch.zeros_like(problem.lse)
-        for title, call in [("whole", whole(problem)), *variants(problem)]:
-            number += 1
-            if number % WORKERS != worker:
-                continue
-            try:
-                call(*(zeros if title.startswith("backward") else ()))
-            except Exception:
-                say(f"FAIL compiling {name} {title}: {traceback.format_exc(limit=-2)[-500:]}")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=58.0)
-    parser.add_argument("--check", choices=("true", "false"), default="true")
-    parser.add_argument("--worker", type=int, default=None, help="a share of the checks and compilations")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=38.0)
+    parser.add_argument("--shapes", default=",".join(MEETING))
+    parser.add_argument("--compile", nargs=2, default=None, metavar=("SHAPE", "VARIANT"), help="this alone, no times")
     arguments = parser.parse_args()
-    if arguments.worker is not None:
-        compile_share(arguments.worker)
-        if arguments.check == "true":
-            check(arguments.worker)
+    if arguments.compile is not None:
+        name, title = arguments.compile
+        problem = Meeting(name)
+        call_of(problem, title, (torch.zeros_like(problem.d_o), torch.zeros_like(problem.lse)))()
         return
+    shapes = arguments.shapes.split(",")
+    heads = {name.split()[0] for name in shapes}
+    tasks = [(name, title) for name in COMPILED if name.split()[0] in heads for title in VARIANTS]
+    workers = [subprocess.Popen([sys.executable, __file__, "--compile", *task]) for task in tasks]
     say(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    command = [sys.executable, __file__, "--check", arguments.check, "--worker"]
-    workers = [subprocess.Popen([*command, str(worker)]) for worker in range(WORKERS)]
     results: dict[str, Any] = {}
     try:
         for worker in workers:
@@ -194,8 +137,8 @@ def main() -> None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 worker.wait(timeout=max(1.0, 0.6 * arguments.seconds - (time.monotonic() - START)))
             worker.kill()
-        say("compiled and checked")
-        measure(arguments.seconds, results)
+        say("compiled")
+        measure(shapes, arguments.seconds, results)
     finally:
         for worker in workers:
             worker.kill()

@@ -80,7 +80,6 @@ def test_rules_and_buffers_are_those_of_the_code():
     backward = constant("selected.py", "MASKED_BACKWARD_UP_TO")
     assert f"Backward changes at {backward} times `n` blocks ({tokens * backward // masked:,} tokens)" in spread
     assert f"fewer than {constant('selected_tiles.py', 'ENOUGH_PROGRAMS')} programs a multiprocessor" in spread
-    assert f"with up to {constant('selected_tiles.py', 'MOST_TOGETHER')} batch entries and groups" in spread
     assert f"fewer than {constant('selected.py', 'FEWEST_SHARERS')} queries" in spread
     buffer = constant("selected.py", "BUFFER_BYTES")
     chunk = buffer // (HEADS * geometry.num_selected_blocks * DIM * 2) // 64 * 64

@@ -84,6 +84,8 @@ def calls():
     result += [
         ("win 128 packed", "hopper", lambda: attention(64, 4, 128, 128, "win", packed=True)),
         ("win 192/128", "hopper", lambda: attention(64, 4, 192, 128, "win")),
+        ("cmp 128, one head", "hopper", lambda: attention(2, 2, 128, 128, "cmp")),
+        ("win 128, six heads", "hopper", lambda: attention(12, 2, 128, 128, "win")),
         ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "gathered", packed=True)),
         ("slc 64 packed, masked", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True)),
         ("slc 128, masked", "hopper", lambda: selected(64, 4, 128, 128, "masked", part_queries=192)),
@@ -117,6 +119,8 @@ def test_every_kernel_is_compiled(rows):
     written_for_hopper = ("hopper_forward_kernel", "hopper_d_q_kernel", "hopper_d_k_d_v_kernel", "row_numbers_kernel")
     assert {(name, "hopper") for name in written_for_hopper} <= kernels
     assert not {(name, "ampere") for name in written_for_hopper} & kernels
+    for call in ("cmp 128, one head", "win 128, six heads"):
+        assert set(written_for_hopper) <= {row["kernel"] for row in rows if row["call"] == call}
     assert ("gathered_backward_roles_kernel", "hopper") in kernels
     by_hand = ("gathered_forward", "gathered_backward", "masked_d_kv")
     assert {(f"{name}_hopper_kernel", "hopper") for name in by_hand} <= kernels

@@ -236,13 +236,14 @@ def choose_hopper(
 ) -> dict[str, Any] | None:
     """The configuration of the Hopper kernel for these tensors, or None where the portable kernel is to run.
 
+    They take any number of heads a group up to 64, up to 32 at 192 wide, in shares that divide a tile (`split_heads`).
     The copy engine must be able to read all. In packed documents, the compressed slots that no document fills would
     reach the products.
     """
     window, heads = branch.window_size > 0, q.shape[2] // k.shape[2]
     fits = (
         is_hopper(q.device)
-        and heads in (4, 8, 16, 32, 64)
+        and heads <= 64
         and (heads <= 32 or q.shape[-1] <= 128)
         and v.shape[-1] in (64, 128)
         and q.shape[1] * heads >= 128

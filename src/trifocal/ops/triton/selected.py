@@ -30,7 +30,7 @@ from trifocal.ops.triton.choice_index import (
     split_blocks,
 )
 from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
-from trifocal.ops.triton.selected_tiles import MOST_TOGETHER, fits_by_hand, forward_tile, sizes_by_hand
+from trifocal.ops.triton.selected_tiles import fits_by_hand, forward_tile, sizes_by_hand
 
 LOWEST = tl.constexpr(-1.0e30)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -237,14 +237,13 @@ def _attend_blocks(
 
 
 @triton.jit
-def heavy_first(ROWS: tl.constexpr, TOGETHER: tl.constexpr):
-    """First row of this program's tile and its batch entry and group; tiles with the longest past start first.
+def heavy_first(ROWS: tl.constexpr):
+    """First row of this program's tile and its batch entry and group.
 
-    TOGETHER: those of all batch entries and groups, before the next shorter ones of any.
+    Tiles with the longest past start first, those of all batch entries and groups before the next shorter ones of any.
     """
-    tile_axis: tl.constexpr = 1 if TOGETHER else 0
-    tile = tl.num_programs(tile_axis) - 1 - tl.program_id(tile_axis)
-    return tile * ROWS, tl.program_id(1 - tile_axis)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    return tile * ROWS, tl.program_id(0)
 
 
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words"])
@@ -256,10 +255,10 @@ def masked_forward_kernel(
     num_queries, query_shift, num_keys, num_words, score_scale,
     GROUPS: tl.constexpr, REP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of rows."""
-    first_row, batch_group = heavy_first(ROWS, TOGETHER)
+    first_row, batch_group = heavy_first(ROWS)
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
     row = first_row + tl.arange(0, ROWS)
@@ -497,12 +496,9 @@ def selected_forward(
     ids, positions, cu_seqlens = documents_or(documents, lse)
     if order == "masked":
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
-        grid = triton.cdiv(num_queries * rep, tile.rows), batch * groups
-        together = batch * groups <= MOST_TOGETHER
-        masked_forward_kernel[grid[::-1] if together else grid](
+        masked_forward_kernel[(batch * groups, triton.cdiv(num_queries * rep, tile.rows))](
             q, k, v, o, lse, bits, ids, positions, cu_seqlens, *all_strides, *shift, bits.shape[2], score_scale,
-            **shape, TOGETHER=together, ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages,
-            maxnreg=tile.registers,
+            **shape, ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         return o, lse
 

@@ -59,7 +59,6 @@ from trifocal.ops.triton.selected import (
 )
 from trifocal.ops.triton.selected_tiles import (
     FEWEST_HEADS_BY_ROLES,
-    MOST_TOGETHER,
     fits_by_hand,
     gathered_tile,
     masked_d_q_tile,
@@ -282,11 +281,10 @@ def masked_d_q_kernel(
     num_queries, query_shift, num_keys, num_words, score_scale, scale,
     GROUPS: tl.constexpr, REP: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
-    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, TOGETHER: tl.constexpr,
-    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """d_q of one tile of rows, in the order of the forward kernel."""
-    first_row, batch_group = heavy_first(ROWS, TOGETHER)
+    first_row, batch_group = heavy_first(ROWS)
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
     row = first_row + tl.arange(0, ROWS)
@@ -526,7 +524,6 @@ def selected_backward(
     buffer_bytes: int = BUFFER_BYTES,
     by_hand: bool | None = None,
     part_queries: int | None = None,
-    by_keys: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `selected_forward`.
 
@@ -546,7 +543,6 @@ def selected_backward(
         buffer_bytes: Partial d_q that may be held at a time.
         by_hand: Whether the kernels scheduled by hand for Hopper run; None: where they can.
         part_queries: Of how many queries one program of the masked order's d_k, d_v takes the rows.
-        by_keys: Whether that kernel for Hopper has keys as the rows of its products.
 
     Returns:
         d_q, d_k, d_v in the types of q, k, v, contiguous.
@@ -581,12 +577,10 @@ def selected_backward(
         tile_d_q = tile_d_q or masked_d_q_tile(q.dtype, widths.padded, value_widths.padded)
         d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
-        grid = triton.cdiv(num_queries * rep, tile_d_q.rows), batch * groups
-        together = batch * groups <= MOST_TOGETHER
-        masked_d_q_kernel[grid[::-1] if together else grid](
+        masked_d_q_kernel[(batch * groups, triton.cdiv(num_queries * rep, tile_d_q.rows))](
             q, k, v, d_o, lse, delta, gates, d_q, bits, ids, positions, cu_seqlens, *all_strides, *shift,
             bits.shape[2], score_scale, scale,
-            **shape, TOGETHER=together, ROWS=tile_d_q.rows, num_warps=tile_d_q.warps, num_stages=tile_d_q.stages,
+            **shape, ROWS=tile_d_q.rows, num_warps=tile_d_q.warps, num_stages=tile_d_q.stages,
             maxnreg=tile_d_q.registers,
         )  # fmt: skip
         num_blocks, block_documents = -(-num_keys // block_size), lse
@@ -609,10 +603,6 @@ def selected_backward(
             from trifocal.ops.triton.selected_hopper import masked_d_kv_hopper_kernel
 
             masked, configuration = masked_d_kv_hopper_kernel, sizes_by_hand(shape)
-            if by_keys:
-                from trifocal.ops.triton.selected_masked_hopper import masked_d_kv_by_keys_kernel
-
-                masked = masked_d_kv_by_keys_kernel
         masked[(batch * groups, num_blocks * parts)](
             q, k, v, d_o, lse, delta, gates, *sums, bits, block_documents, cu_seqlens, *all_strides, *shift,
             bits.shape[2], num_blocks, part_queries, score_scale, scale,

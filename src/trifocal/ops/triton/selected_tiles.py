@@ -8,11 +8,8 @@ from trifocal.ops.triton.common import Tile, is_hopper, strides
 
 # A slot's rows must fill the 8 rows that shared memory's pattern repeats after, to be copied into a tile by themselves.
 FEWEST_HEADS_BY_ROLES = 8
-# Up to this many batch entries and groups, the masked order starts their longest tiles all at once. With more, the
-# others fill the time until the last of them ends, and neighbouring programs share keys.
-MOST_TOGETHER = 8
 # Programs a multiprocessor from which on the masked order's d_k, d_v leaves a block's rows together, and about as many
-# as it makes otherwise. Measured: benchmarks/probe_selected.py --only masked.
+# as it makes otherwise. Measured: benchmarks/masked_order.py.
 ENOUGH_PROGRAMS = 12
 # Rows of a part: 16 tiles, beside which loading a block and storing its sums is little.
 FEWEST_ROWS_OF_A_PART = 1024
@@ -100,7 +97,7 @@ def masked_d_q_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:
         return Tile(rows=16, keys=0, warps=8, stages=1)
     columns = max(dim, value_dim)
     if columns <= 64:
-        return Tile(rows=64, keys=0, warps=4, stages=2, registers=168)
+        return Tile(rows=64, keys=0, warps=4, stages=3, registers=168)
     return Tile(rows=64, keys=0, warps=4, stages=2) if columns <= 128 else Tile(rows=64, keys=0, warps=8, stages=1)
 
 
