@@ -235,6 +235,8 @@ def test_keeps_the_last_ones_and_every_mth(tmp_path: Path) -> None:
 def test_later_checkpoints_are_set_aside_not_deleted(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         checkpoint_path(tmp_path, step).mkdir(parents=True)
+    # A process was killed while it wrote.
+    (tmp_path / "partial_step_00000004" / "weights").mkdir(parents=True)
     set_aside_later(checkpoint_path(tmp_path, 1))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_00000001",

@@ -220,7 +220,10 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def set_aside_later(path: Path) -> None:
-    """Rename the checkpoints after this one to `superseded_*`: the run goes on from here, they are another history."""
+    """Make this checkpoint the newest: those after it, another history, are renamed to `superseded_*`, and what a killed
+    process left unfinished is deleted."""
+    for unfinished in path.parent.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
     found = list_checkpoints(path.parent)
     for later in found[found.index(path) + 1 :]:
         target = later.with_name(f"superseded_{later.name}")
