@@ -220,7 +220,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def set_aside_later(path: Path) -> None:
-    """Make it the newest: later ones are renamed to `superseded_*`, what a killed process left unfinished is deleted."""
+    """Make it the newest: rename later ones to `superseded_*`, delete what a killed process left unfinished."""
     for unfinished in path.parent.glob(f"{_PARTIAL}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     found = list_checkpoints(path.parent)
