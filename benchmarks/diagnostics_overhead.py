@@ -219,14 +219,15 @@ class Measured(Trainer):
         batch = next(self.loader)
         self.validation_batches = read_validation_batches(self.config, self.tokenizer)
         looks = {"telemetry": lambda: self._measure_attention(batch), "picture": self._picture_attention}
+        clock = time.process_time if self.device.type == "cpu" else time.perf_counter
         for name, look in looks.items():
             times = []
             for _ in range(REPEATS + 1):
                 self.wait()
-                begin = time.perf_counter()
+                begin = clock()
                 look()
                 self.wait()
-                times.append(time.perf_counter() - begin)
+                times.append(clock() - begin)
             # The first one compiles and allocates.
             self.rare[name] = times[1:]
 
@@ -323,36 +324,43 @@ def rows_of(trainer: Measured, spread: Mapping[str, float], intervals: Mapping[s
     rows: list[dict[str, Any]] = []
     steps, order = trainer.steps_in_turn, trainer.order
     clocks = {"processor time": "processor_seconds"} if trainer.device.type == "cpu" else {}
-    step = 0.0
     for by, clock in {**clocks, "wall clock": "wall_seconds"}.items():
         found = Differences(trainer.turns, order, clock, steps, spread)
-        step = median(found.without)
-        bounds = found.intervals()
-        for what, percent in found.estimate().items():
+        step, bounds = median(found.without), found.intervals()
+        percents = found.estimate()
+        for what, percent in percents.items():
             low, high = bounds[what]
-            row = {
-                "what": what,
-                "by": by,
-                "pairs": len(found.of_kind.get(what, trainer.turns[::2])),
-                "step_ms": 1e3 * step,
-            }
-            rows.append({**row, "percent": percent, "low_95": low, "high_95": high})
+            pairs = len(found.of_kind.get(what, order))
+            row = {"what": what, "by": by, "pairs": pairs, "step_ms": 1e3 * step, "percent": percent}
+            rows.append({**row, "low_95": low, "high_95": high})
+        # On a CPU the rare are measured in processor time alone.
+        if by in clocks or not clocks:
+            rare = rows_of_the_rare(trainer.rare, intervals, by, step)
+            whole, (low, high) = "all but the rare", bounds["all but the rare"]
+            more = sum(row["percent"] for row in rare)
+            row = {"what": "everything", "by": by, "step_ms": 1e3 * step, "percent": percents[whole] + more}
+            rows += [*rare, {**row, "low_95": low + more, "high_95": high + more}]
     counts = {kind: sum(turn.kind == kind for turn in trainer.turns) for kind in spread}
     often = {"step": 1 / (steps * sum(bool(turn.kind) for turn in trainer.turns))}
     often |= {kind: share / counts[kind] for kind, share in spread.items()}
     counted = sum(trainer.counter.seconds[kind] * often[kind] for kind in often)
-    base = median(turn.processor_seconds if clocks else turn.wall_seconds for turn in trainer.turns if not turn.kind)
-    rows.append(
-        {"what": "all but the rare", "by": "counted", "each_ms": 1e3 * counted, "percent": 100 * counted / base}
-    )
-    for name, times in trainer.rare.items():
-        every = intervals[name]
+    without = [turn for turn in trainer.turns if not turn.kind]
+    share = 100 * counted / median(turn.processor_seconds if clocks else turn.wall_seconds for turn in without)
+    rows.append({"what": "all but the rare", "by": "counted", "each_ms": 1e3 * counted, "percent": share})
+    return rows
+
+
+def rows_of_the_rare(
+    rare: Mapping[str, Sequence[float]], intervals: Mapping[str, int], by: str, step_seconds: float
+) -> list[dict[str, Any]]:
+    """What happens every so many steps, spread over them."""
+    rows = []
+    for what, times in rare.items():
+        every = intervals[what]
         if every:
             each = median(times)
-            share = 100 * each / (every * step)
-            rows.append(
-                {"what": name, "by": "wall clock", "each_ms": 1e3 * each, "every_steps": every, "percent": share}
-            )
+            percent = 100 * each / (every * step_seconds)
+            rows.append({"what": what, "by": by, "each_ms": 1e3 * each, "every_steps": every, "percent": percent})
     return rows
 
 

@@ -39,8 +39,11 @@ def test_the_script_writes_its_table(tmp_path: Path) -> None:
         assert whole["percent"] == pytest.approx(sum(parts)), "what it adds up to"
         assert rows["step", clock]["pairs"] == 5 and rows["null", clock]["pairs"] == 1
     assert 0 < rows["all but the rare", "counted"]["percent"] < 100
-    assert rows["telemetry", "wall clock"]["every_steps"] == 100
-    assert rows["telemetry", "wall clock"]["percent"] > 0 and rows["picture", "wall clock"]["percent"] > 0
+    telemetry, picture = rows["telemetry", "processor time"], rows["picture", "processor time"]
+    assert telemetry["every_steps"] == 100 and telemetry["percent"] > 0 and picture["percent"] > 0
+    whole, rest = rows["everything", "processor time"], rows["all but the rare", "processor time"]
+    for column in ("percent", "low_95", "high_95"):
+        assert whole[column] == pytest.approx(rest[column] + telemetry["percent"] + picture["percent"])
 
 
 def test_turns_are_dealt_evenly_and_each_pair_has_one_without(script: ModuleType) -> None:
