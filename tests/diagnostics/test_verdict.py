@@ -24,6 +24,12 @@ def test_a_healthy_rank_is_running() -> None:
     assert verdict(phase="other", expected_phase_seconds=None) == ("running", "between two phases")
 
 
+def test_a_row_of_an_earlier_version_is_judged_too() -> None:
+    row = beat(phase_seconds=130.0)
+    del row["compile_seconds"]
+    assert judge(row, row["unix_time_seconds"]).state == "stalled"
+
+
 def test_finished_and_failed_stay_so_for_ever() -> None:
     assert verdict(1e6, status="finished")[0] == "finished"
     assert verdict(1e6, status="failed", step=7) == ("failed", "at step 7")

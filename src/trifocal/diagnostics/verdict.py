@@ -96,7 +96,8 @@ def _present(row: Row, silence: float) -> Verdict:
     whole = row["phase_seconds"] + silence
     if row["compiling"]:
         return Verdict("running", f"compiling in {phase} for {duration(whole)}")
-    age = whole - row["compile_seconds"]
+    # Rows of runs from before this field existed lack it.
+    age = whole - row.get("compile_seconds", 0.0)
     if limit is not None and age > limit:
         since = time.strftime("%H:%M:%S", time.localtime(row["unix_time_seconds"] - row["phase_seconds"]))
         reason = f"in {phase} for {duration(age)}, since {since}, usually {expected:.2g} s{_place(row)}"
