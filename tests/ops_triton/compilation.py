@@ -74,7 +74,7 @@ def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[
         for module in (common, scoring, selected_backward):
             stack.enter_context(mock.patch.object(module, "architecture", lambda device: architecture))
         stack.enter_context(mock.patch.object(common, "has_copy_engine", lambda device: architecture == "hopper"))
-        for module in (interval, selected_tiles):
+        for module in (interval, scoring, selected_tiles):
             stack.enter_context(mock.patch.object(module, "is_hopper", lambda device: architecture == "hopper"))
         call()
     return launches

@@ -56,8 +56,8 @@ def calls():
                 gate=gate, delta=lse, order=order, part_queries=part_queries,
             )  # fmt: skip
 
-    def scoring(heads, groups, dim, packed=False):
-        geometry, length = Geometry(), 4096
+    def scoring(heads, groups, dim, packed=False, geometry=None, length=16384):
+        geometry = geometry or Geometry()
         documents = None
         if packed:
             documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length)))
@@ -93,6 +93,9 @@ def calls():
         ("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "gathered")),
         ("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "gathered", torch.float32)),
         ("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
+        ("scoring of few queries", "hopper", lambda: scoring(64, 4, 128, length=8192)),
+        ("scoring 192", "hopper", lambda: scoring(64, 4, 192)),
+        ("scoring, no overlap", "hopper", lambda: scoring(16, 1, 128, geometry=Geometry(16, 16, 32))),
         ("cmp 256 packed", "hopper", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
         ("win fp32", "ampere", lambda: attention(8, 2, 64, 64, "win", torch.float32)),
     ]
@@ -122,9 +125,15 @@ def test_every_kernel_is_compiled(rows):
     for call in ("cmp 128, one head", "win 128, six heads"):
         assert set(written_for_hopper) <= {row["kernel"] for row in rows if row["call"] == call}
     assert ("gathered_backward_roles_kernel", "hopper") in kernels
+    assert {("importance_hopper_kernel", "hopper"), ("choice_by_warp_kernel", "hopper")} <= kernels
     by_hand = ("gathered_forward", "gathered_backward", "masked_d_kv")
     assert {(f"{name}_hopper_kernel", "hopper") for name in by_hand} <= kernels
     assert {(f"{name}_kernel", "ampere") for name in by_hand} <= kernels
+
+
+def test_scoring_of_few_queries_is_portable_but_for_the_choice(rows):
+    kernels = {row["kernel"] for row in rows if row["call"] == "scoring of few queries"}
+    assert kernels == {"importance_kernel", "choice_by_warp_kernel"}
 
 
 def test_shared_memory_fits(rows):

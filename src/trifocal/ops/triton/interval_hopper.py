@@ -36,6 +36,8 @@ from trifocal.ops.triton.interval import Branch, full_tiles, visible_keys
 LOWEST = tl.constexpr(-1.0e30)
 LN_2 = tl.constexpr(math.log(2.0))
 PART_ROWS = tl.constexpr(64)
+# Made once: it takes as long as the rest of a descriptor, on the host.
+TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
 
 # fmt: off
 
@@ -408,9 +410,7 @@ def hopper_forward_kernel(
 
 def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> TensorDescriptor:
     """A descriptor of x [B, positions, heads, columns] in tiles of so many."""
-    block = [1, positions, heads, columns]
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, positions, heads, columns], TILE_LAYOUT)
 
 
 def split_heads(heads: int) -> tuple[int, int]:
@@ -423,10 +423,12 @@ def split_heads(heads: int) -> tuple[int, int]:
     return rep, heads // rep
 
 
-def part_descriptors(x: Tensor, positions: int, heads: int, width: Widths) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """Descriptors of both parts of x's columns, the first one twice where there is no second."""
+def part_descriptors(
+    x: Tensor, positions: int, heads: int, width: Widths
+) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+    """Descriptors of both parts of x's columns; None where there is no second, since each costs the host time."""
     first = tile_descriptor(x, positions, heads, width.part_1)
-    return first, tile_descriptor(x, positions, heads, width.part_2) if width.part_2 else first
+    return first, tile_descriptor(x, positions, heads, width.part_2) if width.part_2 else None
 
 
 def launch_hopper_forward(

@@ -15,6 +15,9 @@ the block before (`carried`), so that no tile needs its neighbour.
 
 Choice. The bits of non-negative floats order like integers: halving finds the largest threshold that n values
 reach, exactly; of the values equal to it, the lower indices are taken.
+
+Both kernels exist a second time for Hopper: `scoring_hopper` runs for many queries of tensors that fit it, as
+`choose_hopper` says, `scoring_hopper_choice` wherever documents are not packed.
 """
 
 import torch
@@ -25,7 +28,16 @@ from torch import Tensor
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
 from trifocal.ops.triton.choice_index import documents_or
-from trifocal.ops.triton.common import Tile, architecture, load_tile, split_width, strides, unit_stride
+from trifocal.ops.triton.common import (
+    Tile,
+    architecture,
+    is_hopper,
+    load_tile,
+    split_width,
+    strides,
+    tma_fits,
+    unit_stride,
+)
 
 LOG2_E = 1.4426950408889634
 # Bytes of importance that are kept at a time.
@@ -34,6 +46,11 @@ BUFFER_BYTES = 2**28
 MOST_TAPS = 64
 # Rows of importance are a multiple of this, so that they are read in whole vectors.
 LINE = tl.constexpr(16)
+# Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: with so many the other
+# gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
+MOST_QUERIES_OF_PORTABLE = 8192
+# Selection blocks up to which the choice kernel in Gluon runs: one warp holds a row.
+MOST_BLOCKS_OF_WARP = 2048
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -196,6 +213,34 @@ def choice_kernel(
     tl.store(out + pad, tl.full([ROWS, PLACES_PAD], -1, tl.int32), mask=empty)
 
 
+# What the Hopper kernel is launched with, by columns of q, as measured by benchmarks/scoring_kernels.py on an H200: see
+# `scoring_hopper.launch_hopper_importance`.
+_HOPPER: dict[int, dict[str, int]] = {128: {"k_stages": 2, "stack": 1}, 192: {"k_stages": 1, "stack": 2}}
+
+
+def choose_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, documents: Documents | None) -> dict[str, int] | None:
+    """The configuration of the Hopper kernel for these tensors, or None where the portable kernel is to run.
+
+    The copy engine must be able to read q and k, and a tile of 128 keys to hold whole selection blocks.
+    """
+    taps, remainder = divmod(geometry.selection_block_size, geometry.compression_stride)
+    heads = q.shape[2] // k_cmp.shape[2]
+    fits = (
+        is_hopper(q.device)
+        and q.shape[3] in _HOPPER
+        and heads in (4, 8, 16, 32, 64)
+        and q.shape[1] >= 64
+        and documents is None
+        and remainder == 0
+        and taps in (2, 4, 8, 16, 32, 64)
+        and tma_fits(q, k_cmp)
+    )
+    if not fits:
+        return None
+    options = _HOPPER[q.shape[3]]
+    return {**options, "stack": max(options["stack"], 8 // heads)}
+
+
 def select_blocks_forward(
     q: Tensor,
     k_cmp: Tensor,
@@ -206,6 +251,7 @@ def select_blocks_forward(
     documents: Documents | None,
     *,
     tile: Tile | None = None,
+    hopper: bool | None = None,
     buffer_bytes: int = BUFFER_BYTES,
 ) -> Tensor:
     """Choose the selection blocks of every query and group.
@@ -218,7 +264,8 @@ def select_blocks_forward(
         num_keys: Tokens, S.
         scale: Factor on the scores.
         documents: Packed documents; None for one sequence a batch entry.
-        tile: A configuration instead of the device's: queries, compressed blocks, warps, stages.
+        tile: A configuration of the portable kernel instead of the device's: queries, compressed blocks, warps, stages.
+        hopper: Whether Hopper kernels run wherever they can, or nowhere, instead of the rules.
         buffer_bytes: Importance that may be held at a time.
 
     Returns:
@@ -242,6 +289,9 @@ def select_blocks_forward(
     taps = triton.next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
     parts = max(1, taps // MOST_TAPS)
     taps //= parts
+    long = tile is None and batch * num_queries > MOST_QUERIES_OF_PORTABLE
+    importance_by_hand = choose_hopper(q, k_cmp, geometry, documents) if hopper or (hopper is None and long) else None
+    choice_by_hand = hopper is not False and is_hopper(q.device) and documents is None
     tile = tile or _importance_tile(q.dtype, rep, widths.padded, architecture(q.device) == "hopper")
     blocks_of_tile = max(1, tile.keys // taps)
 
@@ -260,7 +310,14 @@ def select_blocks_forward(
         reachable = (
             num_blocks if documents is not None else min(num_blocks, geometry.num_selection_blocks(shift + end_query))
         )
-        if reachable > places:
+        if reachable > places and importance_by_hand is not None:
+            from trifocal.ops.triton.scoring_hopper import launch_hopper_importance
+
+            launch_hopper_importance(
+                q, k_cmp, lse, own, carried, geometry, first_query, end_query, shift, reachable, block_lines,
+                scale * LOG2_E, **importance_by_hand,
+            )  # fmt: skip
+        elif reachable > places:
             column_tiles = triton.cdiv(reachable, blocks_of_tile)
             # A program with few heads takes several tiles, or it would end before its loads are under way.
             tiles_of_program = max(1, min(8 // rep, column_tiles))
@@ -276,6 +333,13 @@ def select_blocks_forward(
                 **sizes, REP=rep, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
                 QUERIES=tile.rows, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
+        if choice_by_hand and reachable <= MOST_BLOCKS_OF_WARP:
+            from trifocal.ops.triton.scoring_hopper_choice import launch_choice_by_warp
+
+            launch_choice_by_warp(
+                own, carried, selected_blocks, geometry, first_query, end_query, shift, reachable, block_lines
+            )
+            continue
         rows = batch * (end_query - first_query) * groups
         columns = max(16, triton.next_power_of_2(reachable))
         rows_of_program = max(1, 256 // columns)

@@ -1,0 +1,139 @@
+"""The choice kernel of scoring in Gluon; see `scoring` for what it computes, and how the threshold is found.
+
+The portable kernel is bound by instructions, 4,600 for a row of 1,024 blocks: half of them count, scan and store a row
+whose neighbouring blocks lie in different lanes. Here a warp holds one row so that every lane has consecutive blocks:
+ranks are sums within a lane and one scan over 32 of them, and what belongs to the row is one number, not a vector.
+
+From memory, per row: importance in, in whole vectors (laid out anew in shared memory); the choice out.
+"""
+
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from trifocal.ops.geometry import Geometry
+
+LINE = gl.constexpr(16)
+INFINITY_BITS = gl.constexpr(0x7F800000)
+# Each lane has whole vectors of what is loaded.
+FEWEST_BLOCKS = 128
+
+# fmt: off
+
+@gluon.jit
+def add(a, b):
+    """The sum, for scans."""
+    return a + b
+
+
+@gluon.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines"])
+def choice_by_warp_kernel(
+    own, carried, selected_blocks, first_query, end_query, num_queries, query_shift, block_lines,
+    GROUPS: gl.constexpr, COMPRESSION: gl.constexpr, STRIDE: gl.constexpr, SELECTION: gl.constexpr,
+    PLACES: gl.constexpr, PLACES_PAD: gl.constexpr, INITIAL: gl.constexpr, LOCAL: gl.constexpr, BLOCKS: gl.constexpr,
+):
+    """The choice of one row (batch, query of the chunk, group) from the importance of all its blocks."""
+    LOADED: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
+    HELD: gl.constexpr = gl.BlockedLayout([BLOCKS // 32], [32], [1], [0])
+    PADS: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    num_blocks = block_lines * LINE
+    row = gl.program_id(0)
+    chunk_queries = end_query - first_query
+    query = first_query + row // GROUPS % chunk_queries
+    candidates = (query + query_shift) // SELECTION + 1
+    total = gl.minimum(candidates, PLACES)
+    num_forced = gl.minimum(candidates, INITIAL + LOCAL)
+    wanted = total - num_forced
+
+    # Whole lines are read; what no tile wrote is dropped before it is used.
+    column = gl.arange(0, BLOCKS, LOADED)
+    place = row.to(gl.int64) * num_blocks
+    needed = (column // LINE < (candidates + LINE - 1) // LINE) & (candidates > PLACES)
+    importance = gl.load(own + place + column, mask=needed, other=0.0)
+    if COMPRESSION > STRIDE:
+        importance += gl.where(column > 0, gl.load(carried + place + column, mask=needed, other=0.0), 0.0)
+    importance = gl.convert_layout(importance, HELD)
+
+    block = gl.arange(0, BLOCKS, HELD)
+    is_candidate = block < candidates
+    forced = is_candidate & ((block < INITIAL) | (block >= candidates - LOCAL))
+    free = is_candidate & (forced == 0)
+    bits = gl.minimum(gl.maximum(importance.to(gl.int32, bitcast=True), 0), INFINITY_BITS)
+    bits = gl.where(free, bits, -1)
+
+    # Invariant: `reach` blocks, at least `wanted`, reach `low`; fewer reach `high`, or none is wanted.
+    low = gl.to_tensor(0)
+    high = gl.max(bits, 0) + 1
+    reach = candidates - num_forced
+    while (reach > wanted) & (high - low > 1):
+        middle = low + (high - low) // 2
+        # The sign of the difference, one number less for each block that does not reach the middle.
+        counted = BLOCKS + gl.sum((bits - middle) >> 31, 0)
+        enough = counted >= wanted
+        low = gl.where(enough, middle, low)
+        reach = gl.where(enough, counted, reach)
+        high = gl.where(enough, high, middle)
+    taken = (bits >= low).to(gl.int32)
+    # Almost always all that reach the threshold are wanted; of more, the lower ones of those equal to it are left out.
+    if reach > wanted:
+        above = (bits > low).to(gl.int32)
+        equal = (bits == low).to(gl.int32)
+        rank = gl.associative_scan(equal, 0, add)
+        taken = above | gl.where(rank <= wanted - gl.sum(above, 0), equal, 0)
+    chosen = taken | forced.to(gl.int32)
+    slot = gl.associative_scan(chosen, 0, add) - 1
+    # Rows of all chunks: [B, T, G].
+    batch = row // GROUPS // chunk_queries
+    out = selected_blocks + ((batch * num_queries + query).to(gl.int64) * GROUPS + row % GROUPS) * PLACES
+    gl.store(out + slot, block, mask=chosen != 0)
+    if total < PLACES:
+        pad = gl.arange(0, PLACES_PAD, PADS)
+        gl.store(out + pad, gl.full([PLACES_PAD], -1, gl.int32, PADS), mask=(pad >= total) & (pad < PLACES))
+
+# fmt: on
+
+
+def launch_choice_by_warp(
+    own: Tensor,
+    carried: Tensor,
+    selected_blocks: Tensor,
+    geometry: Geometry,
+    first_query: int,
+    end_query: int,
+    query_shift: int,
+    reachable: int,
+    block_lines: int,
+) -> None:
+    """Write the choice of a chunk of queries into `selected_blocks` [B, T, G, N].
+
+    Args:
+        own, carried: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
+        selected_blocks: All queries' choice.
+        geometry: Block sizes, in tokens.
+        first_query, end_query: The chunk.
+        query_shift: Position of query 0.
+        reachable: Blocks that the last query of the chunk can choose from, at most `scoring.MOST_BLOCKS_OF_WARP`.
+        block_lines: Lines of blocks in a row of importance.
+    """
+    batch, num_queries, groups, places = selected_blocks.shape
+    choice_by_warp_kernel[(batch * (end_query - first_query) * groups,)](
+        own,
+        carried,
+        selected_blocks,
+        first_query,
+        end_query,
+        num_queries,
+        query_shift,
+        block_lines,
+        groups,
+        geometry.compression_block_size,
+        geometry.compression_stride,
+        geometry.selection_block_size,
+        places,
+        max(32, triton.next_power_of_2(places)),
+        geometry.num_initial_blocks,
+        geometry.num_local_blocks,
+        max(FEWEST_BLOCKS, triton.next_power_of_2(reachable)),
+        num_warps=1,
+    )

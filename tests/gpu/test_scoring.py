@@ -1,0 +1,186 @@
+"""The importance kernel for Hopper against float64, and the choice against the rule on the same fp32 importance."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.gpu.cases import PAPER, SMALL
+from tests.ops.cases import geometry
+from trifocal import Geometry, ops
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+    ),
+]
+
+# Error of an importance, of the row's largest: fp32 sums, scores and exponentials against float64.
+BOUND = 1e-5
+
+
+class Case(NamedTuple):
+    """One problem; `why` says what only it covers. S = T unless given."""
+
+    why: str
+    geometry: Geometry
+    queries: int
+    heads: int
+    groups: int
+    dim: int
+    keys: int = 0
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+
+    @property
+    def num_keys(self) -> int:
+        return self.keys or self.queries
+
+
+CASES = (
+    Case("16 heads a group, odd length, two batch entries", PAPER, 1333, 32, 2, 128, batch=2),
+    Case("the same in fp16", PAPER, 1333, 32, 2, 128, batch=2, dtype=torch.float16),
+    Case("4 heads, two pairs of key tiles, a stack with an empty tile", PAPER, 4500, 16, 4, 128),
+    Case("8 heads, fewer queries than keys", PAPER, 200, 16, 2, 128, keys=6001, batch=2),
+    Case("64 heads, short blocks", SMALL, 700, 64, 1, 128),
+    Case("192 wide", PAPER, 2500, 32, 2, 192, batch=2),
+    Case("no overlap, two compressed blocks a selection block", geometry(16, 16, 32, 3, 1, 1, 40), 1111, 16, 1, 128),
+    Case("no overlap, four a selection block", geometry(16, 16, 64, 3, 1, 1, 40), 2100, 16, 1, 128),
+    Case("8 a selection block, of which 2 reach over", geometry(48, 16, 128, 3, 0, 1, 40), 3000, 8, 1, 128),
+)
+each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
+
+
+def draw(case: Case, *, equal_keys: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+    """q, compressed keys and the log-sum-exp."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    q = torch.randn(case.batch, case.queries, case.heads, case.dim, generator=generator, device="cuda")
+    size = case.geometry.num_compressed_blocks(case.num_keys)
+    k = torch.randn(case.batch, size, case.groups, case.dim, generator=generator, device="cuda")
+    if equal_keys:
+        k = k[:, :1].expand(-1, size, -1, -1).contiguous()
+    q, k = q.to(case.dtype), k.to(case.dtype)
+    exact = (q.double(), k.double(), k.double())
+    _, lse = ops.compressed_attention(*exact, case.geometry, num_keys=case.num_keys, backend="reference")
+    return q, k, lse.float()
+
+
+def importance_parts(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """`own` and `carried` of all queries, NaN where the kernel wrote nothing; zero where nothing can be carried."""
+    from trifocal.ops.triton.scoring import LINE, LOG2_E, choose_hopper
+    from trifocal.ops.triton.scoring_hopper import launch_hopper_importance
+
+    configuration = choose_hopper(q, k, case.geometry, None)
+    assert configuration is not None, "the portable kernel would run"
+    blocks = case.geometry.num_selection_blocks(case.num_keys)
+    lines = -(-blocks // LINE.value)
+    sizes = (case.batch, case.queries, case.groups, lines * LINE.value)
+    own, carried = (torch.full(sizes, torch.nan, device="cuda") for _ in range(2))
+    shift = case.num_keys - case.queries
+    launch_hopper_importance(
+        q, k, lse, own, carried, case.geometry, 0, case.queries, shift, blocks, lines, case.dim**-0.5 * LOG2_E,
+        **configuration,
+    )  # fmt: skip
+    if case.geometry.compression_block_size == case.geometry.compression_stride:
+        assert carried.isnan().all()
+        carried.zero_()
+    return own[..., :blocks], carried[..., :blocks]
+
+
+def candidates(case: Case) -> Tensor:
+    """Whether a block is a candidate of a query whose blocks are scored, [T, J]."""
+    position = torch.arange(case.num_keys - case.queries, case.num_keys, device="cuda")
+    count = position // case.geometry.selection_block_size + 1
+    blocks = torch.arange(case.geometry.num_selection_blocks(case.num_keys), device="cuda")
+    return (blocks < count[:, None]) & (count > case.geometry.num_selected_blocks)[:, None]
+
+
+def added(own: Tensor, carried: Tensor) -> Tensor:
+    """Importance: nothing is carried into the first block."""
+    return torch.cat((own[..., :1], own[..., 1:] + carried[..., 1:]), -1)
+
+
+def exact_importance(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
+    """Equations 8 to 10 in float64, [B, T, G, J]."""
+    rules, heads = case.geometry, case.heads // case.groups
+    q, lse = q.double().unflatten(2, (case.groups, heads)), lse.double().unflatten(2, (case.groups, heads))
+    first = torch.arange(k.shape[1], device="cuda") * rules.compression_stride
+    position = torch.arange(case.num_keys - case.queries, case.num_keys, device="cuda")
+    visible = first + rules.compression_block_size - 1 <= position[:, None]
+    start = torch.arange(rules.num_selection_blocks(case.num_keys), device="cuda") * rules.selection_block_size
+    ends = torch.minimum(first[:, None] + rules.compression_block_size, start + rules.selection_block_size)
+    overlap = (ends - torch.maximum(first[:, None], start)).clamp(min=0).double() / rules.compression_stride
+    total = 0.0
+    for head in range(heads):
+        scores = torch.einsum("btgd,bcgd->btgc", q[:, :, :, head], k.double()) * case.dim**-0.5
+        p = (scores - lse[:, :, :, head, None]).exp().where(visible[:, None], 0.0)
+        total = total + p
+    return total @ overlap
+
+
+@each_case
+def test_importance(case: Case) -> None:
+    inputs = draw(case)
+    importance = added(*importance_parts(case, *inputs))
+    exact, scored = exact_importance(case, *inputs), candidates(case)[:, None]
+    difference = (importance.double() - exact).abs().where(scored, 0.0).amax(-1)
+    assert scored.any()
+    assert not difference.isnan().any(), "a candidate has no importance"
+    assert (difference <= BOUND * exact.amax(-1)).all(), (difference / exact.amax(-1)).max()
+
+
+@each_case
+def test_two_runs_agree(case: Case) -> None:
+    inputs = draw(case)
+    once, again = importance_parts(case, *inputs), importance_parts(case, *inputs)
+    assert all(torch.equal(a.nan_to_num(-1.0), b.nan_to_num(-1.0)) for a, b in zip(once, again, strict=True))
+
+
+@each_case
+@pytest.mark.parametrize("buffer_bytes", [2**28, 1], ids=["at once", "in chunks"])
+def test_the_choice_is_the_rule_on_the_same_importance(case: Case, buffer_bytes: int) -> None:
+    """Exactly: forced blocks, then the most important, ties to the lower index."""
+    from trifocal.ops.triton.scoring import select_blocks_forward
+
+    q, k, lse = draw(case)
+    rules = case.geometry
+    chosen = select_blocks_forward(
+        q, k, lse, rules, case.num_keys, case.dim**-0.5, None, hopper=True, buffer_bytes=buffer_bytes,
+    )  # fmt: skip
+    importance = added(*importance_parts(case, q, k, lse))
+    position = torch.arange(case.num_keys - case.queries, case.num_keys, device="cuda")
+    own = (position // rules.selection_block_size)[:, None, None]
+    block = torch.arange(importance.shape[-1], device="cuda")
+    importance = importance.nan_to_num(0.0)
+    forced = (block < rules.num_initial_blocks) | (block > own - rules.num_local_blocks)
+    importance = importance.masked_fill(forced, torch.inf)
+    importance = importance.masked_fill(block > own, -torch.inf)
+    ranked, order = importance.sort(dim=-1, descending=True, stable=True)
+    ranked, order = (x[..., : rules.num_selected_blocks] for x in (ranked, order))
+    order = order.masked_fill(ranked == -torch.inf, len(block)).sort(-1).values
+    assert torch.equal(chosen, order.masked_fill(order == len(block), -1).to(torch.int32))
+
+
+@each_case
+def test_both_importance_kernels_choose_the_same(case: Case) -> None:
+    """Both add the heads up in one order: in shape A's geometry not a bit differs, elsewhere a near tie may."""
+    from trifocal.ops.triton.scoring import select_blocks_forward
+
+    inputs, others = draw(case), (case.geometry, case.num_keys, case.dim**-0.5, None)
+    hopper, portable = (select_blocks_forward(*inputs, *others, hopper=by_hand) for by_hand in (True, False))
+    assert (hopper == portable).all(-1).double().mean() > 0.999
+
+
+def test_equal_keys_make_equal_blocks() -> None:
+    """In every bit, or ties would not go to the lower index."""
+    case = Case("ties", PAPER, 2300, 16, 1, 128)
+    own, carried = importance_parts(case, *draw(case, equal_keys=True))
+    query = 2299
+    whole = (query + 1 - PAPER.compression_block_size) // PAPER.selection_block_size
+    assert whole > 32
+    for part in (own[0, query, 0, :whole], carried[0, query, 0, 1:whole]):
+        assert (part == part[0]).all(), part
