@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from trifocal.ops import operators
 from trifocal.ops.geometry import Geometry
@@ -29,6 +30,12 @@ def nsa_attention(
 ) -> Tensor:
     """The mixture of the three branches; see `trifocal.ops.nsa_attention`."""
     num_keys = k_slc.shape[1]
+    branches = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+    if q.is_cuda and not torch.compiler.is_compiling() and not is_fake(q):
+        from trifocal.ops.triton.ahead import compile_ahead
+
+        backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *branches, gates))
+        compile_ahead(q, branches, gates, geometry, scale, documents, selected_blocks, backward=backward)
     sizes, packed = operators.sizes_of(geometry), operators.tensors_of(documents)
     with torch.no_grad():
         o_cmp, lse_cmp = operators.compressed_attention(q, k_cmp, v_cmp, sizes, num_keys, scale, *packed)

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.layout import Documents
+from trifocal.ops.triton.launch import Kernel
 
 
 class ChoiceIndex(NamedTuple):
@@ -97,6 +98,7 @@ def row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED:
     return token, position, first_token, document
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "num_slots_of_rows", "num_queries", "query_shift", "chunk_rows", "num_blocks", "keys_per_chunk", "unused"
@@ -267,6 +269,7 @@ def part_of_block(num_blocks, part_queries, SPLIT: tl.constexpr):
     return block, begin, end
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_words"])
 def _choice_bits_kernel(
     selected_blocks,

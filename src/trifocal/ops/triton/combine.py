@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.triton.common import unit_stride
+from trifocal.ops.triton.launch import Kernel
 
 ROWS = 32
 
@@ -27,6 +28,7 @@ def _place(row, num_queries, HEADS: tl.constexpr):
     return batch.to(tl.int64), query.to(tl.int64), (row - position * HEADS).to(tl.int64)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_rows", "num_queries", "gate_batch_stride", "gate_time_stride"])
 def combine_forward_kernel(
     o_cmp,
@@ -63,6 +65,7 @@ def combine_forward_kernel(
     tl.store(o + places, mixed.to(o.dtype.element_ty), mask=inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_rows", "num_queries"])
 def combine_backward_kernel(
     d_o,
@@ -102,6 +105,7 @@ def combine_backward_kernel(
     tl.store(d_gates + 3 * rows + 2, delta_win.to(d_gates.dtype.element_ty), mask=keep)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_rows", "num_queries", "d_lse_batch_stride", "d_lse_time_stride"])
 def row_sums_kernel(
     d_o,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops.triton.launch import own_device
+
 
 class Tile(NamedTuple):
     """One configuration of an attention kernel.
@@ -62,16 +64,18 @@ def split_width(size: int) -> Widths:
     return Widths(size, 128, 64) if 128 < size <= 192 else Widths(size, whole, 0)
 
 
-@functools.cache
+_properties = functools.cache(torch.cuda.get_device_properties)
+
+
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that one program may use on a device."""
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    return _properties(own_device(device)).shared_memory_per_block_optin
 
 
-@functools.cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a device; 1 for the interpreter's CPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    device = own_device(device)
+    return _properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
 def architecture(device: torch.device) -> str:
@@ -79,6 +83,7 @@ def architecture(device: torch.device) -> str:
 
     `"hopper"`: sm_90 and newer with more than 200 KiB; `"ampere"`: more than 150 KiB; `"small"`: the rest.
     """
+    device = own_device(device)
     if device.type != "cuda":
         return "hopper"
     capability = torch.cuda.get_device_capability(device)
@@ -139,12 +144,18 @@ def unit_stride(x: Tensor) -> Tensor:
 
 def has_copy_engine(device: torch.device) -> bool:
     """Whether a device copies tensor tiles on its own (TMA)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
+    return _generation(device) >= 9
 
 
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is of the one generation with Hopper's matrix units."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
+    return _generation(device) == 9
+
+
+def _generation(device: torch.device) -> int:
+    """The major number of a CUDA device's capability; 0 for others."""
+    device = own_device(device)
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def tma_fits(*tensors: Tensor) -> bool:

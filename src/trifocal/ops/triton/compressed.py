@@ -17,6 +17,7 @@ from trifocal.ops.triton.combine import row_sums
 from trifocal.ops.triton.interval import Branch
 from trifocal.ops.triton.interval_backward import launch_backward
 from trifocal.ops.triton.interval_forward import launch_forward
+from trifocal.ops.triton.launch import Kernel
 
 
 def compressed_forward(
@@ -105,6 +106,7 @@ def _branch(
     return branch._replace(query_begin=query_begin, query_end=query_end)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_documents", "num_slots", "num_keys", "steps"])
 def place_slots_kernel(
     first_blocks,

@@ -41,6 +41,7 @@ from trifocal.ops.triton.interval import (
     row_sources,
     seeing_queries,
 )
+from trifocal.ops.triton.launch import Kernel
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -93,6 +94,7 @@ def _gather_d_q(
     return d_q_1, d_q_2
 
 
+@Kernel
 @triton.jit(do_not_specialize=[
     "num_queries", "query_shift", "window_size", "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
@@ -231,6 +233,7 @@ def _gather_d_k_d_v(
     return d_k_1, d_k_2, d_v_1, d_v_2
 
 
+@Kernel
 @triton.jit(do_not_specialize=[
     "num_queries", "num_keys", "query_shift", "window_size", "batches", "parts",
     "gate_batch_stride", "gate_time_stride", "gate_head_stride",
@@ -320,6 +323,7 @@ def interval_d_k_d_v_kernel(
         store_tile(d_v, in_tile * (GROUPS * V), keep, d_v_2, V_1, V_2, V)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["parts", "count"])
 def sum_parts_kernel(summands, total, parts, count, SIZE: tl.constexpr):
     """Add summands [parts, count] in order. Bytes: the summands in, the total out, once."""

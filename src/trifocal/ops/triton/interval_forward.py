@@ -25,6 +25,7 @@ from trifocal.ops.triton.interval import (
     load_rows,
     place_rows_of_program,
 )
+from trifocal.ops.triton.launch import Kernel
 
 # The running maximum starts at a finite low, so that no guard against inf - inf is needed.
 LOWEST = tl.constexpr(-1.0e30)
@@ -70,6 +71,7 @@ def _attend(
     return o_1, o_2, running_max, running_sum
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "window_size"])
 def interval_forward_kernel(
     q, k_source_1, k_source_2, v_source_1, v_source_2, o, lse, ids, positions, first_blocks,

@@ -32,6 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trifocal.ops.triton.common import Widths, multiprocessors, split_width
 from trifocal.ops.triton.interval import Branch, full_tiles, visible_keys
+from trifocal.ops.triton.launch import Kernel
 
 LOWEST = tl.constexpr(-1.0e30)
 LN_2 = tl.constexpr(math.log(2.0))
@@ -368,6 +369,7 @@ def make_barriers(STAGES: gl.constexpr):
     return q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
 def hopper_forward_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, k_tail_source, k_tail_source_2, v_tail_source, o_target,

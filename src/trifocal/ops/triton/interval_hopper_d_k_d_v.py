@@ -35,11 +35,13 @@ from trifocal.ops.triton.interval_hopper import (
     split_heads,
     tile_descriptor,
 )
+from trifocal.ops.triton.launch import Kernel
 
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # fmt: off
 
+@Kernel
 @triton.jit(do_not_specialize=[
     "rows", "row_stride", "num_queries", "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
@@ -304,6 +306,7 @@ def sum_keys(
     store_keys(d_v_target + first_place * V, d_v, left, GROUPS * V, V, OUTPUT_V)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "query_shift", "window_size", "batches", "parts"])
 def hopper_d_k_d_v_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, lse_source, delta_source, gate_source,

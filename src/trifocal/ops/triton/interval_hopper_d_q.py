@@ -32,6 +32,7 @@ from trifocal.ops.triton.interval_hopper import (
     store_rows,
     tile_descriptor,
 )
+from trifocal.ops.triton.launch import Kernel
 
 # fmt: off
 
@@ -222,6 +223,7 @@ def sum_rows(
         visit += 1
 
 
+@Kernel
 @gluon.jit(do_not_specialize=[
     "num_queries", "query_shift", "window_size", "slots", "row_tiles",
     "gate_batch_stride", "gate_time_stride", "gate_head_stride",

@@ -38,6 +38,7 @@ from trifocal.ops.triton.common import (
     tma_fits,
     unit_stride,
 )
+from trifocal.ops.triton.launch import Kernel
 
 LOG2_E = 1.4426950408889634
 # Bytes of importance that are kept at a time.
@@ -54,6 +55,7 @@ MOST_BLOCKS_OF_WARP = 2048
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=["first_query", "end_query", "query_shift", "block_lines", "num_compressed", "column_tiles"]
 )
@@ -149,6 +151,7 @@ def importance_kernel(
                 tl.store(carried + out + 1, carried_sum, mask=in_document[:, None] & (block + 1 < num_blocks)[None, :])
 
 
+@Kernel
 @triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines", "rows"])
 def choice_kernel(
     own, carried, selected_blocks, positions,

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.triton.common import multiprocessors, split_width, strides
 from trifocal.ops.triton.interval_hopper import allocate_tiles, copy_tile, multiply, part_descriptors
+from trifocal.ops.triton.launch import Kernel
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 QUERIES = gl.constexpr(64)
@@ -281,6 +282,7 @@ def make_barriers(K_STAGES: gl.constexpr):
     return q_ready, q_free, k_ready, k_free
 
 
+@Kernel
 @gluon.jit(do_not_specialize=[
     "units", "stacks", "pairs", "batch_groups", "first_query", "end_query", "query_shift", "block_lines",
 ])

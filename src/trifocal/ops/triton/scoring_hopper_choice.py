@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from trifocal.ops.geometry import Geometry
+from trifocal.ops.triton.launch import Kernel
 
 LINE = gl.constexpr(16)
 INFINITY_BITS = gl.constexpr(0x7F800000)
@@ -27,6 +28,7 @@ def add(a, b):
     return a + b
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines"])
 def choice_by_warp_kernel(
     own, carried, selected_blocks, first_query, end_query, num_queries, query_shift, block_lines,

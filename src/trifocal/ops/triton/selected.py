@@ -30,6 +30,7 @@ from trifocal.ops.triton.choice_index import (
     split_blocks,
 )
 from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
+from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected_tiles import fits_by_hand, forward_tile, sizes_by_hand
 
 LOWEST = tl.constexpr(-1.0e30)
@@ -55,6 +56,7 @@ def load_slots(slots, first, end, REP: tl.constexpr, ROWS: tl.constexpr):
     return exists, tl.load(slots + first + row // REP, mask=exists, other=0).to(tl.int32)
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
@@ -140,6 +142,7 @@ def gathered_forward_kernel(
             tl.store(lse_slots + place, top + tl.log2(total), mask=exists)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["first_row", "end_row", "unused"])
 def reduce_slots_kernel(
     parts, lse_slots, keys, out, lse, first_row, end_row, unused, factor,
@@ -246,6 +249,7 @@ def heavy_first(ROWS: tl.constexpr):
     return tile * ROWS, tl.program_id(0)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words"])
 def masked_forward_kernel(
     q, k, v, o, lse, bits, ids, positions, cu_seqlens,
@@ -343,6 +347,7 @@ def _finish_rows(
     tl.store(lse + place, natural, mask=exists)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys"])
 def query_forward_kernel(
     q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens,

@@ -47,6 +47,7 @@ from trifocal.ops.triton.common import (
     tma_fits,
     unit_stride,
 )
+from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected import (
     BUFFER_BYTES,
     LARGEST_BLOCK,
@@ -84,6 +85,7 @@ def _row_numbers(lse, delta, gate, place, exists, GATED: tl.constexpr):
     return lse_2, delta_row, gate_row
 
 
+@Kernel
 @triton.jit(
     do_not_specialize=[
         "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
@@ -188,6 +190,7 @@ def gathered_backward_kernel(
             store_tile(d_v_parts, part * V, in_part, d_v_2, V_1, V_2, V)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_chunks", "num_blocks", "keys_per_chunk"])
 def reduce_pieces_kernel(
     parts, d_x, slots, starts, first_pieces, ids, cu_seqlens,
@@ -271,6 +274,7 @@ def _d_q_of_blocks(
     return d_q_1, d_q_2
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words"])
 def masked_d_q_kernel(
     q, k, v, d_o, lse, delta, gate, d_q, bits, ids, positions, cu_seqlens,
@@ -360,6 +364,7 @@ def masked_d_q_kernel(
         store_tile(d_q, place, exists, d_q_2 * scale, D_1, D_2, D)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words", "num_blocks", "part_queries"])
 def masked_d_kv_kernel(
     q, k, v, d_o, lse, delta, gate, d_k, d_v, bits, block_documents, cu_seqlens,
@@ -479,6 +484,7 @@ def _sum_parts_of_rows(
     tl.store(total + place, value.to(total.dtype.element_ty), mask=inside)
 
 
+@Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "part_queries", "count"])
 def sum_parts_of_blocks_kernel(
     d_k_parts, d_v_parts, d_k, d_v, ids, cu_seqlens, num_queries, query_shift, num_keys, part_queries, count,

@@ -43,6 +43,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from trifocal.ops.triton.choice_index import ChoiceIndex, block_place
 from trifocal.ops.triton.common import multiprocessors
 from trifocal.ops.triton.interval_hopper import tile_descriptor
+from trifocal.ops.triton.launch import Kernel
 
 ROWS = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -52,6 +53,7 @@ LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 # fmt: off
 
+@Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_blocks", "keys_per_chunk", "num_of_keys"])
 def piece_table_kernel(
     table, slots, starts, first_pieces, piece_keys, ids, cu_seqlens,
@@ -333,6 +335,7 @@ def sum_slots(
         visit += 1
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "chunk", "chunk_rows", "keys_per_chunk"])
 def gathered_backward_roles_kernel(
     q_source, k_source, v_source, d_o_source, d_q_target, lse, delta, gate, d_k_parts, d_v_parts,

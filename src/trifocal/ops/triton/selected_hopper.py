@@ -24,6 +24,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops.triton.choice_index import block_place, find_piece, part_of_block
+from trifocal.ops.triton.launch import Kernel
 
 LOWEST = gl.constexpr(-1.0e30)
 
@@ -44,6 +45,7 @@ def _ask_for(x, query, head, shared, columns, time_stride, head_stride):
     async_copy.commit_group()
 
 
+@Kernel
 @gluon.jit(
     do_not_specialize=[
         "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
@@ -169,6 +171,7 @@ def _row_numbers(lse, delta, gate, place, exists, GATED: gl.constexpr):
     return lse_2, delta_row, gate_row
 
 
+@Kernel
 @gluon.jit(
     do_not_specialize=[
         "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
@@ -318,6 +321,7 @@ def gathered_backward_hopper_kernel(
         gl.store(d_v_parts + key_v_out[:, None] * V + out_v[None, :], d_v)
 
 
+@Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words", "num_blocks", "part_queries"])
 def masked_d_kv_hopper_kernel(
     q, k, v, d_o, lse, delta, gate, d_k, d_v, bits, block_documents, cu_seqlens,
