@@ -336,6 +336,37 @@ def draw_showcase() -> Figure:
     return figure
 
 
+def draw_speed() -> Figure:
+    """Time over length of the sparse and of dense attention on one GPU, from the newest result files."""
+    rows = []
+    for name in ("attention_crossover", "attention"):
+        rows += json.loads(max(RESULTS.glob(f"{name}_h200_*.json")).read_text())["rows"]
+    kind = {"heads": 64, "groups": 4, "head_dim": 128, "value_dim": 128, "batch": 1}
+    rows = [row for row in rows if row["status"] == "ok" and all(row[name] == kind[name] for name in kind)]
+    figure = Figure(figsize=(7.2, 3.3), layout="constrained", facecolor="white")
+    for ax, measure, title in zip(
+        figure.subplots(1, 2), ("forward", "forward_backward"), ("forward", "forward and backward"), strict=True
+    ):
+        lines = {}
+        for row_name, label, colour in (("dense cudnn", "dense, cuDNN", DENSE), ("whole", "sparse", WINDOW)):
+            times = {row["tokens"]: row[f"{measure}_ms"] for row in rows if row["row"] == row_name}
+            lines[row_name] = dict(sorted(times.items()))
+            ax.plot(*zip(*lines[row_name].items(), strict=True), color=colour, marker="o", markersize=4, label=label)
+        longest = max(lines["whole"])
+        ratio = lines["dense cudnn"][longest] / lines["whole"][longest]
+        words = f"{ratio:.1f} times faster at {_short(longest)}"
+        ax.text(0.98, 0.04, words, transform=ax.transAxes, ha="right", color=WINDOW)
+        ax.set_xscale("log", base=2)
+        ax.set_yscale("log")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.set_xticks(sorted(lines["whole"]), [_short(tokens) for tokens in sorted(lines["whole"])])
+        ax.grid(color=PAST)
+        ax.set_axisbelow(True)
+        ax.set(xlabel="tokens", ylabel="milliseconds", title=title)
+    ax.legend(frameon=False, loc="upper left")
+    return figure
+
+
 def _short(count: int) -> str:
     return f"{count}" if count < 1024 else f"{count // 1024}k" if count < 2**20 else f"{count // 2**20}M"
 
@@ -346,6 +377,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "overlap.svg": draw_overlap,
     "keys_read.svg": draw_keys_read,
     "showcase.svg": draw_showcase,
+    "speed.svg": draw_speed,
     "kernels_pipeline.svg": kernels.draw_pipeline,
     "kernels_rows.svg": kernels.draw_rows,
     "kernels_orders.svg": lambda: kernels.draw_orders(make_scene().selected_blocks),
