@@ -22,7 +22,7 @@ def compiled() -> int:
     """How many kernels this process has compiled."""
     from trifocal.ops.triton.launch import Kernel
 
-    kernels = [found.function for found in gc.get_objects() if isinstance(found, Kernel)]
+    kernels = [found.function for found in gc.get_objects() if type(found) is Kernel]
     return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
 

@@ -138,6 +138,19 @@ def test_padded_documents_change_nothing(tmp_path: Path) -> None:
     assert len(shapes) == 1
 
 
+def test_rows_become_documents_where_others_have_some(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    model = DecoderLM(config.model).double()
+    batch = next(batch for batch in read_batches(config, 2, 30) if batch.cu_seqlens is None)
+    plain, packed = (model_inputs(batch, pad_documents=True, documents=number) for number in (0, 40))
+    assert len(plain) == 2 and packed[2].tolist() == [0, 32, *[64] * 63]
+    both = []
+    for inputs in (plain, packed):
+        loss = graphs_module.call_with(model, inputs)
+        both.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+    torch.testing.assert_close(both[1], both[0], rtol=1e-12, atol=1e-14)
+
+
 def test_more_documents_find_more_room() -> None:
     tokens = torch.zeros(1, 64, dtype=torch.int64)
     batch = Batch(tokens, tokens, torch.arange(0, 65, 2, dtype=torch.int32), (), 0, 0)

@@ -15,6 +15,7 @@ from trifocal.diagnostics.dump import read_answers, write_details, write_stacks
 from trifocal.diagnostics.stall_summary import stall_summary
 from trifocal.distributed import PeerLost, Peers, Processes
 from trifocal.errors import UserError
+from trifocal.train.inputs import packed_documents
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.step import valid_targets
 from trifocal.train.stop import StopSignals
@@ -33,12 +34,14 @@ _COLLECTIVE_WORDS = ("gloo", "nccl", "connection", "process group", "timed out",
 
 
 class StepData(NamedTuple):
-    """What a step is taken on: its micro-batches, the position in the data after them, and the valid targets of the
-    whole global batch (None for a single process, which knows)."""
+    """What a step is taken on: its micro-batches, the position in the data after them, and what the processes agree on
+    (None for a single process, which knows): the valid targets of the whole global batch, and for each micro-batch how
+    many packed documents all processes have in it."""
 
     batches: list[Batch]
     position: dict[str, Any]
     total_targets: int | None
+    documents: list[int] | None
 
 
 class _Ahead(NamedTuple):
@@ -69,7 +72,7 @@ class Company:
     ) -> StepData | None:
         """The next step's micro-batches, agreed on with the other processes: the number of targets, a stop, a failure.
 
-        One exchange of three numbers between the hosts. It is begun a step ahead, as soon as the batches are there,
+        One exchange of a few numbers between the hosts. It is begun a step ahead, as soon as the batches are there,
         so that it is over when it is asked for: a step waits neither for the other hosts nor for any device. What is
         read ahead when all stop is read again when the run goes on.
 
@@ -91,19 +94,19 @@ class Company:
                 return None
             self._begun = True
             with heartbeat.phase("data"):
-                return StepData([next(loader) for _ in range(count)], loader.state_dict(), None)
+                return StepData([next(loader) for _ in range(count)], loader.state_dict(), None, None)
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
         with heartbeat.phase("wait"):
-            targets, stop, failed = current.answer()
+            targets, stop, failed, *documents = current.answer()
             if failed:
                 self._processes.agree(current.error)
         if stop and self._begun:
             return None
         self._begun = True
         self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat)
-        return StepData(current.batches, current.position, int(targets))
+        return StepData(current.batches, current.position, int(targets), [int(number) for number in documents])
 
     def _read_ahead(self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat) -> _Ahead:
         batches: list[Batch] = []
@@ -114,7 +117,9 @@ class Company:
             except Exception as caught:  # Raised where all processes meet, so that none waits for this one.
                 error = caught
         targets = sum(map(valid_targets, batches))
-        answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
+        # As many numbers from each process, also from one whose data failed.
+        documents = [0] * count if error else [packed_documents(batch) for batch in batches]
+        answer = self._processes.sum_later([targets, signals.received is not None, error is not None, *documents])
         return _Ahead(batches, loader.state_dict(), error, answer)
 
     @contextlib.contextmanager

@@ -84,8 +84,7 @@ class MicroBatchGraphs:
     """Computes weighted losses and adds up their gradients, by graphs.
 
     The first micro-batch of a kind is computed without one, by which everything is compiled and found; the second is
-    recorded and replayed. So each is computed once, whatever kinds other processes have: parts of a sharded model
-    exchange weights and gradients in it, and must not do so at different times.
+    recorded and replayed. So each is computed once: parts of a sharded model exchange weights and gradients in it.
 
     The model's parameters must keep their memory.
 
@@ -134,17 +133,18 @@ class MicroBatchGraphs:
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 
-    def add_gradients(self, batch: Batch, weight: float) -> Tensor:
+    def add_gradients(self, batch: Batch, weight: float, documents: int = 0) -> Tensor:
         """Add the gradient of `weight * loss` to the parameters' gradients.
 
         Args:
             batch: The micro-batch, on the host.
             weight: Its share in the step's loss.
+            documents: As in `model_inputs`: for micro-batches of several processes to be of one kind.
 
         Returns:
             `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind may overwrite.
         """
-        inputs = model_inputs(batch, pad_documents=True)
+        inputs = model_inputs(batch, pad_documents=True, documents=documents)
         kind = _kind(inputs)
         if kind not in self._known:
             self._known.add(kind)

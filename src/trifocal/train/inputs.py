@@ -22,7 +22,12 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def model_inputs(batch: Batch, *, pad_documents: bool = False) -> list[Tensor]:
+def packed_documents(batch: Batch) -> int:
+    """Documents of a micro-batch whose rows have borders inside; 0 if none has."""
+    return 0 if batch.cu_seqlens is None else batch.cu_seqlens.numel() - 1
+
+
+def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 0) -> list[Tensor]:
     """Tokens and targets and, where a border lies inside a row, the borders of the documents; on the host.
 
     The borders are checked here, so that the model need not wait for a device to look at them. Every token's place in
@@ -32,13 +37,16 @@ def model_inputs(batch: Batch, *, pad_documents: bool = False) -> list[Tensor]:
         batch: The micro-batch.
         pad_documents: Append empty documents, up to a number that depends little on the batch: compiled code and
             recorded graphs then fit the next one too.
+        documents: Pad up to so many at least. Unless it is 0, rows without borders are documents, too.
     """
-    if batch.cu_seqlens is None:
-        return [batch.tokens, batch.targets]
     num_tokens, cu_seqlens = batch.tokens.numel(), batch.cu_seqlens
+    if cu_seqlens is None and documents:
+        cu_seqlens = torch.arange(0, num_tokens + 1, batch.tokens.shape[1], dtype=torch.int32)
+    if cu_seqlens is None:
+        return [batch.tokens, batch.targets]
     check_borders(cu_seqlens, num_tokens)
     if pad_documents:
-        cu_seqlens = _padded(cu_seqlens, num_tokens)
+        cu_seqlens = _padded(cu_seqlens, num_tokens, documents)
     return [batch.tokens.reshape(1, -1), batch.targets.reshape(1, -1), cu_seqlens]
 
 
@@ -57,8 +65,8 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def _padded(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def _padded(cu_seqlens: Tensor, num_tokens: int, documents: int) -> Tensor:
     room = max(_FEWEST_DOCUMENTS, num_tokens // _TOKENS_OF_DOCUMENT)
-    while room < cu_seqlens.numel() - 1:
+    while room < max(cu_seqlens.numel() - 1, documents):
         room *= 2
     return torch.nn.functional.pad(cu_seqlens, (0, room + 1 - cu_seqlens.numel()), value=num_tokens)

@@ -199,6 +199,7 @@ class Trainer:
                 split_rows=self.split_rows,
                 parallel=self.parallel,
                 total_targets=data.total_targets,
+                documents=data.documents,
                 graphs=self.graphs,
             )
         self.learning_rate = rate

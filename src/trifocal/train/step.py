@@ -133,6 +133,7 @@ def train_step(
     split_rows: bool = False,
     parallel: Parallel | None = None,
     total_targets: int | None = None,
+    documents: Sequence[int] | None = None,
     graphs: MicroBatchGraphs | None = None,
 ) -> StepResult:
     """Take one step.
@@ -154,6 +155,8 @@ def train_step(
         split_rows: As in `batch_loss`.
         parallel: How the model is spread, where several processes each have a part of the global batch.
         total_targets: Valid targets of the global batch, in all processes together; those of `batches` by default.
+        documents: Of each micro-batch, in all processes together, as `StepData` has them. Processes that share a
+            model's parts record and replay micro-batches together, and so all have packed ones where any has.
         graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
 
@@ -176,9 +179,10 @@ def train_step(
 
     if graphs is not None:
         make_room()
-        for batch, weight in weighted:
+        rooms = documents if parallel.sharded and documents else [0] * len(batches)
+        for (batch, weight), room in zip(weighted, rooms, strict=True):
             with heartbeat.phase(forward_phase):
-                loss_sum += graphs.add_gradients(batch, weight)
+                loss_sum += graphs.add_gradients(batch, weight, room)
         with heartbeat.phase("backward"):
             parallel.exchange_gradients()
     else:
