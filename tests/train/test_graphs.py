@@ -4,6 +4,7 @@ What is tested is everything around the recording: inputs of its own, padding, w
 That a GPU's recording gives the same is in tests/gpu.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -117,6 +118,9 @@ def test_gradients_keep_their_memory_and_start_from_zero(tmp_path: Path) -> None
     graphs.zero_gradients()
     assert parameter.grad is not None and parameter.grad.data_ptr() == place and not parameter.grad.any()
     assert graphs.add_gradients(batch, 1.0).item() == pytest.approx(2 * first, rel=1e-6)
+    recorded = [weakref.ref(recording.loss) for recording in graphs._recordings.values()]
+    graphs.release()
+    assert recorded and all(reference() is None for reference in recorded)
 
 
 def test_padded_documents_change_nothing(tmp_path: Path) -> None:

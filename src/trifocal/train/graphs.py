@@ -160,6 +160,11 @@ class MicroBatchGraphs:
         recording.replay()
         return recording.loss
 
+    def release(self) -> None:
+        """Give the graphs back. NCCL does not end while there is one that holds its collectives."""
+        self._known.clear()
+        self._recordings.clear()
+
     def _on_device(self, inputs: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """Inputs in memory of their own, and a weight."""
         own = [to_device(tensor, self._device) for tensor in inputs]

@@ -136,6 +136,8 @@ class Trainer:
             self.progress = stack.enter_context(Progress(total, start_step=self.step, enabled=first))
             self.meter = Meter(config, self.device, self.processes.size)
             self.signals = stack.enter_context(StopSignals())
+            if self.graphs is not None:
+                stack.callback(self.graphs.release)
             stack.enter_context(
                 self.company.watched(self.heartbeat, directory, config.parallel.silence_seconds, self._event)
             )
