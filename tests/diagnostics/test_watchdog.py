@@ -14,7 +14,7 @@ import pytest
 
 from tests.children import environment
 from trifocal.diagnostics import Heartbeat, Watchdog
-from trifocal.diagnostics.jsonl import read_lines
+from trifocal.diagnostics.jsonl import Row, read_lines
 from trifocal.diagnostics.run import read_run
 from trifocal.diagnostics.verdict import judge
 
@@ -125,10 +125,14 @@ def test_a_long_first_step_is_neither_and_a_sleep_is_slow_and_leaves_no_dump(
 
 def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) -> None:
     heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05)
+    rows: list[Row] = []
     with heartbeat, Watchdog(heartbeat, tmp_path):
+        heartbeat.observers.append(rows.append)
         with heartbeat.phase("data"):
             pass
         with heartbeat.phase("data"):
+            # A dump has the row that saw the request, which may have been begun before it.
+            wait_for(lambda: bool(rows) and rows[-1]["phase"] == "data", seconds=10)
             os.kill(os.getpid(), signal.SIGUSR1)
             wait_for(lambda: any(tmp_path.glob("dumps/asked_*/summary.md")), seconds=10)
     (summary,) = tmp_path.glob("dumps/asked_*/summary.md")
