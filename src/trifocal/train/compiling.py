@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from trifocal.data import Batch
 from trifocal.train.saving import Say
 
 COMPILE_TIME = "about half a minute, less once its caches are filled"
@@ -23,14 +22,18 @@ class CompileNotes:
         self._known: set[bool] = set()
 
     @contextmanager
-    def step(self, step: int, batches: Sequence[Batch]) -> Iterator[str]:
+    def step(self, step: int, documents: Sequence[int]) -> Iterator[str]:
         """Around a step.
+
+        Args:
+            step: Its number.
+            documents: Packed documents of each micro-batch; 0 for whole rows.
 
         Yields:
             The name of its forward phase: "compile" where code for a kind of micro-batch is made in it, which is said
             before and after; else "forward".
         """
-        new = {batch.cu_seqlens is not None for batch in batches} - self._known if self._compiles else set()
+        new = {number > 0 for number in documents} - self._known if self._compiles else set()
         if not new:
             yield "forward"
             return

@@ -32,7 +32,7 @@ from trifocal.train.evaluate import (
     sequence_to_show,
 )
 from trifocal.train.graphs import make_graphs
-from trifocal.train.inputs import autocast
+from trifocal.train.inputs import autocast, packed_documents
 from trifocal.train.meter import Meter
 from trifocal.train.nonfinite import stop_non_finite
 from trifocal.train.optimizer import make_optimizer
@@ -187,7 +187,11 @@ class Trainer:
             return False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        with self.compile_notes.step(step, data.batches) as forward_phase, self.tracer.step(step) as phases:
+        # Parts of a model compute micro-batches of one kind together; else each process has its own.
+        together = self.graphs is not None and self.parallel.sharded and data.documents is not None
+        documents = data.documents if together else [packed_documents(batch) for batch in data.batches]
+        assert documents is not None
+        with self.compile_notes.step(step, documents) as forward_phase, self.tracer.step(step) as phases:
             self.pending = train_step(
                 step,
                 data.batches,
@@ -201,7 +205,7 @@ class Trainer:
                 split_rows=self.split_rows,
                 parallel=self.parallel,
                 total_targets=data.total_targets,
-                documents=data.documents,
+                documents=documents if together else None,
                 graphs=self.graphs,
             )
         self.learning_rate = rate

@@ -155,8 +155,8 @@ def train_step(
         split_rows: As in `batch_loss`.
         parallel: How the model is spread, where several processes each have a part of the global batch.
         total_targets: Valid targets of the global batch, in all processes together; those of `batches` by default.
-        documents: Of each micro-batch, in all processes together, as `StepData` has them. Processes that share a
-            model's parts record and replay micro-batches together, and so all have packed ones where any has.
+        documents: Of each micro-batch, in all processes together, as `StepData` has them: where processes share a
+            model's parts, and so record and replay micro-batches of one kind together.
         graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
 
@@ -179,10 +179,9 @@ def train_step(
 
     if graphs is not None:
         make_room()
-        rooms = documents if parallel.sharded and documents else [0] * len(batches)
-        for (batch, weight), room in zip(weighted, rooms, strict=True):
+        for (batch, weight), number in zip(weighted, documents or [0] * len(batches), strict=True):
             with heartbeat.phase(forward_phase):
-                loss_sum += graphs.add_gradients(batch, weight, room)
+                loss_sum += graphs.add_gradients(batch, weight, number)
         with heartbeat.phase("backward"):
             parallel.exchange_gradients()
     else:
