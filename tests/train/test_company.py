@@ -62,7 +62,12 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if error is not None:
             raise error
 
+    # The other process has two packed documents in every micro-batch.
+    def max_later(self: Processes, values: Sequence[float]) -> Callable[[], list[float]]:
+        return lambda: [max(value, 2.0) for value in values]
+
     monkeypatch.setattr(Processes, "sum_later", sum_later)
+    monkeypatch.setattr(Processes, "max_later", max_later)
     monkeypatch.setattr(Processes, "agree", agree)
     yield found
 
@@ -76,7 +81,7 @@ def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: li
     for step in (1, 2, 3):
         data = next_step(company, loader, signals, last=step == 3)
         events.append(f"step {step}")
-        assert (data.total_targets, data.batches[0].sample_index) == (6, step)
+        assert (data.total_targets, data.documents, data.batches[0].sample_index) == (6, [2], step)
         # A checkpoint after this step must not skip what was read ahead.
         assert data.position == {"read": step}
     assert events == [

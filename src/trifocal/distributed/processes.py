@@ -72,14 +72,21 @@ class Processes:
 
         The others' values travel while this process does other work.
         """
+        return self._later(values, dist.ReduceOp.SUM)
+
+    def max_later(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """As `sum_later`, for the largest of each."""
+        return self._later(values, dist.ReduceOp.MAX)
+
+    def _later(self, values: Sequence[float], reduction: Any) -> Callable[[], list[float]]:
         if self.size == 1:
             return lambda: list(values)
-        total = torch.tensor(values, dtype=torch.float64)
-        work = dist.all_reduce(total, group=self.group, async_op=True)
+        together = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(together, reduction, group=self.group, async_op=True)
 
         def answer() -> list[float]:
             work.wait()
-            return list(total.tolist())
+            return list(together.tolist())
 
         return answer
 

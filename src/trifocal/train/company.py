@@ -35,8 +35,8 @@ _COLLECTIVE_WORDS = ("gloo", "nccl", "connection", "process group", "timed out",
 
 class StepData(NamedTuple):
     """What a step is taken on: its micro-batches, the position in the data after them, and what the processes agree on
-    (None for a single process, which knows): the valid targets of the whole global batch, and for each micro-batch how
-    many packed documents all processes have in it."""
+    (None for a single process, which knows): the valid targets of the whole global batch, and the most packed documents
+    that any process has in each micro-batch."""
 
     batches: list[Batch]
     position: dict[str, Any]
@@ -49,6 +49,7 @@ class _Ahead(NamedTuple):
     position: dict[str, Any]
     error: Exception | None
     answer: Callable[[], list[float]]
+    documents: Callable[[], list[float]]
 
 
 class Company:
@@ -72,8 +73,8 @@ class Company:
     ) -> StepData | None:
         """The next step's micro-batches, agreed on with the other processes: the number of targets, a stop, a failure.
 
-        One exchange of a few numbers between the hosts. It is begun a step ahead, as soon as the batches are there,
-        so that it is over when it is asked for: a step waits neither for the other hosts nor for any device. What is
+        Exchanges of a few numbers between the hosts. They are begun a step ahead, as soon as the batches are there, so
+        that they are over when they are asked for: a step waits neither for the other hosts nor for any device. What is
         read ahead when all stop is read again when the run goes on.
 
         Args:
@@ -99,7 +100,8 @@ class Company:
             self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
         with heartbeat.phase("wait"):
-            targets, stop, failed, *documents = current.answer()
+            targets, stop, failed = current.answer()
+            documents = current.documents()
             if failed:
                 self._processes.agree(current.error)
         if stop and self._begun:
@@ -117,10 +119,10 @@ class Company:
             except Exception as caught:  # Raised where all processes meet, so that none waits for this one.
                 error = caught
         targets = sum(map(valid_targets, batches))
+        answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
         # As many numbers from each process, also from one whose data failed.
         documents = [0] * count if error else [packed_documents(batch) for batch in batches]
-        answer = self._processes.sum_later([targets, signals.received is not None, error is not None, *documents])
-        return _Ahead(batches, loader.state_dict(), error, answer)
+        return _Ahead(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
 
     @contextlib.contextmanager
     def watched(

@@ -187,10 +187,10 @@ class Trainer:
             return False
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        # Parts of a model compute micro-batches of one kind together; else each process has its own.
-        together = self.graphs is not None and self.parallel.sharded and data.documents is not None
-        documents = data.documents if together else [packed_documents(batch) for batch in data.batches]
-        assert documents is not None
+        documents = [packed_documents(batch) for batch in data.batches]
+        if data.documents is not None and (config.train.compile or self.graphs is not None):
+            # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
+            documents = data.documents
         with self.compile_notes.step(step, documents) as forward_phase, self.tracer.step(step) as phases:
             self.pending = train_step(
                 step,
@@ -205,7 +205,7 @@ class Trainer:
                 split_rows=self.split_rows,
                 parallel=self.parallel,
                 total_targets=data.total_targets,
-                documents=documents if together else None,
+                documents=documents,
                 graphs=self.graphs,
             )
         self.learning_rate = rate

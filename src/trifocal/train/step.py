@@ -70,6 +70,7 @@ def batch_loss(
     *,
     split_rows: bool = False,
     pad_documents: bool = False,
+    documents: int = 0,
 ) -> Tensor:
     """Mean loss over the valid targets of one micro-batch.
 
@@ -83,12 +84,13 @@ def batch_loss(
             the square of a packed row, so this is much faster where few rows have borders. Not for several
             processes: they would differ in the number of their calls.
         pad_documents: As in `model_inputs`: for a compiled model.
+        documents: As in `model_inputs`.
 
     Returns:
         A scalar, fp32.
     """
     if batch.cu_seqlens is None or not split_rows:
-        inputs = model_inputs(batch, pad_documents=pad_documents)
+        inputs = model_inputs(batch, pad_documents=pad_documents, documents=documents)
         return call_with(loss_function, [to_device(tensor, device) for tensor in inputs])
     has_border, borders = _rows_with_borders(batch.cu_seqlens.long(), *batch.tokens.shape)
     rows = batch._replace(tokens=batch.tokens[has_border], targets=batch.targets[has_border], cu_seqlens=borders)
@@ -155,8 +157,8 @@ def train_step(
         split_rows: As in `batch_loss`.
         parallel: How the model is spread, where several processes each have a part of the global batch.
         total_targets: Valid targets of the global batch, in all processes together; those of `batches` by default.
-        documents: Of each micro-batch, in all processes together, as `StepData` has them: where processes share a
-            model's parts, and so record and replay micro-batches of one kind together.
+        documents: Packed documents of each micro-batch; where processes are to compute micro-batches of one kind at the
+            same time, the most that any has. By default each is computed as it comes.
         graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
 
@@ -167,6 +169,7 @@ def train_step(
     counts = [valid_targets(batch) for batch in batches]
     total = max(sum(counts) if total_targets is None else total_targets, 1)
     weighted = [(batch, count / total) for batch, count in zip(batches, counts, strict=True)]
+    numbers = documents or [0] * len(batches)
     loss_sum = torch.zeros((), dtype=torch.float32, device=device)
 
     def make_room() -> None:
@@ -179,17 +182,22 @@ def train_step(
 
     if graphs is not None:
         make_room()
-        for (batch, weight), number in zip(weighted, documents or [0] * len(batches), strict=True):
+        for (batch, weight), number in zip(weighted, numbers, strict=True):
             with heartbeat.phase(forward_phase):
                 loss_sum += graphs.add_gradients(batch, weight, number)
         with heartbeat.phase("backward"):
             parallel.exchange_gradients()
     else:
-        for index, (batch, weight) in enumerate(weighted):
+        for index, ((batch, weight), number) in enumerate(zip(weighted, numbers, strict=True)):
             with parallel.micro_batch(last=index == len(batches) - 1):
                 with heartbeat.phase(forward_phase), autocast(device, config.precision):
                     loss = weight * batch_loss(
-                        loss_function, batch, device, split_rows=split_rows, pad_documents=config.compile
+                        loss_function,
+                        batch,
+                        device,
+                        split_rows=split_rows,
+                        pad_documents=config.compile,
+                        documents=number,
                     )
                 if index == 0:
                     make_room()
