@@ -42,7 +42,7 @@ NOTES = (
     "Medians of calls timed with events on the device, the L2 cache flushed before each; p20 and p80 are the spread. "
     "Random inputs.",
     "forward_ms is without gradients, as in prefill; forward_backward_ms is one training call; backward_ms is their "
-    "difference.",
+    "difference. The device_ms of each are of the device alone, held up until the host has handed over the whole call.",
     "extra_peak_gib is the largest allocation beyond the inputs, results and gradients included.",
     "tflop and gib are by formula: products over the keys that queries see, and every input and result moved once.",
     "Row whole with choices local or smooth: blocks are given, and scoring runs beside, as if it had chosen them. "
@@ -304,6 +304,7 @@ def _line(row: Mapping[str, Any]) -> str:
         for name, key, unit in (
             ("forward", "forward_ms", "ms"),
             ("forward+backward", "forward_backward_ms", "ms"),
+            ("of the device alone", "forward_backward_device_ms", "ms"),
             ("extra peak", "forward_backward_extra_peak_gib", "GiB"),
         )
         if row.get(key) is not None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trifocal.bench.formulas import Work
-from trifocal.bench.timing import extra_peak_bytes, time_call
+from trifocal.bench.timing import device_ms, extra_peak_bytes, time_call
 
 GIB = 2**30
 
@@ -59,6 +59,7 @@ def measure_candidate(
             "forward_p20_ms": timing.p20_ms,
             "forward_p80_ms": timing.p80_ms,
             "forward_calls": timing.calls,
+            "forward_device_ms": device_ms(forward, device, budget_seconds=budget_seconds),
             "forward_extra_peak_gib": _gib(extra_peak_bytes(forward, device)),
             "forward_tflop": work.forward_flops / 1e12,
             "forward_tflop_per_second": work.forward_flops / timing.median_ms / 1e9,
@@ -79,6 +80,7 @@ def measure_candidate(
         "forward_backward_p20_ms": both.p20_ms,
         "forward_backward_p80_ms": both.p80_ms,
         "forward_backward_calls": both.calls,
+        "forward_backward_device_ms": device_ms(forward_backward, device, budget_seconds=budget_seconds),
         "forward_backward_extra_peak_gib": _gib(extra_peak_bytes(forward_backward, device)),
         "forward_backward_tflop": flops / 1e12,
         "forward_backward_tflop_per_second": flops / both.median_ms / 1e9,

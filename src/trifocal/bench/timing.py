@@ -9,6 +9,8 @@ import torch
 
 # Written before every timed call on a GPU, so that no call finds its inputs in the L2 cache; larger than any L2.
 _FLUSH_BYTES = 2**28
+# No GPU counts faster than this.
+_MOST_CYCLES_PER_SECOND = 3e9
 
 Call = Callable[[], Any]
 
@@ -50,6 +52,30 @@ def time_call(
     return Timing.of(_times_ms(call, device, max(minimum_calls, min(maximum_calls, calls))))
 
 
+def device_ms(call: Call, device: torch.device, *, budget_seconds: float, calls: int = 20) -> float | None:
+    """Milliseconds that a call keeps the device alone busy, the median; None on a CPU.
+
+    The device is held up until the host has handed over the whole call. So it is what a call takes where the host is
+    ahead, as in a recorded step; `time_call` tells what it takes by itself.
+
+    Args:
+        call: As for `time_call`, and warm.
+        device: Where it works.
+        budget_seconds: Time to spend at most, more or less.
+        calls: Calls at most.
+    """
+    if device.type != "cuda":
+        return None
+    torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    call()
+    host_seconds = time.perf_counter() - begin
+    torch.cuda.synchronize(device)
+    each = 2 * host_seconds + time.perf_counter() - begin
+    times = _times_ms(call, device, max(3, min(calls, int(budget_seconds / each))), hold_seconds=2 * host_seconds)
+    return statistics.median(times)
+
+
 def extra_peak_bytes(call: Call, device: torch.device) -> int | None:
     """Most memory that a call needs at a time beyond what was in use before it, its results included; None on a CPU."""
     if device.type != "cuda":
@@ -63,7 +89,7 @@ def extra_peak_bytes(call: Call, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
-def _times_ms(call: Call, device: torch.device, calls: int) -> list[float]:
+def _times_ms(call: Call, device: torch.device, calls: int, hold_seconds: float = 0.0) -> list[float]:
     times = []
     if device.type != "cuda":
         for _ in range(calls):
@@ -75,6 +101,8 @@ def _times_ms(call: Call, device: torch.device, calls: int) -> list[float]:
     events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(calls)]
     for begin_event, end_event in events:
         flush.zero_()
+        if hold_seconds:
+            torch.cuda._sleep(int(hold_seconds * _MOST_CYCLES_PER_SECOND))
         begin_event.record()
         call()
         end_event.record()
