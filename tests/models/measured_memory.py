@@ -14,6 +14,8 @@ from trifocal.ops import Documents
 from trifocal.train.config import OptimizerSection
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
 
+_SMALL_BYTES = 10_000_000
+
 
 class Trained:
     """A model whose steps are those of the trainer: accumulation, clipping, fused AdamW."""
@@ -50,9 +52,13 @@ class Trained:
 def allocated_peak(config, setup):
     """Bytes at the fullest moment of the second and third step, by the profiler.
 
-    The larger of two measurements: what threads of earlier tests free meanwhile makes one smaller than it is.
+    The largest of two measurements, in a small model of six: what is freed meanwhile, by whatever thread and at
+    whatever time, makes one smaller than it is, by up to half a megabyte, and none larger.
     """
-    return max(_allocated_peak(config, setup) for _ in range(2))
+    found = [_allocated_peak(config, setup) for _ in range(2)]
+    if max(found) < _SMALL_BYTES:
+        found += [_allocated_peak(config, setup) for _ in range(4)]
+    return max(found)
 
 
 def _allocated_peak(config, setup):
