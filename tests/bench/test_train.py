@@ -2,16 +2,19 @@
 
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
+import torch
 
 from tests.bench.tiny import MODEL
+from tests.train.test_graphs import Repeater
 from trifocal.bench import train, train_worker
 from trifocal.bench.recorder import Recorder, Refused
 from trifocal.bench.train import TrainOptions, bench_train, speedups
 from trifocal.bench.train_worker import TrainBench
 from trifocal.errors import UserError
+from trifocal.train import graphs
 
 TINY = {
     "sizes": ("2x32",), "model": MODEL, "compile": False, "precision": "fp32", "warmup_steps": 1, "timed_steps": 3,
@@ -31,6 +34,71 @@ def test_cases_are_twins_under_the_same_settings():
     assert (cases[0].sequences, cases[0].tokens, cases[0].checkpointing) == (2, 32, "none")
     assert (cases[2].sequences, cases[2].micro_batch, cases[2].tokens, cases[2].checkpointing) == (4, 2, 2048, "all")
     assert {**cases[0].model, "attention": "dense"} == cases[1].model
+    assert not any(case.cuda_graphs for case in cases), "a CPU records nothing"
+
+
+ON_A_GPU = {
+    (): ["a recorded", "production recorded", "a"],
+    ("no", "yes"): ["a recorded", "production recorded", "a"],
+    ("yes",): ["a recorded", "production recorded"],
+    ("no",): ["a", "production"],
+}
+
+
+@pytest.mark.parametrize("wanted", ON_A_GPU, ids=str)
+def test_recorded_rows_come_first_and_twins_side_by_side(wanted, monkeypatch):
+    monkeypatch.setattr(train, "choose_device", lambda wanted: torch.device("cuda"))
+    cases = TrainOptions(**{**TINY, "sizes": ("2x32", "production"), "cuda_graphs": wanted}).cases()
+    found = [case.size.replace("2x32", "a") + " recorded" * case.cuda_graphs for case in cases]
+    assert found == [name for name in ON_A_GPU[wanted] for twin in range(2)]
+    assert [case.model["attention"] for case in cases] == ["nsa", "dense"] * (len(cases) // 2)
+    for sparse, dense in zip(cases[::2], cases[1::2], strict=True):
+        assert replace(sparse, model=dense.model) == dense
+
+
+def test_graphs_need_a_gpu():
+    for wanted in (("yes",), ("no", "yes")):
+        with pytest.raises(UserError, match="--cuda-graphs yes needs a GPU"):
+            TrainOptions(**TINY, cuda_graphs=wanted).cases()
+
+
+@pytest.fixture
+def recorded_bench(monkeypatch):
+    """Makes a bench whose recordings are repetitions: what is around them is the trainer's."""
+    monkeypatch.setattr(graphs, "Recorder", Repeater)
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    monkeypatch.setattr(Repeater, "recordings", 0)
+    monkeypatch.setattr(Repeater, "passes", 0)
+
+    def make(case):
+        bench = TrainBench(case)
+        bench.graphs = graphs.MicroBatchGraphs(bench.model, bench.model.parameters(), bench.device, case.precision)
+        return bench
+
+    return make
+
+
+@pytest.mark.parametrize("attention", [0, 1], ids=["nsa", "dense"])
+def test_one_micro_batch_a_step_is_recorded_before_it_is_timed(recorded_bench, attention):
+    case = TrainOptions(**TINY).cases()[attention]
+    plain, recorded = TrainBench(case), recorded_bench(case)
+    parameters = recorded.optimizer.param_groups[0]["params"]
+    plain.warm_up()
+    recorded.warm_up()
+    assert (Repeater.passes, Repeater.recordings) == (1, 0), "the one warm-up step is computed without a graph"
+    places = [parameter.grad.data_ptr() for parameter in parameters]
+    expected, figures = plain.figures(), recorded.figures()
+    assert Repeater.recordings == 1
+    assert Repeater.passes == case.warmup_steps + 1 + case.timed_steps
+    assert [parameter.grad.data_ptr() for parameter in parameters] == places, "graphs add to what stays"
+    for key in ("first_loss", "first_gradient_norm", "loss"):
+        assert figures[key] == pytest.approx(expected[key], rel=1e-5)
+
+
+def test_a_timed_step_that_records_is_no_figure(recorded_bench):
+    bench = recorded_bench(TrainOptions(**TINY).cases()[0])
+    with pytest.raises(AssertionError, match="a timed step recorded"):
+        bench.figures()
 
 
 def test_steps_train_and_are_timed():
@@ -70,6 +138,23 @@ def test_workers_measure_both_twins():
     (ratios,) = speedups(rows.rows)
     expected = rows.rows[0]["tokens_per_second"] / rows.rows[1]["tokens_per_second"]
     assert ratios["tokens_per_second_ratio"] == pytest.approx(expected)
+
+
+def test_like_is_compared_with_like():
+    keys = ("size", "attention", "cuda_graphs", "tokens_per_second", "peak_gib", "status")
+    figures = [
+        ("nsa", True, 90.0, 6.0),
+        ("dense", True, 60.0, 2.0),
+        ("nsa", False, 30.0, 1.0),
+        ("dense", False, 60.0, 4.0),
+    ]
+    rows = [dict(zip(keys, ("2x32", *row, "ok"), strict=True)) for row in figures]
+    columns = ("size", "cuda_graphs", "tokens_per_second_ratio", "peak_gib_ratio")
+    both = speedups(rows)
+    assert [tuple(row) for row in both] == [columns, columns]
+    assert [tuple(row.values()) for row in both] == [("2x32", True, 1.5, 3.0), ("2x32", False, 0.5, 0.25)]
+    rows[1]["status"] = "not run: the time limit has passed"
+    assert speedups(rows) == both[1:], "a twin with another setting is none"
 
 
 def test_a_worker_that_fails_says_why(capsys):

@@ -1,11 +1,13 @@
 """Training steps on a GPU in every form: eager, compiled, recorded as graphs, and both."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.gpu.test_model import make_model
+from trifocal.bench.train_worker import TrainBench, TrainCase
 from trifocal.data import Batch
 from trifocal.diagnostics import Heartbeat
 from trifocal.train.config import OptimizerSection, TrainSection
@@ -102,3 +104,35 @@ def test_compiled_gradients_err_no_more_than_eager_ones(model, tmp_path):
     for name, eager, compiled in zip(dict(model.named_parameters()), errors[False], errors[True], strict=True):
         assert compiled <= 1.5 * eager, (name, eager, compiled)
         assert compiled < 0.1, (name, compiled)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_the_bench_times_the_same_steps_recorded(model, attention):
+    """Whole steps as one micro-batch, nothing checkpointed, the fewest steps of warm-up; at a length where the kernels
+    take keys outside. What a graph holds is part of the peak: at least what the same step takes without one."""
+    figures = []
+    for cuda_graphs in (False, True):
+        torch._dynamo.reset()
+        case = TrainCase(
+            size="2x4096",
+            model=replace(model.config, attention=attention).to_dict(),
+            sequences=2,
+            micro_batch=2,
+            tokens=4096,
+            checkpointing="none",
+            compile=True,
+            cuda_graphs=cuda_graphs,
+            precision="bf16",
+            warmup_steps=1,
+            timed_steps=1,
+            device="cuda",
+        )
+        bench = TrainBench(case)
+        bench.warm_up()
+        figures.append(bench.figures())
+        assert (bench.graphs is not None) == cuda_graphs
+        del bench
+    plain, recorded = figures
+    for key in ("first_loss", "first_gradient_norm", "loss"):
+        assert recorded[key] == pytest.approx(plain[key], rel=1e-3), key
+    assert recorded["peak_gib"] >= 0.95 * plain["peak_gib"]

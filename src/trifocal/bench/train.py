@@ -33,9 +33,13 @@ NOTES = (
     "weights. Medians over the timed steps; p20 and p80 are the spread.",
     "executed_mfu counts the products that the model needs, dense_equivalent_mfu those of its dense twin, both over "
     "the data sheet's dense bf16 peak; what checkpointing computes again is not counted.",
-    "peak_gib is the most that was allocated during the timed steps, weights and optimizer included.",
-    "first_step_seconds holds the compilation, with the caches as they were and the preparations of other rows beside.",
-    "production: 2 sequences of 2,048 tokens at a time, 4 a step, all layers checkpointed, on a GPU as CUDA graphs.",
+    "cuda_graphs: forward and backward are replayed as a CUDA graph, recorded before the timed steps; where this is "
+    "False, Python starts every kernel, and where kernels are short a step takes as long as that does.",
+    "peak_gib is the most that was allocated during the timed steps, weights and optimizer included, and with CUDA "
+    "graphs the memory that they hold.",
+    "first_step_seconds holds the compilation, with the caches as they were and the preparations of other rows beside. "
+    "It holds the recording of a graph only for production: what is recorded is the second micro-batch.",
+    "production: 2 sequences of 2,048 tokens at a time, 4 a step, all layers checkpointed.",
 )
 
 
@@ -51,6 +55,9 @@ class TrainOptions:
     """The model."""
     compile: bool = True
     """Compile both with torch.compile."""
+    cuda_graphs: tuple[Literal["no", "yes"], ...] = ()
+    """yes: rows that replay forward and backward as CUDA graphs, which come first; no: rows whose kernels Python starts
+    one by one. By default both on a GPU, and no on a CPU. production is recorded unless no is given alone."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Of the matrix products."""
     warmup_steps: int = 3
@@ -80,30 +87,26 @@ class TrainOptions:
             raise UserError("--model.attention is set row by row; choose the rows with --attention")
 
     def cases(self) -> list[TrainCase]:
-        """The rows asked for.
+        """The rows asked for, the most wanted first: recorded ones, whose time is the device's. Twins are neighbours.
 
         Raises:
-            UserError: If a size is not two numbers.
+            UserError: If a size is not two numbers, or if graphs are asked for where there is no GPU.
         """
         device = str(choose_device(self.device))
+        settings = [(size, recorded) for recorded in self._recorded(device) for size in self.sizes]
         cases = []
-        for size in self.sizes:
+        for size, recorded in settings:
+            if size == PRODUCTION and not recorded and (PRODUCTION, True) in settings:
+                continue
             sequences, cross, tokens = size.partition("x")
             if size == PRODUCTION:
-                batch = {
-                    "sequences": 4,
-                    "micro_batch": 2,
-                    "tokens": 2048,
-                    "checkpointing": "all",
-                    "cuda_graphs": device != "cpu",
-                }
+                batch = {"sequences": 4, "micro_batch": 2, "tokens": 2048, "checkpointing": "all"}
             elif cross and sequences.isdecimal() and tokens.isdecimal() and int(sequences) and int(tokens):
                 batch = {
                     "sequences": int(sequences),
                     "micro_batch": int(sequences),
                     "tokens": int(tokens),
                     "checkpointing": "none",
-                    "cuda_graphs": False,
                 }
             else:
                 raise UserError(f'a size is sequences x tokens, like 4x8192, or {PRODUCTION}; got "{size}"')
@@ -112,6 +115,7 @@ class TrainOptions:
                     size=size,
                     model=replace(self.model, attention=attention).to_dict(),
                     compile=self.compile,
+                    cuda_graphs=recorded,
                     precision=self.precision,
                     warmup_steps=self.warmup_steps,
                     timed_steps=self.timed_steps,
@@ -120,6 +124,13 @@ class TrainOptions:
                 )
                 cases.append(case)
         return cases
+
+    def _recorded(self, device: str) -> list[bool]:
+        """Whether rows are recorded: both ways or one."""
+        wanted = self.cuda_graphs or (("no",) if device == "cpu" else ("no", "yes"))
+        if "yes" in wanted and device == "cpu":
+            raise UserError("--cuda-graphs yes needs a GPU; on a CPU there is only --cuda-graphs no")
+        return [name == "yes" for name in ("yes", "no") if name in wanted]
 
 
 def bench_train(options: TrainOptions, recorder: Recorder) -> None:
@@ -137,18 +148,18 @@ def bench_train(options: TrainOptions, recorder: Recorder) -> None:
 
 
 def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tokens a second and memory of the sparse model over those of its twin, for each size."""
-    measured = {(row["size"], row["attention"]): row for row in rows if row["status"] == OK}
+    """Tokens a second and memory of the sparse model over those of its twin, for each size, recorded or not."""
+    measured = {(row["size"], row["cuda_graphs"], row["attention"]): row for row in rows if row["status"] == OK}
     found = []
-    for size in dict.fromkeys(row["size"] for row in rows):
-        sparse, dense = measured.get((size, "nsa")), measured.get((size, "dense"))
+    for size, recorded in dict.fromkeys((row["size"], row["cuda_graphs"]) for row in rows):
+        sparse, dense = measured.get((size, recorded, "nsa")), measured.get((size, recorded, "dense"))
         if sparse and dense:
             ratios = {
                 f"{key}_ratio": sparse[key] / dense[key]
                 for key in ("tokens_per_second", "peak_gib")
                 if sparse[key] and dense[key]
             }
-            found.append({"size": size, **ratios})
+            found.append({"size": size, "cuda_graphs": recorded, **ratios})
     return found
 
 
@@ -209,7 +220,7 @@ class Worker:
 
     def __init__(self, case: TrainCase, workers: int, seconds: float) -> None:
         self.case = case
-        self.name = f"{case.size} {case.model['attention']}"
+        self.name = f"{case.size} {case.model['attention']}" + (" recorded" if case.cuda_graphs else "")
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),

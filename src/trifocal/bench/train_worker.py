@@ -160,11 +160,14 @@ class TrainBench:
             ArithmeticError: If a loss or gradient was not finite.
         """
         case, device = self.case, self.device
-        # One more, because memory must be found again.
+        # One more, because memory must be found again. A graph is recorded for the second micro-batch: by this step at
+        # the latest, since the first was in a step of warm-up.
         self._step()
+        recordings = self.graphs.recordings if self.graphs is not None else 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
         timing = Timing.of(self._step_times_ms())
+        assert self.graphs is None or self.graphs.recordings == recordings > 0, "a timed step recorded"
         assert self.result is not None
         if not (torch.isfinite(self.result.loss) and torch.isfinite(self.result.gradient_norm)):
             raise ArithmeticError("a loss or gradient was not finite")

@@ -121,6 +121,11 @@ class MicroBatchGraphs:
         """What the graphs hold for activations, beyond what the allocator says is allocated."""
         return self._recorder.memory_bytes
 
+    @property
+    def recordings(self) -> int:
+        """Kinds of micro-batches that have been recorded."""
+        return len(self._recordings)
+
     def zero_gradients(self) -> None:
         """Begin a step: every parameter's gradient is zero, in the memory that the graphs add to."""
         if self._flat_gradients is not None:
