@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.layout import Documents
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv
 
 
 class ChoiceIndex(NamedTuple):
@@ -184,7 +184,7 @@ def build_choice_index(
     keys = torch.empty(num_slots, dtype=torch.int32, device=device)
     ids, positions, cu_seqlens = documents_or(documents, keys)
     slots_of_program = 1024
-    _slot_keys_kernel[(triton.cdiv(num_slots, slots_of_program),)](
+    _slot_keys_kernel[(cdiv(num_slots, slots_of_program),)](
         selected_blocks, keys, ids, positions, cu_seqlens, num_slots, num_queries, num_keys - num_queries,
         chunk_rows, num_blocks, keys_per_chunk, num_of_keys,
         GROUPS=groups, PLACES=places, BLOCK=block_size, PACKED=documents is not None, SLOTS=slots_of_program,
@@ -310,7 +310,7 @@ def choice_bits(selected_blocks: Tensor, block_size: int, num_keys: int, documen
     bits = torch.empty(batch, groups, num_words, num_queries, dtype=torch.int32, device=selected_blocks.device)
     queries = 128
     _, positions, _ = documents_or(documents, bits)
-    _choice_bits_kernel[(triton.cdiv(num_queries, queries), num_words, batch * groups)](
+    _choice_bits_kernel[(cdiv(num_queries, queries), num_words, batch * groups)](
         selected_blocks, bits, positions, num_queries, num_keys - num_queries, num_words,
         GROUPS=groups, PLACES=places, BLOCK=block_size, PACKED=documents is not None, QUERIES=queries,
     )  # fmt: skip

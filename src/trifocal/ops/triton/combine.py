@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.triton.common import unit_stride
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
 
 ROWS = 32
 
@@ -182,7 +182,7 @@ def row_sums(d_o: Tensor, o: Tensor, d_lse: Tensor | None = None) -> Tensor:
 
 
 def _grid(o: Tensor) -> tuple[int]:
-    return (triton.cdiv(o.shape[0] * o.shape[1] * o.shape[2], ROWS),)
+    return (cdiv(o.shape[0] * o.shape[1] * o.shape[2], ROWS),)
 
 
 def _rows(o: Tensor) -> dict[str, int]:
@@ -192,6 +192,6 @@ def _rows(o: Tensor) -> dict[str, int]:
         "num_queries": num_queries,
         "HEADS": num_heads,
         "V": value_dim,
-        "V_PAD": triton.next_power_of_2(value_dim),
+        "V_PAD": next_power_of_2(value_dim),
         "ROWS": ROWS,
     }

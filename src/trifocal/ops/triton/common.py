@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.launch import own_device
+from trifocal.ops.triton.launch import next_power_of_2, own_device
 
 
 class Tile(NamedTuple):
@@ -60,11 +60,12 @@ def split_width(size: int) -> Widths:
     Narrower second parts are not taken: with one of 16 columns, kernels of Triton 3.6 on an H200 gave wrong products
     in 16-bit types and read beyond their tensors, while what the masked columns of one part cost is small.
     """
-    whole = max(16, triton.next_power_of_2(size))
+    whole = max(16, next_power_of_2(size))
     return Widths(size, 128, 64) if 128 < size <= 192 else Widths(size, whole, 0)
 
 
 _properties = functools.cache(torch.cuda.get_device_properties)
+_capability = functools.cache(torch.cuda.get_device_capability)
 
 
 def shared_memory(device: torch.device) -> int:
@@ -86,7 +87,7 @@ def architecture(device: torch.device) -> str:
     device = own_device(device)
     if device.type != "cuda":
         return "hopper"
-    capability = torch.cuda.get_device_capability(device)
+    capability = _capability(device)
     available = shared_memory(device)
     if capability[0] >= 9 and available > 200 * 1024:
         return "hopper"
@@ -155,7 +156,7 @@ def is_hopper(device: torch.device) -> bool:
 def _generation(device: torch.device) -> int:
     """The major number of a CUDA device's capability; 0 for others."""
     device = own_device(device)
-    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
+    return _capability(device)[0] if device.type == "cuda" else 0
 
 
 def tma_fits(*tensors: Tensor) -> bool:
@@ -163,13 +164,17 @@ def tma_fits(*tensors: Tensor) -> bool:
 
     fp32 stays with pointers: its small tiles gain nothing.
     """
-    return has_copy_engine(tensors[0].device) and all(
-        x.dtype != torch.float32
-        and x.numel() > 0
-        and x.data_ptr() % 16 == 0
-        and all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
-        for x in tensors
-    )
+    if not has_copy_engine(tensors[0].device):
+        return False
+    for x in tensors:
+        if x.dtype == torch.float32 or x.numel() == 0 or x.data_ptr() % 16:
+            return False
+        size = x.element_size()
+        # A loop, since a generator takes longer than what it would go through; short calls wait for this.
+        for stride in x.stride()[:-1]:
+            if stride * size % 16:
+                return False
+    return True
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ from trifocal.ops.triton.combine import row_sums
 from trifocal.ops.triton.interval import Branch
 from trifocal.ops.triton.interval_backward import launch_backward
 from trifocal.ops.triton.interval_forward import launch_forward
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv
 
 
 def compressed_forward(
@@ -149,7 +149,7 @@ def place_slots(
     query_begin, query_end = (first_blocks.new_empty(num_slots) for _ in range(2))
     num_documents, slots_of_program = first_blocks.shape[0], 256
     if num_slots:
-        place_slots_kernel[(triton.cdiv(num_slots, slots_of_program),)](
+        place_slots_kernel[(cdiv(num_slots, slots_of_program),)](
             first_blocks,
             cu_seqlens,
             query_begin,

@@ -28,9 +28,9 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from trifocal.ops.triton.common import Widths, is_hopper, load_tile, tma_fits
+from trifocal.ops.triton.launch import Descriptor, describe_tiles
 
 # fmt: off
 
@@ -188,7 +188,7 @@ class Branch(NamedTuple):
         }
 
 
-def key_sources(x: Tensor, widths: Widths, keys: int, tma: bool) -> tuple[Tensor | TensorDescriptor | None, ...]:
+def key_sources(x: Tensor, widths: Widths, keys: int, tma: bool) -> tuple[Tensor | Descriptor | None, ...]:
     """Where the two parts of a tile of keys come from: x [B, S, G, D] itself, or descriptors of it."""
     if not tma:
         return x, x
@@ -197,9 +197,7 @@ def key_sources(x: Tensor, widths: Widths, keys: int, tma: bool) -> tuple[Tensor
     return _descriptors(whole, [1, 1, keys], widths)
 
 
-def row_sources(
-    x: Tensor, widths: Widths, rows: int, groups: int, tma: bool
-) -> tuple[Tensor | TensorDescriptor | None, ...]:
+def row_sources(x: Tensor, widths: Widths, rows: int, groups: int, tma: bool) -> tuple[Tensor | Descriptor | None, ...]:
     """Where the two parts of a tile of rows come from: x [B, T, H, D] itself, or descriptors of it."""
     if not tma:
         return x, x
@@ -212,9 +210,10 @@ def row_sources(
     return _descriptors(whole, [1, 1, rows // rep, rep], widths)
 
 
-def _descriptors(whole: Tensor, block: list[int], widths: Widths) -> tuple[TensorDescriptor | None, ...]:
-    first = TensorDescriptor.from_tensor(whole, [*block, widths.part_1])
-    second = TensorDescriptor.from_tensor(whole, [*block, widths.part_2]) if widths.part_2 else None
+def _descriptors(whole: Tensor, block: list[int], widths: Widths) -> tuple[Descriptor | None, ...]:
+    shape, strides = whole.shape, whole.stride()
+    first = describe_tiles(whole, shape, strides, (*block, widths.part_1))
+    second = describe_tiles(whole, shape, strides, (*block, widths.part_2)) if widths.part_2 else None
     return first, second
 
 

@@ -41,7 +41,7 @@ from trifocal.ops.triton.interval import (
     row_sources,
     seeing_queries,
 )
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 
@@ -409,7 +409,7 @@ def launch_d_q(
     add = d_q is not None
     if d_q is None:
         d_q = q.new_empty(q.shape)
-    interval_d_q_kernel[triton.cdiv(num_queries * rep, tile.rows), batch * num_groups](
+    interval_d_q_kernel[cdiv(num_queries * rep, tile.rows), batch * num_groups](
         q,
         *key_sources(k, d_width, tile.keys, tma),
         *key_sources(v, v_width, tile.keys, tma),
@@ -477,7 +477,7 @@ def launch_d_k_d_v(
     if tma is None:
         tma = tile.rows % rep == 0 and rep & (rep - 1) == 0 and tma_fits(q, d_o)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
-    tiles = triton.cdiv(num_keys, tile.keys)
+    tiles = cdiv(num_keys, tile.keys)
     split = branch.window_size == 0
     if parts is None:
         parts = choose_parts(q, tiles * batch * num_groups, rep, tile) if split else 1
@@ -532,7 +532,7 @@ def sum_parts(summands: Tensor, dtype: torch.dtype) -> Tensor:
     total = torch.empty_like(summands[0], dtype=dtype)
     count = total.numel()
     if count:
-        sum_parts_kernel[(triton.cdiv(count, 1024),)](summands, total, summands.shape[0], count, SIZE=1024)
+        sum_parts_kernel[(cdiv(count, 1024),)](summands, total, summands.shape[0], count, SIZE=1024)
     return total
 
 
@@ -542,5 +542,5 @@ def choose_parts(q: Tensor, programs: int, heads_per_group: int, tile: Tile) -> 
     Sixteen programs a multiprocessor, half of them long; but each with at least four tiles of rows, and no more
     than 32, since each writes sums of its own.
     """
-    wanted = triton.cdiv(16 * multiprocessors(q.device), max(1, programs))
+    wanted = cdiv(16 * multiprocessors(q.device), max(1, programs))
     return max(1, min(32, wanted, q.shape[1] * heads_per_group // (4 * tile.rows)))

@@ -25,7 +25,7 @@ from trifocal.ops.triton.interval import (
     load_rows,
     place_rows_of_program,
 )
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv
 
 # The running maximum starts at a finite low, so that no guard against inf - inf is needed.
 LOWEST = tl.constexpr(-1.0e30)
@@ -171,7 +171,7 @@ def launch_forward(
     o = q.new_empty(batch, num_queries, num_heads, v_width.size)
     lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
     rep = num_heads // num_groups
-    interval_forward_kernel[triton.cdiv(num_queries * rep, tile.rows), batch * num_groups](
+    interval_forward_kernel[cdiv(num_queries * rep, tile.rows), batch * num_groups](
         q,
         *key_sources(k, d_width, tile.keys, tma),
         *key_sources(v, v_width, tile.keys, tma),

@@ -16,7 +16,6 @@ v of the range, o and lse out.
 import math
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,11 +27,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trifocal.ops.triton.common import Widths, multiprocessors, split_width
 from trifocal.ops.triton.interval import Branch, full_tiles, visible_keys
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Descriptor, Kernel, cdiv, describe_tiles
 
 LOWEST = tl.constexpr(-1.0e30)
 LN_2 = tl.constexpr(math.log(2.0))
@@ -410,9 +408,9 @@ def hopper_forward_kernel(
 # fmt: on
 
 
-def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> TensorDescriptor:
+def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> Descriptor:
     """A descriptor of x [B, positions, heads, columns] in tiles of so many."""
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, positions, heads, columns], TILE_LAYOUT)
+    return describe_tiles(x, x.shape, x.stride(), (1, positions, heads, columns), TILE_LAYOUT)
 
 
 def split_heads(heads: int) -> tuple[int, int]:
@@ -425,9 +423,7 @@ def split_heads(heads: int) -> tuple[int, int]:
     return rep, heads // rep
 
 
-def part_descriptors(
-    x: Tensor, positions: int, heads: int, width: Widths
-) -> tuple[TensorDescriptor, TensorDescriptor | None]:
+def part_descriptors(x: Tensor, positions: int, heads: int, width: Widths) -> tuple[Descriptor, Descriptor | None]:
     """Descriptors of both parts of x's columns; None where there is no second, since each costs the host time."""
     first = tile_descriptor(x, positions, heads, width.part_1)
     return first, tile_descriptor(x, positions, heads, width.part_2) if width.part_2 else None
@@ -452,7 +448,7 @@ def launch_hopper_forward(
     o = q.new_empty(batch, num_queries, num_heads, value_dim)
     lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
     queries = PART_ROWS.value // rep
-    row_tiles = triton.cdiv(num_queries, 2 * queries)
+    row_tiles = cdiv(num_queries, 2 * queries)
     slots = row_tiles * batch * num_groups
     hopper_forward_kernel[(min(slots, multiprocessors(q.device)),)](
         *part_descriptors(q, queries, rep, width),

@@ -21,7 +21,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trifocal.ops.triton.common import Tile, split_width
 from trifocal.ops.triton.interval import Branch, seeing_queries
@@ -35,9 +34,10 @@ from trifocal.ops.triton.interval_hopper import (
     split_heads,
     tile_descriptor,
 )
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Descriptor, Kernel, cdiv, describe_tiles
 
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
 
 # fmt: off
 
@@ -359,13 +359,13 @@ def hopper_d_k_d_v_kernel(
 # fmt: on
 
 
-def _row_numbers(lse: Tensor, delta: Tensor, gate: Tensor | None, rep: int, tile: int) -> tuple[TensorDescriptor, ...]:
+def _row_numbers(lse: Tensor, delta: Tensor, gate: Tensor | None, rep: int, tile: int) -> tuple[Descriptor, ...]:
     """Descriptors, in lines of a tile, of base-2 lse, delta and the gate, whose rows lie share by share."""
     batch, num_queries, num_heads = lse.shape
     shares, rows = num_heads // rep, num_queries * rep
     # The copy engine wants multiples of 16 bytes.
-    numbers = lse.new_empty(3, batch, shares, triton.cdiv(rows, 4) * 4)
-    row_numbers_kernel[triton.cdiv(rows, 1024), batch * shares](
+    numbers = lse.new_empty(3, batch, shares, cdiv(rows, 4) * 4)
+    row_numbers_kernel[cdiv(rows, 1024), batch * shares](
         lse,
         delta,
         gate,
@@ -379,9 +379,7 @@ def _row_numbers(lse: Tensor, delta: Tensor, gate: Tensor | None, rep: int, tile
         GATED=gate is not None,
         SIZE=1024,
     )
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
-    shape = [batch, shares, rows]
-    return tuple(TensorDescriptor(x, shape, list(x.stride()), [1, 1, tile], layout) for x in numbers)
+    return tuple(describe_tiles(x, (batch, shares, rows), x.stride(), (1, 1, tile), LINE_LAYOUT) for x in numbers)
 
 
 def launch_hopper_d_k_d_v(
@@ -410,7 +408,7 @@ def launch_hopper_d_k_d_v(
     queries = rows // rep
     keys = 2 * PART_ROWS.value
     split = branch.window_size == 0
-    key_tiles = triton.cdiv(num_keys, keys)
+    key_tiles = cdiv(num_keys, keys)
     if parts is None:
         parts = (
             choose_parts(q, key_tiles * batch * num_groups, num_heads // num_groups, Tile(rows, keys, 12, stages))

@@ -5,7 +5,6 @@ which the loader brings. From memory, per tile of rows: q and d_o once, k and v 
 is added to.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -32,7 +31,7 @@ from trifocal.ops.triton.interval_hopper import (
     store_rows,
     tile_descriptor,
 )
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv
 
 # fmt: off
 
@@ -294,7 +293,7 @@ def launch_hopper_d_q(
     rep, share = split_heads(num_heads // k.shape[2])
     num_groups = k.shape[2] * share
     queries = PART_ROWS.value // rep
-    row_tiles = triton.cdiv(num_queries, 2 * queries)
+    row_tiles = cdiv(num_queries, 2 * queries)
     slots = row_tiles * batch * num_groups
     add = d_q is not None
     if d_q is None:

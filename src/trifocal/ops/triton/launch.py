@@ -1,27 +1,43 @@
-"""Launching kernels, and compiling all that a call is going to launch at the same time.
+"""Launching kernels: quickly where they were launched before, and all that a call needs compiled at the same time.
 
 A kernel is compiled when it is first launched, and most of its seconds are spent outside of Python: in the compiler's
 passes, the assembler, and a C compiler that makes its launcher. One after another they keep a first call waiting on a
 single core.
+
+A short call is over on the device before the host has started its next kernel: Triton spends 40 µs and more a launch on
+what all its arguments might mean for the compiled code, and on the checks of each descriptor of tiles. `Kernel` asks
+it once for arguments of a kind, and hands the compiled kernel its arguments from then on.
 """
 
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import triton
+from torch import Tensor
+from triton.experimental.gluon.language import NVMMASharedLayout
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+from triton.runtime import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+Descriptor = GluonDescriptor | TensorDescriptor
 
 _MOST_WORKERS = 16
+# Kinds of arguments that one kernel remembers. More come only of sizes that no two calls share.
+_MOST_KINDS = 4096
 _compiled_for: ContextVar[torch.device | None] = ContextVar("compiled_for", default=None)
 
 
 class Kernel:
     """A function of Triton's or Gluon's that is launched as `kernel[grid](...)`; inside of `only_compile`, compiled.
+
+    All its arguments are given; those by name are constants. Launches are of one kind if they agree in whatever code
+    may depend on: constants, types, the alignment of pointers, and numbers that the function specializes on.
 
     Args:
         function: What `triton.jit` or `gluon.jit` made.
@@ -30,11 +46,76 @@ class Kernel:
     def __init__(self, function: Any) -> None:
         self.function = function
         self.__name__ = function.__name__
+        self._kinds: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] | None = None
+        if isinstance(function, JITFunction):
+            self._kinds = {}
+            self._free = tuple(name in function.do_not_specialize for name in function.arg_names)
 
-    def __getitem__(self, grid: Any) -> Callable[..., Any]:
-        if _compiled_for.get() is None:
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        if _compiled_for.get() is not None:
+            return functools.partial(self.function.warmup, grid=grid)
+        if self._kinds is None:
             return self.function[grid]  # type: ignore[no-any-return]
-        return functools.partial(self.function.warmup, grid=grid)
+        return functools.partial(self._launch, self._kinds, grid)
+
+    def _launch(self, kinds: dict[tuple[Any, ...], Any], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+        kind: list[Any] = [*constants.items()]
+        for x, free in zip(args, self._free, strict=False):
+            if isinstance(x, Tensor):
+                kind += (x.device, x.dtype, x.data_ptr() % 16)
+            elif isinstance(x, Descriptor):
+                kind.append(x.kind)  # type: ignore[union-attr]
+            elif free and type(x) is int:
+                kind.append(-(2**31) <= x < 2**31)
+            else:
+                kind += (type(x), x)
+        known = kinds.get(key := tuple(kind))
+        if known is not None:
+            compiled, rest = known
+            compiled[(*grid, 1, 1)[:3]](*args, *rest)
+            return
+        compiled = self.function[grid](*args, **constants)
+        if compiled is not None:
+            if len(kinds) >= _MOST_KINDS:
+                kinds.clear()
+            names = self.function.arg_names[len(args) :]
+            kinds[key] = compiled, tuple(constants[name] for name in names)
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """The quotient of two positive numbers, rounded up. Triton's can be called in kernels too and takes 3 µs."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not under a positive number; quick as `cdiv` is."""
+    return 1 << (number - 1).bit_length()
+
+
+def describe_tiles(
+    x: Tensor,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    tile: tuple[int, ...],
+    layout: NVMMASharedLayout | None = None,
+) -> Descriptor:
+    """A descriptor of x in tiles, for Gluon if there is a layout in shared memory, else for Triton.
+
+    Its constructor's checks would take longer than the launch: `tma_fits` says beforehand whether x is fit for it.
+
+    Args:
+        x: What the copy engine reads or writes.
+        shape, strides: Of x as the kernel sees it; the last stride is 1.
+        tile: Sizes of a tile, each a power of two.
+        layout: Of a tile in shared memory.
+    """
+    # Fields that are left out have defaults, which are the class's attributes.
+    descriptor: Any = object.__new__(TensorDescriptor if layout is None else GluonDescriptor)
+    descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape = x, shape, strides, tile
+    if layout is not None:
+        descriptor.layout = layout
+    descriptor.kind = (x.device, x.dtype, *tile, layout)
+    return descriptor  # type: ignore[no-any-return]
 
 
 @contextlib.contextmanager

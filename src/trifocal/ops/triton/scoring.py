@@ -38,7 +38,7 @@ from trifocal.ops.triton.common import (
     tma_fits,
     unit_stride,
 )
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
 
 LOG2_E = 1.4426950408889634
 # Bytes of importance that are kept at a time.
@@ -289,7 +289,7 @@ def select_blocks_forward(
     first_compressed = selected_blocks
     if documents is not None:
         first_compressed = compressed_layout(documents, 0, geometry).first_blocks.to(torch.int32)
-    taps = triton.next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
+    taps = next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
     parts = max(1, taps // MOST_TAPS)
     taps //= parts
     long = tile is None and batch * num_queries > MOST_QUERIES_OF_PORTABLE
@@ -299,7 +299,7 @@ def select_blocks_forward(
     blocks_of_tile = max(1, tile.keys // taps)
 
     num_blocks = geometry.num_selection_blocks(num_keys)
-    block_lines = triton.cdiv(num_blocks, LINE.value)
+    block_lines = cdiv(num_blocks, LINE.value)
     row_bytes = 2 * 4 * batch * groups * block_lines * LINE.value
     scored = num_blocks > places
     chunk_queries = num_queries if not scored else min(num_queries, max(tile.rows, buffer_bytes // row_bytes))
@@ -321,12 +321,12 @@ def select_blocks_forward(
                 scale * LOG2_E, **importance_by_hand,
             )  # fmt: skip
         elif reachable > places:
-            column_tiles = triton.cdiv(reachable, blocks_of_tile)
+            column_tiles = cdiv(reachable, blocks_of_tile)
             # A program with few heads takes several tiles, or it would end before its loads are under way.
             tiles_of_program = max(1, min(8 // rep, column_tiles))
             grid = (
-                triton.cdiv(column_tiles, tiles_of_program),
-                triton.cdiv(end_query - first_query, tile.rows),
+                cdiv(column_tiles, tiles_of_program),
+                cdiv(end_query - first_query, tile.rows),
                 batch * groups,
             )
             importance_kernel[grid](
@@ -344,12 +344,12 @@ def select_blocks_forward(
             )
             continue
         rows = batch * (end_query - first_query) * groups
-        columns = max(16, triton.next_power_of_2(reachable))
+        columns = max(16, next_power_of_2(reachable))
         rows_of_program = max(1, 256 // columns)
-        choice_kernel[(triton.cdiv(rows, rows_of_program),)](
+        choice_kernel[(cdiv(rows, rows_of_program),)](
             own, carried, selected_blocks, positions,
             first_query, end_query, num_queries, shift, block_lines, rows,
-            **sizes, PLACES_PAD=triton.next_power_of_2(places), INITIAL=geometry.num_initial_blocks,
+            **sizes, PLACES_PAD=next_power_of_2(places), INITIAL=geometry.num_initial_blocks,
             LOCAL=geometry.num_local_blocks, ROWS=rows_of_program, BLOCKS=columns,
             num_warps=max(1, min(8, columns // 1024)),
         )  # fmt: skip

@@ -17,7 +17,6 @@ whose keys are passes.
 From memory, per unit: k once; q and lse of every head of the group; importance in fp32 out.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.triton.common import multiprocessors, split_width, strides
 from trifocal.ops.triton.interval_hopper import allocate_tiles, copy_tile, multiply, part_descriptors
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 QUERIES = gl.constexpr(64)
@@ -347,8 +346,8 @@ def launch_hopper_importance(
     batch, groups = q.shape[0], k_cmp.shape[2]
     width = split_width(q.shape[3])
     taps = geometry.selection_block_size // geometry.compression_stride
-    stacks = triton.cdiv(end_query - first_query, stack * QUERIES.value)
-    pairs = triton.cdiv(reachable * taps, 2 * KEYS.value)
+    stacks = cdiv(end_query - first_query, stack * QUERIES.value)
+    pairs = cdiv(reachable * taps, 2 * KEYS.value)
     units = stacks * pairs * batch * groups
     importance_hopper_kernel[(min(units, multiprocessors(q.device)),)](
         *part_descriptors(q, QUERIES.value, 1, width),

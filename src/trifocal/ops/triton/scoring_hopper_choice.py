@@ -7,13 +7,12 @@ ranks are sums within a lane and one scan over 32 of them, and what belongs to t
 From memory, per row: importance in, in whole vectors (laid out anew in shared memory); the choice out.
 """
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, next_power_of_2
 
 LINE = gl.constexpr(16)
 INFINITY_BITS = gl.constexpr(0x7F800000)
@@ -133,9 +132,9 @@ def launch_choice_by_warp(
         geometry.compression_stride,
         geometry.selection_block_size,
         places,
-        max(32, triton.next_power_of_2(places)),
+        max(32, next_power_of_2(places)),
         geometry.num_initial_blocks,
         geometry.num_local_blocks,
-        max(FEWEST_BLOCKS, triton.next_power_of_2(reachable)),
+        max(FEWEST_BLOCKS, next_power_of_2(reachable)),
         num_warps=1,
     )

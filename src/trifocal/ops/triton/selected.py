@@ -30,7 +30,7 @@ from trifocal.ops.triton.choice_index import (
     split_blocks,
 )
 from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
 from trifocal.ops.triton.selected_tiles import fits_by_hand, forward_tile, sizes_by_hand
 
 LOWEST = tl.constexpr(-1.0e30)
@@ -480,7 +480,7 @@ def selected_forward(
     shape = {
         "GROUPS": groups, "REP": rep, "D": widths.size, "D_1": widths.part_1, "D_2": widths.part_2,
         "V": value_widths.size, "V_1": value_widths.part_1, "V_2": value_widths.part_2,
-        "BLOCK": block_size, "KEYS": max(16, triton.next_power_of_2(block_size)), "PACKED": documents is not None,
+        "BLOCK": block_size, "KEYS": max(16, next_power_of_2(block_size)), "PACKED": documents is not None,
     }  # fmt: skip
     all_strides = (*strides(q), *strides(k), *strides(v))
     shift = num_queries, num_keys - num_queries, num_keys
@@ -494,14 +494,14 @@ def selected_forward(
         ids, positions, cu_seqlens = documents_or(documents, lse)
         query_forward_kernel[(batch * num_queries * groups,)](
             q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens, *all_strides, *shift, score_scale,
-            **shape, PLACES=places, PLACES_PAD=triton.next_power_of_2(places),
-            ROWS=max(16, triton.next_power_of_2(rep)), num_warps=tile.warps, num_stages=tile.stages,
+            **shape, PLACES=places, PLACES_PAD=next_power_of_2(places),
+            ROWS=max(16, next_power_of_2(rep)), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return o, lse
     ids, positions, cu_seqlens = documents_or(documents, lse)
     if order == "masked":
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
-        masked_forward_kernel[(batch * groups, triton.cdiv(num_queries * rep, tile.rows))](
+        masked_forward_kernel[(batch * groups, cdiv(num_queries * rep, tile.rows))](
             q, k, v, o, lse, bits, ids, positions, cu_seqlens, *all_strides, *shift, bits.shape[2], score_scale,
             **shape, ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
@@ -555,11 +555,11 @@ def reduce_slots(
 ) -> None:
     """Add the slots of a chunk's rows into `out` [B, T, H, *]: weighted by `lse_slots`, or plainly without them."""
     width = out.shape[-1]
-    columns = triton.next_power_of_2(width)
+    columns = next_power_of_2(width)
     tile = tile or Tile(rows=max(4, 2048 // columns), keys=4, warps=4, stages=1)
     groups = out.shape[2] // rep
     placeholder = parts
-    reduce_slots_kernel[(triton.cdiv((end_row - first_row) * out.shape[2], tile.rows),)](
+    reduce_slots_kernel[(cdiv((end_row - first_row) * out.shape[2], tile.rows),)](
         parts, placeholder if lse_slots is None else lse_slots, keys, out, placeholder if lse is None else lse,
         first_row, end_row, unused, factor,
         GROUPS=groups, REP=rep, PLACES=places, V=width, V_PAD=columns, ROWS=tile.rows,

@@ -47,7 +47,7 @@ from trifocal.ops.triton.common import (
     tma_fits,
     unit_stride,
 )
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
 from trifocal.ops.triton.selected import (
     BUFFER_BYTES,
     LARGEST_BLOCK,
@@ -570,7 +570,7 @@ def selected_backward(
     shape = {
         "GROUPS": groups, "REP": rep, "D": widths.size, "D_1": widths.part_1, "D_2": widths.part_2,
         "V": value_widths.size, "V_1": value_widths.part_1, "V_2": value_widths.part_2,
-        "BLOCK": block_size, "KEYS": max(16, triton.next_power_of_2(block_size)),
+        "BLOCK": block_size, "KEYS": max(16, next_power_of_2(block_size)),
         "PACKED": documents is not None, "GATED": gate is not None,
     }  # fmt: skip
     all_strides = (*strides(q), *strides(k), *strides(v), *strides(d_o))
@@ -583,7 +583,7 @@ def selected_backward(
         tile_d_q = tile_d_q or masked_d_q_tile(q.dtype, widths.padded, value_widths.padded)
         d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
-        masked_d_q_kernel[(batch * groups, triton.cdiv(num_queries * rep, tile_d_q.rows))](
+        masked_d_q_kernel[(batch * groups, cdiv(num_queries * rep, tile_d_q.rows))](
             q, k, v, d_o, lse, delta, gates, d_q, bits, ids, positions, cu_seqlens, *all_strides, *shift,
             bits.shape[2], score_scale, scale,
             **shape, ROWS=tile_d_q.rows, num_warps=tile_d_q.warps, num_stages=tile_d_q.stages,
@@ -600,7 +600,7 @@ def selected_backward(
         part_queries = part_queries or part_of_queries(
             num_queries, rep, batch * groups * num_blocks, multiprocessors(q.device)
         )
-        parts = triton.cdiv(num_queries, part_queries)
+        parts = cdiv(num_queries, part_queries)
         sums = d_k, d_v
         if parts > 1:
             sums = tuple(torch.empty(parts, *x.shape, dtype=torch.float32, device=q.device) for x in (k, v))
@@ -616,9 +616,9 @@ def selected_backward(
         )  # fmt: skip
         if parts > 1:
             count = batch * num_keys * groups
-            columns = [triton.next_power_of_2(width) for width in (dim, value_dim)]
+            columns = [next_power_of_2(width) for width in (dim, value_dim)]
             rows = max(1, 1024 // max(columns))
-            sum_parts_of_blocks_kernel[(triton.cdiv(count, rows), 2)](
+            sum_parts_of_blocks_kernel[(cdiv(count, rows), 2)](
                 *sums, d_k, d_v, ids, cu_seqlens, *shift, part_queries, count,
                 GROUPS=groups, D=dim, D_PAD=columns[0], V=value_dim, V_PAD=columns[1],
                 BLOCK=block_size, PACKED=documents is not None, ROWS=rows,
@@ -670,11 +670,11 @@ def selected_backward(
     d_k, d_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     for parts, d_x, factor in ((d_k_parts, d_k, scale), (d_v_parts, d_v, 1.0)):
         width = d_x.shape[-1]
-        keys_of_program = min(16, triton.next_power_of_2(block_size))
-        reduce_pieces_kernel[(index.keys_per_chunk, triton.cdiv(block_size, keys_of_program))](
+        keys_of_program = min(16, next_power_of_2(block_size))
+        reduce_pieces_kernel[(index.keys_per_chunk, cdiv(block_size, keys_of_program))](
             parts, d_x, index.slots, index.starts, index.first_pieces, ids, cu_seqlens, *strides(d_x), *shift,
             index.num_chunks, index.num_blocks, index.keys_per_chunk, factor,
             GROUPS=groups, SLOTS_OF_ROW=row_slots, BLOCK=block_size, PACKED=documents is not None,
-            WIDTH=width, WIDTH_PAD=triton.next_power_of_2(width), KEYS=keys_of_program, num_warps=4,
+            WIDTH=width, WIDTH_PAD=next_power_of_2(width), KEYS=keys_of_program, num_warps=4,
         )  # fmt: skip
     return d_q, d_k, d_v

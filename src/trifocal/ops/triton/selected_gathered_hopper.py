@@ -38,18 +38,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from trifocal.ops.triton.choice_index import ChoiceIndex, block_place
 from trifocal.ops.triton.common import multiprocessors
 from trifocal.ops.triton.interval_hopper import tile_descriptor
-from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
 
 ROWS = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
 # A piece's numbers in the table: first slot, end, end of those that need a mask, batch, group, first token of keys.
 FIELDS = tl.constexpr(8)
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
+SLOT_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
 
 # fmt: off
 
@@ -384,10 +384,9 @@ def gathered_backward_roles_kernel(
 # fmt: on
 
 
-def _rows_descriptor(x: Tensor, rep: int) -> TensorDescriptor:
+def _rows_descriptor(x: Tensor, rep: int) -> Descriptor:
     """A descriptor of rows [rows, columns] in boxes of one slot's rows and 64 columns."""
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rep, 64], layout)
+    return describe_tiles(x, x.shape, x.stride(), (rep, 64), SLOT_LAYOUT)
 
 
 def _piece_table(

@@ -1,10 +1,10 @@
 """Configurations of selected attention on Hopper, as measured there; no autotuning at run time."""
 
 import torch
-import triton
 from torch import Tensor
 
 from trifocal.ops.triton.common import Tile, is_hopper, strides
+from trifocal.ops.triton.launch import cdiv, next_power_of_2
 
 # A slot's rows must fill the 8 rows that shared memory's pattern repeats after, to be copied into a tile by themselves.
 FEWEST_HEADS_BY_ROLES = 8
@@ -44,7 +44,7 @@ def forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: 
         # Exact products run on the ordinary units, fully unrolled: large tiles would spill.
         if order == "masked":
             return Tile(rows=32, keys=0, warps=8, stages=1)
-        rows = max(16, triton.next_power_of_2(rep))
+        rows = max(16, next_power_of_2(rep))
         return Tile(rows=rows, keys=64, warps=4 if rows == 16 else 8, stages=1)
     if order == "query":
         return Tile(rows=16, keys=0, warps=4, stages=2)
@@ -61,7 +61,7 @@ def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_han
     if by_hand:
         return Tile(rows=64, keys=max(256, 1024 // rep), warps=4, stages=1)
     if dtype == torch.float32:
-        return Tile(rows=max(16, triton.next_power_of_2(rep)), keys=128, warps=8, stages=1)
+        return Tile(rows=max(16, next_power_of_2(rep)), keys=128, warps=8, stages=1)
     if max(dim, value_dim) > 128:
         return Tile(rows=64, keys=256, warps=8, stages=1)
     return Tile(rows=64, keys=max(256, 2048 // rep), warps=4 if hopper else 8, stages=2 if hopper else 1)
@@ -89,7 +89,7 @@ def part_of_queries(num_queries: int, rep: int, blocks: int, multiprocessors: in
         multiprocessors: Those of the device.
     """
     parts = min(ENOUGH_PROGRAMS * multiprocessors // blocks, num_queries * rep // FEWEST_ROWS_OF_A_PART)
-    return triton.cdiv(triton.cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries
+    return cdiv(cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries
 
 
 def masked_d_q_tile(dtype: torch.dtype, dim: int, value_dim: int) -> Tile:
