@@ -644,7 +644,7 @@ def selected_backward(
 
         gathered, configuration = gathered_backward_hopper_kernel, sizes_by_hand(shape)
     compute = None
-    if by_hand and rep >= FEWEST_HEADS_BY_ROLES and tma_fits(q, k, v, d_o):
+    if by_hand and rep >= FEWEST_HEADS_BY_ROLES and 64 % rep == 0 and tma_fits(q, k, v, d_o):
         from trifocal.ops.triton.selected_gathered_hopper import backward_by_roles
 
         compute = backward_by_roles(

@@ -30,6 +30,16 @@ LOWEST = gl.constexpr(-1.0e30)
 
 
 @gluon.jit
+def _exists(row, first, end, REP: gl.constexpr):
+    """Whether rows of a tile have a slot: not behind the last, nor behind the last that fits into the tile."""
+    STEP: gl.constexpr = 64 // REP
+    exists = first + row // REP < end
+    if STEP * REP < 64:
+        exists = exists & (row < STEP * REP)
+    return exists
+
+
+@gluon.jit
 def _load_block(x, shared, in_block, num_rows, row_stride, columns):
     """Copy the rows of a block into shared memory; zero behind the last."""
     pointers = x + in_block[:, None] * row_stride + columns[None, :]
@@ -147,11 +157,11 @@ def gathered_forward_hopper_kernel(
                 gl.convert_layout(p.to(TYPE), of_p), shared_values, no_o, use_acc=False, is_async=True
             )  # fmt: skip
             place_s = (slot_s - first_slot_of_chunk) * REP + row_s % REP
-            exists_s = first + row_s // REP < end
+            exists_s = _exists(row_s, first, end, REP)
             gl.store(lse_slots + place_s, top + gl.log2(total), mask=exists_s)
             inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, of_o))
             place_v = (slot_v - first_slot_of_chunk) * REP + row_v % REP
-            exists_v = first + row_v // REP < end
+            exists_v = _exists(row_v, first, end, REP)
             o = warpgroup_mma_wait(0, [o, shared_values])[0]
             o = gl.convert_layout((o * inverse[:, None]).to(TYPE), wide_v)
             gl.store(o_slots + place_v[:, None] * V + columns_v[None, :], o, mask=exists_v[:, None])
@@ -255,7 +265,7 @@ def gathered_backward_hopper_kernel(
         slot_s = gl.load(slots + gl.minimum(begin + row_s // REP, last)).to(gl.int32)
         first_query_slot = gl.load(slots + begin).to(gl.int32)
         place_s = ((slot_s // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * REP + row_s % REP
-        lse_2, delta_row, gate_row = _row_numbers(lse, delta, gate, place_s, begin + row_s // REP < end, GATED)
+        lse_2, delta_row, gate_row = _row_numbers(lse, delta, gate, place_s, _exists(row_s, begin, end, REP), GATED)
         turn = 0
         for first in range(begin, end, STEP):
             slot_next_d = gl.load(slots + gl.minimum(first + STEP + row_d // REP, last)).to(gl.int32)
@@ -299,7 +309,7 @@ def gathered_backward_hopper_kernel(
             d_v = warpgroup_mma(shared_p_tile.permute((1, 0)), d_o_tile, d_v, is_async=True)
             d_k = warpgroup_mma(shared_d_scores.permute((1, 0)), queries, d_k, is_async=True)
             place_s = ((slot_next_s // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * REP + row_s % REP
-            next_exists = first + STEP + row_s // REP < end
+            next_exists = _exists(row_s, first + STEP, end, REP)
             lse_2, delta_row, gate_row = _row_numbers(lse, delta, gate, place_s, next_exists, GATED)
             d_q, d_k, d_v = warpgroup_mma_wait(
                 0, [d_q, d_k, d_v, queries, d_o_tile, shared_k, shared_p_tile, shared_d_scores]
@@ -307,7 +317,7 @@ def gathered_backward_hopper_kernel(
             # The queries' own tile serves to lay d_q out for wide stores.
             queries.store(d_q.to(TYPE))
             place = (slot_d - first_slot_of_chunk) * REP + row_d % REP
-            exists_d = first + row_d // REP < end
+            exists_d = _exists(row_d, first, end, REP)
             gl.store(d_q_slots + place[:, None] * D + columns_d[None, :], queries.load(wide_d), mask=exists_d[:, None])
             slot_d = slot_next_d
             slot_s = slot_next_s

@@ -19,12 +19,12 @@ def fits_by_hand(order: str, *tensors: Tensor, rep: int, block_size: int) -> boo
     """Whether the kernels scheduled by hand take these queries, keys and values, [B, *, heads, D].
 
     On Hopper; 16-bit types; widths of 64 and 128; blocks of 64 tokens; rows that are copied 16 bytes at a time; for
-    keys-outside, whole slots in a tile of 64 rows.
+    keys-outside, a slot in a tile of 64 rows.
     """
     return (
         all(x.dtype != torch.float32 and x.shape[-1] in (64, 128) for x in tensors)
         and block_size == 64
-        and (order == "masked" or (order == "gathered" and 64 % rep == 0))
+        and (order == "masked" or (order == "gathered" and rep <= 64))
         and is_hopper(tensors[0].device)
         and all(x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in strides(x)) for x in tensors)
     )
