@@ -219,14 +219,14 @@ def _descriptors(whole: Tensor, block: list[int], widths: Widths) -> tuple[Descr
 
 # What the kernels written for Hopper are launched with, by kernel, whether it is the window's, and columns of q: the
 # fastest of the candidates in benchmarks/interval_kernels.py on an H200. At 64 columns the portable kernels, of which
-# several programs share a multiprocessor, are as fast or faster.
+# several programs share a multiprocessor, are as fast or faster, but for the window's d_k and d_v.
 _HOPPER: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
     ("forward", False): {128: {"keys": 128}, 192: {"keys": 128}},
     ("forward", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64, "tail": 16}},
     ("d_q", False): {128: {"keys": 64}, 192: {"keys": 64}},
     ("d_q", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64}},
     ("d_k_d_v", False): {128: {"stages": 3, "ahead": True}, 192: {"stages": 2}},
-    ("d_k_d_v", True): {128: {"stages": 2}, 192: {"stages": 2}},
+    ("d_k_d_v", True): {64: {"stages": 3, "ahead": True}, 128: {"stages": 2}, 192: {"stages": 2}},
 }
 
 

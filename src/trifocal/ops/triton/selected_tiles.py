@@ -59,7 +59,9 @@ def forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: 
 def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool, hopper: bool) -> Tile:
     """Fixed configurations; `keys` is the number of slots of a piece."""
     if by_hand:
-        return Tile(rows=64, keys=max(256, 1024 // rep), warps=4, stages=1)
+        # Narrow tiles take less time each, beside which a piece's own sums are to stay small.
+        slots = max(256, 1024 // rep)
+        return Tile(rows=64, keys=slots if max(dim, value_dim) > 64 else 2 * slots, warps=4, stages=1)
     if dtype == torch.float32:
         return Tile(rows=max(16, next_power_of_2(rep)), keys=128, warps=8, stages=1)
     if max(dim, value_dim) > 128:
