@@ -235,7 +235,7 @@ def find_piece(
     end = tl.where(exists, end, begin)
     batch_group = (key - first_key) // num_blocks
     block = (key - first_key) % num_blocks
-    return piece, begin, end, batch_group // GROUPS, batch_group % GROUPS, block
+    return begin, end, batch_group // GROUPS, batch_group % GROUPS, block
 
 
 @triton.jit

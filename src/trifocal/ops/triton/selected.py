@@ -77,7 +77,7 @@ def gathered_forward_kernel(
     The numbers of the slots three tiles ahead are on their way while a tile is worked on: the pipeline fetches queries
     two tiles ahead and must not wait for their numbers.
     """
-    _piece, begin, end, batch, group, block = find_piece(
+    begin, end, batch, group, block = find_piece(
         tl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:

@@ -105,7 +105,7 @@ def gathered_backward_kernel(
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """One piece: d_q of its slots and its part of d_k and d_v, all but for the factor `scale`."""
-    piece, begin, end, batch, group, block = find_piece(
+    begin, end, batch, group, block = find_piece(
         tl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
@@ -180,7 +180,7 @@ def gathered_backward_kernel(
             if D_2 > 0:
                 d_k_2, lost_k_2 = add_product(d_k_2, lost_k_2, tl.trans(d_scores), q_2)
 
-        part = piece.to(tl.int64) * BLOCK + in_block
+        part = tl.program_id(0).to(tl.int64) * BLOCK + in_block
         in_part = in_block < BLOCK
         store_tile(d_k_parts, part * D, in_part, d_k_1, 0, D_1, D)
         store_tile(d_v_parts, part * V, in_part, d_v_1, 0, V_1, V)
@@ -191,47 +191,45 @@ def gathered_backward_kernel(
 
 
 @Kernel
-@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_chunks", "num_blocks", "keys_per_chunk"])
+@triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "chunk", "num_blocks", "keys_per_chunk"])
 def reduce_pieces_kernel(
     parts, d_x, slots, starts, first_pieces, ids, cu_seqlens,
     x_batch_stride, x_time_stride, x_head_stride,
-    num_queries, query_shift, num_keys, num_chunks, num_blocks, keys_per_chunk, factor,
-    GROUPS: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    num_queries, query_shift, num_keys, chunk, num_blocks, keys_per_chunk, factor,
+    GROUPS: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, ADD: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Some keys of one block: the sum of its pieces' parts, chunk after chunk."""
+    """Some keys of one block: the sum of its pieces' parts in one chunk, added to what the chunks before gave."""
     number = tl.program_id(0)
-    batch_group = number // num_blocks
-    block = number % num_blocks
-    in_block = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
-    columns = tl.arange(0, WIDTH_PAD)
-    inside = (in_block < BLOCK)[:, None] & (columns < WIDTH)[None, :]
-    total = tl.zeros([KEYS, WIDTH_PAD], tl.float32)
-    any_piece = 0
-    any_slot = 0
-    for chunk in range(num_chunks):
-        key = chunk * keys_per_chunk + number
-        first_piece = tl.load(first_pieces + key)
-        end_piece = tl.load(first_pieces + key + 1)
-        if end_piece > first_piece:
-            any_piece = 1
-            any_slot = tl.load(slots + tl.load(starts + key)).to(tl.int32)
-        for piece in range(first_piece, end_piece):
-            source = (piece * BLOCK + in_block).to(tl.int64) * WIDTH
-            total += tl.load(parts + source[:, None] + columns[None, :], mask=inside, other=0.0)
-    if any_piece > 0:
+    first_key = chunk * keys_per_chunk
+    first_piece = tl.load(first_pieces + first_key + number)
+    end_piece = tl.load(first_pieces + first_key + number + 1)
+    if first_piece < end_piece:
+        batch_group = number // num_blocks
+        any_slot = tl.load(slots + tl.load(starts + first_key + number)).to(tl.int32)
         first_token, _ = block_place(
-            block, any_slot, num_queries, query_shift, ids, cu_seqlens, SLOTS_OF_ROW, BLOCK, PACKED
+            number % num_blocks, any_slot, num_queries, query_shift, ids, cu_seqlens, SLOTS_OF_ROW, BLOCK, PACKED
         )
+        in_block = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
         token = first_token + in_block
         # Keys behind the document's end belong to the next document's first block.
         end_token = num_keys
         if PACKED:
             document = tl.load(ids + first_token)
             end_token = tl.load(cu_seqlens + document + 1)
+        columns = tl.arange(0, WIDTH_PAD)
+        inside = (in_block < BLOCK)[:, None] & (columns < WIDTH)[None, :]
+        exists = inside & (token < end_token)[:, None]
         d_x += (batch_group // GROUPS).to(tl.int64) * x_batch_stride + (batch_group % GROUPS) * x_head_stride
-        target = token.to(tl.int64)[:, None] * x_time_stride + columns[None, :]
-        tl.store(d_x + target, (total * factor).to(d_x.dtype.element_ty), mask=inside & (token < end_token)[:, None])
+        target = d_x + token.to(tl.int64)[:, None] * x_time_stride + columns[None, :]
+        total = tl.zeros([KEYS, WIDTH_PAD], tl.float32)
+        if ADD:
+            total = tl.load(target, mask=exists, other=0.0)
+        chunk_piece = tl.load(first_pieces + first_key)
+        for piece in range(first_piece - chunk_piece, end_piece - chunk_piece):
+            source = (piece * BLOCK + in_block).to(tl.int64) * WIDTH
+            total += tl.load(parts + source[:, None] + columns[None, :], mask=inside, other=0.0)
+        tl.store(target, (total * factor).to(d_x.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -635,9 +633,12 @@ def selected_backward(
         selected_blocks, block_size, num_keys, documents, chunk_rows=chunk_rows, piece_slots=tile.keys
     )
     d_q_slots = torch.empty(index.chunk_rows * row_slots * rep, dim, dtype=d_q_type, device=q.device)
-    num_pieces = index.piece_keys.shape[0]
-    d_k_parts = torch.empty(num_pieces * block_size, dim, dtype=torch.float32, device=q.device)
-    d_v_parts = torch.empty(num_pieces * block_size, value_dim, dtype=torch.float32, device=q.device)
+    parts_of_keys = index.pieces_per_chunk * block_size
+    d_k_parts = torch.empty(parts_of_keys, dim, dtype=torch.float32, device=q.device)
+    d_v_parts = torch.empty(parts_of_keys, value_dim, dtype=torch.float32, device=q.device)
+    # Blocks that nobody chose have no piece. Sums of several chunks stay exact as they come.
+    several = index.num_chunks > 1
+    d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (k, v))
     gathered, configuration = gathered_backward_kernel, {**shape, "ROWS": tile.rows, "maxnreg": tile.registers}
     if by_hand:
         from trifocal.ops.triton.selected_hopper import gathered_backward_hopper_kernel
@@ -665,16 +666,15 @@ def selected_backward(
         first_row = chunk * index.chunk_rows
         end_row = min(first_row + index.chunk_rows, rows)
         reduce_slots(d_q_slots, None, index.keys, d_q, None, first_row, end_row, index.unused, scale, rep, places)
-    del d_q_slots
-    # Blocks that nobody chose have no piece.
-    d_k, d_v = (torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    for parts, d_x, factor in ((d_k_parts, d_k, scale), (d_v_parts, d_v, 1.0)):
-        width = d_x.shape[-1]
-        keys_of_program = min(16, next_power_of_2(block_size))
-        reduce_pieces_kernel[(index.keys_per_chunk, cdiv(block_size, keys_of_program))](
-            parts, d_x, index.slots, index.starts, index.first_pieces, ids, cu_seqlens, *strides(d_x), *shift,
-            index.num_chunks, index.num_blocks, index.keys_per_chunk, factor,
-            GROUPS=groups, SLOTS_OF_ROW=row_slots, BLOCK=block_size, PACKED=documents is not None,
-            WIDTH=width, WIDTH_PAD=next_power_of_2(width), KEYS=keys_of_program, num_warps=4,
-        )  # fmt: skip
+        for parts, d_x, factor in ((d_k_parts, d_k, scale), (d_v_parts, d_v, 1.0)):
+            width = d_x.shape[-1]
+            keys_of_program = min(16, next_power_of_2(block_size))
+            reduce_pieces_kernel[(index.keys_per_chunk, cdiv(block_size, keys_of_program))](
+                parts, d_x, index.slots, index.starts, index.first_pieces, ids, cu_seqlens, *strides(d_x), *shift,
+                chunk, index.num_blocks, index.keys_per_chunk, 1.0 if several else factor,
+                GROUPS=groups, SLOTS_OF_ROW=row_slots, BLOCK=block_size, PACKED=documents is not None, ADD=several,
+                WIDTH=width, WIDTH_PAD=next_power_of_2(width), KEYS=keys_of_program, num_warps=4,
+            )  # fmt: skip
+    if several:
+        d_k, d_v = d_k.mul_(scale).to(k.dtype), d_v.to(v.dtype)
     return d_q, d_k, d_v

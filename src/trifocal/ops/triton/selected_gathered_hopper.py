@@ -326,8 +326,8 @@ def sum_slots(
             mbarrier.arrive(d_q_ready.index(stage), count=1)
             count += 1
         mbarrier.arrive(kv_free, count=1)
-        key_d = piece.to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, OUTPUT_D))
-        key_v = piece.to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, OUTPUT_V))
+        key_d = (piece - first_piece).to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, OUTPUT_D))
+        key_v = (piece - first_piece).to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, OUTPUT_V))
         columns_d = gl.arange(0, D, gl.SliceLayout(0, OUTPUT_D))
         columns_v = gl.arange(0, V, gl.SliceLayout(0, OUTPUT_V))
         gl.store(d_k_parts + key_d[:, None] * D + columns_d[None, :], d_k)

@@ -86,7 +86,7 @@ def gathered_forward_hopper_kernel(
     shared_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], TYPE)
     shared_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], TYPE)
 
-    _piece, begin, end, batch, group, block = find_piece(
+    begin, end, batch, group, block = find_piece(
         gl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
@@ -216,7 +216,7 @@ def gathered_backward_hopper_kernel(
     shared_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], TYPE)
     shared_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], TYPE)
 
-    piece, begin, end, batch, group, block = find_piece(
+    begin, end, batch, group, block = find_piece(
         gl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
@@ -323,8 +323,8 @@ def gathered_backward_hopper_kernel(
             slot_s = slot_next_s
             turn = turn ^ 1
         async_copy.wait_group(0)
-        key_k = piece.to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, of_d))
-        key_v_out = piece.to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, of_v))
+        key_k = gl.program_id(0).to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, of_d))
+        key_v_out = gl.program_id(0).to(gl.int64) * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, of_v))
         out_d = gl.arange(0, D, gl.SliceLayout(0, of_d))
         out_v = gl.arange(0, V, gl.SliceLayout(0, of_v))
         gl.store(d_k_parts + key_k[:, None] * D + out_d[None, :], d_k)

@@ -63,9 +63,13 @@ def backward_working_bytes(
     sizes = dtype, rep, split_width(dim).padded, split_width(value_dim).padded
     # Which of the two runs depends on strides too; the smaller pieces are more.
     piece = min(gathered_tile(*sizes, by_hand=by_hand, hopper=True).keys for by_hand in (False, True))
-    pieces = choice.pieces(slots, piece)
+    pieces = choice.pieces_of_chunk(slots, piece)
     partial = slots * rep * dim * item + pieces * choice.block * _FP32 * (dim + value_dim)
-    return numbers + max(choice.sorting, choice.index + _INT32 * pieces + partial)
+    chunks = -(-choice.num_slots // slots)
+    if chunks > 1:
+        # Sums of d_k and d_v over the chunks.
+        partial += choice.keys * choice.block * _FP32 * (dim + value_dim)
+    return numbers + max(choice.sorting, choice.index + _INT32 * chunks * pieces + partial)
 
 
 class _Choice:
@@ -102,7 +106,6 @@ class _Choice:
         """Slots whose partial results exist at a time."""
         return rows_of_chunk(self.row_slots * bytes_of_slot, self.rows, BUFFER_BYTES) * self.row_slots
 
-    def pieces(self, slots_of_chunk: int, piece: int) -> int:
-        """Most pieces into which the keys' slots are cut, over all chunks."""
-        chunks = -(-self.num_slots // slots_of_chunk)
-        return min(chunks * (min(self.keys, slots_of_chunk) + slots_of_chunk // piece), self.num_slots)
+    def pieces_of_chunk(self, slots_of_chunk: int, piece: int) -> int:
+        """Most pieces into which the slots of a chunk's keys are cut."""
+        return min(self.keys, slots_of_chunk) + slots_of_chunk // piece
