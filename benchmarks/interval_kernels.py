@@ -115,8 +115,9 @@ HOPPER: dict[str, dict[tuple[str, str], list[dict[str, Any]]]] = {
         ("win", "forward"): [{"keys": 64}, {"keys": 64, "tail": 16}],
     },
     "D": {
-        ("cmp", "forward"): [],
-        ("win", "forward"): [],
+        ("cmp", "d_k_d_v"): D_K_D_V,
+        ("win", "forward"): [{"keys": 64, "tail": 16}],
+        ("win", "d_k_d_v"): D_K_D_V,
     },
 }
 

@@ -196,6 +196,7 @@ def check(worker: int) -> None:
         ("64, 64 heads", 1, 450, 450, 64, 1, 128, 64, PAPER, None, ("gathered",)),
         ("64, 8 heads", 3, 333, 400, 16, 2, 64, 64, PAPER, None, ("gathered",)),
         ("64, 32 heads, packed", 1, 1500, 1500, 32, 1, 128, 128, PAPER, [1, 1400, 99], ("gathered", "masked")),
+        ("64, six heads", 2, 333, 400, 12, 2, 64, 64, PAPER, None, ("gathered", "masked")),
         ("64, one head", 1, 333, 400, 2, 2, 128, 64, PAPER, None, ("gathered", "masked")),
     ]
     for dtype in (torch.bfloat16, torch.float32, torch.float16):

@@ -118,6 +118,36 @@ def test_parts_of_a_block(case, by_hand, part_queries):
     assert all(torch.equal(a, b) for a, b in zip(got, gradients(), strict=True)), "two runs differ"
 
 
+@pytest.mark.parametrize("heads", [1, 3, 5, 6, 7, 12, 16, 24, 48, 64])
+@pytest.mark.parametrize("by_hand", [None, False], ids=["by hand", "portable"])
+@pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 70)], ids=["one document", "packed"])
+def test_keys_outside_in_chunks(heads, by_hand, lengths):
+    """Groups of any size, whole slots in a tile or not; rows of several chunks, whose d_k and d_v are added up."""
+    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_backward import selected_backward
+
+    case = Case("in chunks", PAPER, 400, 2 * heads, 2, 64, 128, lengths=lengths)
+    inputs = draw(case, torch.bfloat16)
+    chosen, rules = choice(case, inputs), {"cu_seqlens": case.documents}
+    q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
+    arguments = (chosen, case.geometry, case.dim**-0.5, case.documents)
+    # One byte: as few rows in a chunk as can be.
+    options = {"order": "gathered", "by_hand": by_hand, "buffer_bytes": 1}
+
+    def attend():
+        o, lse = selected_forward(q, k, v, *arguments, **options)
+        return o, *selected_backward(cotangent(o), q, k, v, o, lse, *arguments, **options)
+
+    got = attend()
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    o_exact = ops.selected_attention(*exact, chosen, case.geometry, backend="reference", **rules)
+    expected = (o_exact, *torch.autograd.grad(o_exact, exact, cotangent(got[0]).double()))
+    bound = allowed(inputs, branch_masks(case, inputs, chosen), 1)
+    errors = [error(a, e) for a, e in zip(got, expected, strict=True)]
+    assert max(errors) <= bound, (errors, bound)
+    assert all(torch.equal(a, b) for a, b in zip(got, attend(), strict=True)), "two runs differ"
+
+
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 97])
 def test_every_small_length(length):
     case = Case("small", PAPER, length, 8, 2, 64, 32)

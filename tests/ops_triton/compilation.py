@@ -60,7 +60,7 @@ def compile_launches(name: str, architecture: str, call: Callable[[], Any]) -> I
 def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     from triton.runtime.jit import JITFunction
 
-    from trifocal.ops.triton import common, interval, scoring, selected_backward, selected_tiles
+    from trifocal.ops.triton import common, interval, scoring, selected_backward_gathered, selected_tiles
 
     launches = []
 
@@ -71,7 +71,7 @@ def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))
-        for module in (common, scoring, selected_backward):
+        for module in (common, scoring, selected_backward_gathered):
             stack.enter_context(mock.patch.object(module, "architecture", lambda device: architecture))
         stack.enter_context(mock.patch.object(common, "has_copy_engine", lambda device: architecture == "hopper"))
         for module in (interval, scoring, selected_tiles):

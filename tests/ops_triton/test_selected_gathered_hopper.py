@@ -15,8 +15,9 @@ BLOCK, PIECE, TOKENS, GROUPS, PLACES = 64, 64, 300, 2, 4
 @pytest.mark.parametrize("rep", [4, 16])
 @pytest.mark.parametrize("lengths", [None, (100, 1, 199)])
 def test_pieces_cover_every_slot_once(lengths, rep):
-    from trifocal.ops.triton.choice_index import build_choice_index, documents_or
+    from trifocal.ops.triton.choice_index import build_choice_index
     from trifocal.ops.triton.selected_gathered_hopper import _piece_table
+    from trifocal.ops.triton.selected_problem import SelectedProblem
 
     generator = torch.Generator().manual_seed(0)
     batch, documents = 2, None
@@ -25,9 +26,10 @@ def test_pieces_cover_every_slot_once(lengths, rep):
         documents = Documents.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0), TOKENS)
     chosen = torch.randint(-1, 5, (batch, TOKENS, GROUPS, PLACES), generator=generator, dtype=torch.int32)
     index = build_choice_index(chosen, BLOCK, TOKENS, documents, chunk_rows=128, piece_slots=PIECE)
-    k = torch.empty(batch, TOKENS, GROUPS, 8)
     packed = documents is not None
-    table = _piece_table(index, k, TOKENS, PLACES, rep, BLOCK, documents_or(documents, index.keys), packed)
+    q, k = (torch.empty(batch, TOKENS, heads, 8) for heads in (GROUPS * rep, GROUPS))
+    rows = torch.empty(q.shape[:3])
+    table = _piece_table(SelectedProblem(q, q, k, k, rows, rows, None, chosen, BLOCK, 1.0, documents), index)
 
     taken = torch.zeros(int((index.keys != index.unused).sum()), dtype=torch.int32)
     sorted_keys = index.keys[index.slots]

@@ -7,7 +7,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from trifocal.ops import Geometry
-from trifocal.ops.triton import choice_index, scoring, selected, selected_backward
+from trifocal.ops.triton import (
+    choice_index,
+    scoring,
+    selected,
+    selected_backward,
+    selected_backward_gathered,
+    selected_backward_masked,
+)
 from trifocal.ops.triton.working_memory import MULTIPROCESSORS, backward_working_bytes, forward_working_bytes
 
 BATCH, HEADS, GROUPS, DIM, VALUE_DIM = 1, 16, 2, 64, 32
@@ -27,7 +34,7 @@ class NotRun:
 
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch):
-    for module in (choice_index, scoring, selected, selected_backward):
+    for module in (choice_index, scoring, selected, selected_backward_gathered, selected_backward_masked):
         for name in vars(module).copy():
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, NotRun())
@@ -75,7 +82,7 @@ def test_selected_forward(order, dtype):
 @pytest.mark.parametrize("case", BACKWARD)
 def test_selected_backward(case, dtype, monkeypatch):
     length = BACKWARD[case]
-    monkeypatch.setattr(selected_backward, "multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(selected_backward_masked, "multiprocessors", lambda device: MULTIPROCESSORS)
     q, k, v, choice = inputs(length, dtype)
     o = torch.zeros(BATCH, length, HEADS, VALUE_DIM, dtype=dtype)
     lse = torch.zeros(BATCH, length, HEADS)

@@ -43,6 +43,7 @@ from trifocal.ops.triton.choice_index import ChoiceIndex, block_place
 from trifocal.ops.triton.common import multiprocessors
 from trifocal.ops.triton.interval_hopper import tile_descriptor
 from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
+from trifocal.ops.triton.selected_problem import SelectedProblem
 
 ROWS = tl.constexpr(64)
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -389,62 +390,43 @@ def _rows_descriptor(x: Tensor, rep: int) -> Descriptor:
     return describe_tiles(x, x.shape, x.stride(), (rep, 64), SLOT_LAYOUT)
 
 
-def _piece_table(
-    index: ChoiceIndex, k: Tensor, num_queries: int, places: int, rep: int, block_size: int,
-    documents: tuple[Tensor, ...], packed: bool,
-) -> Tensor:  # fmt: skip
-    ids, _positions, cu_seqlens = documents
-    pieces = index.piece_keys.shape[0]
-    table = torch.empty(pieces, FIELDS.value, dtype=torch.int32, device=k.device)
-    groups = k.shape[2]
+def _piece_table(problem: SelectedProblem, index: ChoiceIndex) -> Tensor:
+    ids, _, cu_seqlens = problem.documents_or_lse()
+    pieces, groups = index.piece_keys.shape[0], problem.k.shape[2]
+    num_queries, num_keys = problem.q.shape[1], problem.k.shape[1]
+    table = torch.empty(pieces, FIELDS.value, dtype=torch.int32, device=problem.k.device)
     piece_table_kernel[(pieces,)](
         table, index.slots, index.starts, index.first_pieces, index.piece_keys, ids, cu_seqlens,
-        num_queries, k.shape[1] - num_queries, index.num_blocks, index.keys_per_chunk, index.unused,
-        GROUPS=groups, SLOTS_OF_ROW=groups * places, BLOCK=block_size, PIECE=index.piece_slots,
-        STEP=ROWS.value // rep, PACKED=packed, num_warps=1,
+        num_queries, num_keys - num_queries, index.num_blocks, index.keys_per_chunk, index.unused,
+        GROUPS=groups, SLOTS_OF_ROW=groups * problem.places, BLOCK=problem.block_size, PIECE=index.piece_slots,
+        STEP=ROWS.value // problem.rep, PACKED=problem.documents is not None, num_warps=1,
     )  # fmt: skip
     return table
 
 
 def backward_by_roles(
-    d_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    gate: Tensor | None,
-    d_q_slots: Tensor,
-    d_k_parts: Tensor,
-    d_v_parts: Tensor,
-    index: ChoiceIndex,
-    documents: tuple[Tensor, ...],
-    score_scale: float,
-    *,
-    places: int,
-    block_size: int,
-    packed: bool,
+    problem: SelectedProblem, index: ChoiceIndex, d_q_slots: Tensor, d_k_parts: Tensor, d_v_parts: Tensor
 ) -> Callable[[int], None]:
     """What computes d_q of one chunk's slots and d_k, d_v of its pieces, all but for the factor `scale`."""
-    num_queries, num_heads, dim = q.shape[1:]
-    num_keys, groups, value_dim = v.shape[1:]
-    rep = num_heads // groups
-    table = _piece_table(index, k, num_queries, places, rep, block_size, documents, packed)
+    p, rep = problem, problem.rep
+    num_queries, dim = p.q.shape[1], p.q.shape[3]
+    num_keys, groups, value_dim = p.v.shape[1:]
+    table = _piece_table(problem, index)
     sources = (
-        tile_descriptor(q, 1, rep, 64),
-        tile_descriptor(k, block_size, 1, dim),
-        tile_descriptor(v, block_size, 1, value_dim),
-        tile_descriptor(d_o, 1, rep, 64),
+        tile_descriptor(p.q, 1, rep, 64),
+        tile_descriptor(p.k, p.block_size, 1, dim),
+        tile_descriptor(p.v, p.block_size, 1, value_dim),
+        tile_descriptor(p.d_o, 1, rep, 64),
         _rows_descriptor(d_q_slots, rep),
     )
-    gates = delta if gate is None else gate
+    row_numbers = p.rows()[-3:]
 
     def compute(chunk: int) -> None:
-        gathered_backward_roles_kernel[(2 * multiprocessors(q.device),)](
-            *sources, lse, delta, gates, d_k_parts, d_v_parts, index.slots, index.first_pieces, table,
-            num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, score_scale,
-            GROUPS=groups, REP=rep, SLOTS_OF_ROW=groups * places, D=dim, V=value_dim, BLOCK=block_size,
-            GATED=gate is not None, STAGES=2, num_warps=4, maxnreg=128,
+        gathered_backward_roles_kernel[(2 * multiprocessors(p.q.device),)](
+            *sources, *row_numbers, d_k_parts, d_v_parts, index.slots, index.first_pieces, table,
+            num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, p.score_scale,
+            GROUPS=groups, REP=rep, SLOTS_OF_ROW=groups * p.places, D=dim, V=value_dim, BLOCK=p.block_size,
+            GATED=p.gate is not None, STAGES=2, num_warps=4, maxnreg=128,
         )  # fmt: skip
 
     return compute

@@ -1,8 +1,8 @@
 """Selected attention scheduled by hand for Hopper: keys-outside, and d_k, d_v of the masked order.
 
-The same loop orders, work and results as the portable kernels of the same names in `selected.py` and
-`selected_backward.py`, for 16-bit types, widths of 64 and 128, blocks of 64 tokens and, for keys-outside, groups of 1
-to 64 heads that are a power of two; everything else takes the portable kernel (`selected_tiles.fits_by_hand`).
+The same loop orders, work and results as the portable kernels of the same names in `selected.py`,
+`selected_backward_gathered.py` and `selected_backward_masked.py`, for 16-bit types, widths of 64 and 128, blocks of 64
+tokens and groups of up to 64 heads; everything else takes the portable kernel (`selected_tiles.fits_by_hand`).
 
 What the portable kernel leaves: its compiler asks for the next tile's queries at the end of an iteration and waits for
 them at the beginning of the next, so every tile pays the whole latency of memory. Here they are asked for as soon as
