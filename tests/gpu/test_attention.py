@@ -118,7 +118,7 @@ def test_parts_of_a_block(case, by_hand, part_queries):
     assert all(torch.equal(a, b) for a, b in zip(got, gradients(), strict=True)), "two runs differ"
 
 
-@pytest.mark.parametrize("heads", [1, 3, 5, 6, 7, 12, 16, 24, 48, 64])
+@pytest.mark.parametrize("heads", [1, 3, 6, 7, 16, 48])
 @pytest.mark.parametrize("by_hand", [None, False], ids=["by hand", "portable"])
 @pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 70)], ids=["one document", "packed"])
 def test_keys_outside_in_chunks(heads, by_hand, lengths):
