@@ -29,6 +29,7 @@ from trifocal.ops.triton.combine import combine_backward, combine_forward, row_s
 from trifocal.ops.triton.common import Tile, choose_tile
 from trifocal.ops.triton.compressed import _branch as compressed_branch
 from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
+from trifocal.ops.triton.interval import IntervalProblem
 from trifocal.ops.triton.interval_backward import launch_d_k_d_v, launch_d_q
 from trifocal.ops.triton.interval_forward import launch_forward
 from trifocal.ops.triton.window import _branch as window_branch
@@ -132,21 +133,7 @@ def candidates() -> list[Candidate]:
     return result
 
 
-class Problem(NamedTuple):
-    """Inputs of one branch at one shape, and what backward needs."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    d_o: Tensor
-    gate: Tensor
-    lse: Tensor
-    delta: Tensor
-    branch: Any
-    scale: float
-
-
-def make_problem(shape: Shape, branch: str, dtype: torch.dtype = torch.bfloat16) -> Problem:
+def make_problem(shape: Shape, branch: str, dtype: torch.dtype = torch.bfloat16) -> IntervalProblem:
     """Unit-normal inputs; lse and delta from the forward kernel by pointers."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
@@ -165,20 +152,19 @@ def make_problem(shape: Shape, branch: str, dtype: torch.dtype = torch.bfloat16)
     else:
         rule = window_branch(q, k, GEOMETRY.window_size, None)
     o, lse = launch_forward(q, k, v, scale, rule, PLAIN, False)
-    return Problem(q, k, v, d_o, gate, lse, row_sums(d_o, o), rule, scale)
+    return IntervalProblem(d_o, q, k, v, lse, row_sums(d_o, o), gate, scale, rule)
 
 
-def runner(candidate: Candidate, problem: Problem) -> Callable[[], tuple[Tensor, ...]]:
+def runner(candidate: Candidate, problem: IntervalProblem) -> Callable[[], tuple[Tensor, ...]]:
     """The call to time."""
     p, tma = problem, candidate.tma
     tile = candidate.tile or choose_tile(candidate.kernel, p.q, p.v, window=candidate.branch == "win")
     hopper = None if candidate.hopper is None else dict(candidate.hopper)
     if candidate.kernel == "forward":
         return lambda: launch_forward(p.q, p.k, p.v, p.scale, p.branch, tile, tma, hopper)
-    arguments = (p.d_o, p.q, p.k, p.v, p.lse, p.delta, p.gate, p.scale, p.branch, tile)
     if candidate.kernel == "d_q":
-        return lambda: (launch_d_q(*arguments, tma, hopper=hopper),)
-    return lambda: launch_d_k_d_v(*arguments, candidate.parts, tma, hopper)
+        return lambda: (launch_d_q(p, None, tile, tma, hopper),)
+    return lambda: launch_d_k_d_v(p, tile, candidate.parts, tma, hopper)
 
 
 @functools.cache
@@ -340,7 +326,7 @@ def shares(workers: int) -> list[list[tuple[str, int]]]:
 
 def share(index: int, workers: int) -> None:
     """Do the checks of one process, and compile its candidates by running them; a line of JSON for each."""
-    problems: dict[tuple[str, str], Problem] = {}
+    problems: dict[tuple[str, str], IntervalProblem] = {}
     for what, number in shares(workers)[index]:
         if what == "check":
             print(json.dumps({"check": check(number)}), flush=True)
@@ -402,7 +388,7 @@ def check_and_compile(workers: int, limit_seconds: float) -> dict[str, Any]:
     return result
 
 
-def time_one(candidate: Candidate, problem: Problem, expected: tuple[Tensor, ...] | None) -> dict[str, Any]:
+def time_one(candidate: Candidate, problem: IntervalProblem, expected: tuple[Tensor, ...] | None) -> dict[str, Any]:
     """Median milliseconds, rate and the difference from the first candidate's result."""
     run = runner(candidate, problem)
     got = run()

@@ -14,7 +14,7 @@ from torch import Tensor
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, first_compressed_blocks
 from trifocal.ops.triton.combine import row_sums
-from trifocal.ops.triton.interval import Branch
+from trifocal.ops.triton.interval import Branch, IntervalProblem
 from trifocal.ops.triton.interval_backward import launch_backward
 from trifocal.ops.triton.interval_forward import launch_forward
 from trifocal.ops.triton.launch import Kernel, cdiv
@@ -85,7 +85,8 @@ def compressed_backward(
     if delta is None:
         delta = row_sums(d_o, o, d_lse)
     branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=True)
-    return launch_backward(d_o, q, k_cmp, v_cmp, lse, delta, gate, scale, branch, d_q, **configuration)
+    problem = IntervalProblem(d_o, q, k_cmp, v_cmp, lse, delta, gate, scale, branch)
+    return launch_backward(problem, d_q, **configuration)
 
 
 def _branch(

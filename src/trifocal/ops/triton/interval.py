@@ -23,6 +23,7 @@ The same three kernels exist a second time for Hopper (`interval_hopper`, `inter
 `interval_hopper_d_k_d_v`); `choose_hopper` says when they run.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import triton
@@ -186,6 +187,49 @@ class Branch(NamedTuple):
             "STRIDE": self.stride,
             "PACKED": self.ids is not None,
         }
+
+
+class IntervalProblem(NamedTuple):
+    """What backward is given.
+
+    Attributes:
+        d_o: Gradient of the branch's output or, with a gate, of the mixed output, [B, T, H, V].
+        q, k, v: As in forward, [B, T, H, D], [B, S, G, D] and [B, S, G, V].
+        lse: From forward, [B, T, H], contiguous.
+        delta: Row sums of `d_o * o`, less the gradient of lse if there is one, [B, T, H], fp32, contiguous.
+        gate: Weight of this branch in the mixed output, [B, T, H], any strides; None for ones.
+        scale: Factor on the scores.
+        branch: What a query sees.
+    """
+
+    d_o: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor
+    delta: Tensor
+    gate: Tensor | None
+    scale: float
+    branch: Branch
+
+    @property
+    def rep(self) -> int:
+        """Heads of a group."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on the scores in base 2."""
+        return self.scale * math.log2(math.e)
+
+    @property
+    def gate_strides(self) -> tuple[int, ...]:
+        """Of batch, position and head."""
+        return (0, 0, 0) if self.gate is None else self.gate.stride()
+
+    def constants(self) -> dict[str, int | bool]:
+        """What kernels are compiled for."""
+        return {**self.branch.constants(), "GATED": self.gate is not None}
 
 
 def key_sources(x: Tensor, widths: Widths, keys: int, tma: bool) -> tuple[Tensor | Descriptor | None, ...]:

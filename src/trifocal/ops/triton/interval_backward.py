@@ -30,7 +30,7 @@ from trifocal.ops.triton.common import (
     unit_stride,
 )
 from trifocal.ops.triton.interval import (
-    Branch,
+    IntervalProblem,
     choose_hopper,
     full_tiles,
     key_sources,
@@ -339,15 +339,7 @@ def sum_parts_kernel(summands, total, parts, count, SIZE: tl.constexpr):
 
 
 def launch_backward(
-    d_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    gate: Tensor | None,
-    scale: float,
-    branch: Branch,
+    problem: IntervalProblem,
     d_q: Tensor | None = None,
     d_q_tile: Tile | None = None,
     d_k_d_v_tile: Tile | None = None,
@@ -359,13 +351,7 @@ def launch_backward(
     """Gradients of attention.
 
     Args:
-        d_o: Gradient of the branch's output or, with a gate, of the mixed output, [B, T, H, V].
-        q, k, v: As in forward.
-        lse: From forward, [B, T, H], contiguous.
-        delta: Row sums of `d_o * o`, less the gradient of lse if there is one, [B, T, H], fp32, contiguous.
-        gate: Weight of this branch in the mixed output, [B, T, H], any strides.
-        scale: Factor on the scores.
-        branch: What a query sees.
+        problem: Inputs, in any strides.
         d_q: Gradient of the queries from elsewhere, contiguous, [B, T, H, D], that this one is added to in place.
         d_q_tile, d_k_d_v_tile, parts, tma: Configuration instead of the table's, for measurements.
         hopper_d_q, hopper_d_k_d_v: Configurations of the Hopper kernels, to take them.
@@ -373,36 +359,28 @@ def launch_backward(
     Returns:
         d_q, d_k, d_v, contiguous, in the types of q, k, v.
     """
-    q, k, v, d_o = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(d_o)
-    d_q = launch_d_q(d_o, q, k, v, lse, delta, gate, scale, branch, d_q_tile, tma, d_q, hopper_d_q)
-    return d_q, *launch_d_k_d_v(d_o, q, k, v, lse, delta, gate, scale, branch, d_k_d_v_tile, parts, tma, hopper_d_k_d_v)
+    problem = problem._replace(**{name: unit_stride(getattr(problem, name)) for name in ("d_o", "q", "k", "v")})
+    d_q = launch_d_q(problem, d_q, d_q_tile, tma, hopper_d_q)
+    return d_q, *launch_d_k_d_v(problem, d_k_d_v_tile, parts, tma, hopper_d_k_d_v)
 
 
 def launch_d_q(
-    d_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    gate: Tensor | None,
-    scale: float,
-    branch: Branch,
+    problem: IntervalProblem,
+    d_q: Tensor | None = None,
     tile: Tile | None = None,
     tma: bool | None = None,
-    d_q: Tensor | None = None,
     hopper: dict[str, Any] | None = None,
 ) -> Tensor:
     """The first part of `launch_backward`."""
+    d_o, q, k, v, lse, delta, gate, scale, branch = problem
     if tile is None and hopper is None:
         hopper = choose_hopper("d_q", branch, q, k, v, d_o)
     if hopper is not None:
         from trifocal.ops.triton.interval_hopper_d_q import launch_hopper_d_q
 
-        return launch_hopper_d_q(d_o, q, k, v, lse, delta, gate, scale, branch, d_q, **hopper)
-    batch, num_queries, num_heads, _ = q.shape
-    num_groups = k.shape[2]
-    rep = num_heads // num_groups
+        return launch_hopper_d_q(problem, d_q, **hopper)
+    batch, num_queries = q.shape[:2]
+    num_groups, rep = k.shape[2], problem.rep
     tile = tile or choose_tile("d_q", q, v, window=branch.window_size > 0)
     tma = tma_fits(k, v) if tma is None else tma
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
@@ -425,18 +403,17 @@ def launch_d_q(
         *strides(k),
         *strides(v),
         *strides(d_o),
-        *((0, 0, 0) if gate is None else gate.stride()),
+        *problem.gate_strides,
         num_queries,
         branch.query_shift,
         branch.window_size,
         scale,
-        scale * LOG2_E.value,
+        problem.score_scale,
         num_groups,
         rep,
         *d_width,
         *v_width,
-        **branch.constants(),
-        GATED=gate is not None,
+        **problem.constants(),
         ADD=add,
         ROWS=tile.rows,
         KEYS=tile.keys,
@@ -449,41 +426,29 @@ def launch_d_q(
 
 
 def launch_d_k_d_v(
-    d_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    gate: Tensor | None,
-    scale: float,
-    branch: Branch,
+    problem: IntervalProblem,
     tile: Tile | None = None,
     parts: int | None = None,
     tma: bool | None = None,
     hopper: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The second part of `launch_backward`."""
+    d_o, q, k, v, lse, delta, gate, scale, branch = problem
     if tile is None and hopper is None:
         hopper = choose_hopper("d_k_d_v", branch, q, k, v, d_o)
     if hopper is not None:
         from trifocal.ops.triton.interval_hopper_d_k_d_v import launch_hopper_d_k_d_v
 
-        return launch_hopper_d_k_d_v(d_o, q, k, v, lse, delta, gate, scale, branch, parts, **hopper)
-    batch, num_queries, num_heads, _ = q.shape
+        return launch_hopper_d_k_d_v(problem, parts, **hopper)
+    batch, num_queries = q.shape[:2]
     num_keys, num_groups = k.shape[1:3]
-    rep = num_heads // num_groups
+    rep = problem.rep
     tile = tile or choose_tile("d_k_d_v", q, v, window=branch.window_size > 0)
     if tma is None:
         tma = tile.rows % rep == 0 and rep & (rep - 1) == 0 and tma_fits(q, d_o)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     tiles = cdiv(num_keys, tile.keys)
-    split = branch.window_size == 0
-    if parts is None:
-        parts = choose_parts(q, tiles * batch * num_groups, rep, tile) if split else 1
-    shape = (parts, batch, num_keys, num_groups)
-    d_k = k.new_empty(*shape, d_width.size, dtype=torch.float32 if split else k.dtype)
-    d_v = v.new_empty(*shape, v_width.size, dtype=torch.float32 if split else v.dtype)
+    d_k, d_v, parts = empty_parts(problem, tiles, tile, parts)
     if num_keys:
         interval_d_k_d_v_kernel[tiles * parts, batch * num_groups](
             *row_sources(q, d_width, tile.rows, num_groups, tma),
@@ -501,7 +466,7 @@ def launch_d_k_d_v(
             *strides(k),
             *strides(v),
             *strides(d_o),
-            *((0, 0, 0) if gate is None else gate.stride()),
+            *problem.gate_strides,
             batch,
             parts,
             num_queries,
@@ -509,13 +474,12 @@ def launch_d_k_d_v(
             branch.query_shift,
             branch.window_size,
             scale,
-            scale * LOG2_E.value,
+            problem.score_scale,
             num_groups,
             rep,
             *d_width,
             *v_width,
-            **branch.constants(),
-            GATED=gate is not None,
+            **problem.constants(),
             ROWS=tile.rows,
             KEYS=tile.keys,
             TMA=tma,
@@ -523,9 +487,25 @@ def launch_d_k_d_v(
             num_stages=tile.stages,
             maxnreg=tile.registers,
         )
-    if not split:
+    return add_parts(problem, d_k, d_v)
+
+
+def empty_parts(problem: IntervalProblem, key_tiles: int, tile: Tile, parts: int | None) -> tuple[Tensor, Tensor, int]:
+    """Memory for d_k and d_v, [parts, B, S, G, *], and how many parts: of the compressed branch fp32 sums to add up."""
+    q, k, v = problem.q, problem.k, problem.v
+    split = problem.branch.window_size == 0
+    if parts is None:
+        parts = choose_parts(q, key_tiles * q.shape[0] * k.shape[2], problem.rep, tile) if split else 1
+    d_k = k.new_empty(parts, *k.shape, dtype=torch.float32 if split else k.dtype)
+    d_v = v.new_empty(parts, *v.shape, dtype=torch.float32 if split else v.dtype)
+    return d_k, d_v, parts
+
+
+def add_parts(problem: IntervalProblem, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
+    """d_k and d_v of their parts."""
+    if problem.branch.window_size > 0:
         return d_k[0], d_v[0]
-    return sum_parts(d_k, k.dtype), sum_parts(d_v, v.dtype)
+    return sum_parts(d_k, problem.k.dtype), sum_parts(d_v, problem.v.dtype)
 
 
 def sum_parts(summands: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,6 @@ From memory, per program: k and v once, q and d_o of the rows that see them; lse
 small kernel lays out for the copy engine; d_k and d_v out, or the sums of one of `parts` programs.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -23,8 +22,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops.triton.common import Tile, split_width
-from trifocal.ops.triton.interval import Branch, seeing_queries
-from trifocal.ops.triton.interval_backward import LOG2_E, choose_parts, sum_parts
+from trifocal.ops.triton.interval import IntervalProblem, seeing_queries
+from trifocal.ops.triton.interval_backward import LOG2_E, add_parts, empty_parts
 from trifocal.ops.triton.interval_hopper import (
     PART_ROWS,
     allocate_tiles,
@@ -359,71 +358,54 @@ def hopper_d_k_d_v_kernel(
 # fmt: on
 
 
-def _row_numbers(lse: Tensor, delta: Tensor, gate: Tensor | None, rep: int, tile: int) -> tuple[Descriptor, ...]:
+def _row_numbers(problem: IntervalProblem, rep: int, tile: int) -> tuple[Descriptor, ...]:
     """Descriptors, in lines of a tile, of base-2 lse, delta and the gate, whose rows lie share by share."""
-    batch, num_queries, num_heads = lse.shape
+    batch, num_queries, num_heads = problem.lse.shape
     shares, rows = num_heads // rep, num_queries * rep
     # The copy engine wants multiples of 16 bytes.
-    numbers = lse.new_empty(3, batch, shares, cdiv(rows, 4) * 4)
+    numbers = problem.lse.new_empty(3, batch, shares, cdiv(rows, 4) * 4)
     row_numbers_kernel[cdiv(rows, 1024), batch * shares](
-        lse,
-        delta,
-        gate,
+        problem.lse,
+        problem.delta,
+        problem.gate,
         numbers,
-        *((0, 0, 0) if gate is None else gate.stride()),
+        *problem.gate_strides,
         rows,
         numbers.shape[3],
         num_queries,
         HEADS=num_heads,
         REP=rep,
-        GATED=gate is not None,
+        GATED=problem.gate is not None,
         SIZE=1024,
     )
     return tuple(describe_tiles(x, (batch, shares, rows), x.stride(), (1, 1, tile), LINE_LAYOUT) for x in numbers)
 
 
 def launch_hopper_d_k_d_v(
-    d_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    gate: Tensor | None,
-    scale: float,
-    branch: Branch,
+    problem: IntervalProblem,
     parts: int | None = None,
     rows: int | None = None,
     stages: int = 2,
     ahead: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """As `launch_d_k_d_v`."""
-    batch, num_queries, num_heads, _ = q.shape
-    width = split_width(q.shape[3])
+    d_o, q, k, v, _, _, _, scale, branch = problem
+    batch, num_queries = q.shape[:2]
     num_keys, num_groups = k.shape[1:3]
-    value_dim = v.shape[3]
-    rep, shares = split_heads(num_heads // num_groups)
+    width, value_dim = split_width(q.shape[3]), v.shape[3]
+    rep, shares = split_heads(problem.rep)
     # Wider keys leave registers for fewer rows.
     rows = rows or (32 if width.part_2 else 64)
     queries = rows // rep
     keys = 2 * PART_ROWS.value
-    split = branch.window_size == 0
     key_tiles = cdiv(num_keys, keys)
-    if parts is None:
-        parts = (
-            choose_parts(q, key_tiles * batch * num_groups, num_heads // num_groups, Tile(rows, keys, 12, stages))
-            if split
-            else 1
-        )
-    shape = (parts, batch, num_keys, num_groups)
-    d_k = k.new_empty(*shape, width.size, dtype=torch.float32 if split else k.dtype)
-    d_v = v.new_empty(*shape, value_dim, dtype=torch.float32 if split else v.dtype)
+    d_k, d_v, parts = empty_parts(problem, key_tiles, Tile(rows, keys, 12, stages), parts)
     hopper_d_k_d_v_kernel[key_tiles * parts, batch * num_groups](
         *part_descriptors(q, queries, rep, width),
         *part_descriptors(k, keys // 2, 1, width),
         tile_descriptor(v, keys // 2, 1, value_dim),
         tile_descriptor(d_o, queries, rep, value_dim),
-        *_row_numbers(lse, delta, gate, rep, rows),
+        *_row_numbers(problem, rep, rows),
         d_k,
         d_v,
         branch.query_begin,
@@ -435,14 +417,13 @@ def launch_hopper_d_k_d_v(
         branch.query_shift,
         branch.window_size,
         scale,
-        scale * LOG2_E.value,
+        problem.score_scale,
         num_groups,
         rep,
         width.part_1,
         width.part_2,
         value_dim,
-        **branch.constants(),
-        GATED=gate is not None,
+        **problem.constants(),
         ROWS=rows,
         KEYS=keys,
         STAGES=stages,
@@ -451,6 +432,4 @@ def launch_hopper_d_k_d_v(
         num_warps=4,
         maxnreg=168,
     )
-    if not split:
-        return d_k[0], d_v[0]
-    return sum_parts(d_k, k.dtype), sum_parts(d_v, v.dtype)
+    return add_parts(problem, d_k, d_v)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops.triton.common import multiprocessors, split_width
-from trifocal.ops.triton.interval import Branch, visible_keys
+from trifocal.ops.triton.interval import IntervalProblem, visible_keys
 from trifocal.ops.triton.interval_backward import LOG2_E
 from trifocal.ops.triton.interval_hopper import (
     PART_ROWS,
@@ -272,25 +272,13 @@ def hopper_d_q_kernel(
 
 
 def launch_hopper_d_q(
-    d_o: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    gate: Tensor | None,
-    scale: float,
-    branch: Branch,
-    d_q: Tensor | None = None,
-    keys: int = 64,
-    stages: int = 2,
-    tail: int = 0,
+    problem: IntervalProblem, d_q: Tensor | None = None, keys: int = 64, stages: int = 2, tail: int = 0
 ) -> Tensor:
     """As `launch_d_q`."""
-    batch, num_queries, num_heads, _ = q.shape
-    width = split_width(q.shape[3])
-    value_dim = v.shape[3]
-    rep, share = split_heads(num_heads // k.shape[2])
+    d_o, q, k, v, lse, delta, gate, scale, branch = problem
+    batch, num_queries = q.shape[:2]
+    width, value_dim = split_width(q.shape[3]), v.shape[3]
+    rep, share = split_heads(problem.rep)
     num_groups = k.shape[2] * share
     queries = PART_ROWS.value // rep
     row_tiles = cdiv(num_queries, 2 * queries)
@@ -312,7 +300,7 @@ def launch_hopper_d_q(
         branch.ids,
         branch.positions,
         branch.first_blocks,
-        *((0, 0, 0) if gate is None else gate.stride()),
+        *problem.gate_strides,
         slots,
         row_tiles,
         batch * num_groups,
@@ -320,14 +308,13 @@ def launch_hopper_d_q(
         branch.query_shift,
         branch.window_size,
         scale,
-        scale * LOG2_E.value,
+        problem.score_scale,
         num_groups,
         rep,
         width.part_1,
         width.part_2,
         value_dim,
-        **branch.constants(),
-        GATED=gate is not None,
+        **problem.constants(),
         ADD=add,
         KEYS=keys,
         TAIL=tail,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.combine import row_sums
-from trifocal.ops.triton.interval import Branch
+from trifocal.ops.triton.interval import Branch, IntervalProblem
 from trifocal.ops.triton.interval_backward import launch_backward
 from trifocal.ops.triton.interval_forward import launch_forward
 
@@ -74,7 +74,8 @@ def window_backward(
     if delta is None:
         delta = row_sums(d_o, o)
     branch = _branch(q, k, window_size, documents)
-    return launch_backward(d_o, q, k, v, lse, delta, gate, scale, branch, d_q, **configuration)
+    problem = IntervalProblem(d_o, q, k, v, lse, delta, gate, scale, branch)
+    return launch_backward(problem, d_q, **configuration)
 
 
 def _branch(q: Tensor, k: Tensor, window_size: int, documents: Documents | None) -> Branch:
