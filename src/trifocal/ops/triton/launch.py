@@ -26,6 +26,7 @@ from triton.runtime import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 Descriptor = GluonDescriptor | TensorDescriptor
+_DESCRIPTORS = {GluonDescriptor, TensorDescriptor}
 
 _MOST_WORKERS = 16
 # Kinds of arguments that one kernel remembers. More come only of sizes that no two calls share.
@@ -59,16 +60,18 @@ class Kernel:
         return functools.partial(self._launch, self._kinds, grid)
 
     def _launch(self, kinds: dict[tuple[Any, ...], Any], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        kind: list[Any] = [*constants.items()]
+        kind: list[Any] = [tuple(constants), *constants.values()]
+        # The commonest types first: a launch goes through some thirty arguments.
         for x, free in zip(args, self._free, strict=False):
-            if isinstance(x, Tensor):
+            of_x = type(x)
+            if of_x is int:
+                kind.append(-(2**31) <= x < 2**31 if free else x)
+            elif isinstance(x, Tensor):
                 kind += (x.device, x.dtype, x.data_ptr() % 16)
-            elif isinstance(x, Descriptor):
-                kind.append(x.kind)  # type: ignore[union-attr]
-            elif free and type(x) is int:
-                kind.append(-(2**31) <= x < 2**31)
+            elif of_x in _DESCRIPTORS:
+                kind.append(x.kind)
             else:
-                kind += (type(x), x)
+                kind += (of_x, x)
         known = kinds.get(key := tuple(kind))
         if known is not None:
             compiled, rest = known
