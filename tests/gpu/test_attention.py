@@ -148,6 +148,36 @@ def test_keys_outside_in_chunks(heads, by_hand, lengths):
     assert all(torch.equal(a, b) for a, b in zip(got, attend(), strict=True)), "two runs differ"
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
+)
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("heads", [1, 6, 16])
+@pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 970)], ids=["one document", "packed"])
+def test_keys_of_the_window_by_hand(dim, heads, lengths):
+    """The Hopper kernel for d_k and d_v, which only calls with more programs than these take by themselves."""
+    from trifocal.ops.triton.interval import _HOPPER
+    from trifocal.ops.triton.window import window_backward, window_forward
+
+    case = Case("window by hand", PAPER, 1300, 2 * heads, 2, dim, 128, lengths=lengths)
+    inputs = draw(case, torch.bfloat16)
+    q, k, v = inputs.q, inputs.k_win, inputs.v_win
+    window, scale, documents = case.geometry.window_size, case.dim**-0.5, case.documents
+    o, lse = window_forward(q, k, v, window, scale, documents)
+
+    def gradients():
+        options = {"hopper_d_k_d_v": _HOPPER["d_k_d_v", True][dim]}
+        return window_backward(cotangent(o), q, k, v, o, lse, window, scale, documents, **options)
+
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    o_exact = ops.window_attention(*exact, window, backend="reference", cu_seqlens=documents)
+    expected = torch.autograd.grad(o_exact, exact, cotangent(o).double())
+    bound = allowed(inputs, branch_masks(case, inputs, choice(case, inputs)), 2)
+    errors = [error(a, e) for a, e in zip(got := gradients(), expected, strict=True)]
+    assert max(errors) <= bound, (errors, bound)
+    assert all(torch.equal(a, b) for a, b in zip(got, gradients(), strict=True)), "two runs differ"
+
+
 @pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 97])
 def test_every_small_length(length):
     case = Case("small", PAPER, length, 8, 2, 64, 32)

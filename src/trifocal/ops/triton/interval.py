@@ -30,8 +30,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import Widths, is_hopper, load_tile, tma_fits
-from trifocal.ops.triton.launch import Descriptor, describe_tiles
+from trifocal.ops.triton.common import Widths, is_hopper, load_tile, multiprocessors, tma_fits
+from trifocal.ops.triton.launch import Descriptor, cdiv, describe_tiles
 
 # fmt: off
 
@@ -281,9 +281,13 @@ def choose_hopper(
 
     They take any number of heads a group up to 64, up to 32 at 192 wide, in shares that divide a tile (`split_heads`).
     The copy engine must be able to read all. In packed documents, the compressed slots that no document fills would
-    reach the products.
+    reach the products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
     """
     window, heads = branch.window_size > 0, q.shape[2] // k.shape[2]
+    if kernel == "d_k_d_v" and window:
+        programs = cdiv(k.shape[1], 128) * k.shape[0] * k.shape[2]
+        if programs < 0.75 * multiprocessors(q.device):
+            return None
     fits = (
         is_hopper(q.device)
         and heads <= 64
