@@ -173,7 +173,8 @@ def test_keys_of_the_window_by_hand(dim, heads, lengths):
     o_exact = ops.window_attention(*exact, window, backend="reference", cu_seqlens=documents)
     expected = torch.autograd.grad(o_exact, exact, cotangent(o).double())
     bound = allowed(inputs, branch_masks(case, inputs, choice(case, inputs)), 2)
-    errors = [error(a, e) for a, e in zip(got := gradients(), expected, strict=True)]
+    got = gradients()
+    errors = [error(a, e) for a, e in zip(got, expected, strict=True)]
     assert max(errors) <= bound, (errors, bound)
     assert all(torch.equal(a, b) for a, b in zip(got, gradients(), strict=True)), "two runs differ"
 
