@@ -83,6 +83,18 @@ def test_advice_is_the_smallest_change_that_fits(gpus):
         assert need_of("m7c", config, machine).advice == text
 
 
+def test_compiled_layers_need_less(gpus):
+    pytest.importorskip("triton")
+    eager, compiled = (
+        override(
+            load_config(CONFIGS / "m7c_125m.toml"),
+            ["--train.activation_checkpointing", "none", "--train.compile", which],
+        )
+        for which in ("false", "true")
+    )
+    assert need_of("m7c", compiled, gpus(80)).memory.total < 0.95 * need_of("m7c", eager, gpus(80)).memory.total
+
+
 def test_sharding_over_the_gpus_here(gpus):
     pytest.importorskip("triton")
     config = override(load_config(CONFIGS / "wide_1b3.toml"), ["--parallel.mode", "ddp"])

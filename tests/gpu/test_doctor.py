@@ -29,6 +29,11 @@ def setup(length, batch, **changes):
 CASES = {
     "kernels, kept": (PRODUCTION, lambda: setup(2048, 8, backend="triton")),
     "kernels, checkpointed": (PRODUCTION, lambda: setup(2048, 8, backend="triton", checkpointed_layers=LAYERS)),
+    "kernels, compiled, kept": (PRODUCTION, lambda: setup(2048, 8, backend="triton", compiled=True)),
+    "kernels, compiled, checkpointed": (
+        PRODUCTION, lambda: setup(2048, 8, backend="triton", compiled=True, checkpointed_layers=LAYERS)
+    ),
+    "reference, compiled, kept": (replace(PRODUCTION, backend="reference"), lambda: setup(2048, 2, compiled=True)),
     "kernels, packed": (PRODUCTION, lambda: setup(2048, 8, backend="triton", packed=True)),
     "kernels, long": (PRODUCTION, lambda: setup(32768, 1, backend="triton", checkpointed_layers=LAYERS)),
     "reference, kept": (replace(PRODUCTION, backend="reference"), lambda: setup(2048, 2)),

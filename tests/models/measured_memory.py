@@ -26,6 +26,8 @@ class Trained:
         with torch.device(setup.device):
             self.model = DecoderLM(config)
         self.model.set_activation_checkpointing(*setup.checkpointed_layers)
+        if setup.compiled:
+            self.model.compile_training()
         self.optimizer = make_optimizer(self.model, OptimizerSection())
         self.parameters = list(self.model.parameters())
 

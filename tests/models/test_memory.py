@@ -106,13 +106,15 @@ def test_kernels_against_shapes(case, precision, kernels_without_gpu):
 
 
 # The most that PyTorch's allocator held on an H200 under torch 2.11, in GiB: benchmarks/results, 2026-11-21, the files
-# seed_runs_auto, seed_runs_auto_seeds, seed_runs_reference and scale_2, and of what was recorded memory_formula_1 and
-# scale_4. All but the last two are from before the projections of one input became one product, which changes these
-# sums by less than 5 %. Text packs the rows of a micro-batch, random tokens do not. cuBLAS keeps 32 MiB for each of the
-# two threads that multiply.
+# seed_runs_auto, seed_runs_auto_seeds, seed_runs_reference and scale_2, and of what was compiled or recorded
+# memory_formula_1 and scale_4. All but the last two are from before the projections of one input became one product,
+# which changes these sums by less than 5 %. Text packs the rows of a micro-batch, random tokens do not. cuBLAS keeps
+# 32 MiB for each of the two threads that multiply, and for each stream on which they do: in memory_formula_1 that of
+# the recorded cases lived on in those after them.
 H200 = {"device": "cuda", "precision": "bf16", "workspace_bytes": 2 * 2**25}
 KERNELS = {"backend": "triton", **H200}
-ALL = (0, 12)
+ALL, FSDP = (0, 12), {"mode": "fsdp", "shards": 4}
+COMPILED, RECORDED = {"compiled": True, **KERNELS}, {"compiled": True, "cuda_graphs": True, **KERNELS}
 PRODUCTION = ModelConfig()
 SHOWCASE = ModelConfig(
     dim=128,
@@ -130,9 +132,20 @@ MEASURED = {
     "production, kept": (PRODUCTION, setup(2048, 2, micro_batches=2, packed=True, **KERNELS), 3.135),
     "production, 8 sequences": (PRODUCTION, setup(2048, 8, checkpointed_layers=ALL, **KERNELS), 3.145),
     "production, reference": (PRODUCTION, setup(2048, 2, micro_batches=2, packed=True, **H200), 5.319),
-    "production, recorded": (PRODUCTION, setup(2048, 2, checkpointed_layers=ALL, cuda_graphs=True, **KERNELS), 2.013),
-    "production, kept, recorded": (PRODUCTION, setup(2048, 2, cuda_graphs=True, **KERNELS), 3.413),
-    "8 sequences, recorded": (PRODUCTION, setup(2048, 8, checkpointed_layers=ALL, cuda_graphs=True, **KERNELS), 3.569),
+    "recorded": (PRODUCTION, setup(2048, 2, checkpointed_layers=ALL, cuda_graphs=True, **KERNELS), 2.013),
+    "kept, recorded": (PRODUCTION, setup(2048, 2, cuda_graphs=True, **KERNELS), 3.413),
+    "compiled": (PRODUCTION, setup(2048, 2, micro_batches=2, checkpointed_layers=ALL, **COMPILED), 1.925),
+    "compiled, kept": (PRODUCTION, setup(2048, 2, micro_batches=2, **COMPILED), 3.097),
+    "compiled, recorded": (PRODUCTION, setup(2048, 2, micro_batches=2, checkpointed_layers=ALL, **RECORDED), 2.110),
+    "8 sequences, compiled, recorded": (PRODUCTION, setup(2048, 8, checkpointed_layers=ALL, **RECORDED), 3.569),
+    "8 sequences, compiled, kept, recorded": (PRODUCTION, setup(2048, 8, **RECORDED), 7.440),
+    "ddp": (PRODUCTION, setup(2048, 8, mode="ddp", checkpointed_layers=ALL, **RECORDED), 3.564),
+    "ddp, kept": (PRODUCTION, setup(2048, 8, mode="ddp", **RECORDED), 7.435),
+    "ddp, kept, 1 sequence": (PRODUCTION, setup(2048, 1, mode="ddp", **RECORDED), 2.444),
+    "fsdp": (PRODUCTION, setup(2048, 8, checkpointed_layers=ALL, **FSDP, **RECORDED), 2.760),
+    "fsdp, not recorded": (PRODUCTION, setup(2048, 8, checkpointed_layers=ALL, **FSDP, **COMPILED), 2.399),
+    "fsdp, kept": (PRODUCTION, setup(2048, 8, **FSDP, **RECORDED), 6.494),
+    "fsdp, kept, 1 sequence": (PRODUCTION, setup(2048, 1, **FSDP, **RECORDED), 1.352),
     "m7c_2k_test": (PRODUCTION, setup(2048, 4, packed=True, checkpointed_layers=ALL, **KERNELS), 2.370),
     "m7c_long": (PRODUCTION, setup(4096, 1, micro_batches=4, checkpointed_layers=ALL, **KERNELS), 1.884),
     "paper_layer": (PAPER, setup(8192, checkpointed_layers=(0, 1), **KERNELS), 5.176),

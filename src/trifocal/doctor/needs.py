@@ -169,6 +169,7 @@ def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = ""
         micro_batches=max(1, train.global_batch_size // (train.micro_batch_size * processes)),
         precision=train.precision,
         checkpointed_layers=train.checkpointed_layers(config.model.num_layers),
+        compiled=train.compile,
         device=machine.device.type,  # type: ignore[arg-type]
         backend=_backend(config, machine.device),  # type: ignore[arg-type]
         # Rows of random tokens have no documents; others are packed where a border falls into one.

@@ -1,6 +1,19 @@
 """Sizes of what one decoder block keeps and needs while a step runs; `trifocal.models.memory` adds them up.
 
 Everything is bytes for one micro-batch. "Kept" is what lives from forward to backward, "working" what comes and goes.
+
+`torch.compile` sees a layer's forward and backward together. It keeps what products and operators of backward read, as
+eager does, and makes again what only elementwise kernels read. In bytes a token, bf16:
+
+| | eager | compiled | because |
+|---|---|---|---|
+| SiLU's result | 2 * mlp_dim | 0 | the kernel that needs it makes it from the gate's projection |
+| between attention and MLP | 4 * dim | 2 * dim | the residual stream is the layer's input and the attention's output |
+| a norm's scaled input, on a CPU | 4 * dim | 0 | it is made from the input and its scale |
+
+So it is in PyTorch 2.11 and 2.13; `tests/models/test_compiled_memory.py` counts it in the graphs of the one that is
+installed. The reference is an exception, for the worse: the compiler recognises what its backward makes again on
+purpose, and keeps two tiles of probabilities instead.
 """
 
 from dataclasses import dataclass
@@ -24,6 +37,7 @@ class TrainingSetup:
         micro_batches: Passes of a step in this process.
         precision: Of the matrix products.
         checkpointed_layers: Half-open range of layers that recompute their activations.
+        compiled: Whether layers are compiled, each forward and backward pass as a whole.
         device: Where it runs; a norm keeps more on a CPU.
         backend: What runs the sparse attention, resolved.
         packed: Whether the rows of a micro-batch may be passed as one row of documents: the reference's tiles, and
@@ -40,6 +54,7 @@ class TrainingSetup:
     micro_batches: int = 1
     precision: Literal["fp32", "bf16"] = "fp32"
     checkpointed_layers: tuple[int, int] = (0, 0)
+    compiled: bool = False
     device: Literal["cpu", "cuda"] = "cpu"
     backend: Literal["reference", "triton"] = "reference"
     packed: bool = False
@@ -87,7 +102,8 @@ class LayerMemory:
     @property
     def norm(self) -> int:
         """What a norm keeps besides its input: the scale of each token and, on a CPU, the scaled input."""
-        return FP32 * self.tokens * (1 + (self.config.dim if self.setup.device == "cpu" else 0))
+        scaled = self.config.dim if self.setup.device == "cpu" and not self.setup.compiled else 0
+        return FP32 * self.tokens * (1 + scaled)
 
     @property
     def normed(self) -> int:
@@ -113,8 +129,8 @@ class LayerMemory:
 
     @property
     def joint_weights(self) -> int:
-        """Weights that are copied side by side for such products: the attention's projections and two of the MLP."""
-        return self.config.dim * (self.projected_columns + 2 * self.config.mlp_dim)
+        """Weights that are copied side by side for that product."""
+        return self.config.dim * self.projected_columns
 
     @property
     def mlp_hidden(self) -> int:
@@ -122,9 +138,15 @@ class LayerMemory:
         return self.item * self.tokens * self.config.mlp_dim
 
     @property
+    def middle(self) -> int:
+        """What is kept between attention and MLP: the residual stream, or what the attention adds to it."""
+        return self.normed if self.setup.compiled else self.residual
+
+    @property
     def mlp_kept(self) -> int:
         """Input, both projections, the SiLU's result and the product."""
-        return self.residual + self.norm + self.normed + 4 * self.mlp_hidden
+        hidden = 3 if self.setup.compiled else 4
+        return self.middle + self.norm + self.normed + hidden * self.mlp_hidden
 
     @cached_property
     def choice(self) -> int:
@@ -151,6 +173,12 @@ class LayerMemory:
             mask = item * length**2 if self.setup.packed else 0
             scores = self.tile if self._dense_scores else 0
             return kept + copies + heads_v + FP32 * n * c.num_heads + mask + scores
+        if self._saved_scores:
+            # Of the branches the compiler keeps the fp32 copies that they multiply, and of the gates their logits too.
+            copies = FP32 * n * (c.num_heads * c.head_dim + 2 * c.num_kv_groups * (c.head_dim + c.value_dim))
+            numbers = n * c.num_heads * (FP32 + (FP32 + item) * NUM_BRANCHES)
+            outputs = NUM_BRANCHES * heads_v + self._compressor_kept
+            return kept - queries + copies + numbers + outputs + heads_v + self._saved_scores
         # Rotated keys; and the values, which are columns of the one tensor that all projections of the input give.
         keys = item * n * c.num_kv_groups * c.head_dim * (1 if c.shared_kv else 2)
         projected = item * n * self.projected_columns
@@ -196,6 +224,20 @@ class LayerMemory:
         return FP32 * rows * self.config.num_heads * length**2
 
     @property
+    def _saved_scores(self) -> int:
+        """What the compiled reference keeps: two branches' probabilities, and the scores of the compressed one."""
+        c = self.config
+        if not self.setup.compiled or self.setup.backend != "reference" or c.attention == "dense":
+            return 0
+        _, length = self.rows
+        return 2 * self.tile + FP32 * length * self._compressed * (c.num_heads // c.num_kv_groups)
+
+    @property
+    def scores_made_again(self) -> int:
+        """Scores beside the probabilities, where a compiled backward pass makes both; a CPU makes them in place."""
+        return self.tile if self._saved_scores and self.setup.device == "cuda" else 0
+
+    @property
     def _dense_scores(self) -> bool:
         """Whether the dense twin's attention writes its scores: the CPU's kernel takes keys and values of one width."""
         return self.setup.device == "cpu" and self.config.head_dim != self.config.value_dim
@@ -234,11 +276,11 @@ class LayerMemory:
             keys_values = item * n * c.num_kv_groups * NUM_BRANCHES * (c.head_dim + c.value_dim)
             outputs = item * (heads_v + heads_d) + keys_values + 2 * numbers
             return outputs + backward_working_bytes(c.geometry, *self._attention_shape)
-        # Probabilities, their gradient, and that of the scores. Each branch's gradient of o, and in fp32 that of o
-        # for one branch, the queries, and their gradient.
+        # Probabilities, where they are not kept, their gradient, and that of the scores. Each branch's gradient of o,
+        # and in fp32 that of o for one branch, the queries, and their gradient.
         casts = item * heads_d if item < FP32 else 0
         linear = item * NUM_BRANCHES * heads_v + FP32 * (heads_v + 2 * heads_d) + casts + numbers
-        return 3 * self.tile + self._choice_mask + linear
+        return (2 if self._saved_scores else 3) * self.tile + self._choice_mask + linear
 
     @property
     def _attention_shape(self) -> tuple[int, int, int, int, int, int, int]:
@@ -249,9 +291,10 @@ class LayerMemory:
     @property
     def forward_working(self) -> int:
         """Most that a checkpointed block's forward pass needs besides its input."""
-        attention = self.attention_kept - self.residual - self._kept_inside + self.attention_forward_working
-        mlp = self.residual + self.normed + 3 * self.mlp_hidden
-        return max(attention, mlp)
+        attention = self.attention_kept - self._saved_scores - self.residual - self._kept_inside
+        # Compiled, the product is written over one of its factors.
+        mlp = self.middle + self.normed + (2 if self.setup.compiled else 3) * self.mlp_hidden
+        return max(attention + self.attention_forward_working, mlp)
 
     @property
     def _kept_inside(self) -> int:

@@ -9,9 +9,11 @@ Weights, their gradients and both moments of AdamW are fp32: 16 bytes a paramete
 in tokens, in the type of the matrix products besides the residual stream and the norms, which are fp32. Under bf16 the
 matrices are copied in bf16 for the length of a forward pass, and for backward where they were kept.
 
-Not counted: what processes and drivers take outside of PyTorch's allocator, its fragmentation, and what `torch.compile`
-saves: a compiled layer keeps what its compiler chooses, at most about what is said here. Evaluation, samples and
-telemetry keep nothing for backward and take less than a step.
+A compiled layer keeps less, makes in one pass what is elementwise, and hands its gradients over when its whole backward
+pass is done.
+
+Not counted: what processes and drivers take outside of PyTorch's allocator, and its fragmentation. Evaluation, samples
+and telemetry keep nothing for backward and take less than a step.
 """
 
 from collections.abc import Iterator
@@ -123,51 +125,60 @@ class _Step:
         # A CPU computes the softmax of lowered logits, and its gradient, on a copy of them in fp32.
         converted = FP32 * numbers if self.lowered and self.setup.device == "cpu" else 0
         logits = layer.item * numbers
+        # Compiled, the logits are all there is: their softmax is made from them wherever it is needed.
         yield self._memory(
             "loss",
             gradients=self._gradients_before,
             copies=self._copies(layers) + self._head_copy,
             activations=kept,
-            working=logits + FP32 * numbers + converted,
+            working=logits if self.setup.compiled else logits + FP32 * numbers + converted,
         )
         copies = self._kept_copies(layers) + self._head_copy
         gradients = self._gradients(0)
         # The log-probabilities, their gradient, and that of the logits.
-        working = 2 * FP32 * numbers + max(logits, converted)
+        working = 2 * logits if self.setup.compiled else 2 * FP32 * numbers + max(logits, converted)
         yield self._memory("gradient of the logits", gradients, copies, kept, working)
         working = logits + layer.normed + self._new_gradient(self.head_weights)
         yield self._memory("gradient of the head", gradients, copies, kept, working)
 
     def _backward(self, index: int) -> Iterator[Memory]:
-        layer, config = self.layer, self.config
+        layer, config, compiled = self.layer, self.config, self.setup.compiled
         matrix = config.dim * config.mlp_dim
         behind = (config.num_layers - 1 - index) * self.block_parameters + self.head_weights
         copies = self._kept_copies(index) + self._cast_copy + self._joint_copy
         before = sum(self.keeps[:index]) + layer.kept
         # The gradient of the layer's output; and of what is between the MLP's matrices, in two places.
         working = layer.residual + 2 * layer.mlp_hidden
+        if compiled and self.checkpointed[index]:
+            # In one pass with the product, which is made again, and so before the last matrix has its gradient.
+            working += layer.normed + layer.mlp_hidden
         yield self._memory(
-            f"MLP's backward pass, layer {index}", self._gradients(behind + matrix), copies, before, working
+            f"MLP's backward pass, layer {index}", self._gradients(behind, matrix), copies, before, working
         )
-        working = layer.residual + layer.normed + layer.mlp_hidden + self._new_gradient(matrix)
+        working = layer.residual + layer.normed + self._new_gradient(matrix) + (0 if compiled else layer.mlp_hidden)
         yield self._memory(
             f"gradient of the MLP's last matrix, layer {index}", self._gradients(behind), copies, before, working
         )
-        # The tensors between the matrices are gone; the gradient of what the joint product gave is there.
-        working = layer.residual + layer.normed + 2 * layer.mlp_hidden + self._new_gradient(2 * matrix)
+        # One of the tensors between the matrices is left, and the gradients of what the first matrices gave are there.
+        working = layer.residual + layer.normed + 2 * layer.mlp_hidden + self._new_gradient(matrix)
         yield self._memory(
             f"gradient of the MLP's first matrices, layer {index}",
-            self._gradients(behind + matrix),
+            self._gradients(behind, matrix),
             copies,
-            before - 4 * layer.mlp_hidden,
+            before - 3 * layer.mlp_hidden,
             working,
         )
+        working = layer.residual + layer.attention_backward_working
+        if compiled:
+            # What the residual stream is made of; its gradient, lowered; and its parts from both of the first matrices.
+            working += layer.middle + 3 * layer.normed
+            working += layer.scores_made_again if self.checkpointed[index] else 0
         yield self._memory(
             f"attention's backward pass, layer {index}",
-            self._gradients(behind + 3 * matrix),
+            self._gradients(behind, 3 * matrix),
             copies,
             before - layer.mlp_kept,
-            layer.residual + layer.attention_backward_working,
+            working,
         )
 
     def _memory(self, moment: str, gradients: int, copies: int = 0, activations: int = 0, working: int = 0) -> Memory:
@@ -192,12 +203,14 @@ class _Step:
         # What micro-batches add up is whole in each process; ddp has its buckets beside it.
         return whole if self.sharded else 2 * whole
 
-    def _gradients(self, done: int) -> int:
-        """Gradients in a backward pass that has come to those of `done` parameters."""
+    def _gradients(self, behind: int, inside: int = 0) -> int:
+        """Gradients in a backward pass that is done with layers of `behind` parameters, and `inside` of the next."""
         block = (FP32 + self._collected_item) * self.block_parameters if self.sharded else 0
         if self.setup.micro_batches > 1 or self.setup.mode == "ddp" or self.setup.cuda_graphs:
-            return self._gradients_before + block
-        return FP32 * min(done, self.parameters) // self.shards + block
+            # A compiled layer's are added to the others after the last of them.
+            apart = FP32 * inside if self.setup.compiled and not self.sharded else 0
+            return self._gradients_before + block + apart
+        return FP32 * min(behind + inside, self.parameters) // self.shards + block
 
     def _new_gradient(self, weights: int) -> int:
         """A matrix's gradient as the product gives it, and as it is added to the others."""
@@ -234,7 +247,9 @@ class _Step:
         """Copies and collected weights after, and with, the forward pass of some layers."""
         collected = self._collected if self.sharded else 0
         kept = sum(not again for again in self.checkpointed[: layers - 1])
-        return collected + layers * self._cast_copy + (kept + 1) * self._joint_copy
+        # Autocast keeps its copies for the length of a forward pass.
+        cast = kept + 1 if self.setup.compiled else layers
+        return collected + cast * self._cast_copy + (kept + 1) * self._joint_copy
 
     def _kept_copies(self, layers: int) -> int:
         """Those that remain for the backward pass of the first layers."""
