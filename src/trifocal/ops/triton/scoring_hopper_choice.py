@@ -67,11 +67,8 @@ def choice_by_warp_kernel(
     low = gl.to_tensor(0)
     high = gl.max(bits, 0) + 1
     reach = candidates - num_forced
-    # What is wanted is seldom under a 64th of the largest: as bits, six exponents. If it is: twice as many, and so on.
-    leap = gl.to_tensor(6 << 23)
     while (reach > wanted) & (high - low > 1):
-        middle = gl.maximum(low + (high - low) // 2, high - leap)
-        leap = gl.minimum(2 * leap, 1 << 30)
+        middle = low + (high - low) // 2
         # The sign of the difference, one number less for each block that does not reach the middle.
         counted = BLOCKS + gl.sum((bits - middle) >> 31, 0)
         enough = counted >= wanted
