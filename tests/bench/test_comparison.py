@@ -31,10 +31,13 @@ def test_crossover_lies_where_the_lines_cross():
     lengths = (1000, 2000, 3000, 8000, 16000)
     rows = [row("dense cudnn", t, t**2 / 1e6, t**2 / 1e5) for t in lengths]
     rows += [row("whole", t, t * 4000 / 1e6, t * 1e-5, "random") for t in lengths]
-    forward, both = crossovers(rows)
+    for of_length in rows:
+        of_length["forward_device_ms"] = of_length["forward_ms"] / (2.0 if of_length["row"] == "whole" else 1.0)
+    forward, device, both = crossovers(rows)
     assert forward["measure"] == "forward" and forward["first_faster_tokens"] == 8000
     assert forward["crossover_tokens"] == pytest.approx(4000)
     assert forward["ratio_at_longest"] == pytest.approx(4.0)
+    assert device["measure"] == "forward_device" and device["crossover_tokens"] == pytest.approx(2000)
     # Faster from the shortest on: where the lines cross was not measured.
     assert both["first_faster_tokens"] == 1000 and both["crossover_tokens"] is None
 

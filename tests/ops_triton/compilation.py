@@ -110,6 +110,7 @@ def _type_of(value: Any) -> str:
         torch.bfloat16: "bf16",
         torch.float16: "fp16",
         torch.float32: "fp32",
+        torch.int16: "i16",
         torch.int32: "i32",
         torch.int64: "i64",
         torch.uint8: "u8",

@@ -89,6 +89,7 @@ def calls():
         ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "gathered", packed=True)),
         ("slc 64 packed, masked", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True)),
         ("slc 128, masked", "hopper", lambda: selected(64, 4, 128, 128, "masked", part_queries=192)),
+        ("slc 64, keys outside, six heads", "hopper", lambda: selected(12, 2, 64, 64, "gathered")),
         ("slc 64/128 packed", "hopper", lambda: selected(16, 2, 64, 128, "gathered", packed=True)),
         ("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "gathered")),
         ("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "gathered", torch.float32)),
@@ -124,11 +125,14 @@ def test_every_kernel_is_compiled(rows):
     assert not {(name, "ampere") for name in written_for_hopper} & kernels
     for call in ("cmp 128, one head", "win 128, six heads"):
         assert set(written_for_hopper) <= {row["kernel"] for row in rows if row["call"] == call}
+    assert set(written_for_hopper[2:]) <= {row["kernel"] for row in rows if row["call"] == "win 64"}
     assert ("gathered_backward_roles_kernel", "hopper") in kernels
     assert {("importance_hopper_kernel", "hopper"), ("choice_by_warp_kernel", "hopper")} <= kernels
     by_hand = ("gathered_forward", "gathered_backward", "masked_d_kv")
     assert {(f"{name}_hopper_kernel", "hopper") for name in by_hand} <= kernels
     assert {(f"{name}_kernel", "ampere") for name in by_hand} <= kernels
+    six_heads = {row["kernel"] for row in rows if row["call"] == "slc 64, keys outside, six heads"}
+    assert {"gathered_forward_hopper_kernel", "gathered_backward_hopper_kernel"} <= six_heads
 
 
 def test_scoring_of_few_queries_is_portable_but_for_the_choice(rows):

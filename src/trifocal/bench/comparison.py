@@ -9,7 +9,9 @@ from trifocal.bench.recorder import OK
 Row = Mapping[str, Any]
 SERIES = ("batch", "heads", "groups", "head_dim", "value_dim", "dtype")
 BASELINES = ("dense cudnn", "dense flash", "flex causal")
-MEASURES = ("forward_ms", "backward_ms", "forward_backward_ms")
+# What is compared over lengths: whole calls, and the device's share of them.
+CALLS = ("forward_ms", "forward_device_ms", "forward_backward_ms", "forward_backward_device_ms")
+MEASURES = (*CALLS, "backward_ms")
 
 
 def speedups(rows: Sequence[Row]) -> list[dict[str, Any]]:
@@ -41,7 +43,7 @@ def crossovers(rows: Sequence[Row]) -> list[dict[str, Any]]:
     for series, members in series_of(rows).items():
         for choices in dict.fromkeys(row["choices"] for row in members if row["row"] == "whole"):
             for baseline in BASELINES:
-                for measure in ("forward_ms", "forward_backward_ms"):
+                for measure in CALLS:
                     ours = points(members, "whole", choices, measure)
                     theirs = points(members, baseline, "", measure)
                     lengths = sorted(ours.keys() & theirs.keys())

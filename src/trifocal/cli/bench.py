@@ -38,6 +38,7 @@ BENCHES: dict[str, tuple[type, str]] = {
 
 _ATTENTION_COLUMNS = (
     "shape", "tokens", "row", "choices", "forward_ms", "backward_ms", "forward_backward_ms",
+    "forward_device_ms", "forward_backward_device_ms",
     "forward_extra_peak_gib", "forward_backward_extra_peak_gib", "forward_tflop_per_second",
     "forward_backward_tflop_per_second", "backend", "note", "status",
 )  # fmt: skip
