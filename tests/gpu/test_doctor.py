@@ -44,6 +44,8 @@ CASES = {
 }  # fmt: skip
 
 
+# PyTorch's own tracer warns about its own calls.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", CASES)
 def test_memory_formula(case):
     config, make = CASES[case]
