@@ -240,14 +240,14 @@ def find_piece(
 
 @triton.jit
 def block_place(
-    block, slot, num_queries, query_shift, ids, cu_seqlens,
+    block, slots, begin, num_queries, query_shift, ids, cu_seqlens,
     SLOTS_OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """First token of a block and that token's position in its document; `slot` is any that chose the block."""
+    """First token of a block and that token's position in its document; the slots from `begin` on chose the block."""
     first_token = block * BLOCK
     first_position = first_token
     if PACKED:
-        token = (slot // SLOTS_OF_ROW) % num_queries + query_shift
+        token = (tl.load(slots + begin).to(tl.int32) // SLOTS_OF_ROW) % num_queries + query_shift
         document = tl.load(ids + token)
         document_start = tl.load(cu_seqlens + document)
         first_position = (block - document_start // BLOCK - document) * BLOCK

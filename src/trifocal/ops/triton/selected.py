@@ -82,11 +82,8 @@ def gathered_forward_kernel(
     )
     if begin < end:
         first_slot_of_chunk = chunk * chunk_rows * (GROUPS * PLACES)
-        any_slot = begin
-        if PACKED:
-            any_slot = tl.load(slots + begin).to(tl.int32)
         first_token, first_position = block_place(
-            block, any_slot, num_queries, query_shift, ids, cu_seqlens, GROUPS * PLACES, BLOCK, PACKED
+            block, slots, begin, num_queries, query_shift, ids, cu_seqlens, GROUPS * PLACES, BLOCK, PACKED
         )
         in_block = tl.arange(0, KEYS)
         key_exists = (in_block < BLOCK) & (first_token + in_block < num_keys)
@@ -249,6 +246,61 @@ def heavy_first(ROWS: tl.constexpr):
     return tile * ROWS, tl.program_id(0)
 
 
+@triton.jit
+def place_tile(num_queries, query_shift, ids, positions, REP: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr):
+    """This program's batch entry and group in one number; its rows' queries, heads, whether they exist, positions and
+    documents; the first and the last document."""
+    first_row, batch_group = heavy_first(ROWS)
+    row = first_row + tl.arange(0, ROWS)
+    exists = row < num_queries * REP
+    row = tl.where(exists, row, 0)
+    query = row // REP
+    head = row % REP
+    position = query + query_shift
+    document_of_row = position
+    first_document = 0
+    last_document = 0
+    if PACKED:
+        document_of_row = tl.load(ids + position)
+        position = tl.load(positions + position)
+        last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
+        first_document = tl.load(ids + first_row // REP + query_shift)
+        last_document = tl.load(ids + last_query + query_shift)
+    return batch_group, query, head, exists, position, document_of_row, first_document, last_document
+
+
+@triton.jit
+def blocks_of_document(
+    document, exists, document_of_row, position, num_keys, cu_seqlens,
+    PACKED: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """A document's rows, its first token and end, the first block that needs a mask by key, the end of its blocks."""
+    in_document = exists
+    document_start = 0 * document
+    document_end = document_start + num_keys
+    if PACKED:
+        in_document = exists & (document_of_row == document)
+        document_start = tl.load(cu_seqlens + document)
+        document_end = tl.load(cu_seqlens + document + 1)
+    last_position = tl.max(tl.where(in_document, position, 0))
+    # Blocks that end at or before the first row's position need no mask by key.
+    lowest_position = tl.min(tl.where(in_document, position, last_position))
+    end_block = last_position // BLOCK + 1
+    first_masked = (lowest_position + 1) // BLOCK
+    if BLOCK < KEYS:
+        first_masked = 0 * end_block
+    return in_document, document_start, document_end, first_masked, end_block
+
+
+@triton.jit
+def blocks_of_word(word, chosen_bits, first_masked, end_block):
+    """Which of a word's blocks a row of the tile chose; the first one, the first with a mask by key, and the end."""
+    tile_bits = tl.reduce(chosen_bits, 0, either)
+    first = word * 32
+    middle = tl.minimum(tl.maximum(first_masked, first), first + 32)
+    return tile_bits, first, middle, tl.minimum(end_block, first + 32)
+
+
 @Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words"])
 def masked_forward_kernel(
@@ -262,24 +314,11 @@ def masked_forward_kernel(
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of rows."""
-    first_row, batch_group = heavy_first(ROWS)
+    batch_group, query, head, exists, position, document_of_row, first_document, last_document = place_tile(
+        num_queries, query_shift, ids, positions, REP, PACKED, ROWS
+    )
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
-    row = first_row + tl.arange(0, ROWS)
-    exists = row < num_queries * REP
-    row = tl.where(exists, row, 0)
-    query = row // REP
-    head = row % REP
-    last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
-    first_document = 0
-    last_document = 0
-    if PACKED:
-        position = tl.load(positions + query + query_shift)
-        document_of_row = tl.load(ids + query + query_shift)
-        first_document = tl.load(ids + first_row // REP + query_shift)
-        last_document = tl.load(ids + last_query + query_shift)
-    else:
-        position = query + query_shift
     q += batch * q_batch_stride + group * REP * q_head_stride
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
@@ -295,27 +334,13 @@ def masked_forward_kernel(
     if V_2 > 0:
         o_2 = tl.zeros([ROWS, V_2], tl.float32)
     for document in range(first_document, last_document + 1):
-        in_document = exists
-        document_start = 0 * document
-        document_end = document_start + num_keys
-        if PACKED:
-            in_document = exists & (document_of_row == document)
-            document_start = tl.load(cu_seqlens + document)
-            document_end = tl.load(cu_seqlens + document + 1)
-        last_position = tl.max(tl.where(in_document, position, 0))
-        # Blocks that end at or before the first row's position need no mask by key.
-        lowest_position = tl.min(tl.where(in_document, position, last_position))
-        end_block = last_position // BLOCK + 1
-        first_masked = (lowest_position + 1) // BLOCK
-        if BLOCK < KEYS:
-            first_masked = 0 * end_block
+        in_document, document_start, document_end, first_masked, end_block = blocks_of_document(
+            document, exists, document_of_row, position, num_keys, cu_seqlens, PACKED, BLOCK, KEYS
+        )
         for word in range((end_block + 31) // 32):
             word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
-            tile_bits = tl.reduce(chosen_bits, 0, either)
-            first = word * 32
-            middle = tl.minimum(tl.maximum(first_masked, first), first + 32)
-            end = tl.minimum(end_block, first + 32)
+            tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
             o_1, o_2, running_max, running_sum = _attend_blocks(
                 o_1, o_2, running_max, running_sum, q_1, q_2, k, v, k_time_stride, v_time_stride,
                 chosen_bits, tile_bits, position, document_start, document_end, first, middle, score_scale,

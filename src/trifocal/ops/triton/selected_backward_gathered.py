@@ -53,11 +53,8 @@ def gathered_backward_kernel(
     )
     if begin < end:
         first_slot_of_chunk = chunk * chunk_rows * (GROUPS * PLACES)
-        any_slot = begin
-        if PACKED:
-            any_slot = tl.load(slots + begin).to(tl.int32)
         first_token, first_position = block_place(
-            block, any_slot, num_queries, query_shift, ids, cu_seqlens, GROUPS * PLACES, BLOCK, PACKED
+            block, slots, begin, num_queries, query_shift, ids, cu_seqlens, GROUPS * PLACES, BLOCK, PACKED
         )
         in_block = tl.arange(0, KEYS)
         key_exists = (in_block < BLOCK) & (first_token + in_block < num_keys)
@@ -149,9 +146,9 @@ def reduce_pieces_kernel(
     end_piece = tl.load(first_pieces + first_key + number + 1)
     if first_piece < end_piece:
         batch_group = number // num_blocks
-        any_slot = tl.load(slots + tl.load(starts + first_key + number)).to(tl.int32)
+        begin = tl.load(starts + first_key + number)
         first_token, _ = block_place(
-            number % num_blocks, any_slot, num_queries, query_shift, ids, cu_seqlens, SLOTS_OF_ROW, BLOCK, PACKED
+            number % num_blocks, slots, begin, num_queries, query_shift, ids, cu_seqlens, SLOTS_OF_ROW, BLOCK, PACKED
         )
         in_block = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
         token = first_token + in_block

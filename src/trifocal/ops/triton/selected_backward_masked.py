@@ -13,7 +13,7 @@ from torch import Tensor
 from trifocal.ops.triton.choice_index import choice_bits, part_of_block
 from trifocal.ops.triton.common import Tile, add_product, load_tile, multiprocessors, nothing_lost, store_tile
 from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
-from trifocal.ops.triton.selected import either, heavy_first
+from trifocal.ops.triton.selected import blocks_of_document, blocks_of_word, place_tile
 from trifocal.ops.triton.selected_problem import SelectedProblem, row_numbers
 from trifocal.ops.triton.selected_tiles import masked_d_q_tile, masked_tile, part_of_queries, sizes_by_hand
 
@@ -72,24 +72,11 @@ def masked_d_q_kernel(
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """d_q of one tile of rows, in the order of the forward kernel."""
-    first_row, batch_group = heavy_first(ROWS)
+    batch_group, query, head, exists, position, document_of_row, first_document, last_document = place_tile(
+        num_queries, query_shift, ids, positions, REP, PACKED, ROWS
+    )
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
-    row = first_row + tl.arange(0, ROWS)
-    exists = row < num_queries * REP
-    row = tl.where(exists, row, 0)
-    query = row // REP
-    head = row % REP
-    last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
-    first_document = 0
-    last_document = 0
-    if PACKED:
-        position = tl.load(positions + query + query_shift)
-        document_of_row = tl.load(ids + query + query_shift)
-        first_document = tl.load(ids + first_row // REP + query_shift)
-        last_document = tl.load(ids + last_query + query_shift)
-    else:
-        position = query + query_shift
     place = (batch * num_queries + query) * (GROUPS * REP) + group * REP + head
     lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
     q += batch * q_batch_stride + group * REP * q_head_stride
@@ -110,26 +97,13 @@ def masked_d_q_kernel(
     if V_2 > 0:
         d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
     for document in range(first_document, last_document + 1):
-        in_document = exists
-        document_start = 0 * document
-        document_end = document_start + num_keys
-        if PACKED:
-            in_document = exists & (document_of_row == document)
-            document_start = tl.load(cu_seqlens + document)
-            document_end = tl.load(cu_seqlens + document + 1)
-        last_position = tl.max(tl.where(in_document, position, 0))
-        lowest_position = tl.min(tl.where(in_document, position, last_position))
-        end_block = last_position // BLOCK + 1
-        first_masked = (lowest_position + 1) // BLOCK
-        if BLOCK < KEYS:
-            first_masked = 0 * end_block
+        in_document, document_start, document_end, first_masked, end_block = blocks_of_document(
+            document, exists, document_of_row, position, num_keys, cu_seqlens, PACKED, BLOCK, KEYS
+        )
         for word in range((end_block + 31) // 32):
             word_place = (batch_group.to(tl.int64) * num_words + word) * num_queries
             chosen_bits = tl.load(bits + word_place + query, mask=in_document, other=0)
-            tile_bits = tl.reduce(chosen_bits, 0, either)
-            first = word * 32
-            middle = tl.minimum(tl.maximum(first_masked, first), first + 32)
-            end = tl.minimum(end_block, first + 32)
+            tile_bits, first, middle, end = blocks_of_word(word, chosen_bits, first_masked, end_block)
             d_q_1, d_q_2 = _d_q_of_blocks(
                 d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, k, v, k_time_stride, v_time_stride,
                 lse_2, delta_row, gate_row, chosen_bits, tile_bits, position,

@@ -75,9 +75,8 @@ def piece_table_kernel(
         end = tl.minimum(begin + length, key_end)
         batch_group = (key % keys_per_chunk) // num_blocks
         batch = batch_group // GROUPS
-        any_slot = tl.load(slots + begin).to(tl.int32)
         first_token, _ = block_place(
-            (key % keys_per_chunk) % num_blocks, any_slot, num_queries, query_shift, ids, cu_seqlens,
+            (key % keys_per_chunk) % num_blocks, slots, begin, num_queries, query_shift, ids, cu_seqlens,
             SLOTS_OF_ROW, BLOCK, PACKED)
         place = begin + tl.arange(0, PIECE)
         slot = tl.load(slots + place, mask=place < end, other=0).to(tl.int32)

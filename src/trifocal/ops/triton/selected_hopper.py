@@ -90,11 +90,8 @@ def gathered_forward_hopper_kernel(
         gl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
-        any_slot = begin
-        if PACKED:
-            any_slot = gl.load(slots + begin).to(gl.int32)
         first_token, first_position = block_place(
-            block, any_slot, num_queries, query_shift, ids, cu_seqlens, SLOTS_OF_ROW, BLOCK, PACKED
+            block, slots, begin, num_queries, query_shift, ids, cu_seqlens, SLOTS_OF_ROW, BLOCK, PACKED
         )
         first_slot_of_chunk = chunk * chunk_rows * SLOTS_OF_ROW
         first_row = batch * num_queries
@@ -220,11 +217,8 @@ def gathered_backward_hopper_kernel(
         gl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
-        any_slot = begin
-        if PACKED:
-            any_slot = gl.load(slots + begin).to(gl.int32)
         first_token, first_position = block_place(
-            block, any_slot, num_queries, query_shift, ids, cu_seqlens, SLOTS_OF_ROW, BLOCK, PACKED
+            block, slots, begin, num_queries, query_shift, ids, cu_seqlens, SLOTS_OF_ROW, BLOCK, PACKED
         )
         first_slot_of_chunk = chunk * chunk_rows * SLOTS_OF_ROW
         first_row = batch * num_queries
