@@ -48,6 +48,11 @@ def test_temperature_divides_logits(temperature: float) -> None:
     assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
 
 
+def test_a_temperature_near_zero_takes_the_most_likely() -> None:
+    # 3 / 1e-40 is beyond the largest number of fp32.
+    assert frequencies(100, temperature=1e-40)[1] == 1
+
+
 def test_temperature_zero_takes_the_most_likely() -> None:
     assert frequencies(100, temperature=0)[1] == 1
 
@@ -122,6 +127,8 @@ def test_result_is_an_ordinary_tensor(make_model: Callable[..., DecoderLM]) -> N
     ("options", "message"),
     [
         ({"max_new_tokens": -1}, "max_new_tokens must be at least 0, got -1"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
+        ({"top_k": 2.5}, "top_k must be an integer, got 2.5"),
         ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
         ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
         ({"top_k": -1}, "top_k must be at least 0, got -1"),

@@ -167,6 +167,12 @@ def test_wrong_arguments_are_refused(make_model: Callable[..., DecoderLM]) -> No
     tokens = torch.randint(31, (2, 5))
     with pytest.raises(ValueError, match=r"targets must have the shape of tokens, \[2, 5\], got \[2, 4\]"):
         model(tokens, tokens[:, 1:])
+    with pytest.raises(ValueError, match=r"targets must be of int64, got torch.int32"):
+        model(tokens, tokens.int())
+    with pytest.raises(ValueError, match=r"targets must be a tensor \[B, T\], got list"):
+        model(tokens, tokens.tolist())
+    with pytest.raises(ValueError, match=r"tokens must be a tensor \[B, T\], got list"):
+        model(tokens.tolist())
     with pytest.raises(ValueError, match=r"tokens must be \[B, T\] of int64 or int32 and not empty, got \[5\]"):
         model(tokens[0])
     with pytest.raises(ValueError, match=r"got \[2, 5\] of torch.float32"):

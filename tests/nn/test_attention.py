@@ -260,11 +260,32 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"compressor": "max"}, "compressor must be 'mean' or 'mlp', got 'max'"),
         ({"gate": "tanh"}, "gate must be 'sigmoid' or 'softmax', got 'tanh'"),
+        ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
+        ({"geometry": {}}, "geometry must be a Geometry, got dict"),
+        ({"dim": 0}, "dim must be at least 1, got 0"),
+        ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
+        ({"num_kv_groups": 0}, "num_kv_groups must be at least 1, got 0"),
+        ({"head_dim": 2.0}, "head_dim must be an integer, got 2.0"),
+        ({"value_dim": -1}, "value_dim must be at least 1, got -1"),
+        ({"rope_theta": 0.0}, "rope_theta must be above 0, got 0.0"),
     ],
 )
 def test_wrong_sizes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NSAttention(**{**SIZES, "geometry": SMALL, **change})
+    if not change.keys() & {"compressor", "gate", "backend", "geometry"}:
+        with pytest.raises(ValueError, match=message):
+            DenseAttention(**{**SIZES, **change})
+
+
+@pytest.mark.parametrize("layer", [NSAttention(**SIZES, geometry=SMALL), DenseAttention(**SIZES)], ids=["nsa", "dense"])
+def test_wrong_inputs_are_refused(layer: torch.nn.Module) -> None:
+    with pytest.raises(ValueError, match=rf"x must have the shape \[B, T, E\], got \[5, {DIM}\]"):
+        layer(torch.randn(5, DIM))
+    with pytest.raises(ValueError, match=rf"with E = {DIM}, got \[1, 5, {DIM - 1}\]"):
+        layer(torch.randn(1, 5, DIM - 1))
+    with pytest.raises(ValueError, match=r"x must be a tensor \[B, T, E\], got NoneType"):
+        layer(None)
 
 
 def test_wrong_packing_is_refused() -> None:

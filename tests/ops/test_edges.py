@@ -196,3 +196,15 @@ def test_the_registered_operator_is_sound(lengths):
     lse = torch.zeros(1, 37, 4)
     arguments = (inputs.q, inputs.k_cmp, lse, [8, 4, 16, 3, 1, 1, 11], 37, 0.3, case.cu_seqlens, "reference")
     torch.library.opcheck(torch.ops.trifocal.select_blocks.default, arguments)
+
+
+def test_tensors_without_data():
+    """The reference runs on any device: on `meta` it gives shapes and types, also of gradients."""
+    inputs = [
+        x.to("meta").requires_grad_() for x in draw(Case("", cases.USUAL, 29, batch=2, value_dim=5), torch.bfloat16)
+    ]
+    o = nsa_attention(*inputs, cases.USUAL)
+    assert o.shape == (*inputs[0].shape[:3], 5)
+    assert o.dtype == torch.bfloat16
+    o.sum().backward()
+    assert all(x.grad.shape == x.shape for x in inputs)

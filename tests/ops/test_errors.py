@@ -66,6 +66,9 @@ def test_the_inputs_themselves_are_fine():
         ({"selected_blocks": CHOSEN[:, :, :1]}, "with [B, T, G] = [2, 20, 2], got [2, 20, 1, 3]"),
         ({"selected_blocks": CHOSEN.float()}, "selected_blocks must be of int32 or int64, got torch.float32"),
         ({"selected_blocks": CHOSEN.to("meta")}, "selected_blocks must be on the device of q, cpu, got meta"),
+        ({"v_cmp": None}, "v_cmp must be a tensor [B, C, G, V], got NoneType"),
+        ({"v_slc": None}, "v_slc must be a tensor [B, S, G, V], got NoneType"),
+        ({"v_win": None}, "v_win must be a tensor [B, S, G, V], got NoneType"),
         ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
     ],
 )
@@ -152,10 +155,58 @@ def test_selected_attention():
         ops.selected_attention(*arguments, None, USUAL)
 
 
-@pytest.mark.parametrize("window", [0, -1])
-def test_window_size(window):
-    with refused(f"window_size must be at least 1, got {window}"):
+@pytest.mark.parametrize(
+    ("window", "message"),
+    [
+        (0, "window_size must be at least 1, got 0"),
+        (-1, "window_size must be at least 1, got -1"),
+        (2.5, "window_size must be an integer, got 2.5"),
+        (True, "window_size must be an integer, got True"),
+        (None, "window_size must be an integer, got None"),
+    ],
+)
+def test_window_size(window, message):
+    with refused(message):
         ops.window_attention(INPUTS.q, INPUTS.k_win, INPUTS.v_win, window)
+
+
+@pytest.mark.parametrize("num_keys", [20.0, "20"])
+def test_num_keys(num_keys):
+    with refused(f"num_keys must be an integer, got {num_keys!r}"):
+        ops.compressed_attention(*INPUTS[:3], USUAL, num_keys=num_keys)
+    with refused(f"num_keys must be an integer, got {num_keys!r}"):
+        ops.select_blocks(*INPUTS[:2], LSE, USUAL, num_keys=num_keys)
+
+
+CALLS = (
+    lambda geometry, scale: ops.compressed_attention(*INPUTS[:3], geometry, scale=scale),
+    lambda geometry, scale: ops.select_blocks(*INPUTS[:2], LSE, geometry, scale=scale),
+    lambda geometry, scale: ops.selected_attention(INPUTS.q, *INPUTS[3:5], CHOSEN, geometry, scale=scale),
+    lambda geometry, scale: nsa_attention(*INPUTS, geometry, scale=scale),
+)
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (float("nan"), "scale must be finite, got nan"),
+        (float("inf"), "scale must be finite, got inf"),
+        ([1.0], "scale must be a number, got [1.0]"),
+    ],
+)
+def test_scale(call, scale, message):
+    with refused(message):
+        call(USUAL, scale)
+    if call is CALLS[0]:
+        with refused(message):
+            ops.window_attention(INPUTS.q, INPUTS.k_win, INPUTS.v_win, 5, scale=scale)
+
+
+@pytest.mark.parametrize("call", [*CALLS, lambda geometry, _: ops.mean_compress(INPUTS.k_slc, geometry)])
+def test_geometry(call):
+    with refused("geometry must be a Geometry, got dict"):
+        call({}, None)
 
 
 def test_mean_compress():

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from trifocal.generate.cache import make_caches
 from trifocal.models.decoder import DecoderLM
+from trifocal.ops.validation import check_rank, check_whole_number
 
 
 def generate(
@@ -53,7 +54,9 @@ def sample(
     """Draw one token a row: logits [B, vocab] -> [B]; temperature, then top-k, then top-p; see `generate`."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # Relative to the largest, so that a low temperature makes none infinite but those that it rules out.
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
     if 0 < top_k < logits.shape[-1]:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
@@ -113,15 +116,16 @@ def _check_arguments(
     top_p: float,
     prefill_chunk_size: int,
 ) -> None:
-    if tokens.ndim != 2 or 0 in tokens.shape:
+    check_rank("tokens", tokens, "[B, T]")
+    if 0 in tokens.shape:
         raise ValueError(f"tokens must be [B, T] with at least one token a row, got {list(tokens.shape)}")
     for name, value in (
         ("max_new_tokens", max_new_tokens),
-        ("temperature", temperature),
         ("top_k", top_k),
         ("prefill_chunk_size", prefill_chunk_size),
     ):
-        if not value >= 0:
-            raise ValueError(f"{name} must be at least 0, got {value}")
+        check_whole_number(name, value, 0)
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be at least 0, got {temperature}")
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1, got {top_p}")

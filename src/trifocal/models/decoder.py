@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from trifocal.models.config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm, RotaryTables
 from trifocal.ops import Documents
+from trifocal.ops.validation import check_rank
 
 IGNORED_TARGET = -100
 SMALL_STD = 0.02
@@ -101,8 +102,7 @@ class DecoderLM(nn.Module):
         Raises:
             ValueError: If shapes do not fit; the message names them.
         """
-        if targets is not None and targets.shape != tokens.shape:
-            raise ValueError(f"targets must have the shape of tokens, {list(tokens.shape)}, got {list(targets.shape)}")
+        _check_tokens(tokens, targets)
         x = self._last_residual(tokens, cu_seqlens, cache)
         if targets is None:
             return self.logits(self.norm(x))
@@ -117,15 +117,12 @@ class DecoderLM(nn.Module):
         cache: Sequence[Any] | None = None,
     ) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
+        _check_tokens(tokens, None)
         return self.norm(self._last_residual(tokens, cu_seqlens, cache))
 
     def _last_residual(
         self, tokens: Tensor, cu_seqlens: Tensor | Documents | None, cache: Sequence[Any] | None
     ) -> Tensor:
-        if tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype not in (torch.int64, torch.int32):
-            raise ValueError(
-                f"tokens must be [B, T] of int64 or int32 and not empty, got {list(tokens.shape)} of {tokens.dtype}"
-            )
         if cache is not None and len(cache) != len(self.blocks):
             raise ValueError(f"cache must hold one entry for each of {len(self.blocks)} layers, got {len(cache)}")
         documents = cu_seqlens
@@ -205,6 +202,22 @@ class DecoderLM(nn.Module):
             stop_token=stop_token,
             prefill_chunk_size=prefill_chunk_size,
         )
+
+
+def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
+    if not isinstance(tokens, Tensor):
+        raise ValueError(f"tokens must be a tensor [B, T], got {type(tokens).__name__}")
+    if tokens.ndim != 2 or 0 in tokens.shape or tokens.dtype not in (torch.int64, torch.int32):
+        raise ValueError(
+            f"tokens must be [B, T] of int64 or int32 and not empty, got {list(tokens.shape)} of {tokens.dtype}"
+        )
+    if targets is None:
+        return
+    check_rank("targets", targets, "[B, T]")
+    if targets.shape != tokens.shape:
+        raise ValueError(f"targets must have the shape of tokens, {list(tokens.shape)}, got {list(targets.shape)}")
+    if targets.dtype != torch.int64:
+        raise ValueError(f"targets must be of int64, got {targets.dtype}")
 
 
 def run_block(

@@ -14,7 +14,9 @@ from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
 from trifocal.nn.projection import project
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention
+from trifocal.ops.backends import check_backend
 from trifocal.ops.layout import compressed_layout, max_packed_compressed_blocks
+from trifocal.ops.validation import check_geometry, check_rank, check_whole_number
 
 KeysValues = tuple[Tensor, Tensor]
 
@@ -113,11 +115,13 @@ class NSAttention(nn.Module):
         backend: Literal["auto", "reference", "triton"] = "auto",
     ) -> None:
         super().__init__()
-        _check_heads(num_heads, num_kv_groups, head_dim)
+        check_geometry(geometry)
+        _check_sizes(dim, num_heads, num_kv_groups, head_dim, value_dim, rope_theta)
         if compressor not in ("mean", "mlp"):
             raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
         if gate not in ("sigmoid", "softmax"):
             raise ValueError(f"gate must be 'sigmoid' or 'softmax', got {gate!r}")
+        check_backend(backend)
         self.num_heads, self.num_kv_groups = num_heads, num_kv_groups
         self.head_dim, self.value_dim = head_dim, value_dim
         self.geometry, self.shared_kv = geometry, shared_kv
@@ -159,6 +163,7 @@ class NSAttention(nn.Module):
         Raises:
             ValueError: If both documents and a cache are given, or the borders do not fit.
         """
+        _check_input(x, self.q_proj.in_features)
         documents, positions = _locate(x, cu_seqlens, cache)
         q, (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win), gates = self._project(x)
 
@@ -275,7 +280,7 @@ class DenseAttention(nn.Module):
         rope_theta: float = 10000.0,
     ) -> None:
         super().__init__()
-        _check_heads(num_heads, num_kv_groups, head_dim)
+        _check_sizes(dim, num_heads, num_kv_groups, head_dim, value_dim, rope_theta)
         self.num_heads, self.num_kv_groups = num_heads, num_kv_groups
         self.head_dim, self.value_dim = head_dim, value_dim
         self.rope_theta = rope_theta
@@ -296,6 +301,7 @@ class DenseAttention(nn.Module):
 
         Packed documents take a boolean mask of [T, T].
         """
+        _check_input(x, self.q_proj.in_features)
         documents, positions = _locate(x, cu_seqlens, cache)
         q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj])
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
@@ -354,8 +360,27 @@ def _locate(
     return documents, documents.positions
 
 
-def _check_heads(num_heads: int, num_kv_groups: int, head_dim: int) -> None:
+def _check_sizes(
+    dim: int, num_heads: int, num_kv_groups: int, head_dim: int, value_dim: int, rope_theta: float
+) -> None:
+    sizes = {
+        "dim": dim,
+        "num_heads": num_heads,
+        "num_kv_groups": num_kv_groups,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+    }
+    for name, size in sizes.items():
+        check_whole_number(name, size, 1)
     if num_heads % num_kv_groups:
         raise ValueError(f"num_heads must be a multiple of num_kv_groups, got {num_heads} and {num_kv_groups}")
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
+    if not rope_theta > 0:
+        raise ValueError(f"rope_theta must be above 0, got {rope_theta}")
+
+
+def _check_input(x: Tensor, dim: int) -> None:
+    check_rank("x", x, "[B, T, E]")
+    if x.shape[2] != dim:
+        raise ValueError(f"x must have the shape [B, T, E] with E = {dim}, got {list(x.shape)}")

@@ -14,9 +14,12 @@ from trifocal.ops.validation import (
     check_compressed_count,
     check_floats,
     check_gates,
+    check_geometry,
     check_lse,
+    check_queries_and_keys,
     check_rank,
     check_selected_blocks,
+    check_whole_number,
     check_window_keys,
     resolve_documents,
 )
@@ -39,6 +42,7 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
 
     Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
     """
+    check_geometry(geometry)
     check_rank("x", x, "[B, S, G, D]")
     check_floats("x", x)
     num_tokens = x.shape[1]
@@ -84,8 +88,9 @@ def compressed_attention(
 
     Both results are differentiable. Source: arXiv:2502.11089, Eq. 5 to 8.
     """
+    check_geometry(geometry)
     check_attention_arguments(q, k_cmp, v_cmp, names=("k_cmp", "v_cmp"), keys="C")
-    num_keys = q.shape[1] if num_keys is None else num_keys
+    num_keys = _num_keys(num_keys, q)
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = _scale(scale, q)
@@ -130,9 +135,10 @@ def select_blocks(
 
     Not differentiable. Ties: the lower index. Source: arXiv:2502.11089, Eq. 8 to 11.
     """
-    check_attention_arguments(q, k_cmp, None, names=("k_cmp", "v_cmp"), keys="C")
+    check_geometry(geometry)
+    check_queries_and_keys(q, k_cmp, name="k_cmp", keys="C")
     check_lse(lse, q)
-    num_keys = q.shape[1] if num_keys is None else num_keys
+    num_keys = _num_keys(num_keys, q)
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = _scale(scale, q)
@@ -184,6 +190,7 @@ def selected_attention(
 
     Source: arXiv:2502.11089, Section 3.3.2.
     """
+    check_geometry(geometry)
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
     check_selected_blocks(selected_blocks, q, k)
@@ -223,8 +230,7 @@ def window_attention(
 
     Source: arXiv:2502.11089, Section 3.3.3.
     """
-    if window_size < 1:
-        raise ValueError(f"window_size must be at least 1, got {window_size}")
+    check_whole_number("window_size", window_size, 1)
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
     scale = _scale(scale, q)
@@ -271,6 +277,7 @@ def nsa_attention(
 
     Source: arXiv:2502.11089, Eq. 5.
     """
+    check_geometry(geometry)
     check_attention_arguments(q, k_cmp, v_cmp, names=("k_cmp", "v_cmp"), keys="C")
     check_attention_arguments(q, k_slc, v_slc, names=("k_slc", "v_slc"), keys="S")
     check_attention_arguments(q, k_win, v_win, names=("k_win", "v_win"), keys="S")
@@ -297,5 +304,21 @@ def nsa_attention(
     )
 
 
+def _num_keys(num_keys: int | None, q: Tensor) -> int:
+    if num_keys is None:
+        return q.shape[1]
+    check_whole_number("num_keys", num_keys, 1)
+    return num_keys
+
+
 def _scale(scale: float | None, q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    if scale is None:
+        return 1.0 / math.sqrt(q.shape[-1])
+    try:
+        factor = float(scale)
+    except TypeError as error:
+        raise ValueError(f"scale must be a number, got {scale!r}") from error
+    # Not `math.isfinite`, which a compiler with symbolic shapes cannot follow.
+    if not abs(factor) < math.inf:
+        raise ValueError(f"scale must be finite, got {scale!r}")
+    return factor

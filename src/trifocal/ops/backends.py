@@ -42,8 +42,7 @@ def resolve(
     Raises:
         ValueError: If the name is unknown, or the backend cannot run these inputs; the message says why.
     """
-    if requested not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+    check_backend(requested)
     if requested == "reference":
         chosen, reason = "reference", "asked for"
     elif requested == "auto" and q.device.type != "cuda":
@@ -58,6 +57,12 @@ def resolve(
             chosen, reason = ("reference", obstacle) if obstacle else ("triton", "supported")
     _count(operation, chosen, reason)
     return chosen
+
+
+def check_backend(requested: str) -> None:
+    """Raise ValueError unless there is a backend of this name."""
+    if requested not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
 
 
 def _count(operation: str, chosen: str, reason: str) -> None:

@@ -11,6 +11,7 @@ Shape suffixes: B batch, T queries, S keys of any branch, G groups, R heads of a
 queries), D and V dims, C compressed and J selection blocks, K taps. The arguments were checked by `trifocal.ops.api`.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -349,8 +350,10 @@ def _accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _full_precision(x: Tensor) -> torch.autocast:
-    """Keep an outer autocast from lowering the products inside."""
+def _full_precision(x: Tensor) -> AbstractContextManager[Any]:
+    """Keep an outer autocast from lowering the products inside, where the device, unlike `meta`, knows one."""
+    if not torch.amp.is_autocast_available(x.device.type):
+        return nullcontext()
     return torch.autocast(x.device.type, enabled=False)
 
 

@@ -31,44 +31,68 @@ def check_same_kind(name: str, x: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
 
 
-def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor | None, *, names: tuple[str, str], keys: str) -> None:
-    """Raise ValueError unless q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] fit one another.
+def check_geometry(geometry: Geometry) -> None:
+    """Raise ValueError unless this is a Geometry, which was checked when it was made."""
+    if not isinstance(geometry, Geometry):
+        raise ValueError(f"geometry must be a Geometry, got {type(geometry).__name__}")
+
+
+def check_whole_number(name: str, value: int, lowest: int) -> None:
+    """Raise ValueError unless the value is an integer, not under the lowest; a compiler's symbol counts as one."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if value < lowest:
+        raise ValueError(f"{name} must be at least {lowest}, got {value}")
+
+
+def check_queries_and_keys(q: Tensor, k: Tensor, *, name: str, keys: str) -> None:
+    """Raise ValueError unless q [B, T, H, D] and k [B, S, G, D] fit one another.
 
     Args:
         q: Queries.
         k: Keys.
-        v: Values; None for an operation that has none.
-        names: What the caller calls k and v.
+        name: What the caller calls k.
         keys: The letter of the keys' dimension, for the message.
     """
     check_rank("q", q, "[B, T, H, D]")
     check_floats("q", q)
     if 0 in q.shape:
         raise ValueError(f"q [B, T, H, D] may have no empty dimension, got {list(q.shape)}")
-    k_name, v_name = names
-    check_rank(k_name, k, f"[B, {keys}, G, D]")
-    check_same_kind(k_name, k, q)
+    check_rank(name, k, f"[B, {keys}, G, D]")
+    check_same_kind(name, k, q)
     batch, num_queries, num_heads, dim = q.shape
     if k.shape[0] != batch or k.shape[3] != dim:
         raise ValueError(
-            f"{k_name} [B, {keys}, G, D] must share B and D with q [B, T, H, D], "
-            f"got {list(k.shape)} and {list(q.shape)}"
+            f"{name} [B, {keys}, G, D] must share B and D with q [B, T, H, D], got {list(k.shape)} and {list(q.shape)}"
         )
     num_groups = k.shape[2]
     if num_groups == 0 or num_heads % num_groups:
         raise ValueError(
-            f"the heads of q must be a multiple of the groups of {k_name}, got H = {num_heads} and G = {num_groups}"
+            f"the heads of q must be a multiple of the groups of {name}, got H = {num_heads} and G = {num_groups}"
         )
-    if keys == "S" and k_name not in ("k_win",) and num_queries > k.shape[1]:
-        raise ValueError(f"q may not have more positions than {k_name}, got T = {num_queries} and S = {k.shape[1]}")
-    if v is not None:
-        check_rank(v_name, v, f"[B, {keys}, G, V]")
-        check_same_kind(v_name, v, q)
-        if v.shape[:3] != k.shape[:3]:
-            raise ValueError(
-                f"{v_name} [B, {keys}, G, V] must share B, {keys} and G with {k_name} [B, {keys}, G, D], "
-                f"got {list(v.shape)} and {list(k.shape)}"
-            )
+    if keys == "S" and name != "k_win" and num_queries > k.shape[1]:
+        raise ValueError(f"q may not have more positions than {name}, got T = {num_queries} and S = {k.shape[1]}")
+
+
+def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[str, str], keys: str) -> None:
+    """Raise ValueError unless q [B, T, H, D], k [B, S, G, D] and v [B, S, G, V] fit one another.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        names: What the caller calls k and v.
+        keys: The letter of the keys' dimension, for the message.
+    """
+    k_name, v_name = names
+    check_queries_and_keys(q, k, name=k_name, keys=keys)
+    check_rank(v_name, v, f"[B, {keys}, G, V]")
+    check_same_kind(v_name, v, q)
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"{v_name} [B, {keys}, G, V] must share B, {keys} and G with {k_name} [B, {keys}, G, D], "
+            f"got {list(v.shape)} and {list(k.shape)}"
+        )
 
 
 def resolve_documents(
