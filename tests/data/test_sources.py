@@ -238,6 +238,12 @@ def test_broken_jsonl_lines(tmp_path: Path, line: bytes, message: str) -> None:
     assert f"{path}:3: {message}" in first_error(f"jsonl:{path}")
 
 
+def test_a_jsonl_line_that_is_nested_without_end(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": ' + b"[" * 200_000)
+    assert first_error(f"jsonl:{path}") == f"{path}:1: objects and lists are nested too deep"
+
+
 def test_an_empty_validation_split(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("a single document")

@@ -44,7 +44,7 @@ class Everything:
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"])),
     number=st.integers(-(2**63), 2**63 - 1),
-    real=st.floats(allow_nan=False),
+    real=st.floats(allow_nan=False, allow_infinity=False),
     truth=st.booleans(),
 )
 def test_what_is_written_loads_back_equal(text: str, number: int, real: float, truth: bool) -> None:
@@ -170,6 +170,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
         (("steps = 6", 'steps = "six"'), "train.steps must be an integer, got 'six'"),
         (("steps = 6", "steps = 6.5"), "train.steps must be an integer, got 6.5"),
         (("steps = 6", "steps = true"), "train.steps must be an integer, got True"),
+        (("learning_rate = 1e-2", "learning_rate = nan"), "optimizer.learning_rate must be a finite number, got nan"),
         (("steps = 6", "steps = 0"), "train.steps must be at least 1, got 0"),
         (('device = "cpu"', 'device = "gpu"'), "run.device must be one of 'auto', 'cpu', 'cuda', got 'gpu'"),
         (("window_size = 8", "window_size = 0"), "Geometry.window_size must be at least 1"),
@@ -209,6 +210,8 @@ def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None
         (["--train.steps"], "--train.steps needs a value"),
         (["--train.steps", "five"], "--train.steps must be an integer, got 'five'"),
         (["--optimizer.learning_rate", "fast"], "--optimizer.learning_rate must be a number, got 'fast'"),
+        (["--data.stall_seconds", "nan"], "--data.stall_seconds must be a finite number, got 'nan'"),
+        (["--optimizer.learning_rate=-Inf"], "--optimizer.learning_rate must be a finite number, got '-Inf'"),
         (["--train.precision", "fp8"], "--train.precision must be one of 'fp32', 'bf16', got 'fp8'"),
         (["--train.compile", "maybe"], "--train.compile must be one of true, false, got 'maybe'"),
         (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate must be positive, got -1.0"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
-from trifocal.data import DataConfig, Loader, make_tokenizer
+from trifocal.data import DataConfig, DataError, Loader, make_tokenizer
 from trifocal.data.text import TextSource
 from trifocal.diagnostics import read_metrics
 from trifocal.diagnostics.attention_picture import read_picture
@@ -341,3 +341,35 @@ def test_a_source_that_gives_nothing_for_a_while_is_an_event(
     assert stalls and stalls[0]["severity"] == "warning" and stalls[0]["stall_seconds"] >= 0.2
     assert "data stall: no batch for 0 s; the data thread is" in stalls[0]["message"]
     assert "WARNING: data stall" in capsys.readouterr().out
+
+
+def test_data_without_held_out_text_are_refused_before_any_work(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "--data.validation_fraction", "1e-9", "--evaluate.interval_steps", "6")
+    with pytest.raises(UserError, match="the validation split is empty"):
+        train(config)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_steps_are_saved_before_a_run_ends_by_its_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
+) -> None:
+    flags = ("--checkpoint.interval_steps", "2", "--checkpoint.asynchronous", asynchronous)
+    config = make_config(tmp_path, *flags, "--evaluate.interval_steps", "0")
+    original, calls = Loader.__next__, []
+
+    def fail(loader: Loader) -> Any:
+        calls.append(loader)
+        if len(calls) == 11:
+            raise DataError("the network is gone")
+        return original(loader)
+
+    # Two micro-batches a step.
+    monkeypatch.setattr(Loader, "__next__", fail)
+    with pytest.raises(DataError, match="the network is gone; step 5 is saved"):
+        train(config)
+    assert (tmp_path / "run/checkpoints/step_00000005").is_dir()
+    monkeypatch.setattr(Loader, "__next__", original)
+    assert resume(tmp_path / "run").step == 6
+    steps = [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")]
+    assert steps == [1, 2, 3, 4, 5, 6]

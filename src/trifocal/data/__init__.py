@@ -3,6 +3,7 @@
 from trifocal.data.config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
 from trifocal.data.retry import DataError
+from trifocal.data.sources import is_local
 from trifocal.data.tokenizers import Tokenizer, make_tokenizer
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "Latency",
     "Loader",
     "Tokenizer",
+    "is_local",
     "make_loader",
     "make_tokenizer",
     "merge_states",

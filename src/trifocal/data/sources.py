@@ -95,6 +95,16 @@ def parse_source(source: str) -> SourceName:
     return SourceName(kind, path, field)
 
 
+def is_local(source: str) -> bool:
+    """Whether a source can be read without a network.
+
+    Args:
+        source: As `parse_source` takes it.
+    """
+    kind, path, _ = parse_source(source)
+    return kind != "fineweb-edu" if not path else not path.startswith(("http://", "https://"))
+
+
 def _kind_of_path(path: str) -> str:
     return {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(path).suffix, "text")
 

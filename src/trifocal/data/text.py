@@ -109,6 +109,8 @@ class JsonlSource:
             raise UserError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
         except json.JSONDecodeError as error:
             raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
+        except RecursionError as error:
+            raise UserError(f"{where}: objects and lists are nested too deep") from error
         if not isinstance(record, dict):
             raise UserError(f"{where}: expected an object with {self._field!r}, got {type(record).__name__}")
         if self._field not in record:

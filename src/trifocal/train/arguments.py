@@ -126,6 +126,8 @@ def check_flags(valid: Mapping[str, Any], args: Sequence[str], switches: Collect
             continue
         if valid[name] is bool and value in ("true", "false"):
             value = value.capitalize()
+        if valid[name] is float and value.strip("+-").lower() in ("nan", "inf", "infinity"):
+            raise UserError(f"{flag} must be a finite number, got {value!r}")
         checked.append(f"--{name}={value}")
     return checked
 

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from trifocal.data import Batch, DataConfig, Tokenizer, make_loader
+from trifocal.data import Batch, DataConfig, Tokenizer, is_local, make_loader
 from trifocal.distributed import Processes
 from trifocal.models import DecoderLM
 from trifocal.train.config import LogSection, RunConfig
@@ -34,6 +34,30 @@ class Evaluation:
     def row(self) -> dict[str, float | None]:
         """The fields of a metrics row."""
         return asdict(self)
+
+
+def check_validation_text(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Refuse local data of which nothing is held out, where the run is to evaluate.
+
+    Before any work: the first evaluation comes when much has been learnt. Data on a server are not asked, for it takes
+    time, and they are seldom so few.
+
+    Raises:
+        UserError: If the validation split is empty.
+    """
+    if not config.evaluate.interval_steps or not is_local(config.data.source):
+        return
+    # One token of the first document that is held out, and nothing around it.
+    data = replace(config.data, shuffle_documents=1, shuffle_sequences=1, prefetch_batches=1)
+    with make_loader(
+        data,
+        tokenizer=tokenizer,
+        sequence_length=1,
+        batch_size=1,
+        vocab_size=config.model.vocab_size,
+        split="validation",
+    ) as loader:
+        next(loader)
 
 
 def read_validation_batches(config: RunConfig, tokenizer: Tokenizer) -> list[Batch]:

@@ -10,6 +10,8 @@ from trifocal.distributed import Processes, processes_started
 from trifocal.errors import UserError
 from trifocal.train.checkpoint import find_checkpoint
 from trifocal.train.config import RunConfig
+from trifocal.train.evaluate import check_validation_text
+from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer, TrainResult
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.run_directory import create_run_directory, load_run
@@ -31,19 +33,21 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         NonFiniteError: If a loss or gradient is not finite; that update was not applied.
     """
     directory = Path(config.run.directory)
-    with _processes(config) as processes:
+    with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, overwrite=overwrite)
         found = processes.on_first(lambda: restarted_run(processes, directory))
         if found == "resume":
             # torchrun gives the command of the first start again.
-            return _resume(directory, "", config, processes)
+            return _resume(directory, "", config, processes, lock)
         tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or an earlier run deleted.
         trainer = Trainer(config, directory, processes, tokenizer)
-        processes.on_first(lambda: create_run_directory(config, overwrite=overwrite or found == "overwrite"))
+        processes.on_first(lambda: check_validation_text(config, tokenizer))
+        overwrite = overwrite or found == "overwrite"
+        note = processes.on_first(lambda: create_run_directory(config, lock, overwrite=overwrite))
         processes.begin()
         try:
-            return trainer.run(notes, None)
+            return trainer.run([*notes, *filter(None, [note])], None)
         except UserError:
             if trainer.step == 0 and processes.first:
                 # Nothing was learnt: the folder would only stand in the way of the next try.
@@ -71,10 +75,10 @@ def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | N
     config = saved if config is None else config
     # The folder may have been moved since.
     config = replace(config, run=replace(config.run, directory=str(directory)))
-    with _processes(config) as processes:
+    with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, checkpoint=checkpoint)
         # After a restart by torchrun the newest checkpoint counts, not the one that the first start asked for.
-        return _resume(directory, "" if processes.restarted else checkpoint, config, processes)
+        return _resume(directory, "" if processes.restarted else checkpoint, config, processes, lock)
 
 
 def resume_command(directory: Path) -> str:
@@ -87,7 +91,8 @@ def _processes(config: RunConfig) -> AbstractContextManager[Processes]:
     return processes_started(device, timeout_seconds=config.parallel.timeout_seconds)
 
 
-def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes) -> TrainResult:
+def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes, lock: RunLock) -> TrainResult:
+    note = processes.on_first(lambda: lock.take(directory))
     found = processes.on_first(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
     tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
-    return Trainer(config, directory, processes, tokenizer).run(notes, found)
+    return Trainer(config, directory, processes, tokenizer).run([*notes, *filter(None, [note])], found)

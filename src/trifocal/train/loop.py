@@ -1,8 +1,8 @@
 """The training loop: one trainer, for every device and every run."""
 
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from trifocal.diagnostics import (
     write_backends,
 )
 from trifocal.distributed import Processes, whole_model
+from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
 from trifocal.train.company import Company
 from trifocal.train.compiling import CompileNotes
@@ -180,9 +181,10 @@ class Trainer:
             total_steps=config.train.steps,
             minimum_factor=config.schedule.minimum_factor,
         )
-        data = self.company.next_step(
-            self.loader, self.accumulation, self.signals, self.heartbeat, last=step == config.train.steps
-        )
+        with self._steps_kept():
+            data = self.company.next_step(
+                self.loader, self.accumulation, self.signals, self.heartbeat, last=step == config.train.steps
+            )
         if data is None:
             return False
         for group in self.optimizer.param_groups:
@@ -269,9 +271,10 @@ class Trainer:
 
     def _evaluate(self) -> None:
         if self.validation_batches is None:
-            self.validation_batches = self.processes.together(
-                lambda: read_validation_batches(self.config, self.tokenizer)
-            )
+            with self._steps_kept():
+                self.validation_batches = self.processes.together(
+                    lambda: read_validation_batches(self.config, self.tokenizer)
+                )
         self.evaluation = evaluate(
             self.model,
             self.validation_batches,
@@ -333,6 +336,21 @@ class Trainer:
             write()
         except OSError as error:
             self._say("write_failed", f"the {what} of step {self.step} could not be written: {error}", "warning")
+
+    @contextmanager
+    def _steps_kept(self) -> Iterator[None]:
+        """Around what reads data: if these fail, the steps since the last checkpoint are saved before the run ends."""
+        try:
+            yield
+        except UserError as error:
+            self.saver.take_written(wait=True)
+            if self.step == self.saver.saved_step:
+                raise
+            try:
+                self._save(must_succeed=True)
+            except UserError as failed:
+                raise UserError(f"{error}; and {failed}") from error
+            raise type(error)(f"{error}; step {self.step} is saved") from error
 
     def _save(self, *, must_succeed: bool) -> None:
         self._check_finite()

@@ -1,6 +1,7 @@
 """Typed dataclasses to TOML and back, exactly: what is written loads back equal, and nothing unknown is accepted."""
 
 import dataclasses
+import math
 import tomllib
 import typing
 from pathlib import Path
@@ -96,12 +97,12 @@ def _scalar(kind: Any, value: Any, name: str) -> Any:
         return value
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
-    if type(value) is not kind:
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise UserError(f"{name} must be {_NAMES[kind]}, got {value!r}")
     return value
 
 
-_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 
 
 def to_toml(config: Any) -> str:

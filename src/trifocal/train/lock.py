@@ -1,0 +1,95 @@
+"""One run, one writer: two that train in the same folder would delete and mix up each other's files."""
+
+import errno
+import fcntl
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from trifocal.errors import UserError
+
+LOCK_FILE = ".lock"
+WAIT_SECONDS = 2.0
+REMOTE_WAIT_SECONDS = 120.0
+"""How long a lock that is held is waited for: a process that was killed may take a moment to end, and a network file
+system keeps the locks of a machine that is gone for a minute or two."""
+
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class RunLock:
+    """Keeps others from training in the folder of a run while this process does.
+
+    It is the system's lock on a file in the folder: it ends with the process, however that ends, and the file may
+    stay. Used as a context, which gives the lock back.
+    """
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+
+    def take(self, folder: Path) -> str:
+        """Take the lock of a run's folder, in one process of the run; a lock that is held already stays.
+
+        Args:
+            folder: The folder; it exists.
+
+        Returns:
+            What is worth knowing: empty, or that the file system has no locks.
+
+        Raises:
+            UserError: If another process trains there; names it.
+            OSError: If the folder cannot be written.
+        """
+        if self._file is not None:
+            return ""
+        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            note = _lock(file, folder)
+        except BaseException:
+            os.close(file)
+            raise
+        self._file = file
+        return note
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def _lock(file: int, folder: Path) -> str:
+    begin, told = time.monotonic(), False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            return f"the file system of {folder} has no locks: do not start a second process on this run"
+        host, _, process = os.pread(file, 1000, 0).decode(errors="replace").strip().partition(" ")
+        remote = bool(host) and host != socket.gethostname()
+        if time.monotonic() - begin >= (REMOTE_WAIT_SECONDS if remote else WAIT_SECONDS):
+            who = f"process {process} on {host}" if process else "another process"
+            raise UserError(
+                f"{folder} is in use: {who} trains there; see it with trifocal watch {folder}, end it first, or "
+                "choose another --run.directory"
+            )
+        if remote and not told:
+            told = True
+            print(f"{folder} is in use by process {process} on {host}; waiting for it to end", file=sys.stderr)
+        time.sleep(0.1)
+    os.ftruncate(file, 0)
+    os.pwrite(file, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
+    return ""

@@ -1,0 +1,101 @@
+"""Two that train in one folder: the second is refused, whatever it was about to do, and the first notices nothing."""
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.children import environment
+from tests.train.tiny import before_step, make_config
+from trifocal.diagnostics import read_metrics
+from trifocal.errors import UserError
+from trifocal.train import lock as lock_module
+from trifocal.train import resume, train
+from trifocal.train.lock import LOCK_FILE, RunLock
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from trifocal.train.lock import RunLock
+with RunLock() as lock:
+    lock.take(Path(sys.argv[1]))
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lock_module, "WAIT_SECONDS", 0.0)
+
+
+@pytest.mark.parametrize("second", ["resume", "overwrite"])
+def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str) -> None:
+    config = make_config(tmp_path)
+    refused: list[str] = []
+
+    def intrude(step: int, arguments: dict[str, Any]) -> None:
+        if step == 4:
+            with pytest.raises(UserError, match=rf"run is in use: process {os.getpid()} on .*trains there") as caught:
+                resume(config.run.directory) if second == "resume" else train(config, overwrite=True)
+            refused.append(str(caught.value))
+
+    before_step(monkeypatch, intrude)
+    assert train(config).finished
+    assert len(refused) == 1
+    assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
+    assert not list((tmp_path / "run/checkpoints").glob("superseded_*"))
+
+
+def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment()
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        with RunLock() as lock, pytest.raises(UserError, match=f"process {child.pid} on {socket.gethostname()}"):
+            lock.take(tmp_path)
+        child.send_signal(signal.SIGKILL)
+    with RunLock() as lock:
+        assert lock.take(tmp_path) == lock.take(tmp_path) == ""
+    with RunLock() as lock:
+        lock.take(tmp_path)
+
+
+def test_a_lock_of_another_machine_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / LOCK_FILE).write_text("node7 12\n")
+    held = os.open(tmp_path / LOCK_FILE, os.O_RDWR)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    # Given back while the other waits.
+    monkeypatch.setattr(lock_module.time, "sleep", lambda seconds: fcntl.flock(held, fcntl.LOCK_UN))
+    try:
+        with RunLock() as lock:
+            lock.take(tmp_path)
+    finally:
+        os.close(held)
+    assert f"{tmp_path} is in use by process 12 on node7; waiting" in capsys.readouterr().err
+
+
+def test_a_file_system_without_locks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(38, os.strerror(38))
+
+    monkeypatch.setattr(lock_module.fcntl, "flock", no_locks)
+    assert train(make_config(tmp_path, "--train.steps", "1")).finished
+    notes = [row["message"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "event") if row["name"] == "note"]
+    assert any("has no locks" in note for note in notes)
+
+
+def test_what_a_killed_start_left_does_not_stand_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_FILE).write_text("node7 12\n")
+    assert train(make_config(tmp_path, "--train.steps", "1")).finished
