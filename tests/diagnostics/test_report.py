@@ -234,6 +234,24 @@ def test_a_run_that_only_began_and_one_that_is_broken(make_run: MakeRun, tmp_pat
         write_report(fine, tmp_path / "file" / "report.html")
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("config.toml", b"\xff\x00", r"config\.toml is not valid TOML: .*0xff"),
+        ("env.json", b"[]", r"env\.json holds no JSON object; remove it"),
+        ("metrics.jsonl", b'{"kind":"train"}\n', r"metrics\.jsonl, line 1: expected a JSON object with 'step'"),
+        ("heartbeat/rank0.jsonl", b'{"a":1}\n', r"rank0\.jsonl, line 1: expected a JSON object with 'unix_time"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_named(
+    make_run: MakeRun, file: str, content: bytes, expected: str
+) -> None:
+    run = make_run("broken", steps=20)
+    (run / file).write_bytes(content)
+    with pytest.raises(UserError, match=expected):
+        write_report(run)
+
+
 def test_without_plotly_the_error_names_the_extra(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(UserError, match=r"pip install 'trifocal\[report\]'"):

@@ -15,8 +15,8 @@ from tests.children import environment
 from tests.train.tiny import before_step, make_config
 from trifocal.diagnostics import read_metrics
 from trifocal.errors import UserError
+from trifocal.train import load_config, resume, train
 from trifocal.train import lock as lock_module
-from trifocal.train import resume, train
 from trifocal.train.lock import LOCK_FILE, RunLock
 
 HOLD = """
@@ -99,3 +99,16 @@ def test_what_a_killed_start_left_does_not_stand_in_the_way(tmp_path: Path) -> N
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / LOCK_FILE).write_text("node7 12\n")
     assert train(make_config(tmp_path, "--train.steps", "1")).finished
+
+
+def test_a_run_without_a_checkpoint_says_how_to_begin_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(step: int, arguments: dict[str, Any]) -> None:
+        raise RuntimeError("killed")
+
+    before_step(monkeypatch, fail)
+    with pytest.raises(RuntimeError, match="killed"):
+        train(make_config(tmp_path))
+    monkeypatch.undo()
+    with pytest.raises(UserError, match=r"no checkpoint yet; .*trifocal train \S+/run/config\.toml --overwrite"):
+        resume(tmp_path / "run")
+    assert train(load_config(tmp_path / "run/config.toml", ["--train.steps", "1"]), overwrite=True).finished

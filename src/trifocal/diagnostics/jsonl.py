@@ -3,7 +3,7 @@
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -110,18 +110,21 @@ def complete_size(path: Path) -> int:
     return 0
 
 
-def read_lines(path: str | os.PathLike[str], *, last_bytes: int | None = None) -> list[Row]:
+def read_lines(
+    path: str | os.PathLike[str], *, last_bytes: int | None = None, required: Collection[str] = ()
+) -> list[Row]:
     """Read the rows of a JSON-lines file that may still be growing.
 
     Args:
         path: The file.
         last_bytes: Read only about this many bytes from the end, whole lines of them; None reads everything.
+        required: Fields that every row has.
 
     Returns:
         The rows in order. A torn last line (no newline yet) is left out.
 
     Raises:
-        UserError: If the file is missing, or a complete line is not a JSON object; names the line.
+        UserError: If the file is missing, or a complete line is not a JSON object or lacks a field; names the line.
     """
     path = Path(path)
     try:
@@ -141,8 +144,10 @@ def read_lines(path: str | os.PathLike[str], *, last_bytes: int | None = None) -
             row = json.loads(line)
         except ValueError:
             row = None
-        if not isinstance(row, dict):
+        missing = [name for name in required if name not in row] if isinstance(row, dict) else []
+        if not isinstance(row, dict) or missing:
             place = f"line {number}" if start == 0 else f"line {number} of the last {last_bytes} bytes"
-            raise UserError(f"{path}, {place}: expected a JSON object, got {line[:60]!r}; remove that line")
+            expected = f"a JSON object with {missing[0]!r}" if missing else "a JSON object"
+            raise UserError(f"{path}, {place}: expected {expected}, got {line[:60]!r}; remove that line")
         rows.append(row)
     return rows

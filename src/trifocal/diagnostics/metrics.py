@@ -137,7 +137,7 @@ def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[
         The rows in the order written; a torn last line is left out.
 
     Raises:
-        UserError: If the file is missing or a complete line is not a JSON object.
+        UserError: If the file is missing, or a complete line is not a JSON object with `kind` and `step`.
     """
-    rows = read_lines(path)
+    rows = read_lines(path, required=("kind", "step"))
     return rows if kind is None else [row for row in rows if row.get("kind") == kind]

@@ -15,6 +15,8 @@ from trifocal.errors import UserError
 
 # A heartbeat row is well under 2 KiB; its last row is found without reading a day of beats.
 _TAIL_BYTES = 65536
+# What a reader needs of every row of a heartbeat, whatever version wrote it.
+_BEAT_FIELDS = ("unix_time_seconds", "host", "pid", "status", "step", "phase", "total_seconds")
 
 
 @dataclass
@@ -90,20 +92,23 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
     run = Run(directory, directory.resolve().name, read_metrics(metrics) if metrics.exists() else [])
     config = directory / "config.toml"
     if config.exists():
-        run.config_text = config.read_text()
         try:
+            run.config_text = config.read_text(encoding="utf-8")
             run.config = tomllib.loads(run.config_text)
-        except tomllib.TOMLDecodeError as error:
+        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UserError(f"{config} is not valid TOML: {error}") from error
     environment = directory / "env.json"
     if environment.exists():
         try:
-            run.environment = json.loads(environment.read_text())
+            run.environment = json.loads(environment.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{environment} is not valid JSON: {error}") from error
+        if not isinstance(run.environment, dict):
+            raise UserError(f"{environment} holds no JSON object; remove it")
     for path in heartbeat.glob("rank*.jsonl"):
         match = re.fullmatch(r"rank(\d+)\.jsonl", path.name)
-        rows = read_lines(path, last_bytes=None if whole_heartbeats else _TAIL_BYTES) if match else []
+        last_bytes = None if whole_heartbeats else _TAIL_BYTES
+        rows = read_lines(path, last_bytes=last_bytes, required=_BEAT_FIELDS) if match else []
         if match and rows:
             run.heartbeats[int(match[1])] = rows if whole_heartbeats else rows[-1:]
     run.heartbeats = dict(sorted(run.heartbeats.items()))

@@ -245,7 +245,10 @@ def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Pat
     root = run_directory / "checkpoints"
     found = list_checkpoints(root)
     if not found:
-        raise UserError(f"{run_directory} has no checkpoint yet; nothing to load")
+        raise UserError(
+            f"{run_directory} has no checkpoint yet; wait for its first one, or begin again with: trifocal train "
+            f"{run_directory / 'config.toml'} --overwrite"
+        )
     path = found[-1]
     if name:
         path = root / name
