@@ -131,10 +131,15 @@ def test_misuse_is_refused(make_model: Callable[..., DecoderLM]) -> None:
         caches = make_caches(model.config, 8)
         with pytest.raises(ValueError, match=r"use torch\.inference_mode\(\)"):
             model(torch.randint(31, (2, 4)), cache=caches)
+        tokens = torch.randint(31, (2, 4))
         with torch.inference_mode():
-            model(torch.randint(31, (2, 4)), cache=caches)
+            model(tokens, cache=caches)
             with pytest.raises(ValueError, match=r"holds a batch of 2 .* got 3 "):
                 model(torch.randint(31, (3, 1)), cache=caches)
+            # What was refused left nothing behind.
+            more = torch.randint(31, (2, 2))
+            expected = model(torch.cat((tokens, more), dim=1))[:, 4:]
+            torch.testing.assert_close(model(more, cache=caches), expected, rtol=0, atol=1e-11)
         caches = make_caches(model.config, 8)
         with torch.inference_mode():
             model(torch.randint(31, (2, 5)), cache=caches)

@@ -137,6 +137,12 @@ def test_dense_equivalent_is_the_dense_twin(make_config: Callable[..., ModelConf
     assert sparse.executed_training == 3 * sparse.executed_forward
 
 
+@pytest.mark.parametrize(("length", "message"), [(0, "at least 1, got 0"), (2.5, "an integer, got 2.5")])
+def test_a_length_must_be_a_positive_integer(length: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"sequence_length must be {message}"):
+        flops_per_token(ModelConfig(), length)
+
+
 def test_sparse_attention_needs_less_at_length() -> None:
     config = ModelConfig()
     short, long = flops_per_token(config, 512), flops_per_token(config, 65536)

@@ -96,8 +96,11 @@ class DenseCache:
             ValueError: If the tokens do not fit the capacity or the batch, or gradients are on.
         """
         _check_room(self.length, k.shape[1], self.capacity)
-        self.length += k.shape[1]
-        return self._k.append(k), self._v.append(v)
+        num_new = k.shape[1]
+        k, v = self._k.append(k), self._v.append(v)
+        # Last, so that tokens that were refused are not counted.
+        self.length += num_new
+        return k, v
 
 
 def make_caches(config: ModelConfig, capacity: int) -> list[NSACache | DenseCache]:

@@ -19,6 +19,7 @@ from trifocal.models.config import ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.ops import Geometry
+from trifocal.ops.validation import check_whole_number
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,11 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
     Args:
         config: The model.
         sequence_length: Tokens of the sequence, all in one document.
+
+    Raises:
+        ValueError: If the length is no positive integer.
     """
+    check_whole_number("sequence_length", sequence_length, 1)
     executed = _forward_flops(config, sequence_length)
     dense = _forward_flops(replace(config, attention="dense"), sequence_length)
     return Flops(executed, 3 * executed, dense, 3 * dense)
