@@ -44,6 +44,7 @@ from trifocal.distributed import Processes
 from trifocal.train import load_config
 from trifocal.train.config import RunConfig
 from trifocal.train.evaluate import read_validation_batches
+from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.run_directory import create_run_directory
@@ -253,10 +254,11 @@ def measure(config: RunConfig, steps: int, order: Sequence[tuple[str, str, str]]
     processes = Processes(device=device)
     tokenizer, _ = preflight(config, device)
     trainer = Measured(config, Path(config.run.directory), processes, tokenizer)
-    create_run_directory(config, overwrite=True)
     trainer.steps_in_turn, trainer.order = steps, order
-    trainer.prepare()
-    trainer.run([], None)
+    with RunLock() as lock:
+        create_run_directory(config, lock, overwrite=True)
+        trainer.prepare()
+        trainer.run([], None)
     return trainer
 
 

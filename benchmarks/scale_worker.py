@@ -20,6 +20,7 @@ from trifocal.doctor.needs import Machine, setup_of
 from trifocal.models import training_memory
 from trifocal.train import load_config
 from trifocal.train.config import RunConfig
+from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.run_directory import create_run_directory
@@ -38,8 +39,9 @@ def train(config: RunConfig, processes: Processes) -> tuple[int, float]:
         torch.cuda.reset_peak_memory_stats()
     tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
     trainer = Trainer(config, Path(config.run.directory), processes, tokenizer)
-    processes.on_first(lambda: create_run_directory(config, overwrite=True))
-    steps = trainer.run(notes, None).step
+    with RunLock() as lock:
+        processes.on_first(lambda: create_run_directory(config, lock, overwrite=True))
+        steps = trainer.run(notes, None).step
     # What the allocator counts has nothing of the memory in which graphs keep activations.
     graphs = 0 if trainer.graphs is None else trainer.graphs.memory_bytes
     return steps, max(processes.gather(torch.cuda.max_memory_allocated() - before + graphs if on_gpu else 0))
