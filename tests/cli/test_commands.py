@@ -303,3 +303,17 @@ def test_the_module_runs_and_refuses_in_a_real_process(tmp_path: Path) -> None:
     process = start(tmp_path, "-m", "trifocal", "train", "absent.toml")
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (2, "", "trifocal: config file absent.toml does not exist\n")
+
+
+@pytest.mark.parametrize("command", ["check", "doctor"])
+def test_a_file_that_cannot_be_written_is_refused_before_any_work(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    worked: list[str] = []
+    monkeypatch.setattr("trifocal.checks.run", lambda **_: worked.append("check"))
+    monkeypatch.setattr("trifocal.cli.doctor.examine", lambda *_, **__: worked.append("doctor"))
+    assert main([command, "--json", str(tmp_path / "file" / "x.json")]) == 2
+    assert re.fullmatch(r"trifocal: cannot write \S+/x\.json: .*\n", capsys.readouterr().err)
+    assert main([command, "--json", str(tmp_path)]) == 2
+    assert worked == []

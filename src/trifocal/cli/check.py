@@ -11,6 +11,7 @@ from rich.console import Console
 
 from trifocal import checks
 from trifocal.checks.report import shown
+from trifocal.cli.output import check_output
 from trifocal.train.arguments import parse_arguments
 
 
@@ -33,6 +34,7 @@ def run(args: Sequence[str]) -> int:
         UserError: If a check's name is unknown, or there is no such device.
     """
     options: CheckArguments = parse_arguments(CheckArguments, args, prog="trifocal check")
+    check_output(options.json)
     console = Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
     status = console.status("starting") if console.is_terminal else None
 

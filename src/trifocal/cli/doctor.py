@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from trifocal.cli.output import check_output
 from trifocal.doctor import examine
 from trifocal.doctor.report import show
 from trifocal.errors import UserError
@@ -38,6 +39,7 @@ def run(args: Sequence[str]) -> int:
         UserError: If a config cannot be read.
     """
     options: DoctorArguments = parse_arguments(DoctorArguments, args, prog="trifocal doctor")
+    check_output("" if options.json == "-" else options.json)
     configs = {path: load_config(path) for path in options.config} or presets()
     folder = Path(options.run_directory)
     if options.config and options.run_directory == "runs":
