@@ -245,10 +245,8 @@ def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Pat
     root = run_directory / "checkpoints"
     found = list_checkpoints(root)
     if not found:
-        raise UserError(
-            f"{run_directory} has no checkpoint yet; wait for its first one, or begin again with: trifocal train "
-            f"{run_directory / 'config.toml'} --overwrite"
-        )
+        begin = f"trifocal train {run_directory / 'config.toml'} --overwrite"
+        raise UserError(f"{run_directory} has no checkpoint yet; wait for its first one, or begin again with: {begin}")
     path = found[-1]
     if name:
         path = root / name

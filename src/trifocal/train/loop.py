@@ -40,7 +40,7 @@ from trifocal.train.optimizer import make_optimizer
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.records import open_records
 from trifocal.train.saving import Saver
-from trifocal.train.schedule import learning_rate
+from trifocal.train.schedule import is_due, learning_rate
 from trifocal.train.spread import spread_model
 from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
@@ -226,23 +226,23 @@ class Trainer:
         if last or step == 1 or step % config.log.interval_steps == 0:
             self._check_finite()
             self._log(result)
-        if _due(step, config.evaluate.interval_steps, last):
+        if is_due(step, config.evaluate.interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("evaluate"):
                 self._evaluate()
             if self.telemetry.layers and config.log.telemetry_interval_steps:
                 with self.meter.paused(), self.heartbeat.phase("telemetry"):
                     self._picture_attention()
-        if self.telemetry.layers and _due(step, config.log.telemetry_interval_steps, last):
+        if self.telemetry.layers and is_due(step, config.log.telemetry_interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("telemetry"):
                 self._measure_attention(result.batches[0])
-        if _due(step, config.log.sample_interval_steps, last):
+        if is_due(step, config.log.sample_interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("sample"):
                 self._sample()
         self.saver.take_written(wait=False)
-        if _due(step, config.checkpoint.interval_steps, last):
+        if is_due(step, config.checkpoint.interval_steps, last):
             self._save(must_succeed=last)
 
     def _check_finite(self) -> None:
@@ -398,7 +398,3 @@ class Trainer:
         self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
         if severity != "info" and not self.processes.first:
             print(f"rank {self.processes.rank}: {severity.upper()}: {message}", file=sys.stderr, flush=True)
-
-
-def _due(step: int, interval: int, last: bool) -> bool:
-    return interval > 0 and (last or step % interval == 0)

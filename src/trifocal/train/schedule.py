@@ -24,3 +24,8 @@ def learning_rate(step: int, *, peak: float, warmup_steps: int, total_steps: int
     progress = min(1.0, (step - first) / (total_steps - first))
     floor = minimum_factor * peak
     return floor + (peak - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def is_due(step: int, interval: int, last: bool) -> bool:
+    """Whether something that is done every so many steps (0: never), and after the last one, is done after this one."""
+    return interval > 0 and (last or step % interval == 0)
