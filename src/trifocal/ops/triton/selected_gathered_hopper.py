@@ -1,9 +1,9 @@
 """Keys-outside selected attention, backward, for Hopper with a division of labour, in Gluon.
 
-The same loop order, work and results as `gathered_backward_kernel` in `selected_backward`, for 16-bit types, widths of
-64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two. What other kernels leave there: a
-tile's warps ask for rows, compute addresses, multiply, exponentiate and store one after the other. Here each has one
-of these to do:
+The same loop order, work and results as `gathered_backward_kernel` in `selected_backward_gathered`, for 16-bit types,
+widths of 64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two. What other kernels leave
+there: a tile's warps ask for rows, compute addresses, multiply, exponentiate and store one after the other. Here each
+has one of these to do:
 
 | part | warps | does |
 |---|---|---|
