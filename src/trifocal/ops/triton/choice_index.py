@@ -72,7 +72,7 @@ def split_blocks(selected_blocks: Tensor, block_size: int, largest: int) -> tupl
         The choice, [B, T, G, N * parts], contiguous, int32; and the tokens in a block.
     """
     selected_blocks = selected_blocks.to(torch.int32)
-    parts = -(-block_size // largest)
+    parts = cdiv(block_size, largest)
     while block_size % parts:
         parts += 1
     if parts == 1:
@@ -169,11 +169,11 @@ def build_choice_index(
     batch, num_queries, groups, places = selected_blocks.shape
     device = selected_blocks.device
     rows, num_slots = batch * num_queries, selected_blocks.numel()
-    num_blocks = -(-num_keys // block_size)
+    num_blocks = cdiv(num_keys, block_size)
     if documents is not None:
         num_blocks = num_keys // block_size + documents.cu_seqlens.shape[0] - 1
     chunk_rows = min(chunk_rows, rows)
-    num_chunks = -(-rows // chunk_rows)
+    num_chunks = cdiv(rows, chunk_rows)
     keys_per_chunk = batch * groups * num_blocks
     num_of_keys = num_chunks * keys_per_chunk
     if max(num_slots, num_of_keys) >= 2**31:
@@ -308,7 +308,7 @@ def _choice_bits_kernel(
 def choice_bits(selected_blocks: Tensor, block_size: int, num_keys: int, documents: Documents | None) -> Tensor:
     """The choice as bits, [B, G, words, T], int32: bit `j % 32` of word `j // 32` is set if block j is chosen."""
     batch, num_queries, groups, places = selected_blocks.shape
-    num_words = -(-num_keys // (32 * block_size))
+    num_words = cdiv(num_keys, 32 * block_size)
     bits = torch.empty(batch, groups, num_words, num_queries, dtype=torch.int32, device=selected_blocks.device)
     queries = 128
     _, positions, _ = documents_or(documents, bits)

@@ -448,7 +448,7 @@ def choose_order(
     (T + 1) / 2 a query instead of at most n. So forward changes at 4 n blocks or so, backward at n or 2 n, the later
     one for what the index costs besides. How many programs there are does not matter: both orders cut long ones.
     """
-    num_blocks = -(-num_keys // block_size)
+    num_blocks = cdiv(num_keys, block_size)
     sharers = num_queries * min(places, num_blocks) / num_blocks
     if sharers < FEWEST_SHARERS:
         return "query"

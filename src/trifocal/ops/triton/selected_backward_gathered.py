@@ -196,11 +196,12 @@ def gathered_backward(
     several = index.num_chunks > 1
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (p.k, p.v))
 
-    compute = _kernel_of_pieces(p, index, tile, by_hand, d_q_slots, d_k_parts, d_v_parts)
     if by_hand and rep >= FEWEST_HEADS_BY_ROLES and 64 % rep == 0 and tma_fits(q, p.k, p.v, p.d_o):
         from trifocal.ops.triton.selected_gathered_hopper import backward_by_roles
 
         compute = backward_by_roles(problem, index, d_q_slots, d_k_parts, d_v_parts)
+    else:
+        compute = _kernel_of_pieces(p, index, tile, by_hand, d_q_slots, d_k_parts, d_v_parts)
     for chunk in range(index.num_chunks):
         compute(chunk)
         first_row = chunk * index.chunk_rows
@@ -217,6 +218,11 @@ def _kernel_of_pieces(
     problem: SelectedProblem, index: ChoiceIndex, tile: Tile, by_hand: bool, *targets: Tensor
 ) -> Callable[[int], None]:
     """What computes d_q of one chunk's slots and d_k, d_v of its pieces, all but for the factor `scale`."""
+    # The same for every chunk.
+    arguments = (
+        *problem.rows(), *targets, index.slots, index.starts, index.first_pieces, index.piece_keys,
+        *problem.documents_or_lse(), *problem.sizes(),
+    )  # fmt: skip
     kernel, constants = gathered_backward_kernel, {**problem.constants(), "ROWS": tile.rows, "maxnreg": tile.registers}
     if by_hand:
         from trifocal.ops.triton.selected_hopper import gathered_backward_hopper_kernel
@@ -225,9 +231,7 @@ def _kernel_of_pieces(
 
     def compute(chunk: int) -> None:
         kernel[(index.pieces_per_chunk,)](
-            *problem.rows(), *targets, index.slots, index.starts, index.first_pieces, index.piece_keys,
-            *problem.documents_or_lse(), *problem.sizes(),
-            chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, problem.score_scale,
+            *arguments, chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, problem.score_scale,
             **constants, PLACES=problem.places, PIECE=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 

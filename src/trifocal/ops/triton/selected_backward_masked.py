@@ -297,7 +297,7 @@ def _launch_d_k_d_v(
     dim, (widths, value_widths) = p.q.shape[3], p.widths
     tile = tile or masked_tile(p.q.dtype, rep, widths.padded, value_widths.padded, by_hand)
     ids, _, cu_seqlens = p.documents_or_lse()
-    num_blocks, block_documents = -(-num_keys // p.block_size), p.lse
+    num_blocks, block_documents = cdiv(num_keys, p.block_size), p.lse
     if p.documents is not None:
         num_documents = cu_seqlens.shape[0] - 1
         num_blocks = num_keys // p.block_size + num_documents
@@ -313,11 +313,13 @@ def _launch_d_k_d_v(
     sums = d_k, d_v
     if parts > 1:
         sums = tuple(torch.empty(parts, *x.shape, dtype=torch.float32, device=x.device) for x in (p.k, p.v))
-    kernel, constants = masked_d_kv_kernel, {**p.constants(), "ROWS": tile.rows}
+    kernel, constants = masked_d_kv_kernel, p.constants()
     if by_hand:
         from trifocal.ops.triton.selected_hopper import masked_d_kv_hopper_kernel
 
-        kernel, constants = masked_d_kv_hopper_kernel, sizes_by_hand(p.constants())
+        kernel, constants = masked_d_kv_hopper_kernel, sizes_by_hand(constants)
+    else:
+        constants["ROWS"] = tile.rows
     kernel[(batch * groups, num_blocks * parts)](
         *p.rows(), *sums, bits, block_documents, cu_seqlens, *p.sizes(),
         bits.shape[2], num_blocks, part_queries, p.score_scale, p.scale,

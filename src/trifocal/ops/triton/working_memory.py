@@ -11,6 +11,7 @@ import torch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.triton import scoring
 from trifocal.ops.triton.common import split_width
+from trifocal.ops.triton.launch import cdiv
 from trifocal.ops.triton.selected import BUFFER_BYTES, LARGEST_BLOCK, choose_order, rows_of_chunk
 from trifocal.ops.triton.selected_tiles import gathered_tile, part_of_queries, partial_d_q_type
 
@@ -34,7 +35,7 @@ def forward_working_bytes(
         value_dim: V.
         item: Bytes of a number of q, k and v.
     """
-    lines = -(-geometry.num_selection_blocks(length) // scoring.LINE.value)
+    lines = cdiv(geometry.num_selection_blocks(length), scoring.LINE.value)
     row = 2 * _FP32 * batch * groups * lines * scoring.LINE.value
     scored = geometry.num_selection_blocks(length) > geometry.num_selected_blocks
     importance = min(length * row, scoring.BUFFER_BYTES) if scored else 0
@@ -54,7 +55,7 @@ def backward_working_bytes(
     numbers = _FP32 * batch * length * heads
     rep = heads // groups
     if not choice.gathered(backward=True):
-        parts = -(-length // part_of_queries(length, rep, choice.keys, MULTIPROCESSORS))
+        parts = cdiv(length, part_of_queries(length, rep, choice.keys, MULTIPROCESSORS))
         sums = parts * _FP32 * batch * length * groups * (dim + value_dim) if parts > 1 else 0
         return numbers + choice.bits + sums
     dtype = torch.float32 if item == _FP32 else torch.bfloat16
@@ -65,7 +66,7 @@ def backward_working_bytes(
     piece = min(gathered_tile(*sizes, by_hand=by_hand, hopper=True).keys for by_hand in (False, True))
     pieces = choice.pieces_of_chunk(slots, piece)
     partial = slots * rep * dim * item + pieces * choice.block * _FP32 * (dim + value_dim)
-    chunks = -(-choice.num_slots // slots)
+    chunks = cdiv(choice.num_slots, slots)
     if chunks > 1:
         # Sums of d_k and d_v over the chunks.
         partial += choice.keys * choice.block * _FP32 * (dim + value_dim)
@@ -76,17 +77,17 @@ class _Choice:
     """Sizes of the choice as selected attention sees it: in blocks of at most `LARGEST_BLOCK` tokens."""
 
     def __init__(self, geometry: Geometry, batch: int, length: int, groups: int) -> None:
-        parts = -(-geometry.selection_block_size // LARGEST_BLOCK)
+        parts = cdiv(geometry.selection_block_size, LARGEST_BLOCK)
         while geometry.selection_block_size % parts:
             parts += 1
         self.block = geometry.selection_block_size // parts
         self.places = geometry.num_selected_blocks * parts
         self.rows, self.row_slots = batch * length, groups * self.places
         self.num_slots = self.rows * self.row_slots
-        num_blocks = -(-length // self.block)
+        num_blocks = cdiv(length, self.block)
         self.keys = batch * groups * num_blocks
         self.length = length
-        self.bits = _INT32 * self.rows * groups * -(-num_blocks // 32)
+        self.bits = _INT32 * self.rows * groups * cdiv(num_blocks, 32)
 
     def gathered(self, backward: bool = False) -> bool:
         """Whether the order is keys outside."""
