@@ -16,6 +16,9 @@ from trifocal.ops.triton.launch import Kernel, next_power_of_2
 
 LINE = gl.constexpr(16)
 INFINITY_BITS = gl.constexpr(0x7F800000)
+# In bits of fp32, a factor of two.
+OCTAVE = gl.constexpr(1 << 23)
+LONGEST_LEAP = gl.constexpr(1 << 30)
 # Each lane has whole vectors of what is loaded.
 FEWEST_BLOCKS = 128
 
@@ -63,12 +66,16 @@ def choice_by_warp_kernel(
     bits = gl.minimum(gl.maximum(importance.to(gl.int32, bitcast=True), 0), INFINITY_BITS)
     bits = gl.where(free, bits, -1)
 
-    # Invariant: `reach` blocks, at least `wanted`, reach `low`; fewer reach `high`, or none is wanted.
+    # Invariant: `reach` blocks, at least `wanted`, reach `low`; fewer reach `high`, or none is wanted. The wanted ones
+    # are seldom far below the largest: leaps of growing length down from it, until one goes too far; then halving.
     low = gl.to_tensor(0)
+    leap = gl.to_tensor(OCTAVE)
     high = gl.max(bits, 0) + 1
     reach = candidates - num_forced
     while (reach > wanted) & (high - low > 1):
-        middle = low + (high - low) // 2
+        # Between low and high, neither of the two, whatever the leap: every step comes nearer.
+        middle = gl.maximum(low + (high - low) // 2, high - leap)
+        leap = gl.minimum(leap, LONGEST_LEAP // 4) * 4
         # The sign of the difference, one number less for each block that does not reach the middle.
         counted = BLOCKS + gl.sum((bits - middle) >> 31, 0)
         enough = counted >= wanted
