@@ -43,7 +43,6 @@ from trifocal.diagnostics import Heartbeat, MetricsWriter, Progress, Watchdog
 from trifocal.distributed import Processes
 from trifocal.train import load_config
 from trifocal.train.config import RunConfig
-from trifocal.train.evaluate import read_validation_batches
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
@@ -218,8 +217,11 @@ class Measured(Trainer):
         """Telemetry and the attention picture, by themselves."""
         self.rare = {}
         batch = next(self.loader)
-        self.validation_batches = read_validation_batches(self.config, self.tokenizer)
-        looks = {"telemetry": lambda: self._measure_attention(batch), "picture": self._picture_attention}
+        self.looks.read_validation_text()
+        looks = {
+            "telemetry": lambda: self.looks.measure_attention(self.step, batch, self.metrics),
+            "picture": lambda: self.looks.picture_attention(self.step),
+        }
         clock = time.process_time if self.device.type == "cpu" else time.perf_counter
         for name, look in looks.items():
             times = []

@@ -19,7 +19,7 @@ from trifocal.data.text import TextSource
 from trifocal.nn.block import SwiGLU
 from trifocal.train import checkpoint as checkpoint_module
 from trifocal.train import graphs as graphs_module
-from trifocal.train import loop, spread
+from trifocal.train import looks, loop, spread
 
 RANK = int(os.environ.get("RANK", "0"))
 STEP = 3
@@ -61,13 +61,13 @@ def _pause():
 
 def pause_in_evaluation():
     """Every rank pauses in its first evaluation."""
-    original = loop.evaluate
+    original = looks.evaluate
 
     def evaluate(*args, **kwargs):
         _pause()
         return original(*args, **kwargs)
 
-    loop.evaluate = evaluate
+    looks.evaluate = evaluate
 
 
 def pause_in_checkpoint():

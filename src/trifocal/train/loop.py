@@ -9,14 +9,8 @@ from typing import Any
 
 import torch
 
-from trifocal.data import Batch, Loader, Tokenizer, make_loader, merge_states
-from trifocal.diagnostics import (
-    AttentionTelemetry,
-    Heartbeat,
-    Progress,
-    Watchdog,
-    write_backends,
-)
+from trifocal.data import Loader, Tokenizer, make_loader, merge_states
+from trifocal.diagnostics import Heartbeat, Progress, Watchdog, write_backends
 from trifocal.distributed import Processes, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
@@ -24,16 +18,10 @@ from trifocal.train.company import Company
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.config import RunConfig
 from trifocal.train.determinism import deterministic_operations
-from trifocal.train.evaluate import (
-    Evaluation,
-    ShownSequence,
-    evaluate,
-    read_validation_batches,
-    sample,
-    sequence_to_show,
-)
+from trifocal.train.evaluate import Evaluation
 from trifocal.train.graphs import make_graphs
-from trifocal.train.inputs import autocast, packed_documents
+from trifocal.train.inputs import packed_documents
+from trifocal.train.looks import Looks
 from trifocal.train.meter import Meter
 from trifocal.train.nonfinite import stop_non_finite
 from trifocal.train.optimizer import make_optimizer
@@ -83,7 +71,6 @@ class Trainer:
         self.model.to_empty(device=self.device)
         self.model.init_weights(config.run.seed)
         self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
-        self.telemetry = AttentionTelemetry(self.model)
         self.parallel, self.mode_note = spread_model(self.model, config, processes)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile:
@@ -98,8 +85,6 @@ class Trainer:
         self.loss: float | None = None
         self.evaluation: Evaluation | None = None
         self.sample: str | None = None
-        self.validation_batches: list[Batch] | None = None
-        self.shown: ShownSequence | None = None
         self.company = Company(processes)
         self.saver = Saver(
             config,
@@ -109,6 +94,9 @@ class Trainer:
             self.optimizer,
             event=self._event,
             say=self._say,
+        )
+        self.looks = Looks(
+            config, directory, tokenizer, processes, model=self.model, parallel=self.parallel, keep=self._keep
         )
         self.loader: Loader = processes.together(self._make_loader)
         self.data_position = self.loader.state_dict()
@@ -230,17 +218,17 @@ class Trainer:
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("evaluate"):
                 self._evaluate()
-            if self.telemetry.layers and config.log.telemetry_interval_steps:
+            if self.looks.has_telemetry and config.log.telemetry_interval_steps:
                 with self.meter.paused(), self.heartbeat.phase("telemetry"):
-                    self._picture_attention()
-        if self.telemetry.layers and is_due(step, config.log.telemetry_interval_steps, last):
+                    self.looks.picture_attention(step)
+        if self.looks.has_telemetry and is_due(step, config.log.telemetry_interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("telemetry"):
-                self._measure_attention(result.batches[0])
+                self.looks.measure_attention(step, result.batches[0], self.metrics)
         if is_due(step, config.log.sample_interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("sample"):
-                self._sample()
+                self.sample = self.looks.sample(step)
         self.saver.take_written(wait=False)
         if is_due(step, config.checkpoint.interval_steps, last):
             self._save(must_succeed=last)
@@ -270,63 +258,15 @@ class Trainer:
                 self._say("rank_slow", sentence, "warning")
 
     def _evaluate(self) -> None:
-        if self.validation_batches is None:
-            with self._steps_kept():
-                self.validation_batches = self.processes.together(
-                    lambda: read_validation_batches(self.config, self.tokenizer)
-                )
-        self.evaluation = evaluate(
-            self.model,
-            self.validation_batches,
-            tokenizer=self.tokenizer,
-            data=self.config.data,
-            device=self.device,
-            precision=self.config.train.precision,
-            processes=self.processes,
-        )
+        with self._steps_kept():
+            self.looks.read_validation_text()
+        self.evaluation = self.looks.evaluate()
         self.metrics.write("evaluation", self.step, **self.evaluation.row())
         bits = self.evaluation.bits_per_byte
         self.progress.message(
             f"step {self.step}: validation loss {self.evaluation.validation_loss:.4f}"
             + (f", {bits:.4f} bits per byte" if bits is not None else "")
         )
-
-    def _measure_attention(self, batch: Batch) -> None:
-        if not (self.processes.first or self.parallel.sharded):
-            return
-        tokens = batch.tokens[:1].to(self.device)
-        with autocast(self.device, self.config.train.precision):
-            self.telemetry.log(self.metrics, self.step, tokens, cu_seqlens=batch.cu_seqlens)
-
-    def _picture_attention(self) -> None:
-        if self.validation_batches is None or not (self.processes.first or self.parallel.sharded):
-            return
-        if self.shown is None:
-            self.shown = sequence_to_show(self.validation_batches, self.tokenizer)
-        tokens, cu_seqlens, texts = self.shown
-        with autocast(self.device, self.config.train.precision):
-            picture = self.telemetry.picture(self.step, tokens.to(self.device), texts, cu_seqlens=cu_seqlens)
-        path = self.directory / "attention" / f"step_{self.step:08d}.npz"
-        self._keep("attention picture", lambda: picture.save(path))
-
-    def _sample(self) -> None:
-        if not (self.processes.first or self.parallel.sharded):
-            return
-        self.sample = sample(
-            self.model,
-            tokenizer=self.tokenizer,
-            config=self.config.log,
-            seed=self.config.run.seed,
-            device=self.device,
-            precision=self.config.train.precision,
-        )
-        text, folder = self.sample, self.directory / "samples"
-
-        def write() -> None:
-            folder.mkdir(exist_ok=True)
-            (folder / f"step_{self.step:08d}.txt").write_text(text + "\n", encoding="utf-8")
-
-        self._keep("sample", write)
 
     def _keep(self, what: str, write: Callable[[], None]) -> None:
         """Write what is good to have, in rank 0: a full disk costs it, never the run."""
