@@ -25,9 +25,9 @@ from trifocal.train.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
     set_aside_later,
-    verify_checkpoint,
 )
 from trifocal.train.config import OptimizerSection
+from trifocal.train.manifest import verify_checkpoint
 from trifocal.train.optimizer import make_optimizer
 
 CONFIG = ModelConfig(

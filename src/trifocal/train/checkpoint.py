@@ -8,9 +8,7 @@ and then renamed, so a crash at any moment leaves either the whole checkpoint or
 anything is loaded.
 """
 
-import hashlib
 import json
-import os
 import shutil
 import warnings
 from pathlib import Path
@@ -32,17 +30,20 @@ from torch.utils._pytree import tree_map_only
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
+from trifocal.train.files import PARTIAL, flush_folder, remove_folder
+from trifocal.train.manifest import (
+    FORMAT,
+    MANIFEST,
+    CheckpointDamaged,
+    describe_files,
+    is_intact,
+    verify_checkpoint,
+    write_manifest,
+)
 
-FORMAT = 1
-MANIFEST = "manifest.json"
 _PREFIX = "step_"
-_PARTIAL = "partial_"
 # Fields of the model that change how it is computed, not what it is.
 _FREE_MODEL_FIELDS = frozenset({"backend"})
-
-
-class CheckpointDamaged(UserError):
-    """A file of a checkpoint is missing or differs from the manifest."""
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -127,13 +128,13 @@ def write_checkpoint(
 ) -> Path:
     """The part of `save_checkpoint` that takes its time: writing what `collect_state` gave."""
     final = checkpoint_path(root, step)
-    partial = root / f"{_PARTIAL}{final.name}"
+    partial = root / f"{PARTIAL}{final.name}"
     try:
         processes.on_first(lambda: _make_room(partial))
         processes.together(lambda: _save_weights(state, partial / "weights", processes))
         text = json.dumps(process_state)
         processes.together(lambda: _write(partial / f"rank{processes.rank}.json", text))
-        files = _describe_files(partial, processes)
+        files = describe_files(partial, processes)
         manifest = {"format": FORMAT, "step": step, "model": model_config.to_dict(), "files": files}
         processes.on_first(lambda: _complete(partial, final, manifest))
     except BaseException:
@@ -144,7 +145,7 @@ def write_checkpoint(
 
 
 def _make_room(partial: Path) -> None:
-    _remove(partial)
+    remove_folder(partial)
     (partial / "weights").mkdir(parents=True)
 
 
@@ -152,30 +153,14 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def _describe_files(partial: Path, processes: Processes) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file, each on the disk for good; the processes share the reading."""
-    paths = sorted(path for path in partial.rglob("*") if path.is_file())
-    mine = paths[processes.rank :: processes.size]
-
-    def describe() -> dict[str, dict[str, Any]]:
-        return {
-            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": _flushed_hash(path)}
-            for path in mine
-        }
-
-    found = {name: entry for part in processes.gather(processes.together(describe)) for name, entry in part.items()}
-    return dict(sorted(found.items()))
-
-
 def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
-    (partial / MANIFEST).write_text(json.dumps({"content": manifest, "sha256": _hash_json(manifest)}, indent=1))
-    _flushed_hash(partial / MANIFEST)
+    write_manifest(partial, manifest)
     for folder in (partial / "weights", partial):
-        _flush_folder(folder)
+        flush_folder(folder)
     # A damaged checkpoint of the same step, left by the run that this one replaces, makes room.
-    _remove(final)
+    remove_folder(final)
     partial.rename(final)
-    _flush_folder(final.parent)
+    flush_folder(final.parent)
 
 
 def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> None:
@@ -183,45 +168,12 @@ def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> N
     for path in list_checkpoints(root)[:-keep_last]:
         step = _step_of(path)
         if step is not None and not (keep_every_steps and step % keep_every_steps == 0):
-            _remove(path)
-
-
-def verify_checkpoint(path: Path) -> dict[str, Any]:
-    """Read the manifest and compare every file with it.
-
-    Returns:
-        The manifest: `format`, `step`, `model`, `files`.
-
-    Raises:
-        CheckpointDamaged: If a file is missing, cut or changed; names the file.
-        UserError: If the checkpoint was written by another version of the format.
-    """
-    try:
-        wrapped = json.loads((path / MANIFEST).read_bytes())
-        manifest = wrapped["content"]
-        intact = wrapped["sha256"] == _hash_json(manifest)
-    except FileNotFoundError:
-        raise CheckpointDamaged(f"{path / MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError):
-        raise CheckpointDamaged(f"{path / MANIFEST} is damaged") from None
-    if not intact:
-        raise CheckpointDamaged(f"{path / MANIFEST} is damaged")
-    if manifest["format"] != FORMAT:
-        raise UserError(f"{path} has checkpoint format {manifest['format']}, this version reads {FORMAT}")
-    for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointDamaged(f"{file} is missing")
-        if file.stat().st_size != expected["bytes"]:
-            raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}")
-        if _hash(file) != expected["sha256"]:
-            raise CheckpointDamaged(f"{file} has changed since it was written (SHA-256 differs)")
-    return dict(manifest)
+            remove_folder(path)
 
 
 def set_aside_later(path: Path) -> None:
     """Make it the newest: rename later ones to `superseded_*`, delete what a killed process left unfinished."""
-    for unfinished in path.parent.glob(f"{_PARTIAL}*"):
+    for unfinished in path.parent.glob(f"{PARTIAL}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     found = list_checkpoints(path.parent)
     for later in found[found.index(path) + 1 :]:
@@ -256,7 +208,7 @@ def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Pat
         verify_checkpoint(path)
     except CheckpointDamaged as error:
         for earlier in reversed(found[: found.index(path)]):
-            if _is_intact(earlier):
+            if is_intact(earlier):
                 advice = f"go on from the one before with: {command} --checkpoint {earlier.name}"
                 break
         else:
@@ -357,44 +309,3 @@ def _load_weights(state: dict[str, Any], folder: Path) -> None:
 def _step_of(path: Path) -> int | None:
     digits = path.name.removeprefix(_PREFIX)
     return int(digits) if path.name.startswith(_PREFIX) and digits.isdecimal() and path.is_dir() else None
-
-
-def _is_intact(path: Path) -> bool:
-    try:
-        verify_checkpoint(path)
-    except UserError:
-        return False
-    return True
-
-
-def _remove(folder: Path) -> None:
-    if not folder.exists():
-        return
-    # Renamed first: a crash in the middle of deleting must not leave half a checkpoint under its name.
-    doomed = folder.with_name(f"{_PARTIAL}removing_{folder.name}")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flushed_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _hash_json(content: object) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _flush_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,28 @@
+"""Folders that are there whole or not at all, also after a crash."""
+
+import os
+import shutil
+from pathlib import Path
+
+PARTIAL = "partial_"
+"""How the names of what is not whole begin."""
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete a folder, if it is there; after a crash in the middle nothing is left under its name."""
+    if not folder.exists():
+        return
+    # Renamed first: a crash in the middle of deleting must not leave half a checkpoint under its name.
+    doomed = folder.with_name(f"{PARTIAL}removing_{folder.name}")
+    shutil.rmtree(doomed, ignore_errors=True)
+    folder.rename(doomed)
+    shutil.rmtree(doomed)
+
+
+def flush_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk for good."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,95 @@
+"""What a checkpoint consists of: each file with its size and SHA-256, so that none is loaded that is cut or changed."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from trifocal.distributed import Processes
+from trifocal.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+
+
+class CheckpointDamaged(UserError):
+    """A file of a checkpoint is missing or differs from the manifest."""
+
+
+def describe_files(partial: Path, processes: Processes) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of every file, each on the disk for good; the processes share the reading."""
+    paths = sorted(path for path in partial.rglob("*") if path.is_file())
+    mine = paths[processes.rank :: processes.size]
+
+    def describe() -> dict[str, dict[str, Any]]:
+        return {
+            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": _flushed_hash(path)}
+            for path in mine
+        }
+
+    found = {name: entry for part in processes.gather(processes.together(describe)) for name, entry in part.items()}
+    return dict(sorted(found.items()))
+
+
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write the manifest of a checkpoint with a hash of its own; it is on the disk for good."""
+    (folder / MANIFEST).write_text(json.dumps({"content": manifest, "sha256": _hash_json(manifest)}, indent=1))
+    _flushed_hash(folder / MANIFEST)
+
+
+def verify_checkpoint(path: Path) -> dict[str, Any]:
+    """Read the manifest and compare every file with it.
+
+    Returns:
+        The manifest: `format`, `step`, `model`, `files`.
+
+    Raises:
+        CheckpointDamaged: If a file is missing, cut or changed; names the file.
+        UserError: If the checkpoint was written by another version of the format.
+    """
+    try:
+        wrapped = json.loads((path / MANIFEST).read_bytes())
+        manifest = wrapped["content"]
+        intact = wrapped["sha256"] == _hash_json(manifest)
+    except FileNotFoundError:
+        raise CheckpointDamaged(f"{path / MANIFEST} is missing") from None
+    except (ValueError, KeyError, TypeError):
+        raise CheckpointDamaged(f"{path / MANIFEST} is damaged") from None
+    if not intact:
+        raise CheckpointDamaged(f"{path / MANIFEST} is damaged")
+    if manifest["format"] != FORMAT:
+        raise UserError(f"{path} has checkpoint format {manifest['format']}, this version reads {FORMAT}")
+    for name, expected in manifest["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise CheckpointDamaged(f"{file} is missing")
+        if file.stat().st_size != expected["bytes"]:
+            raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}")
+        if _hash(file) != expected["sha256"]:
+            raise CheckpointDamaged(f"{file} has changed since it was written (SHA-256 differs)")
+    return dict(manifest)
+
+
+def is_intact(path: Path) -> bool:
+    """Whether `verify_checkpoint` finds nothing."""
+    try:
+        verify_checkpoint(path)
+    except UserError:
+        return False
+    return True
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _flushed_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_json(content: object) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
