@@ -145,6 +145,28 @@ def die_once():
     before_step(action)
 
 
+def die_in_first_step():
+    """Killed in the first step, on the first start only; every rank is there by then."""
+
+    def action(step):
+        if step == 1 and RANK == 1 and not Path(os.environ["FAULT_FILE"]).exists():
+            mark()
+            os.kill(os.getpid(), 9)
+
+    before_step(action)
+
+
+def die_in_first_steps():
+    """Killed in the first step of every start."""
+
+    def action(step):
+        if step == 1 and RANK == 1:
+            mark()
+            os.kill(os.getpid(), 9)
+
+    before_step(action)
+
+
 class _Poison(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

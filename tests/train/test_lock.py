@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -67,6 +68,31 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
         assert lock.take(tmp_path) == lock.take(tmp_path) == ""
     with RunLock() as lock:
         lock.take(tmp_path)
+
+
+def test_the_lock_of_a_folder_that_was_deleted_meanwhile_is_not_that_of_the_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    held = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(held, fcntl.LOCK_EX)
+
+    def delete_and_give_back(seconds: float) -> None:
+        shutil.rmtree(folder)
+        folder.mkdir()
+        fcntl.flock(held, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(lock_module, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(lock_module.time, "sleep", delete_and_give_back)
+    try:
+        with RunLock() as first, RunLock() as second:
+            first.take(folder)
+            monkeypatch.setattr(lock_module, "WAIT_SECONDS", 0.0)
+            with pytest.raises(UserError, match="is in use"):
+                second.take(folder)
+    finally:
+        os.close(held)
 
 
 def test_a_lock_of_another_machine_is_waited_for(

@@ -19,7 +19,7 @@ from trifocal.train.config import RunConfig
 from trifocal.train.launch import resume, resume_command, train
 from trifocal.train.loop import TrainResult
 from trifocal.train.nonfinite import NonFiniteError
-from trifocal.train.run_directory import load_run
+from trifocal.train.run_directory import load_run_to_resume
 from trifocal.train.toml import dotted_fields
 
 _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}
@@ -96,7 +96,7 @@ def _resume(paths: list[str], own: dict[str, str], overrides: list[str]) -> Trai
     if "overwrite" in own:
         raise UserError("--overwrite and --resume contradict each other")
     directory = Path(own["resume"])
-    config = override(load_run(directory), overrides)
+    config = override(load_run_to_resume(directory), overrides)
     return resume(directory, checkpoint=own.get("checkpoint", ""), config=config)
 
 

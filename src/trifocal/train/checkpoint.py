@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
+from trifocal.train.earlier_run import where_set_aside
 from trifocal.train.files import PARTIAL, flush_folder, remove_folder
 from trifocal.train.manifest import (
     FORMAT,
@@ -198,7 +199,10 @@ def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Pat
     found = list_checkpoints(root)
     if not found:
         begin = f"trifocal train {run_directory / 'config.toml'} --overwrite"
-        raise UserError(f"{run_directory} has no checkpoint yet; wait for its first one, or begin again with: {begin}")
+        raise UserError(
+            f"{run_directory} has no checkpoint yet{where_set_aside(run_directory)}; wait for its first one, or begin "
+            f"again with: {begin}"
+        )
     path = found[-1]
     if name:
         path = root / name

@@ -2,6 +2,7 @@
 
 import shlex
 import shutil
+import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -10,11 +11,12 @@ from trifocal.distributed import Processes, processes_started
 from trifocal.errors import UserError
 from trifocal.train.checkpoint import find_checkpoint
 from trifocal.train.config import RunConfig
+from trifocal.train.earlier_run import is_set_aside, put_back
 from trifocal.train.evaluate import check_validation_text
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer, TrainResult
 from trifocal.train.preflight import choose_device, preflight
-from trifocal.train.run_directory import create_run_directory, load_run
+from trifocal.train.run_directory import create_run_directory, load_run_to_resume
 from trifocal.train.start import check_same_start, restarted_run
 
 
@@ -23,7 +25,8 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
 
     Args:
         config: The configuration.
-        overwrite: Replace a run that is in `config.run.directory` already.
+        overwrite: Replace a run that is in `config.run.directory` already; it is deleted when the new one's first step
+            has ended, and stays if that fails.
 
     Returns:
         How it ended; on SIGINT or SIGTERM with a checkpoint of the step that was under way.
@@ -35,6 +38,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
     directory = Path(config.run.directory)
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, overwrite=overwrite)
+        processes.on_first(lambda: _tell(put_back(directory, lock)))
         found = processes.on_first(lambda: restarted_run(processes, directory))
         if found == "resume":
             # torchrun gives the command of the first start again.
@@ -44,14 +48,27 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         trainer = Trainer(config, directory, processes, tokenizer)
         processes.on_first(lambda: check_validation_text(config, tokenizer))
         overwrite = overwrite or found == "overwrite"
-        note = processes.on_first(lambda: create_run_directory(config, lock, overwrite=overwrite))
-        processes.begin()
+
+        def create() -> str:
+            note = create_run_directory(config, lock, overwrite=overwrite)
+            if not is_set_aside(directory):
+                # Otherwise after the first step: until then another run may be put back.
+                processes.begin()
+            return note
+
+        created = False
         try:
+            note = processes.on_first(create)
+            created = True
             return trainer.run([*notes, *filter(None, [note])], None)
-        except UserError:
-            if trainer.step == 0 and processes.first:
-                # Nothing was learnt: the folder would only stand in the way of the next try.
-                shutil.rmtree(directory)
+        except BaseException as error:
+            # Where the lock is not held, another process may be at work in the folder.
+            if processes.first and lock.held:
+                if is_set_aside(directory):
+                    _put_back_after_failure(directory, lock)
+                elif created and trainer.step == 0 and isinstance(error, UserError):
+                    # Nothing was learnt: the folder would only stand in the way of the next try.
+                    shutil.rmtree(directory)
             raise
 
 
@@ -71,7 +88,7 @@ def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | N
         NonFiniteError: As `train`.
     """
     directory = Path(directory)
-    saved = load_run(directory)
+    saved = load_run_to_resume(directory)
     config = saved if config is None else config
     # The folder may have been moved since.
     config = replace(config, run=replace(config.run, directory=str(directory)))
@@ -91,8 +108,22 @@ def _processes(config: RunConfig) -> AbstractContextManager[Processes]:
     return processes_started(device, timeout_seconds=config.parallel.timeout_seconds)
 
 
+def _tell(sentence: str) -> None:
+    if sentence:
+        print(f"trifocal: {sentence}", file=sys.stderr, flush=True)
+
+
+def _put_back_after_failure(directory: Path, lock: RunLock) -> None:
+    try:
+        _tell(put_back(directory, lock))
+    except UserError as failed:
+        # Beside what went wrong before, which the caller raises.
+        _tell(str(failed))
+
+
 def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes, lock: RunLock) -> TrainResult:
     note = processes.on_first(lambda: lock.take(directory))
+    processes.on_first(lambda: _tell(put_back(directory, lock)))
     found = processes.on_first(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
     tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
     return Trainer(config, directory, processes, tokenizer).run([*notes, *filter(None, [note])], found)

@@ -46,14 +46,23 @@ class RunLock:
         """
         if self._file is not None:
             return ""
-        file = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            note = _lock(file, folder)
-        except BaseException:
-            os.close(file)
-            raise
-        self._file = file
-        return note
+        path = folder / LOCK_FILE
+        while True:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                note = _lock(file, folder)
+                if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
+                    self._file = file
+                    return note
+            finally:
+                if self._file is None:
+                    os.close(file)
+            # Whoever had the lock has deleted the folder with it, and others may be in a new one by now.
+
+    @property
+    def held(self) -> bool:
+        """Whether it is taken."""
+        return self._file is not None
 
     def __enter__(self) -> Self:
         return self

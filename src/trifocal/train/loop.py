@@ -18,6 +18,7 @@ from trifocal.train.company import Company
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.config import RunConfig
 from trifocal.train.determinism import deterministic_operations
+from trifocal.train.earlier_run import let_go
 from trifocal.train.evaluate import Evaluation
 from trifocal.train.graphs import make_graphs
 from trifocal.train.inputs import packed_documents
@@ -209,6 +210,9 @@ class Trainer:
         """Log, evaluate, sample and save where it is time to; each of them first makes sure that the step was sound."""
         config, step = self.config, self.step
         last = step == config.train.steps
+        if step == 1:
+            self._check_finite()
+            self._first_step_ended()
         if last or self.meter.steps == 1:
             self._keep("choice of backends", lambda: write_backends(self.directory / "backends.json"))
         if last or step == 1 or step % config.log.interval_steps == 0:
@@ -232,6 +236,17 @@ class Trainer:
         self.saver.take_written(wait=False)
         if is_due(step, config.checkpoint.interval_steps, last):
             self._save(must_succeed=last)
+
+    def _first_step_ended(self) -> None:
+        """From here on the run is there, in all processes, and one that it replaces may go."""
+        with self.heartbeat.phase("wait"):
+            self.processes.agree(None)
+        if self.processes.first:
+            with self.meter.paused(), self.heartbeat.phase("checkpoint"):
+                left = let_go(self.directory)
+            if left:
+                self._say("not_deleted", left, "warning")
+        self.processes.begin()
 
     def _check_finite(self) -> None:
         """Stop if the last step was not finite. Its update was withheld on the device, its gradients are still there.

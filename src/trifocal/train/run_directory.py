@@ -1,17 +1,17 @@
 """The folder of a run: made for a new one, never taken from another."""
 
-import shutil
 from pathlib import Path
 
 from trifocal.errors import UserError
 from trifocal.train.config import RunConfig
-from trifocal.train.lock import LOCK_FILE, RunLock
+from trifocal.train.earlier_run import OWN_NAMES, put_back, set_aside, where_set_aside, whole_run
+from trifocal.train.lock import RunLock
 from trifocal.train.toml import from_table, read_toml, to_toml
 
 CONFIG_FILE = "config.toml"
 _PARTIAL_CONFIG = f".{CONFIG_FILE}.partial"
 # What a start leaves that was killed before the run was there.
-_LEFT_OVER = {LOCK_FILE, _PARTIAL_CONFIG}
+_LEFT_OVER = OWN_NAMES | {_PARTIAL_CONFIG}
 
 
 def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> str:
@@ -20,7 +20,8 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
     Args:
         config: The configuration.
         lock: Takes the folder's lock.
-        overwrite: Delete the run that is there already.
+        overwrite: Set the run aside that is there already, until the new one's first step has ended
+            (see `earlier_run`).
 
     Returns:
         What the lock has to say.
@@ -30,35 +31,34 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
             made.
     """
     folder = Path(config.run.directory)
-    if folder.exists() and (not folder.is_dir() or any(path.name not in _LEFT_OVER for path in folder.iterdir())):
-        is_run = (folder / CONFIG_FILE).is_file()
-        if not is_run:
-            raise UserError(f"{folder} exists and is not a run; choose another --run.directory")
-        if not overwrite:
-            raise UserError(
-                f"{folder} holds a run already; go on with it (trifocal train --resume {folder}), replace it "
-                "(--overwrite), or choose another --run.directory"
-            )
-        lock.take(folder)
-        _clear(folder)
+    # Before anything is written into a folder that may be somebody else's; and again when nobody else can change it.
+    _check_contents(folder, overwrite=overwrite)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         note = lock.take(folder)
+        put_back(folder, lock)
+        if _check_contents(folder, overwrite=overwrite):
+            set_aside(folder, lock)
         save_config(config, folder)
     except OSError as error:
+        if lock.held:
+            put_back(folder, lock)
         raise UserError(f"cannot make run.directory {folder}: {error.strerror}") from error
     return note
 
 
-def _clear(folder: Path) -> None:
-    """Delete all but the lock. What makes it a run goes last: after a crash on the way, the rest can go as well."""
-    for path in sorted(folder.iterdir(), key=lambda path: path.name == CONFIG_FILE):
-        if path.name == LOCK_FILE:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+def _check_contents(folder: Path, *, overwrite: bool) -> bool:
+    """Whether the folder holds a run, which may be replaced."""
+    if not folder.exists() or (folder.is_dir() and all(path.name in _LEFT_OVER for path in folder.iterdir())):
+        return False
+    if not (folder / CONFIG_FILE).is_file():
+        raise UserError(f"{folder} exists and is not a run; choose another --run.directory")
+    if not overwrite:
+        raise UserError(
+            f"{folder} holds a run already; go on with it (trifocal train --resume {folder}), replace it "
+            "(--overwrite), or choose another --run.directory"
+        )
+    return True
 
 
 def save_config(config: RunConfig, folder: Path) -> None:
@@ -77,5 +77,10 @@ def load_run(folder: Path) -> RunConfig:
     if not folder.is_dir():
         raise UserError(f"there is no run at {folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}")
+        raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}{where_set_aside(folder)}")
     return from_table(RunConfig, read_toml(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
+
+
+def load_run_to_resume(folder: Path) -> RunConfig:
+    """As `load_run`; where a start that was to replace the run was killed, of the run that will be put back."""
+    return load_run(whole_run(folder))
