@@ -41,9 +41,10 @@ sys.exit(main(sys.argv[2:]))
 
 
 def tree(folder: Path) -> Tree:
-    """Every file of a folder but the lock."""
+    """Every file of a run; not the lock, nor what a failed start has left."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE)
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+    return {name: content for name, content in found.items() if not name.startswith(FAILED_START)}
 
 
 @pytest.fixture
@@ -99,7 +100,7 @@ def test_a_wrong_setting_of_the_data_costs_nothing(config: Path) -> None:
         ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
         assert ended.returncode == 2 and says in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
         assert f"the run that was in {run} is there as before" in ended.stderr
-        assert tree(run) == before
+        assert tree(run) == before and not (run / FAILED_START).exists()
     assert resume(run).step == 4
     assert main(["generate", str(run), "--prompt", "the", "--max-new-tokens", "2"]) == 0
 
@@ -131,6 +132,7 @@ def test_a_start_that_was_killed_is_undone_by_the_next(
         printed = capsys.readouterr()
         assert f"the run that was in {run} is there as before" in printed.err
         assert ("holds a run already" in printed.err) == (again == "refused")
+        assert (run / FAILED_START / "config.toml").exists() == (again != "overwrite")
     assert not any((run / name).exists() for name in (EARLIER_RUN, FAILED_START))
 
 
@@ -184,10 +186,22 @@ def test_a_first_step_that_fails_keeps_its_dump_and_gives_the_place_back(
         in (capsys.readouterr().err)
     )
     assert (run / FAILED_START / "dumps" / "step_00000001" / "summary.json").is_file()
-    assert {name: text for name, text in tree(run).items() if not name.startswith(FAILED_START)} == before
+    assert tree(run) == before
     monkeypatch.undo()
     assert train(make_config(config.parent, *QUICK), overwrite=True).finished
     assert not (run / FAILED_START).exists()
+
+
+def test_a_folder_of_that_name_without_a_run_is_not_taken_for_one(config: Path) -> None:
+    run = config.with_name("run")
+    (run / EARLIER_RUN).mkdir()
+    (run / EARLIER_RUN / "thesis.tex").touch()
+    before = tree(run)
+    with pytest.raises(UserError, match="holds a run already"):
+        train(make_config(config.parent))
+    with pytest.raises(UserError, match=r"cannot be moved aside, and stays as it was: .*not empty"):
+        train(make_config(config.parent, *QUICK), overwrite=True)
+    assert tree(run) == before
 
 
 class Killed(BaseException):
@@ -256,7 +270,7 @@ def test_it_may_be_killed_at_any_moment(tmp_path: Path, fails: bool) -> None:
                 put_back(run, lock)
             with RunLock() as lock:
                 put_back(run, lock)
-            found = {name: text for name, text in tree(run).items() if not name.startswith(FAILED_START)}
+            found = tree(run)
             outcomes.add(found == old)
             if found != old:
                 assert not fails
@@ -317,7 +331,7 @@ def test_torchrun_starts_again_and_never_takes_the_earlier_run_for_its_own(
     if always:
         with RunLock() as lock:
             put_back(run, lock)
-        assert {name: text for name, text in tree(run).items() if not name.startswith(FAILED_START)} == before
+        assert tree(run) == before
     else:
         rows = read_metrics(run / "metrics.jsonl")
         assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]

@@ -115,7 +115,7 @@ def _tell(sentence: str) -> None:
 
 def _put_back_after_failure(directory: Path, lock: RunLock) -> None:
     try:
-        _tell(put_back(directory, lock))
+        _tell(put_back(directory, lock, own=True))
     except UserError as failed:
         # Beside what went wrong before, which the caller raises.
         _tell(str(failed))

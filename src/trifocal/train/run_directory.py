@@ -4,14 +4,14 @@ from pathlib import Path
 
 from trifocal.errors import UserError
 from trifocal.train.config import RunConfig
-from trifocal.train.earlier_run import OWN_NAMES, put_back, set_aside, where_set_aside, whole_run
-from trifocal.train.lock import RunLock
+from trifocal.train.earlier_run import put_back, set_aside, where_set_aside, whole_run
+from trifocal.train.lock import LOCK_FILE, RunLock
 from trifocal.train.toml import from_table, read_toml, to_toml
 
 CONFIG_FILE = "config.toml"
 _PARTIAL_CONFIG = f".{CONFIG_FILE}.partial"
 # What a start leaves that was killed before the run was there.
-_LEFT_OVER = OWN_NAMES | {_PARTIAL_CONFIG}
+_LEFT_OVER = {LOCK_FILE, _PARTIAL_CONFIG}
 
 
 def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> str:
@@ -42,7 +42,7 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
         save_config(config, folder)
     except OSError as error:
         if lock.held:
-            put_back(folder, lock)
+            put_back(folder, lock, own=True)
         raise UserError(f"cannot make run.directory {folder}: {error.strerror}") from error
     return note
 
