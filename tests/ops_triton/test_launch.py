@@ -7,8 +7,9 @@ import torch
 
 triton = pytest.importorskip("triton")
 
+from triton.compiler import CompiledKernel  # noqa: E402
 from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: E402
-from triton.runtime import JITFunction  # noqa: E402
+from triton.runtime import JITFunction, driver  # noqa: E402
 
 from trifocal.ops.triton.launch import Kernel, cdiv, describe_tiles, next_power_of_2  # noqa: E402
 
@@ -17,25 +18,35 @@ def scaled(x, tiles, stride, length, factor, SIZE: triton.language.constexpr, GA
     """Never compiled."""
 
 
-class Compiled:
-    """What Triton gives for a compiled kernel."""
+class Driver:
+    """A driver whose current device is 3, with stream 103."""
 
-    def __init__(self, launches):
-        self.launches = launches
+    def get_current_device(self):
+        return 3
 
-    def __getitem__(self, grid):
-        return lambda *args: self.launches.append((grid, args))
+    def get_current_stream(self, device):
+        return 100 + device
+
+
+def loaded(launches):
+    """A compiled kernel of Triton's as it is after its first launch; its launcher notes what it is called with."""
+    compiled = object.__new__(CompiledKernel)
+    compiled._run = lambda *args: launches.append(args)
+    compiled.src, compiled.name, compiled.module, compiled.function = None, "scaled", "module", "function"
+    compiled.packed_metadata = (4, 1, 0)
+    return compiled
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    """A kernel with the arguments that Triton was asked about, and the launches without it."""
+    """A kernel with the arguments that Triton was asked about, and the launches without it, made by Triton's code."""
     asked, launches = [], []
 
     def run(self, *args, grid, warmup, **constants):
         asked.append((grid, args, constants))
-        return Compiled(launches)
+        return loaded(launches)
 
+    monkeypatch.setattr(driver, "_active", Driver())
     monkeypatch.setattr(JITFunction, "run", run)
     kernel = Kernel(JITFunction(scaled, do_not_specialize=["length"]))
     kernel.asked, kernel.launches = asked, launches
@@ -62,7 +73,41 @@ def test_the_second_launch_of_a_kind_goes_to_the_compiled_kernel(kernel):
     assert kernel.launches == []
     kernel[(7,)](*second, **CONSTANTS)
     assert len(kernel.asked) == 1
-    assert kernel.launches == [((7, 1, 1), (*second, 64, True))]
+    code = ("function", (4, 1, 0), None, None, None)
+    assert kernel.launches == [(7, 1, 1, 103, *code, second[0].data_ptr(), *second[1:], 64, True)]
+
+
+def test_a_launch_is_what_triton_makes_of_a_compiled_kernel_but_for_hooks_and_pointers(kernel):
+    args = arguments()
+    for _ in range(2):
+        kernel[3, 2](*args, **CONSTANTS)
+    loaded(kernel.launches)[3, 2, 1](*args, 64, True)
+    ours, tritons = kernel.launches
+    runtime = triton.knobs.runtime
+    assert tritons[7:9] == (runtime.launch_enter_hook, runtime.launch_exit_hook)
+    assert ours == (*tritons[:6], None, None, None, args[0].data_ptr(), *tritons[10:])
+
+
+def hear(*args):
+    """A hook."""
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_while_a_hook_listens_launches_are_tritons_own(kernel, name):
+    hooks = getattr(triton.knobs.runtime, name)
+    kernel[(1,)](*arguments(), **CONSTANTS)
+    hooks.add(hear)
+    try:
+        kernel[(1,)](*arguments(), **CONSTANTS)
+    finally:
+        hooks.remove(hear)
+    assert (len(kernel.asked), len(kernel.launches)) == (2, 0)
+    with triton.knobs.runtime.scope():
+        setattr(triton.knobs.runtime, name, hear)
+        kernel[(1,)](*arguments(), **CONSTANTS)
+    assert (len(kernel.asked), len(kernel.launches)) == (3, 0)
+    kernel[(1,)](*arguments(), **CONSTANTS)
+    assert (len(kernel.asked), len(kernel.launches)) == (3, 1)
 
 
 OTHERS = {

@@ -146,7 +146,7 @@ def row_sums_kernel(
 def combine_forward(o_cmp: Tensor, o_slc: Tensor, o_win: Tensor, gates: Tensor) -> Tensor:
     """Mix the branches: `gates` [B, T, H, 3] in the order cmp, slc, win; outputs contiguous, [B, T, H, V]."""
     o = torch.empty_like(o_cmp)
-    combine_forward_kernel[_grid(o)](o_cmp, o_slc, o_win, gates, o, *gates.stride(), **_rows(o))
+    combine_forward_kernel[_grid(o)](o_cmp, o_slc, o_win, gates, o, *gates.stride(), *_rows(o), **_constants(o))
     return o
 
 
@@ -166,7 +166,9 @@ def combine_backward(
     d_o = unit_stride(d_o)
     d_gates = o_cmp.new_empty(*o_cmp.shape[:3], 3, dtype=gate_type)
     delta = o_cmp.new_empty(3, *o_cmp.shape[:3], dtype=torch.float32)
-    combine_backward_kernel[_grid(o_cmp)](d_o, o_cmp, o_slc, o_win, delta, d_gates, *d_o.stride()[:3], **_rows(o_cmp))
+    combine_backward_kernel[_grid(o_cmp)](
+        d_o, o_cmp, o_slc, o_win, delta, d_gates, *d_o.stride()[:3], *_rows(o_cmp), **_constants(o_cmp)
+    )
     return d_gates, delta
 
 
@@ -176,22 +178,21 @@ def row_sums(d_o: Tensor, o: Tensor, d_lse: Tensor | None = None) -> Tensor:
     delta = o.new_empty(o.shape[:3], dtype=torch.float32)
     d_lse_strides = (0, 0, 0) if d_lse is None else d_lse.stride()
     row_sums_kernel[_grid(o)](
-        d_o, o, d_lse, delta, *d_o.stride()[:3], *d_lse_strides, HAS_D_LSE=d_lse is not None, **_rows(o)
+        d_o, o, d_lse, delta, *d_o.stride()[:3], *d_lse_strides, *_rows(o), HAS_D_LSE=d_lse is not None, **_constants(o)
     )
     return delta
 
 
 def _grid(o: Tensor) -> tuple[int]:
-    return (cdiv(o.shape[0] * o.shape[1] * o.shape[2], ROWS),)
+    return (cdiv(_rows(o)[0], ROWS),)
 
 
-def _rows(o: Tensor) -> dict[str, int]:
-    batch, num_queries, num_heads, value_dim = o.shape
-    return {
-        "num_rows": batch * num_queries * num_heads,
-        "num_queries": num_queries,
-        "HEADS": num_heads,
-        "V": value_dim,
-        "V_PAD": next_power_of_2(value_dim),
-        "ROWS": ROWS,
-    }
+def _rows(o: Tensor) -> tuple[int, int]:
+    """Rows in all, and queries of one batch entry."""
+    batch, num_queries, num_heads, _ = o.shape
+    return batch * num_queries * num_heads, num_queries
+
+
+def _constants(o: Tensor) -> dict[str, int]:
+    num_heads, value_dim = o.shape[2:]
+    return {"HEADS": num_heads, "V": value_dim, "V_PAD": next_power_of_2(value_dim), "ROWS": ROWS}

@@ -6,7 +6,8 @@ single core.
 
 A short call is over on the device before the host has started its next kernel: Triton spends 40 µs and more a launch on
 what all its arguments might mean for the compiled code, and on the checks of each descriptor of tiles. `Kernel` asks
-it once for arguments of a kind, and hands the compiled kernel its arguments from then on.
+it once for arguments of a kind, and hands the compiled kernel its arguments from then on, pointers as numbers, since
+the launcher would ask the driver about each tensor. Only where a profiler listens are all launches Triton's own.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ import triton
 from torch import Tensor
 from triton.experimental.gluon.language import NVMMASharedLayout
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
-from triton.runtime import JITFunction
+from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 Descriptor = GluonDescriptor | TensorDescriptor
@@ -50,32 +51,37 @@ class Kernel:
         self._kinds: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] | None = None
         if isinstance(function, JITFunction):
             self._kinds = {}
-            self._free = tuple(name in function.do_not_specialize for name in function.arg_names)
+            self._free = tuple(n for n, name in enumerate(function.arg_names) if name in function.do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
         if _compiled_for.get() is not None:
             return functools.partial(self.function.warmup, grid=grid)
-        if self._kinds is None:
+        if self._kinds is None or _watched():
             return self.function[grid]  # type: ignore[no-any-return]
         return functools.partial(self._launch, self._kinds, grid)
 
     def _launch(self, kinds: dict[tuple[Any, ...], Any], grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-        kind: list[Any] = [tuple(constants), *constants.values()]
-        # The commonest types first: a launch goes through some thirty arguments.
-        for x, free in zip(args, self._free, strict=False):
-            of_x = type(x)
-            if of_x is int:
-                kind.append(-(2**31) <= x < 2**31 if free else x)
-            elif isinstance(x, Tensor):
-                kind += (x.device, x.dtype, x.data_ptr() % 16)
-            elif of_x in _DESCRIPTORS:
-                kind.append(x.kind)
+        kind, values = list(args), list(args)
+        for place, x in enumerate(args):
+            # The commonest type first: a launch goes through some thirty arguments.
+            if type(x) is int:
+                continue
+            if isinstance(x, Tensor):
+                values[place] = pointer = x.data_ptr()
+                kind[place] = x.get_device(), x.dtype, pointer % 16
             else:
-                kind += (of_x, x)
-        known = kinds.get(key := tuple(kind))
+                kind[place] = x.kind if type(x) in _DESCRIPTORS else (type(x), x)
+        # Of numbers that code is not specialized on, only whether they take 32 bits or 64.
+        for place in self._free:
+            kind[place] = -(2**31) <= args[place] < 2**31
+        key = *kind, *constants, *constants.values()
+        known = kinds.get(key)
         if known is not None:
             compiled, rest = known
-            compiled[(*grid, 1, 1)[:3]](*args, *rest)
+            stream = driver.active.get_current_stream(driver.active.get_current_device())
+            # Nothing to tell a profiler, which is called neither before nor after.
+            code = compiled.function, compiled.packed_metadata, None, None, None
+            compiled.run(*(*grid, 1, 1)[:3], stream, *code, *values, *rest)
             return
         compiled = self.function[grid](*args, **constants)
         if compiled is not None:
@@ -83,6 +89,12 @@ class Kernel:
                 kinds.clear()
             names = self.function.arg_names[len(args) :]
             kinds[key] = compiled, tuple(constants[name] for name in names)
+
+
+def _watched() -> bool:
+    """Whether somebody wants to be called at launches: instead of Triton's chains of hooks, or in one."""
+    enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 def cdiv(numerator: int, denominator: int) -> int:
@@ -117,7 +129,7 @@ def describe_tiles(
     descriptor.base, descriptor.shape, descriptor.strides, descriptor.block_shape = x, shape, strides, tile
     if layout is not None:
         descriptor.layout = layout
-    descriptor.kind = (x.device, x.dtype, *tile, layout)
+    descriptor.kind = (x.get_device(), x.dtype, *tile, layout)
     return descriptor  # type: ignore[no-any-return]
 
 
