@@ -323,17 +323,26 @@ def interval_d_k_d_v_kernel(
         store_tile(d_v, in_tile * (GROUPS * V), keep, d_v_2, V_1, V_2, V)
 
 
-@Kernel
-@triton.jit(do_not_specialize=["parts", "count"])
-def sum_parts_kernel(summands, total, parts, count, SIZE: tl.constexpr):
-    """Add summands [parts, count] in order. Bytes: the summands in, the total out, once."""
+@triton.jit
+def _sum_parts(parts_of_x, d_x, parts, count, SIZE: tl.constexpr):
+    """Add parts [parts, count] in order."""
     place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
     keep = place < count
     value = tl.zeros([SIZE], tl.float32)
     for _ in tl.range(0, parts):
-        value += tl.load(summands + place, mask=keep, other=0.0)
-        summands += count
-    tl.store(total + place, value.to(total.dtype.element_ty), mask=keep)
+        value += tl.load(parts_of_x + place, mask=keep, other=0.0)
+        parts_of_x += count
+    tl.store(d_x + place, value.to(d_x.dtype.element_ty), mask=keep)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["parts"])
+def sum_parts_kernel(d_k_parts, d_v_parts, d_k, d_v, parts, d_k_count, d_v_count, SIZE: tl.constexpr):
+    """SIZE numbers of d_k, or d_v, from their parts. Bytes: the parts in, the sums out, once."""
+    if tl.program_id(1) == 0:
+        _sum_parts(d_k_parts, d_k, parts, d_k_count, SIZE)
+    else:
+        _sum_parts(d_v_parts, d_v, parts, d_v_count, SIZE)
 
 # fmt: on
 
@@ -491,29 +500,27 @@ def launch_d_k_d_v(
 
 
 def empty_parts(problem: IntervalProblem, key_tiles: int, tile: Tile, parts: int | None) -> tuple[Tensor, Tensor, int]:
-    """Memory for d_k and d_v, [parts, B, S, G, *], and how many parts: of the compressed branch fp32 sums to add up."""
+    """Memory for d_k and d_v, and how many parts: of the compressed branch fp32 sums to add up, [parts, B, S, G, *]."""
     q, k, v = problem.q, problem.k, problem.v
-    split = problem.branch.window_size == 0
-    if parts is None:
-        parts = choose_parts(q, key_tiles * q.shape[0] * k.shape[2], problem.rep, tile) if split else 1
-    d_k = k.new_empty(parts, *k.shape, dtype=torch.float32 if split else k.dtype)
-    d_v = v.new_empty(parts, *v.shape, dtype=torch.float32 if split else v.dtype)
+    if problem.branch.window_size > 0:
+        return k.new_empty(k.shape), v.new_empty(v.shape), 1
+    parts = parts or choose_parts(q, key_tiles * q.shape[0] * k.shape[2], problem.rep, tile)
+    d_k, d_v = (x.new_empty(parts, *x.shape, dtype=torch.float32) for x in (k, v))
     return d_k, d_v, parts
 
 
-def add_parts(problem: IntervalProblem, d_k: Tensor, d_v: Tensor) -> tuple[Tensor, Tensor]:
-    """d_k and d_v of their parts."""
+def add_parts(problem: IntervalProblem, d_k_parts: Tensor, d_v_parts: Tensor) -> tuple[Tensor, Tensor]:
+    """d_k and d_v of what `empty_parts` gave memory for."""
+    k, v = problem.k, problem.v
     if problem.branch.window_size > 0:
-        return d_k[0], d_v[0]
-    return sum_parts(d_k, problem.k.dtype), sum_parts(d_v, problem.v.dtype)
-
-
-def sum_parts(summands: Tensor, dtype: torch.dtype) -> Tensor:
-    total = torch.empty_like(summands[0], dtype=dtype)
-    count = total.numel()
-    if count:
-        sum_parts_kernel[(cdiv(count, 1024),)](summands, total, summands.shape[0], count, SIZE=1024)
-    return total
+        return d_k_parts, d_v_parts
+    d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    d_k_count, d_v_count = d_k.numel(), d_v.numel()
+    if d_k_count:
+        sum_parts_kernel[cdiv(max(d_k_count, d_v_count), 512), 2](
+            d_k_parts, d_v_parts, d_k, d_v, d_k_parts.shape[0], d_k_count, d_v_count, SIZE=512
+        )
+    return d_k, d_v
 
 
 def choose_parts(q: Tensor, programs: int, heads_per_group: int, tile: Tile) -> int:
