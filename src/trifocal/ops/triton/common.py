@@ -179,7 +179,8 @@ def tma_fits(*tensors: Tensor) -> bool:
 
 def strides(x: Tensor) -> tuple[int, int, int]:
     """Strides of batch, position and head. One batch has none: its value would only force a compilation."""
-    return (0 if x.shape[0] == 1 else x.stride(0)), x.stride(1), x.stride(2)
+    batch, time, head = x.stride()[:3]
+    return (0 if x.shape[0] == 1 else batch), time, head
 
 
 @triton.jit

@@ -237,8 +237,9 @@ def key_sources(x: Tensor, widths: Widths, keys: int, tma: bool) -> tuple[Tensor
     if not tma:
         return x, x
     batch, length, groups, _ = x.shape
-    whole = x.as_strided((batch, groups, length, widths.size), (x.stride(0), x.stride(2), x.stride(1), 1))
-    return _descriptors(whole, [1, 1, keys], widths)
+    batch_stride, time_stride, head_stride, _ = x.stride()
+    shape, strides = (batch, groups, length, widths.size), (batch_stride, head_stride, time_stride, 1)
+    return _descriptors(x, shape, strides, (1, 1, keys), widths)
 
 
 def row_sources(x: Tensor, widths: Widths, rows: int, groups: int, tma: bool) -> tuple[Tensor | Descriptor | None, ...]:
@@ -247,17 +248,17 @@ def row_sources(x: Tensor, widths: Widths, rows: int, groups: int, tma: bool) ->
         return x, x
     batch, length, heads, _ = x.shape
     rep = heads // groups
-    whole = x.as_strided(
-        (batch, groups, length, rep, widths.size),
-        (x.stride(0), rep * x.stride(2), x.stride(1), x.stride(2), 1),
-    )
-    return _descriptors(whole, [1, 1, rows // rep, rep], widths)
+    batch_stride, time_stride, head_stride, _ = x.stride()
+    shape = (batch, groups, length, rep, widths.size)
+    strides = (batch_stride, rep * head_stride, time_stride, head_stride, 1)
+    return _descriptors(x, shape, strides, (1, 1, rows // rep, rep), widths)
 
 
-def _descriptors(whole: Tensor, block: list[int], widths: Widths) -> tuple[Descriptor | None, ...]:
-    shape, strides = whole.shape, whole.stride()
-    first = describe_tiles(whole, shape, strides, (*block, widths.part_1))
-    second = describe_tiles(whole, shape, strides, (*block, widths.part_2)) if widths.part_2 else None
+def _descriptors(
+    x: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], tile: tuple[int, ...], widths: Widths
+) -> tuple[Descriptor | None, ...]:
+    first = describe_tiles(x, shape, strides, (*tile, widths.part_1))
+    second = describe_tiles(x, shape, strides, (*tile, widths.part_2)) if widths.part_2 else None
     return first, second
 
 
@@ -288,8 +289,10 @@ def choose_hopper(
         programs = cdiv(k.shape[1], 128) * k.shape[0] * k.shape[2]
         if programs < 0.75 * multiprocessors(q.device):
             return None
+    configuration = _HOPPER[kernel, window].get(q.shape[-1])
     fits = (
-        is_hopper(q.device)
+        configuration is not None
+        and is_hopper(q.device)
         and heads <= 64
         and (heads <= 32 or q.shape[-1] <= 128)
         and v.shape[-1] in (64, 128)
@@ -297,4 +300,4 @@ def choose_hopper(
         and (window or branch.ids is None)
         and tma_fits(q, k, v, *others)
     )
-    return _HOPPER[kernel, window].get(q.shape[-1]) if fits else None
+    return configuration if fits else None
