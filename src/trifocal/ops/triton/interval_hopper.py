@@ -429,6 +429,13 @@ def part_descriptors(x: Tensor, positions: int, heads: int, width: Widths) -> tu
     return first, tile_descriptor(x, positions, heads, width.part_2) if width.part_2 else None
 
 
+def tail_descriptors(k: Tensor, v: Tensor, tail: int, width: Widths) -> tuple[Descriptor | None, ...]:
+    """Descriptors of the narrow tiles of keys, in both parts, and values; None where a kernel has none."""
+    if not tail:
+        return None, None, None
+    return *part_descriptors(k, tail, 1, width), tile_descriptor(v, tail, 1, v.shape[3])
+
+
 def launch_hopper_forward(
     q: Tensor,
     k: Tensor,
@@ -454,8 +461,7 @@ def launch_hopper_forward(
         *part_descriptors(q, queries, rep, width),
         *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
-        *part_descriptors(k, tail or keys, 1, width),
-        tile_descriptor(v, tail or keys, 1, value_dim),
+        *tail_descriptors(k, v, tail, width),
         tile_descriptor(o, queries, rep, value_dim),
         o,
         lse,

@@ -29,6 +29,7 @@ from trifocal.ops.triton.interval_hopper import (
     place_tile,
     split_heads,
     store_rows,
+    tail_descriptors,
     tile_descriptor,
 )
 from trifocal.ops.triton.launch import Kernel, cdiv
@@ -291,8 +292,7 @@ def launch_hopper_d_q(
         *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
         tile_descriptor(d_o, queries, rep, value_dim),
-        *part_descriptors(k, tail or keys, 1, width),
-        tile_descriptor(v, tail or keys, 1, value_dim),
+        *tail_descriptors(k, v, tail, width),
         lse,
         delta,
         gate,
