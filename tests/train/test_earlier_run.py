@@ -132,7 +132,7 @@ def test_a_start_that_was_killed_is_undone_by_the_next(
         printed = capsys.readouterr()
         assert f"the run that was in {run} is there as before" in printed.err
         assert ("holds a run already" in printed.err) == (again == "refused")
-        assert (run / FAILED_START / "config.toml").exists() == (again != "overwrite")
+        assert (run / FAILED_START / "config.toml").exists() == (again == "refused")
     assert not any((run / name).exists() for name in (EARLIER_RUN, FAILED_START))
 
 

@@ -20,7 +20,7 @@ from trifocal.diagnostics import read_metrics
 from trifocal.diagnostics.attention_picture import read_picture
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, load_model
-from trifocal.train import NonFiniteError, load_config, resume, saving, train
+from trifocal.train import NonFiniteError, load_config, looks, resume, saving, train
 from trifocal.train import loop as loop_module
 from trifocal.train.evaluate import evaluate, read_validation_batches
 
@@ -373,3 +373,36 @@ def test_steps_are_saved_before_a_run_ends_by_its_data(
     assert resume(tmp_path / "run").step == 6
     steps = [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("look", ["evaluate", "sample"])
+def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: str
+) -> None:
+    """As when a GPU has memory for a step, and none for more."""
+
+    def too_much(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(looks, look, too_much)
+    flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--checkpoint.interval_steps", "2")
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train(make_config(tmp_path, *flags))
+    assert caught.value.__notes__ == ["step 3 is saved"]
+    monkeypatch.undo()
+    assert resume(tmp_path / "run").finished
+    assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_step_that_was_not_sound_is_not_saved_when_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(step: int, arguments: dict[str, Any]) -> None:
+        if step == 3:
+            next(arguments["loss_function"].parameters()).data.fill_(float("inf"))
+
+    before_step(monkeypatch, explode)
+    flags = ("--log.interval_steps", "5", "--evaluate.interval_steps", "3")
+    with pytest.raises(NonFiniteError):
+        train(make_config(tmp_path, *flags))
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]

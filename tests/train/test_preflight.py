@@ -1,16 +1,19 @@
 """What cannot end well is refused before any work; what is notable is said."""
 
+import os
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from tests.train.tiny import make_config
+from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train import preflight as module
-from trifocal.train import train
+from trifocal.train import resume, train
 from trifocal.train.preflight import choose_device, disk_bytes, preflight
 
 CPU = torch.device("cpu")
@@ -30,6 +33,15 @@ CPU = torch.device("cpu")
         (("--model.backend", "triton"), r"model\.backend is \"triton\": .*use \"auto\" or \"reference\""),
         (("--log.sample_interval_steps", "1", "--log.sample_prompt", "x" * 32), "sample_prompt has 32 tokens"),
         (("--log.sample_interval_steps", "1", "--data.source", "synthetic"), "there is no text to sample"),
+        (
+            ("--log.sample_interval_steps", "1", "--log.sample_prompt", "\udcff"),
+            r"log\.sample_prompt is not UTF-8 text",
+        ),
+        (
+            ("--log.sample_interval_steps", "1", "--log.sample_tokens", "10" * 7),
+            r"log\.sample_tokens (10)+ takes at least",
+        ),
+        (("--evaluate.batches", "10" * 7), r"evaluate\.batches take .* GB, and this machine has"),
         (("--run.directory", __file__ + "/run"), r"run\.directory .*/test_preflight\.py is not a folder"),
         (("--data.source", "text:/nowhere/at/all"), "nowhere"),
         (("--data.source", "bultin"), "nearest is builtin"),
@@ -42,6 +54,25 @@ def test_a_run_that_cannot_end_well_is_refused_before_any_work(
     with pytest.raises(UserError, match=expected):
         train(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_prompt_without_tokens_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As spaces are to some vocabularies."""
+    monkeypatch.setattr(ByteTokenizer, "encode", lambda self, text: np.empty(0, dtype=np.int32))
+    with pytest.raises(UserError, match=r"log\.sample_prompt '  ' has no tokens in data\.tokenizer \"bytes\""):
+        preflight(make_config(tmp_path, "--log.sample_interval_steps", "1", "--log.sample_prompt", "  "), CPU)
+
+
+def test_a_run_goes_on_only_where_its_checkpoints_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make_config(tmp_path, "--train.steps", "2"))
+    checkpoints = tmp_path / "run" / "checkpoints"
+    allowed = os.access
+    # Permissions do not bind everybody who may run this test.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != checkpoints and allowed(path, mode))
+    with pytest.raises(UserError, match=r"no permission to write in \S+/run/checkpoints"):
+        resume(tmp_path / "run", config=make_config(tmp_path, "--train.steps", "4"))
 
 
 def test_processes_share_the_global_batch(tmp_path: Path) -> None:

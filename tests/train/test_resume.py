@@ -111,6 +111,52 @@ def test_going_on_from_an_earlier_checkpoint_sets_the_later_one_aside(tmp_path: 
     assert (tmp_path / "run" / "checkpoints" / "superseded_step_00000009").is_dir()
 
 
+def test_a_start_that_fails_leaves_the_run_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its configuration and later checkpoints: whether the data do not fit, or the first step fails."""
+    train(make_config(tmp_path))
+    run = tmp_path / "run"
+    names = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert names == ["step_00000004", "step_00000006"]
+    config = (run / "config.toml").read_text()
+
+    def unchanged() -> bool:
+        found = sorted(path.name for path in (run / "checkpoints").iterdir())
+        return found == names and (run / "config.toml").read_text() == config
+
+    with pytest.raises(UserError, match="data position belongs to"):
+        resume(run, checkpoint="step_00000004", config=make_config(tmp_path, "--data.seed", "8"))
+    assert unchanged()
+
+    def fail(step: int, _: Any) -> None:
+        raise MemoryError
+
+    larger = make_config(tmp_path, "--train.micro_batch_size", "4")
+    with monkeypatch.context() as patch:
+        before_step(patch, fail)
+        with pytest.raises(MemoryError):
+            resume(run, checkpoint="step_00000004", config=larger)
+    assert unchanged()
+    assert resume(run, checkpoint="step_00000004", config=larger).finished
+    assert load_config(run / "config.toml").train.micro_batch_size == 4
+    assert (run / "checkpoints" / "superseded_step_00000006").is_dir()
+
+
+def test_going_on_from_the_last_step_of_a_shorter_run_sets_later_ones_aside(tmp_path: Path) -> None:
+    train(make_config(tmp_path))
+    shorter = make_config(tmp_path, "--train.steps", "4")
+    assert resume(tmp_path / "run", checkpoint="step_00000004", config=shorter).finished
+    assert (tmp_path / "run" / "checkpoints" / "superseded_step_00000006").is_dir()
+    assert load_config(tmp_path / "run" / "config.toml").train.steps == 4
+
+
+def test_a_resumed_run_that_begins_to_evaluate_needs_held_out_text(tmp_path: Path) -> None:
+    nothing = ("--data.validation_fraction", "1e-9")
+    train(make_config(tmp_path, *nothing, "--evaluate.interval_steps", "0", "--train.steps", "2"))
+    with pytest.raises(UserError, match="the validation split is empty"):
+        resume(tmp_path / "run", config=make_config(tmp_path, *nothing, "--evaluate.interval_steps", "6"))
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")] == [1, 2]
+
+
 def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     train(config)

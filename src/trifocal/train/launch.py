@@ -126,4 +126,5 @@ def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Proc
     processes.on_first(lambda: _tell(put_back(directory, lock)))
     found = processes.on_first(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
     tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
+    processes.on_first(lambda: check_validation_text(config, tokenizer))
     return Trainer(config, directory, processes, tokenizer).run([*notes, *filter(None, [note])], found)

@@ -14,6 +14,7 @@ from trifocal.diagnostics import Heartbeat, Progress, Watchdog, write_backends
 from trifocal.distributed import Processes, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
+from trifocal.train.checkpoint import set_aside_later
 from trifocal.train.company import Company
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.config import RunConfig
@@ -24,10 +25,11 @@ from trifocal.train.graphs import make_graphs
 from trifocal.train.inputs import packed_documents
 from trifocal.train.looks import Looks
 from trifocal.train.meter import Meter
-from trifocal.train.nonfinite import stop_non_finite
+from trifocal.train.nonfinite import NonFiniteError, stop_non_finite
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.records import open_records
+from trifocal.train.run_directory import save_config
 from trifocal.train.saving import Saver
 from trifocal.train.schedule import is_due, learning_rate
 from trifocal.train.spread import spread_model
@@ -107,6 +109,7 @@ class Trainer:
     def run(self, notes: list[str], checkpoint: Path | None) -> TrainResult:
         """Train to the last step or the first signal."""
         config, directory, total = self.config, self.directory, self.config.train.steps
+        self.came_from = checkpoint
         with ExitStack() as stack:
             stack.callback(self.loader.close)
             stack.enter_context(deterministic_operations(config.run.deterministic))
@@ -151,6 +154,8 @@ class Trainer:
                 restore_random_state(self.restored_random_state)
             while self.step < total and self._step():
                 pass
+            if self.meter.steps == 0:
+                self._started()
             self.saver.take_written(wait=True)
             if self.saver.saved_step != self.step:
                 self._save(must_succeed=True)
@@ -210,14 +215,23 @@ class Trainer:
         """Log, evaluate, sample and save where it is time to; each of them first makes sure that the step was sound."""
         config, step = self.config, self.step
         last = step == config.train.steps
-        if step == 1:
+        if self.meter.steps == 1:
             self._check_finite()
-            self._first_step_ended()
+            self._started()
         if last or self.meter.steps == 1:
             self._keep("choice of backends", lambda: write_backends(self.directory / "backends.json"))
         if last or step == 1 or step % config.log.interval_steps == 0:
             self._check_finite()
             self._log(result)
+        with self._steps_kept():
+            self._look(result, last=last)
+        self.saver.take_written(wait=False)
+        if is_due(step, config.checkpoint.interval_steps, last):
+            self._save(must_succeed=last)
+
+    def _look(self, result: StepResult, *, last: bool) -> None:
+        """Evaluate, look at the attention and sample, where it is time to."""
+        config, step = self.config, self.step
         if is_due(step, config.evaluate.interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("evaluate"):
@@ -233,19 +247,25 @@ class Trainer:
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("sample"):
                 self.sample = self.looks.sample(step)
-        self.saver.take_written(wait=False)
-        if is_due(step, config.checkpoint.interval_steps, last):
-            self._save(must_succeed=last)
 
-    def _first_step_ended(self) -> None:
-        """From here on the run is there, in all processes, and one that it replaces may go."""
+    def _started(self) -> None:
+        """The first step has ended in all processes: what this start replaces is not needed any more.
+
+        Not before: a start that fails leaves the run, its configuration and its checkpoints as they were.
+        """
+
+        def replace_what_was() -> str:
+            save_config(self.config, self.directory)
+            if self.came_from is not None:
+                set_aside_later(self.came_from)
+            return let_go(self.directory)
+
         with self.heartbeat.phase("wait"):
             self.processes.agree(None)
-        if self.processes.first:
-            with self.meter.paused(), self.heartbeat.phase("checkpoint"):
-                left = let_go(self.directory)
-            if left:
-                self._say("not_deleted", left, "warning")
+        with self.meter.paused(), self.heartbeat.phase("checkpoint"):
+            left = self.processes.on_first(replace_what_was)
+        if left and self.processes.first:
+            self._say("not_deleted", left, "warning")
         self.processes.begin()
 
     def _check_finite(self) -> None:
@@ -273,8 +293,7 @@ class Trainer:
                 self._say("rank_slow", sentence, "warning")
 
     def _evaluate(self) -> None:
-        with self._steps_kept():
-            self.looks.read_validation_text()
+        self.looks.read_validation_text()
         self.evaluation = self.looks.evaluate()
         self.metrics.write("evaluation", self.step, **self.evaluation.row())
         bits = self.evaluation.bits_per_byte
@@ -294,10 +313,17 @@ class Trainer:
 
     @contextmanager
     def _steps_kept(self) -> Iterator[None]:
-        """Around what reads data: if these fail, the steps since the last checkpoint are saved before the run ends."""
+        """Around what is not a step: if it fails, the steps since the last checkpoint are saved before the run ends.
+
+        Not where this process alone may have failed: the others would not save with it. Nor where the step was not
+        sound: its update was withheld.
+        """
         try:
             yield
-        except UserError as error:
+        except Exception as error:
+            alone = self.processes.size == 1
+            if isinstance(error, NonFiniteError) or not (alone or isinstance(error, UserError)):
+                raise
             self.saver.take_written(wait=True)
             if self.step == self.saver.saved_step:
                 raise
@@ -305,6 +331,9 @@ class Trainer:
                 self._save(must_succeed=True)
             except UserError as failed:
                 raise UserError(f"{error}; and {failed}") from error
+            if not isinstance(error, UserError):
+                error.add_note(f"step {self.step} is saved")
+                raise
             raise type(error)(f"{error}; step {self.step} is saved") from error
 
     def _save(self, *, must_succeed: bool) -> None:
@@ -319,7 +348,6 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         state = self.saver.restore(path)
-        self.processes.begin()
         self.loader.load_state_dict(state["data"])
         self.data_position = state["data"]
         self.step, self.loss = state["step"], state["loss"]

@@ -20,6 +20,8 @@ LONG_RUN_STEPS = 1000
 """A run of more steps than this must save checkpoints on the way."""
 # Weights and the two moments of AdamW, each fp32.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
+# The batches of all evaluations are kept on the host: a token and a target, each int64.
+BYTES_PER_EVALUATED_TOKEN = 16
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -58,6 +60,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_backend(config, device)
     _check_compiler(config, device)
     _check_disk(config)
+    _check_host_memory(config)
     check_sinks(config.log.sink_names())
     _check_traces(config, device)
     return tokenizer, _notes(config, num_processes)
@@ -101,7 +104,15 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
             "evaluate.interval_steps to 0"
         )
     if config.log.sample_interval_steps:
-        prompt_tokens = len(tokenizer.encode(config.log.sample_prompt))
+        try:
+            prompt_tokens = len(tokenizer.encode(config.log.sample_prompt))
+        except UnicodeEncodeError as error:
+            raise UserError("log.sample_prompt is not UTF-8 text") from error
+        if prompt_tokens == 0:
+            raise UserError(
+                f"log.sample_prompt {config.log.sample_prompt!r} has no tokens in data.tokenizer "
+                f'"{config.data.tokenizer}"'
+            )
         if prompt_tokens >= config.train.sequence_length:
             raise UserError(
                 f"log.sample_prompt has {prompt_tokens} tokens; it must be shorter than train.sequence_length, "
@@ -182,8 +193,9 @@ def _check_disk(config: RunConfig) -> None:
         existing = existing.parent
     if not existing.is_dir():
         raise UserError(f"run.directory {config.run.directory}: {existing} is not a folder")
-    if not os.access(existing, os.W_OK):
-        raise UserError(f"run.directory {config.run.directory}: no permission to write in {existing}")
+    for place in (existing, folder / "checkpoints"):
+        if place.exists() and not os.access(place, os.W_OK):
+            raise UserError(f"run.directory {config.run.directory}: no permission to write in {place}")
     needed = disk_bytes(config) - _bytes_of_checkpoints(folder / "checkpoints")
     free = shutil.disk_usage(existing).free
     if needed > free:
@@ -191,6 +203,33 @@ def _check_disk(config: RunConfig) -> None:
             f"the checkpoints need {needed / 1e9:.1f} GB, and {existing} has {free / 1e9:.1f} GB free; "
             "lower checkpoint.keep_last, raise checkpoint.keep_every_steps, or choose another run.directory"
         )
+
+
+def _check_host_memory(config: RunConfig) -> None:
+    """Refuse an evaluation or a sample that this machine cannot hold even if there were nothing else in its memory."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        # A system that does not tell.
+        return
+    evaluate, train, model = config.evaluate, config.train, config.model
+    if evaluate.interval_steps:
+        needed = evaluate.batches * train.micro_batch_size * train.sequence_length * BYTES_PER_EVALUATED_TOKEN
+        if needed > memory:
+            raise UserError(
+                f"the {evaluate.batches} batches of evaluate.batches take {needed / 1e9:.1f} GB, and this machine has "
+                f"{memory / 1e9:.1f} GB; lower it"
+            )
+    if config.log.sample_interval_steps:
+        # The keys and values of one branch alone.
+        needed = (
+            config.log.sample_tokens * model.num_layers * model.num_kv_groups * (model.head_dim + model.value_dim) * 2
+        )
+        if needed > memory:
+            raise UserError(
+                f"a sample of log.sample_tokens {config.log.sample_tokens} takes at least {needed / 1e9:.1f} GB, and "
+                f"this machine has {memory / 1e9:.1f} GB; lower it"
+            )
 
 
 def disk_bytes(config: RunConfig) -> int:

@@ -1,4 +1,4 @@
-"""What a run writes down from its start on: its configuration, its environment, its metrics."""
+"""What a run writes down from its start on: its environment, its metrics."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -7,13 +7,13 @@ import torch
 
 from trifocal.diagnostics import MetricsWriter, make_sinks, write_environment
 from trifocal.train.config import RunConfig
-from trifocal.train.run_directory import CONFIG_FILE, save_config
+from trifocal.train.toml import to_toml
 
 
 def open_records(
     config: RunConfig, directory: Path, *, device: torch.device, resume_step: int | None, first: bool
 ) -> MetricsWriter:
-    """Write `config.toml` and `env.json`, and open the metrics with their sinks.
+    """Write `env.json`, and open the metrics with their sinks.
 
     Args:
         config: The run.
@@ -24,9 +24,7 @@ def open_records(
     """
     if not first:
         return MetricsWriter.silent()
-    save_config(config, directory)
-    config_text = (directory / CONFIG_FILE).read_text(encoding="utf-8")
-    write_environment(directory / "env.json", config_text, device=device, precision=config.train.precision)
+    write_environment(directory / "env.json", to_toml(config), device=device, precision=config.train.precision)
     sinks = make_sinks(
         config.log.sink_names(),
         directory,

@@ -12,7 +12,7 @@ from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.background import BackgroundWriter, Written
-from trifocal.train.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint, set_aside_later
+from trifocal.train.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
 from trifocal.train.config import RunConfig
 
 
@@ -95,7 +95,7 @@ class Saver:
             self._report(written, must_succeed=False)
 
     def restore(self, path: Path) -> dict[str, Any]:
-        """Load a checkpoint into model and optimizer; those after it are set aside.
+        """Load a checkpoint into model and optimizer.
 
         Returns:
             What this process remembered.
@@ -107,7 +107,6 @@ class Saver:
         self.saved_step = state["step"]
         if self.saved_step > self._last_step:
             raise UserError(f"{path} is of step {self.saved_step}, past train.steps {self._last_step}")
-        self._processes.on_first(lambda: set_aside_later(path))
         return state
 
     def _report(self, written: Written, *, must_succeed: bool) -> None:
