@@ -210,7 +210,9 @@ def gathered_backward(
         _reduce_pieces(p, index, chunk, d_k_parts, d_k, 1.0 if several else p.scale, add=several)
         _reduce_pieces(p, index, chunk, d_v_parts, d_v, 1.0, add=several)
     if several:
-        d_k, d_v = d_k.mul_(p.scale).to(p.k.dtype), d_v.to(p.v.dtype)
+        # Scaled and rounded in one pass.
+        d_k = torch.mul(d_k, p.scale, out=torch.empty_like(d_k, dtype=p.k.dtype))
+        d_v = d_v.to(p.v.dtype)
     return d_q, d_k, d_v
 
 
