@@ -204,6 +204,22 @@ def test_a_folder_of_that_name_without_a_run_is_not_taken_for_one(config: Path) 
     assert tree(run) == before
 
 
+def test_ctrl_c_before_the_first_step_gives_the_place_back(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config.with_name("run")
+    before = tree(run)
+
+    def interrupt(*_: Any, **__: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    monkeypatch.setattr("trifocal.train.loop.open_records", interrupt)
+    assert main(["train", str(config), "--overwrite", *QUICK]) == 130
+    assert f"the run that was in {run} is there as before" in capsys.readouterr().err
+    assert tree(run) == before and not (run / FAILED_START).exists()
+
+
 class Killed(BaseException):
     """In place of SIGKILL."""
 
@@ -308,7 +324,9 @@ def test_a_full_disk_and_a_file_that_cannot_be_moved_leave_it_whole(
         assert tree(run) == before and not list(run.glob(f"{EARLIER_RUN}*"))
     with monkeypatch.context() as patch:
         patch.setattr("trifocal.train.run_directory.save_config", lambda *_: no_room(Path(EARLIER_RUN)))
-        with pytest.raises(UserError, match=r"cannot make run.directory .*No space left"):
+        with pytest.raises(
+            UserError, match=r"cannot make run.directory .*No space left.*; the run .* is there as before"
+        ):
             train(new, overwrite=True)
     assert tree(run) == before and not list(run.glob(f"{EARLIER_RUN}*"))
 

@@ -73,6 +73,11 @@ def test_a_run_goes_on_only_where_its_checkpoints_can_be_written(
     monkeypatch.setattr(os, "access", lambda path, mode: path != checkpoints and allowed(path, mode))
     with pytest.raises(UserError, match=r"no permission to write in \S+/run/checkpoints"):
         resume(tmp_path / "run", config=make_config(tmp_path, "--train.steps", "4"))
+    monkeypatch.undo()
+    shutil.rmtree(tmp_path / "run" / "dumps", ignore_errors=True)
+    (tmp_path / "run" / "dumps").touch()
+    with pytest.raises(UserError, match=r"run/dumps is not a folder"):
+        resume(tmp_path / "run", config=make_config(tmp_path, "--train.steps", "4"))
 
 
 def test_processes_share_the_global_batch(tmp_path: Path) -> None:

@@ -191,16 +191,17 @@ def _check_disk(config: RunConfig) -> None:
     existing = folder
     while not existing.exists():
         existing = existing.parent
-    if not existing.is_dir():
-        raise UserError(f"run.directory {config.run.directory}: {existing} is not a folder")
-    for place in (existing, folder / "checkpoints"):
+    # Of a run that goes on, the folders without which it would fail on the way.
+    for place in (existing, *(folder / name for name in ("checkpoints", "dumps"))):
+        if place.exists() and not place.is_dir():
+            raise UserError(f"run.directory {config.run.directory}: {place} is not a folder")
         if place.exists() and not os.access(place, os.W_OK):
             raise UserError(f"run.directory {config.run.directory}: no permission to write in {place}")
     needed = disk_bytes(config) - _bytes_of_checkpoints(folder / "checkpoints")
     free = shutil.disk_usage(existing).free
     if needed > free:
         raise UserError(
-            f"the checkpoints need {needed / 1e9:.1f} GB, and {existing} has {free / 1e9:.1f} GB free; "
+            f"the checkpoints need {needed / 1e9:.3g} GB, and {existing} has {free / 1e9:.3g} GB free; "
             "lower checkpoint.keep_last, raise checkpoint.keep_every_steps, or choose another run.directory"
         )
 

@@ -41,9 +41,10 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
             set_aside(folder, lock)
         save_config(config, folder)
     except OSError as error:
-        if lock.held:
-            put_back(folder, lock, own=True)
-        raise UserError(f"cannot make run.directory {folder}: {error.strerror}") from error
+        kept = put_back(folder, lock, own=True) if lock.held else ""
+        raise UserError(
+            "; ".join([f"cannot make run.directory {folder}: {error.strerror}", *filter(None, [kept])])
+        ) from error
     return note
 
 
