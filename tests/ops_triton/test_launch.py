@@ -1,6 +1,9 @@
 """A kernel is asked for once for arguments of a kind, and launched as the compiler's launch would be."""
 
 import dataclasses
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
-from trifocal.ops.triton.launch import Kernel, cdiv, describe_tiles, next_power_of_2  # noqa: E402
+from trifocal.ops.triton.launch import Kernel, _load, cdiv, describe_tiles, next_power_of_2  # noqa: E402
 
 
 def scaled(x, tiles, stride, length, factor, SIZE: triton.language.constexpr, GATED: triton.language.constexpr):
@@ -144,6 +147,41 @@ def test_kinds_are_forgotten_when_there_are_too_many(kernel, monkeypatch):
         kernel[(1,)](*arguments(stride=stride), **CONSTANTS)
     assert len(kernel.asked) == 4
     assert kernel.launches == []
+
+
+class Launcher:
+    """As Triton's launchers in C: it takes its function from the one module that all of them are loaded into."""
+
+    module = SimpleNamespace(launch=None, made=[])
+
+    def __init__(self, src, metadata):
+        self.module.made.append((src, metadata))
+        self.module.launch = src
+        time.sleep(0.002)  # Other threads have their turn.
+        self.launch = self.module.launch
+
+
+class Compiled:
+    """A kernel that makes its launcher when it is first looked for."""
+
+    def __init__(self, src):
+        self.src, self.metadata, self.launcher = src, f"of {src}", None
+
+    @property
+    def run(self):
+        if self.launcher is None:
+            self.launcher = driver.active.launcher_cls(self.src, self.metadata)
+        return self.launcher
+
+
+def test_each_kernel_that_is_compiled_beside_others_gets_its_own_launcher(monkeypatch):
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(launcher_cls=Launcher))
+    kernels = [Compiled(f"kernel {n}") for n in range(24)]
+    with ThreadPoolExecutor(8) as pool:
+        _load(kernels, pool)
+    # All at the same time first, so that those that are kept are in the cache.
+    assert sorted(Launcher.module.made[:24]) == sorted((kernel.src, kernel.metadata) for kernel in kernels)
+    assert [kernel.launcher and kernel.launcher.launch for kernel in kernels] == [kernel.src for kernel in kernels]
 
 
 def test_descriptors_are_what_their_constructors_make():

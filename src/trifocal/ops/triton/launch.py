@@ -12,6 +12,7 @@ the launcher would ask the driver about each tensor. Only where a profiler liste
 
 import contextlib
 import functools
+import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -152,10 +153,21 @@ def only_compile(device: torch.device) -> Iterator[None]:
         with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
             with triton.AsyncCompileMode(pool) as mode:
                 yield
-            # The launcher of each too, which Triton makes when it first looks for it.
-            list(pool.map(lambda future: future.result().run, mode.future_kernels.values()))
+            _load([future.result() for future in mode.future_kernels.values()], pool)
     finally:
         _compiled_for.reset(token)
+
+
+def _load(kernels: Sequence[Any], pool: ThreadPoolExecutor) -> None:
+    """Make ready what was compiled, with the launcher of each, which Triton makes when it first looks for it.
+
+    Up to Triton 3.6 a launcher is an extension of its own, in C, and all have one name. When Python loads one that it
+    has loaded before, it puts its functions into the last module of that name, whosever that is: in another thread a
+    kernel would get the wrong launcher. So they are compiled at the same time, and loaded, from Triton's cache, one by
+    one.
+    """
+    list(pool.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), kernels))
+    list(map(operator.attrgetter("run"), kernels))
 
 
 def own_device(device: torch.device) -> torch.device:
