@@ -48,6 +48,14 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_rows_of_a_table_have_its_columns(page):
+    for table in re.findall(r"(?:^\|.*\n)+", prose(page), re.MULTILINE):
+        columns = [len(re.findall(r"(?<!\\)\|", row)) - 1 for row in table.splitlines()]
+        wrong = [row for row, count in zip(table.splitlines(), columns, strict=True) if count != columns[0]]
+        assert not wrong, f"{name_of(page)}: not {columns[0]} columns: {wrong}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_files_that_are_named_exist(page):
     for code in inline_code(page):
         for path in PATH.findall(code):
