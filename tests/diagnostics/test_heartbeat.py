@@ -29,7 +29,8 @@ def test_it_beats_while_the_main_thread_is_inside_one_long_operation(tmp_path: P
         began = time.time()
         torch.linalg.matrix_power(matrix, 1024)
         took = time.time() - began
-    during = [row for row in rows_of(tmp_path, 3) if began < row["unix_time_seconds"] < began + took]
+    # Rows have their time in whole milliseconds.
+    during = [row for row in rows_of(tmp_path, 3) if round(began, 3) < row["unix_time_seconds"] < began + took]
     assert len(during) >= 5
     assert {row["phase"] for row in during} == {"forward"}
     ages = [row["phase_seconds"] for row in during]
@@ -98,7 +99,7 @@ def test_nested_phases_return_to_the_outer_one_and_totals_add_up(tmp_path: Path)
         began = time.perf_counter()
         with heartbeat.phase("evaluate"):
             with heartbeat.phase("data"):
-                time.sleep(0.05)
+                time.sleep(0.5)
             assert heartbeat.snapshot()["phase"] == "evaluate"
             time.sleep(0.03)
         took = time.perf_counter() - began
@@ -171,3 +172,18 @@ def test_a_beat_is_cheap(tmp_path: Path) -> None:
     # A tenth of a per mille of a 1 s step; ten times that measured, so that a busy machine does not fail it.
     assert phase_seconds < 100e-6
     assert snapshot_seconds < 20e-3
+
+
+def test_a_row_has_the_time_at_which_its_phase_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    look = heartbeat_module.where
+
+    def slow_look(*args: object, **others: object) -> tuple[str, bool]:
+        time.sleep(0.5)
+        return look(*args, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(heartbeat_module, "where", slow_look)
+    with Heartbeat(tmp_path, 0, interval_seconds=60) as heartbeat, heartbeat.phase("data"):
+        before = time.time()
+        row = heartbeat.snapshot()
+    assert before - 0.001 <= row["unix_time_seconds"] < before + 0.45
+    assert 0 <= row["phase_seconds"] < 0.45

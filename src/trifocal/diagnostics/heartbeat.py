@@ -212,8 +212,9 @@ class Heartbeat:
 
     def snapshot(self, status: str = "running") -> Row:
         """The row that describes this moment; see the module for its fields."""
-        now = time.perf_counter()
         with self._lock:
+            # Before anything else, and while no phase can change: what follows may take a while on a busy machine.
+            now, unix_time = time.perf_counter(), time.time()
             phase, since = entry = self._phases[-1]
             times = {name: list(values) for name, values in self._times.items()}
             totals = dict(self._totals)
@@ -226,7 +227,7 @@ class Heartbeat:
             self._memory = memory_statistics(self._device)
         memory = self._memory
         return {
-            "unix_time_seconds": round(time.time(), 3),
+            "unix_time_seconds": round(unix_time, 3),
             "rank": self.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
