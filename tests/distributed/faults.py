@@ -134,37 +134,28 @@ def freeze_in_checkpoint():
     checkpoint_module._write = write
 
 
-def die_once():
-    """Killed in step 5, on the first start only."""
-
+def _die(at, *, once):
     def action(step):
-        if step == 5 and RANK == 1 and not Path(os.environ["FAULT_FILE"]).exists():
+        if step == at and RANK == 1 and not (once and Path(os.environ["FAULT_FILE"]).exists()):
             mark()
             os.kill(os.getpid(), 9)
 
     before_step(action)
+
+
+def die_once():
+    """Killed in step 5, on the first start only."""
+    _die(5, once=True)
 
 
 def die_in_first_step():
     """Killed in the first step, on the first start only; every rank is there by then."""
-
-    def action(step):
-        if step == 1 and RANK == 1 and not Path(os.environ["FAULT_FILE"]).exists():
-            mark()
-            os.kill(os.getpid(), 9)
-
-    before_step(action)
+    _die(1, once=True)
 
 
 def die_in_first_steps():
     """Killed in the first step of every start."""
-
-    def action(step):
-        if step == 1 and RANK == 1:
-            mark()
-            os.kill(os.getpid(), 9)
-
-    before_step(action)
+    _die(1, once=False)
 
 
 class _Poison(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Seeing a run: heartbeat, metrics, progress, environment, memory, stacks."""
 
-from trifocal.diagnostics.environment import environment, write_backends, write_environment
+from trifocal.diagnostics.environment import environment, host_memory_bytes, write_backends, write_environment
 from trifocal.diagnostics.hardware import peak_bf16_flops
 from trifocal.diagnostics.heartbeat import Heartbeat
 from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
@@ -22,6 +22,7 @@ __all__ = [
     "Watchdog",
     "check_sinks",
     "environment",
+    "host_memory_bytes",
     "make_sinks",
     "memory_statistics",
     "peak_bf16_flops",

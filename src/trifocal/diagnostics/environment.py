@@ -78,7 +78,7 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
             "name": _cpu_name(),
             "logical_cores": os.cpu_count(),
             "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-            "memory_bytes": _memory_bytes(),
+            "memory_bytes": host_memory_bytes(),
         },
         "torch": {
             "threads": torch.get_num_threads(),
@@ -166,7 +166,8 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_bytes() -> int | None:
+def host_memory_bytes() -> int | None:
+    """Memory of this machine; None where the system does not tell."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 
 from trifocal.errors import UserError
-from trifocal.train.files import flush_folder
+from trifocal.train.files import CONFIG_FILE, flush_folder
 from trifocal.train.lock import LOCK_FILE, RunLock
 
 EARLIER_RUN = "replaced_run"
@@ -29,20 +29,19 @@ FAILED_START = "failed_start"
 """Keeps what a failed start has left, when the earlier run is put back; until a later start has succeeded."""
 _MOVING = f"{EARLIER_RUN}.moving"
 _DELETING = f"{EARLIER_RUN}.deleting"
-_CONFIG_FILE = "config.toml"
 _OF_NO_RUN = frozenset({LOCK_FILE, EARLIER_RUN, _MOVING, _DELETING, FAILED_START})
 
 
 def is_set_aside(folder: Path) -> bool:
     """Whether a run in this folder is being replaced, or was when its process died."""
     # A folder of that name without a run is somebody else's.
-    return (folder / _MOVING).exists() or (folder / EARLIER_RUN / _CONFIG_FILE).is_file()
+    return (folder / _MOVING).exists() or (folder / EARLIER_RUN / CONFIG_FILE).is_file()
 
 
 def whole_run(folder: Path) -> Path:
     """Where the configuration is of the run that `put_back` would leave in the folder."""
     places = (folder / EARLIER_RUN, folder / _MOVING)
-    return next((place for place in places if (place / _CONFIG_FILE).is_file()), folder)
+    return next((place for place in places if (place / CONFIG_FILE).is_file()), folder)
 
 
 def where_set_aside(folder: Path) -> str:

@@ -1,9 +1,10 @@
-"""Folders that are there whole or not at all, also after a crash."""
+"""What files and folders of a run are called; folders that are there whole or not at all, also after a crash."""
 
 import os
 import shutil
 from pathlib import Path
 
+CONFIG_FILE = "config.toml"
 PARTIAL = "partial_"
 """How the names of what is not whole begin."""
 

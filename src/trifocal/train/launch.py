@@ -44,7 +44,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             # torchrun gives the command of the first start again.
             return _resume(directory, "", config, processes, lock)
         tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
-        # The data are opened before a folder is made, or an earlier run deleted.
+        # The data are opened before a folder is made, or an earlier run set aside.
         trainer = Trainer(config, directory, processes, tokenizer)
         processes.on_first(lambda: check_validation_text(config, tokenizer))
         overwrite = overwrite or found == "overwrite"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from trifocal.data import Tokenizer, make_tokenizer
-from trifocal.diagnostics import check_sinks
+from trifocal.diagnostics import check_sinks, host_memory_bytes
 from trifocal.diagnostics.traces import HOOKED, INSIDE_LAYERS
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
@@ -208,10 +208,8 @@ def _check_disk(config: RunConfig) -> None:
 
 def _check_host_memory(config: RunConfig) -> None:
     """Refuse an evaluation or a sample that this machine cannot hold even if there were nothing else in its memory."""
-    try:
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        # A system that does not tell.
+    memory = host_memory_bytes()
+    if memory is None:
         return
     evaluate, train, model = config.evaluate, config.train, config.model
     if evaluate.interval_steps:

@@ -5,10 +5,10 @@ from pathlib import Path
 from trifocal.errors import UserError
 from trifocal.train.config import RunConfig
 from trifocal.train.earlier_run import put_back, set_aside, where_set_aside, whole_run
+from trifocal.train.files import CONFIG_FILE
 from trifocal.train.lock import LOCK_FILE, RunLock
 from trifocal.train.toml import from_table, read_toml, to_toml
 
-CONFIG_FILE = "config.toml"
 _PARTIAL_CONFIG = f".{CONFIG_FILE}.partial"
 # What a start leaves that was killed before the run was there.
 _LEFT_OVER = {LOCK_FILE, _PARTIAL_CONFIG}

@@ -12,7 +12,7 @@ from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.train.checkpoint import list_checkpoints
 from trifocal.train.config import RunConfig
-from trifocal.train.run_directory import CONFIG_FILE
+from trifocal.train.files import CONFIG_FILE
 from trifocal.train.toml import dotted_fields
 
 

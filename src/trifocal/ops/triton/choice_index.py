@@ -60,6 +60,14 @@ class ChoiceIndex(NamedTuple):
         return self.num_chunks * self.keys_per_chunk
 
 
+def parts_of_block(block_size: int, largest: int) -> int:
+    """Into how many equal parts, the fewest, a block is cut so that each is at most the largest."""
+    parts = cdiv(block_size, largest)
+    while block_size % parts:
+        parts += 1
+    return parts
+
+
 def split_blocks(selected_blocks: Tensor, block_size: int, largest: int) -> tuple[Tensor, int]:
     """Cut blocks larger than a tile into equal ones that fit: the choice in smaller blocks, and their size.
 
@@ -72,9 +80,7 @@ def split_blocks(selected_blocks: Tensor, block_size: int, largest: int) -> tupl
         The choice, [B, T, G, N * parts], contiguous, int32; and the tokens in a block.
     """
     selected_blocks = selected_blocks.to(torch.int32)
-    parts = cdiv(block_size, largest)
-    while block_size % parts:
-        parts += 1
+    parts = parts_of_block(block_size, largest)
     if parts == 1:
         return selected_blocks.contiguous(), block_size
     part = torch.arange(parts, device=selected_blocks.device, dtype=torch.int32)

@@ -10,6 +10,7 @@ import torch
 
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.triton import scoring
+from trifocal.ops.triton.choice_index import parts_of_block
 from trifocal.ops.triton.common import split_width
 from trifocal.ops.triton.launch import cdiv
 from trifocal.ops.triton.selected import BUFFER_BYTES, LARGEST_BLOCK, choose_order, rows_of_chunk
@@ -77,9 +78,7 @@ class _Choice:
     """Sizes of the choice as selected attention sees it: in blocks of at most `LARGEST_BLOCK` tokens."""
 
     def __init__(self, geometry: Geometry, batch: int, length: int, groups: int) -> None:
-        parts = cdiv(geometry.selection_block_size, LARGEST_BLOCK)
-        while geometry.selection_block_size % parts:
-            parts += 1
+        parts = parts_of_block(geometry.selection_block_size, LARGEST_BLOCK)
         self.block = geometry.selection_block_size // parts
         self.places = geometry.num_selected_blocks * parts
         self.rows, self.row_slots = batch * length, groups * self.places
