@@ -140,6 +140,16 @@ def test_workers_measure_both_twins():
     assert ratios["tokens_per_second_ratio"] == pytest.approx(expected)
 
 
+def test_a_row_whose_time_runs_out_while_it_waits_for_its_turn():
+    worker = train.Worker(TrainOptions(**TINY).cases()[0], 1, 60.0)
+    assert worker.answer() == {"status": "ok"}
+    worker._stop()
+    worker._process.wait()
+    worker.go()
+    assert worker.answer() == {"status": "not run: the time limit has passed"}
+    worker.close()
+
+
 def test_like_is_compared_with_like():
     keys = ("size", "attention", "cuda_graphs", "tokens_per_second", "peak_gib", "status")
     figures = [

@@ -4,6 +4,7 @@ Every row has a process of its own (`trifocal.bench.train_worker`), which builds
 waits for its turn; so preparations can go side by side while timed steps have the device to themselves.
 """
 
+import contextlib
 import json
 import os
 import subprocess
@@ -257,10 +258,11 @@ class Worker:
         return {"status": f"failed: exit status {code}: {last[:300]}"}
 
     def go(self) -> None:
-        """Let it time its steps."""
+        """Let it time its steps; if it is gone, `answer` says why."""
         assert self._process.stdin is not None
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write("go\n")
+            self._process.stdin.flush()
 
     def close(self) -> None:
         """End it, if it still runs."""
