@@ -37,6 +37,13 @@ def test_saving_replaces(make_config: Callable[..., ModelConfig], tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
 
 
+def test_a_disk_that_does_not_take_them_is_an_os_error(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
+    (tmp_path / ".model.safetensors.partial").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"Is a directory: '.*model\.safetensors\.partial'"):
+        save_weights(DecoderLM(make_config()), tmp_path)
+    assert not (tmp_path / "config.json").exists()
+
+
 def test_first_wrong_tensor_is_named(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:
     def refusal(**changes: Any) -> str:
         save_weights(DecoderLM(make_config()), tmp_path)

@@ -1,7 +1,9 @@
 """Weights as files that other tools read: `model.safetensors` beside `config.json`."""
 
+import errno
 import json
 import os
+import re
 from pathlib import Path
 
 import torch
@@ -23,6 +25,9 @@ def save_weights(model: DecoderLM, folder: str | Path) -> None:
     Args:
         model: The model itself, without wrappers.
         folder: Made if it does not exist; files of the same names are replaced.
+
+    Raises:
+        OSError: If the disk does not take them.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -30,7 +35,13 @@ def save_weights(model: DecoderLM, folder: str | Path) -> None:
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
     partial_config, partial_weights = folder / f".{CONFIG_FILE}.partial", folder / f".{WEIGHTS_FILE}.partial"
     partial_config.write_text(config_text, encoding="utf-8")
-    save_file(tensors, partial_weights, metadata={"format": "pt"})
+    try:
+        save_file(tensors, partial_weights, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # An error of the library's own, which has the system's in its text alone.
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), str(partial_weights)) from error
     partial_config.replace(folder / CONFIG_FILE)
     partial_weights.replace(folder / WEIGHTS_FILE)
 

@@ -87,7 +87,7 @@ def stop_non_finite(
         if whole is not None:
             (folder / "summary.json").write_text(json.dumps(summary, indent=1))
             save_weights(whole, folder / "weights")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # What PyTorch makes of a full disk is no OSError.
         where = f"the dump could not be written: {error}"
     shown = ", ".join(documents[:_IDS_IN_MESSAGE])
     more = len(documents) - _IDS_IN_MESSAGE
