@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -178,6 +179,23 @@ def test_a_bad_gradient_stops_the_run_before_it_is_applied(
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step_00000004"]
 
 
+@pytest.mark.parametrize("file", ["batch.pt", "weights/.model.safetensors.partial"])
+def test_a_dump_that_cannot_be_written_does_not_hide_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str
+) -> None:
+    """Both libraries raise errors of their own kind for a disk that does not take a file."""
+    (tmp_path / "blocks" / file).mkdir(parents=True)
+
+    def action(step: int, arguments: dict[str, Any]) -> None:
+        poison(2, "norm.weight", math.nan)(step, arguments)
+        if step == 2:
+            shutil.copytree(tmp_path / "blocks", tmp_path / "run" / "dumps" / "step_00000002")
+
+    before_step(monkeypatch, action)
+    with pytest.raises(NonFiniteError, match=r"step 2: gradient norm nan .*; the dump could not be written: "):
+        train(make_config(tmp_path))
+
+
 def test_a_bad_gradient_in_the_last_step_is_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before_step(monkeypatch, poison(6, "norm.weight", math.nan))
     with pytest.raises(NonFiniteError, match="step 6"):
@@ -252,6 +270,37 @@ def test_a_full_disk_under_samples_and_pictures_costs_them_alone(
     for what in ("attention picture", "sample"):
         assert f"WARNING: the {what} of step 3 could not be written" in printed
         assert [f"the {what} of" in row["message"] for row in events].count(True) == 2
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a network file system, one that somebody reads."""
+
+    def busy(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    monkeypatch.setattr(saving, "prune_checkpoints", busy)
+    assert train(make_config(tmp_path)).finished
+    assert "WARNING: an old checkpoint could not be deleted: [Errno 16]" in capsys.readouterr().out
+    assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 3
+
+
+def test_a_first_step_that_fails_empties_a_folder_that_is_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "volume").mkdir()
+    (tmp_path / "run").symlink_to("volume")
+
+    def refuse(step: int, _: Any) -> None:
+        raise UserError("bad data")
+
+    with monkeypatch.context() as patch:
+        before_step(patch, refuse)
+        with pytest.raises(UserError, match="bad data"):
+            train(make_config(tmp_path))
+    assert not list((tmp_path / "volume").iterdir())
+    assert train(make_config(tmp_path)).finished
 
 
 def test_every_evaluation_stores_the_same_sequence_as_the_model_sees_it(tmp_path: Path) -> None:

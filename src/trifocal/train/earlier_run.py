@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 
 from trifocal.errors import UserError
-from trifocal.train.files import CONFIG_FILE, flush_folder
+from trifocal.train.files import CONFIG_FILE, delete, flush_folder
 from trifocal.train.lock import LOCK_FILE, RunLock
 
 EARLIER_RUN = "replaced_run"
@@ -119,7 +119,7 @@ def _move_back(folder: Path, *, own: bool) -> None:
             if keep:
                 _move_to_failed_start(path)
             else:
-                _delete(path)
+                delete(path)
         flush_folder(folder)
         earlier.rename(moving)
     # Where somebody went on with the run while it was set aside.
@@ -160,12 +160,5 @@ def _contents(folder: Path) -> list[Path]:
 def _move_to_failed_start(path: Path) -> None:
     place = path.parent / FAILED_START
     place.mkdir(exist_ok=True)
-    _delete(place / path.name)
+    delete(place / path.name)
     path.rename(place / path.name)
-
-
-def _delete(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

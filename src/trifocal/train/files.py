@@ -9,6 +9,14 @@ PARTIAL = "partial_"
 """How the names of what is not whole begin."""
 
 
+def delete(path: Path) -> None:
+    """Delete a file, a link, or a folder with all that it holds; where there is nothing, nothing happens."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def remove_folder(folder: Path) -> None:
     """Delete a folder, if it is there; after a crash in the middle nothing is left under its name."""
     if not folder.exists():

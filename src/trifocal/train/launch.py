@@ -1,7 +1,7 @@
 """The two ways into a run: a new one, and one that goes on; in every process of it alike."""
 
+import contextlib
 import shlex
-import shutil
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,6 +13,7 @@ from trifocal.train.checkpoint import find_checkpoint
 from trifocal.train.config import RunConfig
 from trifocal.train.earlier_run import is_set_aside, put_back
 from trifocal.train.evaluate import check_validation_text
+from trifocal.train.files import delete
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer, TrainResult
 from trifocal.train.preflight import choose_device, preflight
@@ -67,8 +68,13 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
                 if is_set_aside(directory):
                     _put_back_after_failure(directory, lock)
                 elif created and trainer.step == 0 and isinstance(error, UserError):
-                    # Nothing was learnt: the folder would only stand in the way of the next try.
-                    shutil.rmtree(directory)
+                    # Nothing was learnt: the run would only stand in the way of the next try. What went wrong before
+                    # is said, whatever cannot be deleted.
+                    with contextlib.suppress(OSError):
+                        for path in directory.iterdir():
+                            delete(path)
+                        # Unless it is a link or a volume.
+                        directory.rmdir()
             raise
 
 

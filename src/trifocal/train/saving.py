@@ -126,4 +126,7 @@ class Saver:
         )
         if self._processes.first:
             keep_last, keep_every = self._section.keep_last, self._section.keep_every_steps
-            prune_checkpoints(written.path.parent, keep_last=keep_last, keep_every_steps=keep_every)
+            try:
+                prune_checkpoints(written.path.parent, keep_last=keep_last, keep_every_steps=keep_every)
+            except OSError as error:
+                self._say("not_deleted", f"an old checkpoint could not be deleted: {error}", "warning")
