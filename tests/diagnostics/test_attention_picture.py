@@ -1,5 +1,6 @@
 """The attention picture against the model that it shows, and its file."""
 
+import contextlib
 import math
 from pathlib import Path
 
@@ -75,6 +76,13 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     path.write_bytes(b"no picture")
     with pytest.raises(UserError, match=r"step_1\.npz"):
         read_picture(path)
+    picture_of().save(path)
+    content = path.read_bytes()
+    # In the compressed data too, and in what the archive says of itself.
+    for place in range(30, len(content), 53):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
+        with contextlib.suppress(UserError):
+            read_picture(path)
 
 
 def test_a_picture_needs_texts_and_a_sparse_model() -> None:

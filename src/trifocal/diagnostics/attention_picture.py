@@ -19,7 +19,6 @@ The window needs no array: a query reads the last `window_size` tokens of its do
 
 import io
 import json
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +81,7 @@ def read_picture(path: Path) -> AttentionPicture:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             header = json.loads(file["header"].tobytes())
             arrays = {name: file[name] for name in _ARRAYS}
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+    except Exception as error:  # What damage makes of the archive and its headers is no few kinds of error.
         raise UserError(f"cannot read the attention picture {path} ({error}); remove it") from error
     if header["version"] != VERSION:
         raise UserError(f"{path} is of version {header['version']}, this Trifocal reads version {VERSION}")
