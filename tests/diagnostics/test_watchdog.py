@@ -161,6 +161,19 @@ def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path, monkeypatch
     assert not (tmp_path / "dumps" / "stacks_rank0.txt").exists()
 
 
+def test_no_timer_is_left_that_would_write_into_a_closed_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heartbeat's thread may still be looking at its last row: here, just before the file is closed."""
+    calls: list[str] = []
+    monkeypatch.setattr("faulthandler.dump_traceback_later", lambda *_, **__: calls.append("set"))
+    monkeypatch.setattr("faulthandler.cancel_dump_traceback_later", lambda: calls.append("cancelled"))
+    heartbeat = Heartbeat(tmp_path / "heartbeat")
+    row = heartbeat.snapshot()
+    with Watchdog(heartbeat, tmp_path) as watchdog:
+        close = watchdog._stacks.close
+        monkeypatch.setattr(watchdog._stacks, "close", lambda: (watchdog.observe(row), close()))
+    assert calls == ["set", "cancelled"]
+
+
 def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path: Path) -> None:
     healthy = Heartbeat(tmp_path / "heartbeat", 1, interval_seconds=0.05)
     stuck = Heartbeat(tmp_path / "heartbeat", 0, interval_seconds=0.05, minimum_stall_seconds=0.2)

@@ -179,5 +179,6 @@ class Watchdog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._heartbeat.observers.remove(self.observe)
-        faulthandler.cancel_dump_traceback_later()
         self._stacks.close()
+        # Last: the heartbeat's thread may have set it once more, and the file's number will be another's.
+        faulthandler.cancel_dump_traceback_later()
