@@ -33,8 +33,8 @@ class JsonLinesWriter:
         self._warned = False
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._size = complete_size(self.path) if self.path.exists() else 0
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            self._size = complete_size(self.path)
             os.ftruncate(self._file, self._size)
         except OSError as error:
             self._warn(error)
