@@ -134,7 +134,7 @@ def write_checkpoint(
         processes.on_first(lambda: _make_room(partial))
         processes.together(lambda: _save_weights(state, partial / "weights", processes))
         text = json.dumps(process_state)
-        processes.together(lambda: _write(partial / f"rank{processes.rank}.json", text))
+        processes.together(lambda: (partial / f"rank{processes.rank}.json").write_text(text))
         files = describe_files(partial, processes)
         manifest = {"format": FORMAT, "step": step, "model": model_config.to_dict(), "files": files}
         processes.on_first(lambda: _complete(partial, final, manifest))
@@ -148,10 +148,6 @@ def write_checkpoint(
 def _make_room(partial: Path) -> None:
     remove_folder(partial)
     (partial / "weights").mkdir(parents=True)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
@@ -246,8 +242,7 @@ def load_checkpoint(
         UserError: If the checkpoint holds another model; names what differs.
     """
     _check_model(path, model_config)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optimizer": optimizer_state}
+    state = collect_state(model, optimizer)
     _load_weights(state, path / "weights")
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     rank = 0 if processes is None else processes.rank

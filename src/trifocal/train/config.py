@@ -21,6 +21,10 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _parts(text: str) -> list[str]:
+    return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
     """Where the run lives, and on what it runs."""
@@ -242,7 +246,7 @@ class LogSection:
 
     def sink_names(self) -> list[str]:
         """The parts of `sinks`, each once."""
-        return list(dict.fromkeys(filter(None, map(str.strip, self.sinks.split(",")))))
+        return _parts(self.sinks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +274,7 @@ class TraceSection:
 
     def names(self) -> list[str]:
         """The parts of `what`, each once."""
-        return list(dict.fromkeys(filter(None, map(str.strip, self.what.split(",")))))
+        return _parts(self.what)
 
     def windows(self) -> list[tuple[int, int]]:
         """The ranges of `steps`: the first step, and the one after the last.

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from trifocal.data import Batch
 from trifocal.distributed import Parallel
 from trifocal.train.config import TrainSection
-from trifocal.train.inputs import autocast, call_with, model_inputs, to_device
+from trifocal.train.inputs import LossFunction, autocast, call_with, model_inputs, to_device
 from trifocal.train.optimizer import own_part
 
-LossFunction = Callable[..., Tensor]
 Kind = tuple[int, ...]
 
 
@@ -150,7 +149,7 @@ class MicroBatchGraphs:
             `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind may overwrite.
         """
         inputs = model_inputs(batch, pad_documents=True, documents=documents)
-        kind = _kind(inputs)
+        kind = tuple(size for tensor in inputs for size in tensor.shape)
         if kind not in self._known:
             self._known.add(kind)
             first, first_weight = self._on_device(inputs)
@@ -186,10 +185,6 @@ class MicroBatchGraphs:
         weighted = loss * weight
         (weighted * self._factor).backward()
         return weighted.detach()
-
-
-def _kind(inputs: list[Tensor]) -> Kind:
-    return tuple(size for tensor in inputs for size in tensor.shape)
 
 
 def make_graphs(

@@ -24,7 +24,7 @@ def describe_files(partial: Path, processes: Processes) -> dict[str, dict[str, A
 
     def describe() -> dict[str, dict[str, Any]]:
         return {
-            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": _flushed_hash(path)}
+            path.relative_to(partial).as_posix(): {"bytes": path.stat().st_size, "sha256": _hash(path, flush=True)}
             for path in mine
         }
 
@@ -35,7 +35,7 @@ def describe_files(partial: Path, processes: Processes) -> dict[str, dict[str, A
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
     """Write the manifest of a checkpoint with a hash of its own; it is on the disk for good."""
     (folder / MANIFEST).write_text(json.dumps({"content": manifest, "sha256": _hash_json(manifest)}, indent=1))
-    _flushed_hash(folder / MANIFEST)
+    _hash(folder / MANIFEST, flush=True)
 
 
 def verify_checkpoint(path: Path) -> dict[str, Any]:
@@ -80,14 +80,10 @@ def is_intact(path: Path) -> bool:
     return True
 
 
-def _hash(path: Path) -> str:
+def _hash(path: Path, *, flush: bool = False) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flushed_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
+        if flush:
+            os.fsync(file.fileno())
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from trifocal.distributed import Parallel, Processes, whole_model
 from trifocal.models import DecoderLM, save_weights
+from trifocal.train.optimizer import own_part
 from trifocal.train.step import StepResult
 
 _IDS_IN_MESSAGE = 4
@@ -114,6 +114,4 @@ class _Part:
 
 
 def _is_finite(gradient: Tensor | None) -> bool:
-    if isinstance(gradient, DTensor):
-        gradient = gradient.to_local()
-    return gradient is None or bool(torch.isfinite(gradient).all())
+    return gradient is None or bool(torch.isfinite(own_part(gradient)).all())

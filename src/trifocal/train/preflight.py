@@ -202,7 +202,8 @@ def _check_disk(config: RunConfig) -> None:
     if needed > free:
         raise UserError(
             f"the checkpoints need {needed / 1e9:.3g} GB, and {existing} has {free / 1e9:.3g} GB free; "
-            "lower checkpoint.keep_last, raise checkpoint.keep_every_steps, or choose another run.directory"
+            "lower checkpoint.keep_last, keep fewer for good (checkpoint.keep_every_steps), or choose another "
+            "run.directory"
         )
 
 

@@ -1,6 +1,7 @@
 """Before training: the processes of a run must be about to do the same."""
 
 import hashlib
+import operator
 import platform
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ def check_same_start(processes: Processes, config: RunConfig, **further: Any) ->
     Raises:
         UserError: In every process, if one differs from rank 0; names both and the first difference.
     """
-    mine = {name: _value(config, name) for name in dotted_fields(RunConfig)} | further
+    mine = {name: operator.attrgetter(name)(config) for name in dotted_fields(RunConfig)} | further
     mine |= {"trifocal": f"{__version__} ({_code_hash()})", "torch": torch.__version__}
     mine["python"] = platform.python_version()
     starts = processes.gather(mine)
@@ -50,13 +51,6 @@ def restarted_run(processes: Processes, directory: Path) -> str:
     if not processes.restarted or not (directory / CONFIG_FILE).is_file():
         return ""
     return "resume" if list_checkpoints(directory / "checkpoints") else "overwrite"
-
-
-def _value(config: RunConfig, name: str) -> Any:
-    value: Any = config
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _code_hash() -> str:
