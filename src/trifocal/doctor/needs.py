@@ -14,9 +14,8 @@ from trifocal.doctor.findings import one_line
 from trifocal.doctor.machine import available_memory, installed
 from trifocal.errors import UserError
 from trifocal.models import Memory, TrainingSetup, computed_flops_per_token, parameter_count, training_memory
-from trifocal.ops.backends import resolve
 from trifocal.train.config import RunConfig
-from trifocal.train.preflight import choose_device, disk_bytes, preflight
+from trifocal.train.preflight import attention_backend, choose_device, disk_bytes, preflight
 
 # Of what is free: the rest is for what the formula leaves out, the driver and fragmentation above all.
 USABLE_SHARE = 0.92
@@ -51,19 +50,24 @@ class Machine:
     @classmethod
     def here(cls, rates: dict[str, float]) -> "Machine":
         """This machine."""
-        if torch.cuda.is_available():
-            count = torch.cuda.device_count()
-            # What trying things out has left.
-            torch.cuda.empty_cache()
-            free = min(torch.cuda.mem_get_info(index)[0] for index in range(count))
-            hopper = torch.cuda.get_device_capability() >= (9, 0)
-            return cls(
-                device=torch.device("cuda"),
-                processes=count,
-                available_bytes=free,
-                rates=rates,
-                workspace_bytes=_CUBLAS_BYTES[hopper],
-            )
+        if not torch.cuda.is_available():
+            return cls.cpu(rates)
+        count = torch.cuda.device_count()
+        # What trying things out has left.
+        torch.cuda.empty_cache()
+        free = min(torch.cuda.mem_get_info(index)[0] for index in range(count))
+        hopper = torch.cuda.get_device_capability() >= (9, 0)
+        return cls(
+            device=torch.device("cuda"),
+            processes=count,
+            available_bytes=free,
+            rates=rates,
+            workspace_bytes=_CUBLAS_BYTES[hopper],
+        )
+
+    @classmethod
+    def cpu(cls, rates: dict[str, float]) -> "Machine":
+        """The CPU of this machine, with or without GPUs."""
         own, available = resident_bytes(), available_memory()
         return cls(
             device=torch.device("cpu"),
@@ -122,7 +126,8 @@ def need_of(name: str, config: RunConfig, machine: Machine) -> Need:
         machine: This machine.
     """
     device = machine.device if config.run.device == "auto" else torch.device(config.run.device)
-    machine = machine if device.type == machine.device.type else _cpu_of(machine)
+    if device.type != machine.device.type:
+        machine = Machine.cpu({kind: matmul_rate(torch.device("cpu"), kind, 0.1) for kind in machine.rates})
     processes = _processes(config, machine)
     setup = setup_of(config, machine, processes)
     memory = training_memory(config.model, setup)
@@ -247,29 +252,11 @@ def _processes(config: RunConfig, machine: Machine) -> int:
     return machine.processes if config.parallel.mode != "none" and whole else 1
 
 
-def _cpu_of(machine: Machine) -> Machine:
-    """The CPU of a machine with GPUs, for a configuration that asks for it."""
-    own, available = resident_bytes(), available_memory()
-    device = torch.device("cpu")
-    return replace(
-        machine,
-        device=device,
-        processes=1,
-        available_bytes=None if available is None else available + own,
-        rates={precision: matmul_rate(device, precision, 0.1) for precision in machine.rates},
-        workspace_bytes=own,
-    )
-
-
 def _backend(config: RunConfig, device: torch.device) -> str:
-    model = config.model
-    if model.attention != "nsa":
+    if config.model.attention != "nsa":
         return "reference"
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
-    v = torch.empty(1, 1, model.num_kv_groups, model.value_dim, dtype=dtype, device=device)
     try:
-        return resolve("doctor", model.backend, q, v, model.geometry)
+        return attention_backend(config, device)
     except ValueError:
         # Preflight says what is wrong; the reference needs no less.
         return "reference"

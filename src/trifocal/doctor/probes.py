@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from trifocal.doctor.findings import Finding, Status, one_line
 from trifocal.doctor.machine import COMPILER_COMMAND, GIB, compilers, installed
+from trifocal.train.preflight import existing_folder
 
 _WRITTEN_BYTES = 64 * 2**20
 _SPARE_DISK_BYTES = GIB
@@ -149,14 +150,6 @@ def _nccl() -> torch.Tensor:
     result = value.cpu()
     group.shutdown()
     return result
-
-
-def existing_folder(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
-    folder = folder.absolute()
-    while not folder.exists():
-        folder = folder.parent
-    return folder
 
 
 def check_disk(run_directory: Path) -> Finding:

@@ -152,15 +152,25 @@ def _check_layers(config: RunConfig) -> None:
         )
 
 
+def attention_backend(config: RunConfig, device: torch.device) -> str:
+    """What will run the sparse attention.
+
+    Raises:
+        ValueError: If `model.backend` names what cannot.
+    """
+    model = config.model
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
+    v = torch.empty(1, 1, model.num_kv_groups, model.value_dim, dtype=dtype, device=device)
+    return resolve("preflight", model.backend, q, v, model.geometry)
+
+
 def _check_backend(config: RunConfig, device: torch.device) -> None:
     model = config.model
     if model.attention != "nsa" or model.backend == "auto":
         return
-    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
-    q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
-    v = torch.empty(1, 1, model.num_kv_groups, model.value_dim, dtype=dtype, device=device)
     try:
-        resolve("preflight", model.backend, q, v, model.geometry)
+        attention_backend(config, device)
     except ValueError as error:
         raise UserError(f'model.backend is "{model.backend}": {error}; use "auto" or "reference"') from error
 
@@ -186,11 +196,17 @@ def _check_traces(config: RunConfig, device: torch.device) -> None:
             )
 
 
+def existing_folder(folder: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    folder = folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    return folder
+
+
 def _check_disk(config: RunConfig) -> None:
-    folder = Path(config.run.directory).absolute()
-    existing = folder
-    while not existing.exists():
-        existing = existing.parent
+    folder = Path(config.run.directory)
+    existing = existing_folder(folder)
     # Of a run that goes on, the folders without which it would fail on the way.
     for place in (existing, *(folder / name for name in ("checkpoints", "dumps"))):
         if place.exists() and not place.is_dir():
