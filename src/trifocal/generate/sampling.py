@@ -40,12 +40,31 @@ def generate(
         ValueError: If an argument is out of range.
     """
     _check_arguments(tokens, max_new_tokens, temperature, top_k, top_p, prefill_chunk_size)
+    if max_new_tokens == 0:
+        return tokens.clone()
+    batch, prompt_length = tokens.shape
+    length = prompt_length + max_new_tokens
+    # Not of inference mode, so that training can use it.
+    output = torch.cat((tokens, tokens.new_zeros(batch, max_new_tokens)), dim=1)
+    generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
     with torch.inference_mode():
-        generated = _generate(
-            model, tokens, max_new_tokens, temperature, top_k, top_p, seed, stop_token, prefill_chunk_size
-        )
-    # An ordinary tensor again, which training can use.
-    return generated.clone()
+        finished = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+        caches = make_caches(model.config, length)
+        for chunk in tokens.split(prefill_chunk_size or prompt_length, dim=1):
+            hidden = model.hidden_states(chunk, cache=caches)
+        for position in range(prompt_length, length):
+            logits = model.logits(hidden[:, -1])
+            drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+            if stop_token is not None:
+                drawn = drawn.masked_fill(finished, stop_token)
+                finished |= drawn == stop_token
+            output[:, position] = drawn
+            if stop_token is not None and bool(finished.all()):
+                output[:, position + 1 :] = stop_token
+                break
+            if position + 1 < length:
+                hidden = model.hidden_states(output[:, position : position + 1], cache=caches)
+    return output
 
 
 def sample(
@@ -68,44 +87,6 @@ def sample(
         beyond[:, 0] = False
         p = p.masked_fill(beyond.scatter(-1, order, beyond), 0.0)
     return torch.multinomial(p, 1, generator=generator).squeeze(-1)
-
-
-def _generate(
-    model: DecoderLM,
-    tokens: Tensor,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float,
-    seed: int | None,
-    stop_token: int | None,
-    prefill_chunk_size: int,
-) -> Tensor:
-    batch, prompt_length = tokens.shape
-    length = prompt_length + max_new_tokens
-    output = tokens.new_empty(batch, length)
-    output[:, :prompt_length] = tokens
-    if max_new_tokens == 0:
-        return output
-    generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
-    finished = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-    caches = make_caches(model.config, length)
-    for chunk in tokens.split(prefill_chunk_size or prompt_length, dim=1):
-        hidden = model.hidden_states(chunk, cache=caches)
-
-    for position in range(prompt_length, length):
-        logits = model.logits(hidden[:, -1])
-        drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-        if stop_token is not None:
-            drawn = drawn.masked_fill(finished, stop_token)
-            finished |= drawn == stop_token
-        output[:, position] = drawn
-        if stop_token is not None and bool(finished.all()):
-            output[:, position + 1 :] = stop_token
-            break
-        if position + 1 < length:
-            hidden = model.hidden_states(output[:, position : position + 1], cache=caches)
-    return output
 
 
 def _check_arguments(
