@@ -4,7 +4,7 @@ import torch
 
 from trifocal.bench.recorder import Refused
 from trifocal.bench.shapes import AttentionShape
-from trifocal.checks.numerics import allowed_error, error
+from trifocal.checks.numerics import allowed_error, errors_with_gradients
 from trifocal.checks.seeds import Inputs, attention_inputs
 from trifocal.diagnostics.attention_maps import LayerAttention
 from trifocal.diagnostics.attention_statistics import importance_covered
@@ -48,13 +48,7 @@ def check_parity(
     leaves, exact = inputs.leaves(), Inputs(*(x.double() for x in inputs)).leaves()
     o = nsa_attention(*leaves, geometry, selected_blocks=choice, backend=backend)
     o_exact = nsa_attention(*exact, geometry, selected_blocks=choice, backend="reference")
-    upstream = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-    gradients = torch.autograd.grad(o, leaves, upstream)
-    exact_gradients = torch.autograd.grad(o_exact, exact, upstream.double())
-    errors = {"o": error(o, o_exact)} | {
-        f"the gradient of {name}": error(a, e)
-        for name, a, e in zip(Inputs._fields, gradients, exact_gradients, strict=True)
-    }
+    errors = errors_with_gradients(o, leaves, o_exact, exact)
     worst, bound = max(errors, key=lambda name: errors[name]), allowed_error(dtype, device)
     if not errors[worst] <= bound:
         raise Refused(f"{worst} is off by {errors[worst]:.3g} at {tokens} tokens, allowed is {bound:.3g}")

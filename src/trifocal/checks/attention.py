@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from trifocal.checks import oracle
-from trifocal.checks.numerics import FULL_COVERAGE, allowed_error, error
+from trifocal.checks.numerics import FULL_COVERAGE, allowed_error, error, errors_with_gradients
 from trifocal.checks.report import Measurement, Skipped
 from trifocal.checks.seeds import MINIMAL, SMALL, Inputs, attention_inputs
 from trifocal.ops import Geometry, nsa_attention
@@ -79,13 +79,7 @@ def _against_oracle(
         borders = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
         given = choice.to(device) if give_choice else None
         o = attention(*inputs, geometry, cu_seqlens=borders, selected_blocks=given, backend="reference")
-        upstream = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-        gradients = torch.autograd.grad(o, inputs, upstream)
-        exact_gradients = torch.autograd.grad(o_exact, exact, upstream.cpu().double())
-        errors = {"o": error(o, o_exact)} | {
-            f"gradient of {name}": error(a, e)
-            for name, a, e in zip(Inputs._fields, gradients, exact_gradients, strict=True)
-        }
+        errors = errors_with_gradients(o, inputs, o_exact, exact)
         name = max(errors, key=lambda key: errors[key])
         worst = max(worst, errors[name])
         kind = f"{len(lengths)} packed documents" if len(lengths) > 1 else f"{total} tokens"
@@ -113,14 +107,7 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
         except ValueError as reason:
             return Skipped(str(reason))
         o_exact = attention(*exact, geometry, backend="reference", **rules)
-        upstream = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
-        pairs = zip(
-            ("o", *(f"gradient of {name}" for name in Inputs._fields)),
-            (o, *torch.autograd.grad(o, inputs, upstream)),
-            (o_exact, *torch.autograd.grad(o_exact, exact, upstream.double())),
-            strict=True,
-        )
-        errors = {name: error(a, e) for name, a, e in pairs}
+        errors = errors_with_gradients(o, inputs, o_exact, exact)
         name = max(errors, key=lambda key: errors[key])
         worst = max(worst, errors[name])
         details.append(f"{len(lengths)} documents: {errors[name]:.3g} in {name}")

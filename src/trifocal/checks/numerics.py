@@ -7,6 +7,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from trifocal.checks.seeds import Inputs
+
 FULL_COVERAGE = {torch.float32: 1e-5, torch.float64: 1e-12}
 """What sparse attention that covers everything may differ from dense attention: fixed, not measured."""
 BRANCHES = 3
@@ -25,6 +27,15 @@ def error(actual: Tensor, exact: Tensor) -> float:
     difference = torch.where(actual == exact, 0.0, (actual - exact).abs()).nan_to_num(nan=torch.inf)
     size = exact.masked_fill(~exact.isfinite(), 0.0).abs().max().item()
     return difference.max().item() / max(1.0, size)
+
+
+def errors_with_gradients(o: Tensor, inputs: Inputs, o_exact: Tensor, exact: Inputs) -> dict[str, float]:
+    """Errors of an output, and of all its inputs' gradients for the same random gradient of the output, by name."""
+    d_o = torch.randn(o.shape, generator=torch.Generator().manual_seed(0)).to(o.device, o.dtype)
+    actual = o, *torch.autograd.grad(o, inputs, d_o)
+    expected = o_exact, *torch.autograd.grad(o_exact, exact, d_o.to(o_exact.device, o_exact.dtype))
+    names = "o", *(f"the gradient of {name}" for name in Inputs._fields)
+    return {name: error(a, e) for name, a, e in zip(names, actual, expected, strict=True)}
 
 
 @functools.cache
