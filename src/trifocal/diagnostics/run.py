@@ -46,6 +46,11 @@ class Run:
         rows = [row for row in self.of_kind(kind) if is_number(row.get(name))]
         return [row["step"] for row in rows], [float(row[name]) for row in rows]
 
+    def last_telemetry(self) -> list[Row]:
+        """What the telemetry saw when it last looked, layer by layer; empty if it never did."""
+        rows = self.of_kind("telemetry")
+        return sorted((row for row in rows if row["step"] == rows[-1]["step"]), key=lambda row: row["layer"])
+
     @property
     def total_steps(self) -> int | None:
         """Steps that the config asks for."""

@@ -176,8 +176,7 @@ def _figures(run: Run, width: int) -> Table:
 
 def _gates(run: Run) -> Text | None:
     """The mean gate of each branch, and a bar for each layer's, from 0 to 1."""
-    rows = run.of_kind("telemetry")
-    last = sorted((row for row in rows if row["step"] == rows[-1]["step"]), key=lambda row: row["layer"])
+    last = run.last_telemetry()
     if not last:
         return None
     parts: list[str | tuple[str, str]] = []

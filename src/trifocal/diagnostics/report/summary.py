@@ -8,10 +8,10 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trifocal.diagnostics.report.attention_charts import BRANCHES
 from trifocal.diagnostics.run import Run, is_number
 from trifocal.diagnostics.verdict import judge
 from trifocal.models import ModelConfig, flops_per_token
-from trifocal.ops import Geometry
 
 Mark = Literal["good", "watch", "bad", "unknown"]
 
@@ -35,8 +35,6 @@ TELEMETRY_SHARE = 0.02
 """The same for looking at the attention."""
 SLOWDOWN = 0.8
 """Last tenth's median tokens/s as a share of the whole run's."""
-
-_LENSES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 
 
 @dataclass
@@ -169,8 +167,7 @@ def _healthy(run: Run) -> Finding:
 
 def _lenses(run: Run) -> str:
     """How the attention uses its branches, at the last look; empty without telemetry."""
-    rows = run.of_kind("telemetry")
-    last = [row for row in rows if row["step"] == rows[-1]["step"]]
+    last = run.last_telemetry()
     if not last:
         return ""
 
@@ -178,7 +175,7 @@ def _lenses(run: Run) -> str:
         values = [row[name] for row in last if is_number(row.get(name))]
         return statistics.fmean(values) if values else None
 
-    gates = ", ".join(f"{label} {mean(f'gate_mean_{branch}') or 0:.2f}" for branch, label in _LENSES.items())
+    gates = ", ".join(f"{label} {mean(f'gate_mean_{branch}') or 0:.2f}" for branch, label in BRANCHES.items())
     text = f" The lenses are open ({gates})."
     recall, chance = mean("dense_recall"), mean("recall_by_chance")
     if recall is not None and chance is not None:
@@ -243,9 +240,8 @@ def _fast(run: Run) -> Finding:
 def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float] | None:
     """The executed FLOPs' share of the speed of products that was measured when the run began, and that speed."""
     speed = run.environment.get("measured_speed")
-    sizes = dict(run.config.get("model", {}))
     try:
-        config = ModelConfig(**sizes | {"geometry": Geometry(**sizes.get("geometry", {}))})
+        config = ModelConfig.from_dict(run.config.get("model", {}))
         flops = flops_per_token(config, run.config["train"]["sequence_length"]).executed_training
     except (KeyError, TypeError, ValueError):
         # A configuration that is not whole, or of another version.

@@ -96,10 +96,9 @@ def in_words(runs: list[Run]) -> list[str]:
 
 def layer_table(run: Run) -> str:
     """Every figure of the telemetry's last look, a column for each layer; empty without telemetry."""
-    rows = run.of_kind("telemetry")
-    if not rows:
+    last = run.last_telemetry()
+    if not last:
         return ""
-    last = sorted((row for row in rows if row["step"] == rows[-1]["step"]), key=lambda row: row["layer"])
     names = [name for name in last[0] if name not in ("kind", "step", "unix_time_seconds", "layer")]
     figures = [
         [name.replace("_", " "), *(f"{row[name]:.3f}" if is_number(row.get(name)) else "-" for row in last)]

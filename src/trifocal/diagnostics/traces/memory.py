@@ -30,7 +30,6 @@ class MemoryTrace(Trace):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
         self._model, self._optimizer, self._device = model, optimizer, device
         self._on_gpu = device.type == "cuda"
-        self._hooks: ModuleHooks | None = None
         self._rows: list[dict[str, Any]] = []
         self._snapshot: Any = None
 
