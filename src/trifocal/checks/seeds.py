@@ -31,20 +31,19 @@ SMALL = Geometry(
 """So small that a short sequence passes every border many times, and that most blocks are not chosen."""
 
 
-def minimal_config(num_layers: int, **changes: Any) -> ModelConfig:
-    """The reported minimal model, on the safe backend unless changed."""
-    values: dict[str, Any] = {
-        "vocab_size": 256,
-        "dim": 128,
-        "num_layers": num_layers,
-        "num_heads": 8,
-        "num_kv_groups": 2,
-        "head_dim": 16,
-        "value_dim": 16,
-        "mlp_dim": 512,
-        "geometry": MINIMAL,
-    }
-    return ModelConfig(**(values | changes))
+def minimal_config(num_layers: int) -> ModelConfig:
+    """The reported minimal model."""
+    return ModelConfig(
+        vocab_size=256,
+        dim=128,
+        num_layers=num_layers,
+        num_heads=8,
+        num_kv_groups=2,
+        head_dim=16,
+        value_dim=16,
+        mlp_dim=512,
+        geometry=MINIMAL,
+    )
 
 
 def small_config(**changes: Any) -> ModelConfig:

@@ -84,7 +84,7 @@ def random_token_floor(device: torch.device, *, train: Train = train) -> Measure
                 log=LogSection(interval_steps=1),
             )
         )
-        losses = [row["loss"] for row in read_metrics(directory / "metrics.jsonl") if row["kind"] == "train"]
+        losses = [row["loss"] for row in read_metrics(directory / "metrics.jsonl", "train")]
     second_half = losses[FLOOR_STEPS // 2 :]
     floor = math.log(vocab_size)
     mean = statistics.mean(second_half)
@@ -217,8 +217,7 @@ def _final_state(directory: Path, config: RunConfig) -> dict[str, Any]:
     for name, parameter in model.named_parameters():
         states[name] = parameter.detach()
         states |= {f"{key} of {name}": value for key, value in optimizer.state[parameter].items()}
-    rows = [row for row in read_metrics(directory / "metrics.jsonl") if row["kind"] == "train"]
-    states["losses"] = [row["loss"] for row in rows]
+    states["losses"] = [row["loss"] for row in read_metrics(directory / "metrics.jsonl", "train")]
     return states
 
 

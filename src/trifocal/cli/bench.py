@@ -137,14 +137,13 @@ def _train(options: train.TrainOptions, file: ResultFile) -> int:
 
 
 def _decode(options: decode.DecodeOptions, file: ResultFile) -> int:
-    recorder = Recorder(options.seconds, _say, lambda: _write_decode(recorder, file))
+    def write() -> None:
+        file.write(recorder.rows, notes=decode.NOTES)
+
+    recorder = Recorder(options.seconds, _say, write)
     decode.bench_decode(options, recorder)
     _finish("decode", recorder.rows, file)
     return recorder.exit_status
-
-
-def _write_decode(recorder: Recorder, file: ResultFile) -> None:
-    file.write(recorder.rows, notes=decode.NOTES)
 
 
 _BENCHES: dict[str, Callable[[Any, ResultFile], int]] = {"attention": _attention, "train": _train, "decode": _decode}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.retry import Activity, Retry
+from trifocal.data.retry import Retry
 from trifocal.data.sources import Cursor, Document, Source
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
@@ -125,11 +125,6 @@ class DocumentStream:
         self._document_parts = parts // self._shard_parts
         self._document_part = part // self._shard_parts
 
-    @property
-    def activity(self) -> Activity:
-        """What the stream is waiting for."""
-        return self._retry.activity
-
     def read(self, start: Place) -> Iterator[TokenDocument]:
         """The documents from a place on, without end. Texts without tokens are left out.
 
@@ -191,7 +186,7 @@ class DocumentStream:
         ]
         for first in range(0, len(chosen), _ENCODED_TOGETHER):
             group = chosen[first : first + _ENCODED_TOGETHER]
-            self.activity.check()
+            self._retry.activity.check()
             encoded = self._tokenizer.encode_batch([document.text for _, document in group])
             for (index, document), tokens in zip(group, encoded, strict=True):
                 if len(tokens):

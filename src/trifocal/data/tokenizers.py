@@ -95,7 +95,6 @@ class HuggingFaceTokenizer:
             wanted = f"no token {separator!r}" if separator else f"none of {', '.join(_SEPARATORS)}"
             raise UserError(f"tokenizer {name} has {wanted}; name the token that ends a document in data.separator")
         self.separator: int = vocabulary[candidates[0]]
-        self._separator_text = candidates[0]
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special.add(self.separator)
         self.fingerprint = fingerprint(tokenizer.to_str(), self.separator)
