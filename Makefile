@@ -36,6 +36,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 demo: $(VENV)/installed
 	@$(BIN)/trifocal train configs/showcase.toml --run.directory $(RUN) --overwrite
+	@echo && echo "These commands are in $(BIN): first type source $(BIN)/activate"
 
 test: $(VENV)/installed-dev
 	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist worksteal

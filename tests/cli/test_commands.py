@@ -103,7 +103,7 @@ def test_generate_continues_the_prompt(run: Path, capsys: Capture) -> None:
     assert main([*base, "--samples", "2", "--checkpoint", "step_00000004"]) == 0
     assert capsys.readouterr().out.count("the dog") == 2
     assert main(["generate", str(run), "--prompt", "-x", "--max-new-tokens", "40"]) == 0
-    assert "up to 42 tokens, the model was trained on 32" in capsys.readouterr().err
+    assert "make up to 42 tokens, the model was trained on 32" in capsys.readouterr().err
 
 
 BAD_TRAIN = [

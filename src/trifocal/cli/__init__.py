@@ -15,7 +15,7 @@ COMMANDS = {
     "doctor": "what this machine can do, what each preset needs here, and what mends what is wrong",
     "report": "one self-contained HTML page of a run: RUN_DIR",
     "watch": "a run live in the terminal: RUN_DIR",
-    "bench": "figures side by side: attention, train or decode",
+    "bench": "speed beside dense attention, in one run: attention, train or decode",
 }
 
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM}

@@ -17,7 +17,10 @@ from trifocal.train.arguments import parse_arguments
 
 @dataclass(frozen=True, kw_only=True)
 class CheckArguments:
-    """Prove this installation right on this machine: a table of named checks. Exit status 1 if any fails."""
+    """Prove this installation right on this machine: a table of named checks. Exit status 1 if any fails.
+
+    The column `guards` has numbers of failures in docs/training.md.
+    """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to check; "auto" takes a GPU if there is one."""

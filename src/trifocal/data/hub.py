@@ -102,5 +102,5 @@ def _explain(error: Exception, config: DataConfig) -> Exception:
     # Where every request failed, datasets says that there is no such file and names the hub's error in the text.
     unreachable = isinstance(error, ConnectionError | TimeoutError) or "LocalEntryNotFoundError" in str(error)
     if unreachable or (status is not None and (status == 429 or status >= 500)):
-        return TransientError(f"the hub cannot be reached: {reason}")
+        return TransientError(f"the hub cannot be reached (a copy on disk is read with fineweb-edu:PATH): {reason}")
     return UserError(f"fineweb-edu: {repository} {config.fineweb_name} cannot be opened: {reason}")

@@ -158,8 +158,10 @@ class Loader:
             )
         if state["fingerprint"] != self._fingerprint:
             raise UserError(
-                f"the data position belongs to {state['source']}, this run reads {self._name}: the files, the "
-                "tokenizer, the sequence length or the data settings differ; resume with those of the first run"
+                f"the data position belongs to {state['source']}, this run reads {self._name}: the files, "
+                "data.tokenizer, data.seed, data.streams, data.validation_fraction, data.shuffle_documents, "
+                "data.shuffle_sequences, data.text_document_bytes or train.sequence_length differ; resume with those "
+                "of the first run"
             )
         self._stop_thread()
         positions = state["position"].get("streams", {"0": state["position"]})
