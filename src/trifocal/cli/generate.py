@@ -110,5 +110,6 @@ def _encode_prompt(options: GenerateArguments, config: RunConfig, tokenizer: Tok
         raise UserError(f"--prompt has {len(tokens)} tokens, more than the {trained} that the model was trained on")
     total = len(tokens) + options.max_new_tokens
     if total > trained:
-        print(f"note: prompt and new tokens make up to {total} tokens, the model was trained on {trained}", file=sys.stderr)
+        note = f"note: prompt and new tokens make up to {total} tokens, the model was trained on {trained}"
+        print(note, file=sys.stderr)
     return torch.from_numpy(tokens).long()[None]
