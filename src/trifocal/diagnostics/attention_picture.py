@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trifocal.diagnostics.attention_maps import LayerAttention, block_importance, dense_block_mass
+from trifocal.diagnostics.files import write_whole
 from trifocal.errors import UserError
 from trifocal.ops import Documents, Geometry
 
@@ -66,9 +67,7 @@ class AttentionPicture:
         arrays["header"] = np.frombuffer(json.dumps(header, ensure_ascii=False).encode(), dtype=np.uint8)
         np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
         path.parent.mkdir(exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_bytes(content.getvalue())
-        partial.replace(path)
+        write_whole(path, content.getvalue())
 
 
 def read_picture(path: Path) -> AttentionPicture:

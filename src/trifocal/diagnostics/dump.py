@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from trifocal.diagnostics.collectives import Collective, describe, last_of_each_group, recorded_collectives
+from trifocal.diagnostics.files import write_whole
 from trifocal.diagnostics.jsonl import Row, logger
 from trifocal.diagnostics.native_stacks import find_py_spy, native_stacks
 
@@ -94,8 +95,6 @@ def _write(path: Path, make: Callable[[], str]) -> None:
             text = make()
         except Exception as error:
             text = f"failed: {type(error).__name__}: {error}\n"
-        partial = path.with_name(f".{path.name}.partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text)
     except OSError as error:
         logger.warning("cannot write %s: %s", path, error)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
+from trifocal.diagnostics.files import write_whole
 from trifocal.diagnostics.hardware import matmul_rate, peak_bf16_flops
 from trifocal.ops import backend_choices
 
@@ -115,7 +116,7 @@ def write_environment(
     if device is not None and (device.type != "cuda" or peak_bf16_flops(torch.cuda.get_device_name(device)) is None):
         rate = matmul_rate(device, precision, 0.05)
         description["measured_speed"] = {"device": device.type, "precision": precision, "matmul_flops": rate}
-    Path(path).write_text(json.dumps(description, indent=2) + "\n")
+    write_whole(Path(path), json.dumps(description, indent=2) + "\n")
     return description
 
 
@@ -128,7 +129,7 @@ def write_backends(path: str | os.PathLike[str]) -> None:
         {"operation": operation, "backend": backend, "reason": reason, "calls": calls}
         for (operation, backend, reason), calls in sorted(backend_choices().items())
     ]
-    Path(path).write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+    write_whole(Path(path), json.dumps(rows, indent=1) + "\n")
 
 
 def _version(package: str) -> str | None:

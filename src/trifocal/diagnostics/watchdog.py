@@ -22,6 +22,7 @@ from typing import Self
 import torch
 
 from trifocal.diagnostics.dump import read_answers, write_details, write_stacks
+from trifocal.diagnostics.files import write_whole
 from trifocal.diagnostics.heartbeat import Heartbeat
 from trifocal.diagnostics.jsonl import Row, logger
 from trifocal.diagnostics.progress import duration
@@ -147,9 +148,7 @@ class Watchdog:
 
     def _write_summary(self, folder: Path, what: str, row: Row) -> None:
         text = stall_summary(self.directory, folder, self._rank, what, row, read_answers(folder))
-        partial = folder / ".summary.md.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(folder / "summary.md")
+        write_whole(folder / "summary.md", text)
 
     def _answer_other_ranks(self, row: Row) -> None:
         """Add this rank's part to the dumps that other ranks began."""

@@ -292,7 +292,8 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: Processes) -> 
         for cause in causes:
             if isinstance(cause, OSError) or not isinstance(cause, Exception):
                 raise cause from None
-        raise OSError("; ".join(str(cause) for cause in causes)) from error
+        why = "; ".join(str(cause) for cause in causes)
+        raise OSError(f"PyTorch could not write to {folder}, whose disk may be full: {why}") from error
 
 
 def _load_weights(state: dict[str, Any], folder: Path) -> None:

@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
+from trifocal.diagnostics.files import write_whole
 from trifocal.errors import UserError
 from trifocal.train.config import RunConfig
 from trifocal.train.earlier_run import put_back, set_aside, where_set_aside, whole_run
-from trifocal.train.files import CONFIG_FILE
+from trifocal.train.files import CONFIG_FILE, flush_folder
 from trifocal.train.lock import LOCK_FILE, RunLock
 from trifocal.train.toml import from_table, read_toml, to_toml
 
-_PARTIAL_CONFIG = f".{CONFIG_FILE}.partial"
 # What a start leaves that was killed before the run was there.
-_LEFT_OVER = {LOCK_FILE, _PARTIAL_CONFIG}
+_LEFT_OVER = {LOCK_FILE, f".{CONFIG_FILE}.partial"}
 
 
 def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> str:
@@ -63,10 +63,9 @@ def _check_contents(folder: Path, *, overwrite: bool) -> bool:
 
 
 def save_config(config: RunConfig, folder: Path) -> None:
-    """Write `config.toml`; it appears whole or not at all."""
-    partial = folder / _PARTIAL_CONFIG
-    partial.write_text(to_toml(config), encoding="utf-8")
-    partial.replace(folder / CONFIG_FILE)
+    """Write `config.toml`; it appears whole or not at all, also after a power cut: without it nothing goes on."""
+    write_whole(folder / CONFIG_FILE, to_toml(config), flush=True)
+    flush_folder(folder)
 
 
 def load_run(folder: Path) -> RunConfig:

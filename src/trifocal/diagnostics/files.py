@@ -1,0 +1,28 @@
+"""Files that are there whole or not at all."""
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> None:
+    """Write a file under another name, and give it its own: nobody ever sees a part of it.
+
+    Args:
+        path: The file; one that is there is replaced.
+        content: Bytes, or text for UTF-8.
+        flush: Have it on the disk before it gets its name, so that a power cut leaves it or the earlier one.
+
+    Raises:
+        OSError: If the disk does not take it; the earlier file stays.
+    """
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
