@@ -26,7 +26,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from trifocal.bench.results import ResultFile
 
@@ -145,11 +145,10 @@ class Start:
                 ]
             )
         )
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
         size = cases[0].gpus
-        place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
+        place |= {"MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
         self.processes = []
         for rank in range(size):
             own = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}

@@ -3,7 +3,6 @@
 import json
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.children import ROOT, environment
+from tests.children import ROOT, environment, free_port
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
 from trifocal.diagnostics import read_metrics
@@ -262,12 +261,9 @@ def test_a_bug_in_one_rank_ends_the_others_with_its_text(case: Case) -> None:
 
 def test_torchrun_on_two_machines_starts_again_from_the_last_checkpoint(case: Case) -> None:
     """Two torchruns meet as on two machines. The one whose process was killed counts a restart, the other none."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     command = [
         sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=2",
-        "--rdzv-id=test", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1",
+        "--rdzv-id=test", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--local-addr=127.0.0.1",
         str(ROOT / "tests" / "distributed" / "faults.py"), "die_once", "train", str(case.config), *QUICK,
         "--parallel.mode", "fsdp",
     ]  # fmt: skip

@@ -1,10 +1,12 @@
 """Which mode is chosen, and what a single process does with it."""
 
+import socket
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests.children import free_port
 from trifocal.checks.seeds import small_config
 from trifocal.distributed import Processes, choose_mode, parallelise, processes_started, whole_model
 from trifocal.errors import UserError
@@ -56,6 +58,25 @@ def test_one_process_is_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> Non
         assert processes.on_first(lambda: 3) == 3
         with pytest.raises(UserError, match=r"^no$"):
             processes.together(fail)
+
+
+@pytest.mark.parametrize(
+    ("rank", "why"), [(0, "the port is taken, perhaps .*take another"), (1, ".*timed out.*; start all of them")]
+)
+def test_a_place_to_meet_that_is_taken_or_out_of_reach_is_named(
+    monkeypatch: pytest.MonkeyPatch, rank: int, why: str
+) -> None:
+    port = free_port()
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (place | {"MASTER_PORT": port}).items():
+        monkeypatch.setenv(name, str(value))
+    with socket.socket() as other:
+        other.bind(("", port))
+        with (
+            pytest.raises(UserError, match=rf"cannot meet at 127\.0\.0\.1:{port}: {why}"),
+            processes_started(CPU, timeout_seconds=1),
+        ):
+            pass
 
 
 def fail() -> None:

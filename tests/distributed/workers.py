@@ -1,7 +1,6 @@
 """Real processes for the tests, given their places as torchrun gives them, on the CPU over gloo."""
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,9 +32,7 @@ class Workers:
     """
 
     def __init__(self, commands: Sequence[Sequence[str]], folder: Path, **environment: str) -> None:
-        with socket.socket() as listener:
-            listener.bind(("127.0.0.1", 0))
-            port = listener.getsockname()[1]
+        port = children.free_port()
         self.folder = folder
         self.begin = time.monotonic()
         self.processes: list[Any] = []

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -12,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from trifocal.checks.process_worker import Case
 from trifocal.checks.report import Measurement
@@ -129,10 +129,10 @@ def measure(
 
 
 def _run(code: str, folder: Path, variables: dict[str, str]) -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    place = {"WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    # Kept here as torchrun keeps it: a port that was only looked up could be somebody else's by the time rank 0 asks.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    place = {"WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1"}
+    place |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
     started = []
     for rank in range(PROCESSES):
         own = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}

@@ -167,6 +167,19 @@ def _named(found: tuple[str, int | None, str], rank: int) -> Exception:
     return RuntimeError(message)
 
 
+def _common_store(timeout: timedelta) -> tuple[Any, int, int]:
+    """The store that all processes of a start see, this one's rank, and their number."""
+    try:
+        return next(dist.rendezvous("env://", timeout=timeout))
+    except dist.DistError as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        why = str(error).partition("\n")[0].rstrip(".")
+        what = "start all of them, with the same MASTER_ADDR and MASTER_PORT, where each can reach rank 0"
+        if "EADDRINUSE" in why:
+            why, what = "the port is taken, perhaps by another run", "take another (--master-port, or MASTER_PORT)"
+        raise UserError(f"the processes of this run cannot meet at {place}: {why}; {what}") from error
+
+
 @contextmanager
 def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -> Iterator[Processes]:
     """Join the processes that torchrun started; a single process where it did not.
@@ -179,7 +192,8 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
         This process among them.
 
     Raises:
-        UserError: If the machine has fewer GPUs than processes, or the processes' devices are not of one kind.
+        UserError: If the machine has fewer GPUs than processes, the processes' devices are not of one kind, or they
+            cannot reach each other.
     """
     timeout = timedelta(seconds=timeout_seconds)
     launched = "TORCHELASTIC_RUN_ID" in os.environ
@@ -202,7 +216,7 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     # Recorded collectives must move their data as those do that are not recorded: a process may replay a micro-batch
     # of a sharded model while another computes one that is the first of its kind.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+    store, rank, size = _common_store(timeout)
     start = meet(store, rank, size, device=device.type, timeout_seconds=timeout_seconds)
     restarted = launched and store.check([_BEGUN])
     dist.init_process_group(

@@ -233,11 +233,6 @@ class LayerMemory:
         return 2 * self.tile + FP32 * length * self._compressed * (c.num_heads // c.num_kv_groups)
 
     @property
-    def scores_made_again(self) -> int:
-        """Scores beside the probabilities, where a compiled backward pass makes both; a CPU makes them in place."""
-        return self.tile if self._saved_scores and self.setup.device == "cuda" else 0
-
-    @property
     def _dense_scores(self) -> bool:
         """Whether the dense twin's attention writes its scores: the CPU's kernel takes keys and values of one width."""
         return self.setup.device == "cpu" and self.config.head_dim != self.config.value_dim

@@ -172,7 +172,6 @@ class _Step:
         if compiled:
             # What the residual stream is made of; its gradient, lowered; and its parts from both of the first matrices.
             working += layer.middle + 3 * layer.normed
-            working += layer.scores_made_again if self.checkpointed[index] else 0
         yield self._memory(
             f"attention's backward pass, layer {index}",
             self._gradients(behind, 3 * matrix),
