@@ -123,6 +123,7 @@ BAD_TRAIN = [
     (["--resume", "RUN", "--checkpoint", "step_7"], "has no checkpoint 'step_7'; it has step_00000004, step_00000006"),
     (["--resume", "RUN", "--train.steps", "9", "--model.dim", "32"], "of another model: dim is 16 there, 32 here"),
     (["CONFIG", "--run.directory", "RUN"], "holds a run already; go on with it (trifocal train --resume"),
+    (["CONFIG", "--run.directory", "a" * 300], "File name too long"),
     (["CONFIG", "--data.tokenizer", "bites"], "unknown tokenizer 'bites'; the nearest is bytes"),
     (["CONFIG", "--data.source", "text:/nowhere"], "/nowhere"),
     (["CONFIG", "--data.source", "text:EMPTY"], "no .txt or .md file"),

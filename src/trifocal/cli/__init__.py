@@ -18,7 +18,7 @@ COMMANDS = {
     "bench": "speed beside dense attention, in one run: attention, train or decode",
 }
 
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.ENAMETOOLONG}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
