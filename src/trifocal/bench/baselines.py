@@ -1,9 +1,8 @@
 """What others compute from the same inputs: dense attention of PyTorch, FlexAttention, fla-core's sparse attention."""
 
-import contextlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,7 +141,8 @@ def fla_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> 
     heads_per_group = shape.heads // shape.groups
     if heads_per_group < 16 or heads_per_group & (heads_per_group - 1):
         raise Unavailable(f"its groups have a power of two of at least 16 heads, here {heads_per_group}")
-    with _quiet():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         from fla.ops.nsa.parallel import parallel_nsa
 
     size = geometry.selection_block_size
@@ -165,10 +165,3 @@ def fla_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> 
     note += "" if window else ", no window (that needs flash-attn)"
     leaves = (inputs.q, inputs.k_slc, inputs.v_slc, inputs.gates)
     return Candidate(attend, leaves, work._replace(forward_flops=work.forward_flops + scoring), note)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

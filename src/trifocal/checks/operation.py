@@ -105,11 +105,8 @@ def _refused(load: Callable[[], object], name: str) -> bool:
 def first_batch(config: DataConfig) -> Batch:
     """The first training batch of a source, through the real loader."""
     tokenizer = make_tokenizer(config.tokenizer)
-    loader = make_loader(config, tokenizer=tokenizer, sequence_length=16, batch_size=1, vocab_size=257)
-    try:
+    with make_loader(config, tokenizer=tokenizer, sequence_length=16, batch_size=1, vocab_size=257) as loader:
         return next(loader)
-    finally:
-        loader.close()
 
 
 def failing_source(_device: torch.device, *, first_batch: Callable[[DataConfig], Batch] = first_batch) -> Measurement:

@@ -123,16 +123,13 @@ class AttentionTelemetry:
         layers = self._observe(tokens[:1], documents, lambda layer: describe_layers(layer, queries))
         return assemble(step, geometry, texts, documents, queries, layers)
 
-    def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
+    def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> None:
         """Measure, write a row for each layer, and an event for each alarm that begins or ends.
 
         Args:
             metrics: Where to write.
             step: Optimizer steps done.
             tokens, cu_seqlens: As in `measure`.
-
-        Returns:
-            The rows.
         """
         rows = self.measure(tokens, cu_seqlens=cu_seqlens)
         for row in rows:
@@ -145,7 +142,6 @@ class AttentionTelemetry:
             what = f"layer {layer}{', ' + branch if branch else ''}: {name} is over"
             metrics.event(step, f"{name}_over", what, layer=layer)
         self._active = set(alarms)
-        return rows
 
     @torch.no_grad()
     def _observe(self, tokens: Tensor, documents: Documents | None, describe: Describe) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from trifocal.data import Batch, Tokenizer
 from trifocal.diagnostics import AttentionTelemetry, MetricsWriter
@@ -20,13 +19,6 @@ from trifocal.train.evaluate import (
 from trifocal.train.inputs import autocast
 
 
-class Keep(Protocol):
-    """Writes what is good to have; a full disk costs it, never the run."""
-
-    def __call__(self, what: str, write: Callable[[], None]) -> None:
-        """Call `write`, and say if it fails."""
-
-
 class Looks:
     """Looks at the model of a run. A sharded model takes all processes for that, any other rank 0 alone.
 
@@ -37,7 +29,7 @@ class Looks:
         processes: This process among those of the run.
         model: Looked at.
         parallel: The model as it is trained.
-        keep: Writes a file.
+        keep: Called with what is written and the call that writes it; says if that fails.
     """
 
     def __init__(
@@ -49,7 +41,7 @@ class Looks:
         *,
         model: DecoderLM,
         parallel: Parallel,
-        keep: Keep,
+        keep: Callable[[str, Callable[[], None]], None],
     ) -> None:
         self._config, self._directory, self._tokenizer = config, directory, tokenizer
         self._processes, self._device, self._model = processes, processes.device, model
