@@ -294,3 +294,8 @@ def test_wrong_packing_is_refused() -> None:
         layer(torch.randn(2, 5, DIM, dtype=torch.float64), cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(ValueError, match="must end at the number of tokens"):
         layer(torch.randn(1, 5, DIM, dtype=torch.float64), cu_seqlens=torch.tensor([0, 4]))
+    # One token's document must not spread over all of them: dense attention would see the future.
+    one = Documents.from_cu_seqlens(torch.tensor([0, 1]), 1)
+    for layer in (sparse(), DenseAttention(**SIZES).double()):
+        with pytest.raises(ValueError, match="the documents hold 1 tokens, but there are 5"):
+            layer(torch.randn(1, 5, DIM, dtype=torch.float64), cu_seqlens=one)

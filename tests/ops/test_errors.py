@@ -163,6 +163,7 @@ def test_selected_attention():
         (2.5, "window_size must be an integer, got 2.5"),
         (True, "window_size must be an integer, got True"),
         (None, "window_size must be an integer, got None"),
+        (2**63 - 1, f"window_size may be at most 2147483647, got {2**63 - 1}"),
     ],
 )
 def test_window_size(window, message):
@@ -193,6 +194,7 @@ CALLS = (
         (float("nan"), "scale must be finite, got nan"),
         (float("inf"), "scale must be finite, got inf"),
         ([1.0], "scale must be a number, got [1.0]"),
+        ("wide", "scale must be a number, got 'wide'"),
     ],
 )
 def test_scale(call, scale, message):

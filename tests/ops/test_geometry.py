@@ -35,6 +35,7 @@ def test_defaults_are_the_papers():
         ({"window_size": 0}, "window_size must be at least 1, got 0"),
         ({"num_initial_blocks": -1}, "num_initial_blocks must be at least 0, got -1"),
         ({"num_local_blocks": -1}, "num_local_blocks must be at least 0, got -1"),
+        ({"window_size": 2**31}, "window_size may be at most 2147483647, got 2147483648"),
         ({"window_size": 512.0}, "window_size must be an integer, got 512.0"),
         ({"window_size": True}, "window_size must be an integer, got True"),
         ({"compression_block_size": 24}, "compression_block_size must be a multiple of compression_stride, got 24"),

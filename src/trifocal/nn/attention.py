@@ -357,6 +357,9 @@ def _locate(
     documents = cu_seqlens
     if not isinstance(documents, Documents):
         documents = Documents(*(part.to(x.device) for part in Documents.from_cu_seqlens(documents, num_tokens)))
+    elif documents.ids.shape[0] != num_tokens:
+        # Documents of one token would spread over all, and dense attention would see the future.
+        raise ValueError(f"the documents hold {documents.ids.shape[0]} tokens, but there are {num_tokens}")
     return documents, documents.positions
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from trifocal.ops import fused, operators, reference
 from trifocal.ops.backends import resolve
-from trifocal.ops.geometry import Geometry
+from trifocal.ops.geometry import LARGEST_SIZE, Geometry
 from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
 from trifocal.ops.validation import (
     check_attention_arguments,
@@ -217,7 +217,7 @@ def window_attention(
         q: Queries, [B, T, H, D]; the last T positions of the S keys.
         k: Keys, [B, S, G, D].
         v: Values, [B, S, G, V].
-        window_size: Keys that a query sees, at least 1.
+        window_size: Keys that a query sees, from 1 to 2**31 - 1.
         scale: Factor on the scores; 1/sqrt(D) when not given.
         cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
         backend: `"auto"`, `"reference"` or `"triton"`.
@@ -231,6 +231,8 @@ def window_attention(
     Source: arXiv:2502.11089, Section 3.3.3.
     """
     check_whole_number("window_size", window_size, 1)
+    if window_size > LARGEST_SIZE:
+        raise ValueError(f"window_size may be at most {LARGEST_SIZE}, got {window_size}")
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
     scale = _scale(scale, q)
@@ -316,7 +318,7 @@ def _scale(scale: float | None, q: Tensor) -> float:
         return 1.0 / math.sqrt(q.shape[-1])
     try:
         factor = float(scale)
-    except TypeError as error:
+    except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(f"scale must be a number, got {scale!r}") from error
     # Not `math.isfinite`, which a compiler with symbolic shapes cannot follow.
     if not abs(factor) < math.inf:

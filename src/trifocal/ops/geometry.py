@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, fields
 
+LARGEST_SIZE = 2**31 - 1
+"""Positions are numbers of 32 bits."""
+
 
 @dataclass(frozen=True)
 class Geometry:
@@ -38,6 +41,8 @@ class Geometry:
                 raise ValueError(f"Geometry.{field.name} must be an integer, got {value!r}")
             if value < lowest:
                 raise ValueError(f"Geometry.{field.name} must be at least {lowest}, got {value}")
+            if value > LARGEST_SIZE:
+                raise ValueError(f"Geometry.{field.name} may be at most {LARGEST_SIZE}, got {value}")
         block, stride, selection = (
             self.compression_block_size,
             self.compression_stride,

@@ -144,7 +144,10 @@ def select_blocks(
     """The choice of selection blocks; see `trifocal.ops.select_blocks`."""
     visibility = _compressed_visibility(q, k_cmp, geometry, num_keys, documents)
     scores_BGRTC = _scores(q, k_cmp, scale, visibility.mask())
-    p_BGTC = _normalise(scores_BGRTC, _group_heads(lse, k_cmp.shape[2])).sum(2)
+    p_BGRTC = _normalise(scores_BGRTC, _group_heads(lse, k_cmp.shape[2]))
+    # Heads side by side in memory: summed across it, the last blocks' heads would be added in another order than those
+    # of the blocks that fill whole vectors, and ties would break.
+    p_BGTC = p_BGRTC.movedim(2, -1).contiguous().sum(-1)
     if documents is not None:
         # From slots of the whole pack to slots of the query's own document.
         first_block_T1 = compressed_layout(documents, 0, geometry).first_blocks[documents.ids][:, None]
