@@ -8,7 +8,8 @@ def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> Non
     """Write a file under another name, and give it its own: nobody ever sees a part of it.
 
     Args:
-        path: The file; one that is there is replaced.
+        path: The file; one that is there is replaced, also where it is a link or a device: not for a path that a
+            person gives.
         content: Bytes, or text for UTF-8.
         flush: Have it on the disk before it gets its name, so that a power cut leaves it or the earlier one.
 

@@ -4,7 +4,6 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from trifocal.diagnostics.files import write_whole
 from trifocal.diagnostics.report.attention_charts import attention_charts
 from trifocal.diagnostics.report.charts import training_charts
 from trifocal.diagnostics.report.page import build_page
@@ -54,7 +53,7 @@ def write_report(
     path = Path(output) if output is not None else runs[0].directory / "report.html"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, page)
+        path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the report to {path}: {error.strerror}") from error
     return path
