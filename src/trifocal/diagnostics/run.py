@@ -119,7 +119,7 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
     run.heartbeats = dict(sorted(run.heartbeats.items()))
     for path in (directory / "samples").glob("*.txt"):
         match = re.search(r"(\d+)", path.stem)
-        run.samples.append((int(match[1]) if match else 0, path.read_text(errors="replace")))
+        run.samples.append((int(match[1]) if match else 0, path.read_text(encoding="utf-8", errors="replace")))
     run.samples.sort(key=lambda sample: sample[0])
     run.pictures = sorted((directory / "attention").glob("step_*.npz"))
     return run

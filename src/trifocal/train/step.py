@@ -168,8 +168,8 @@ def train_step(
     parallel = parallel or Parallel(loss_function, "none", 1, None)  # type: ignore[arg-type]
     counts = [valid_targets(batch) for batch in batches]
     total = max(sum(counts) if total_targets is None else total_targets, 1)
-    weighted = [(batch, count / total) for batch, count in zip(batches, counts, strict=True)]
-    numbers = documents or [0] * len(batches)
+    weights = [count / total for count in counts]
+    micro_batches = list(zip(batches, weights, documents or [0] * len(batches), strict=True))
     loss_sum = torch.zeros((), dtype=torch.float32, device=device)
 
     def make_room() -> None:
@@ -182,13 +182,13 @@ def train_step(
 
     if graphs is not None:
         make_room()
-        for (batch, weight), number in zip(weighted, numbers, strict=True):
+        for batch, weight, packed in micro_batches:
             with heartbeat.phase(forward_phase):
-                loss_sum += graphs.add_gradients(batch, weight, number)
+                loss_sum += graphs.add_gradients(batch, weight, packed)
         with heartbeat.phase("backward"):
             parallel.exchange_gradients()
     else:
-        for index, ((batch, weight), number) in enumerate(zip(weighted, numbers, strict=True)):
+        for index, (batch, weight, packed) in enumerate(micro_batches):
             with parallel.micro_batch(last=index == len(batches) - 1):
                 with heartbeat.phase(forward_phase), autocast(device, config.precision):
                     loss = weight * batch_loss(
@@ -197,7 +197,7 @@ def train_step(
                         device,
                         split_rows=split_rows,
                         pad_documents=config.compile,
-                        documents=number,
+                        documents=packed,
                     )
                 if index == 0:
                     make_room()
