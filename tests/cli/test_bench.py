@@ -6,6 +6,7 @@ import re
 import pytest
 
 from trifocal.bench import plot
+from trifocal.cli import bench as cli_bench
 from trifocal.cli import main
 
 ATTENTION = [
@@ -75,3 +76,16 @@ def test_bad_input_is_one_line(capsys):
         assert main(["bench", *arguments]) == 2, arguments
         error = capsys.readouterr().err
         assert words in error and re.fullmatch(r"trifocal: [^\n]+\n", error), error
+
+
+@pytest.mark.parametrize("bench", ["attention", "train", "decode"])
+def test_an_output_that_is_no_folder_is_refused_before_any_work(tmp_path, capsys, monkeypatch, bench):
+    def work(*_):
+        raise AssertionError("the bench began")
+
+    monkeypatch.setitem(cli_bench._BENCHES, bench, work)
+    (tmp_path / "file").touch()
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        assert main(["bench", bench, "--device", "cpu", "--output", str(output)]) == 2
+        error = capsys.readouterr().err
+        assert error == f"trifocal: cannot write into {output}: {tmp_path / 'file'} is not a folder\n"

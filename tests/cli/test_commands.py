@@ -171,6 +171,7 @@ def test_train_refuses_bad_input(
         (["generate", "RUN", "--prompt", "\udcff"], "--prompt is not UTF-8 text"),
         (["generate", "RUN", "--prompt", "x", "--top-p", "0"], "--top-p must lie in (0, 1], got 0.0"),
         (["generate", "RUN", "--prompt", "x", "--top-k", "-1"], "--top-k must be at least 0, got -1"),
+        (["generate", "RUN", "--prompt", "x", "--seed", str(2**64)], f"--seed must fit 64 bits, got {2**64}"),
         (["generate", "RUN", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
         (["generate", "RUN", "--prompt", "x", "--prefill-chunk-size=-1"], "--prefill-chunk-size must be at least 0"),
         (["generate", "RUN", "--prompt", "x", "--checkpoint", "last"], "has no checkpoint 'last'"),

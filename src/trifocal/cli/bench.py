@@ -16,6 +16,7 @@ from trifocal.bench import attention, comparison, decode, train
 from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
 from trifocal.bench.results import ResultFile, cell, cpu_name
+from trifocal.cli.output import check_output_folder
 from trifocal.errors import UserError, nearest
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.preflight import choose_device
@@ -90,6 +91,7 @@ def run(args: Sequence[str]) -> int:
         commit=options.commit,
         command=["trifocal", "bench", *args],
     )
+    check_output_folder(file.json.parent)
     return _BENCHES[name](options, file)
 
 

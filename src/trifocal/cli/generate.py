@@ -54,6 +54,8 @@ class GenerateArguments:
         for name, lowest in (("max_new_tokens", 1), ("temperature", 0), ("top_k", 0), ("samples", 1)):
             if getattr(self, name) < lowest:
                 raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"--seed must fit 64 bits, got {self.seed}")
         if not 0 < self.top_p <= 1:
             raise UserError(f"--top-p must lie in (0, 1], got {self.top_p}")
         if self.prefill_chunk_size < 0:
