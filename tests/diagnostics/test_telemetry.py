@@ -315,6 +315,18 @@ def test_alarms_are_events_once_and_end(tmp_path: Path) -> None:
     assert len(read_metrics(tmp_path / "metrics.jsonl", "telemetry")) == 12
 
 
+def test_gates_that_are_no_numbers_raise_nothing(tmp_path: Path) -> None:
+    """The update before the look may have been one too far; the loss tells so, the look must not end the run first."""
+    telemetry = AttentionTelemetry(model_of())
+    with torch.no_grad():
+        telemetry.layers[1].gate.proj.bias.fill_(math.nan)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        telemetry.log(metrics, 10, torch.arange(LENGTH).view(1, LENGTH) % 64)
+    rows = read_metrics(tmp_path / "metrics.jsonl", "telemetry")
+    assert rows[1]["gate_mean_cmp"] is None
+    assert read_metrics(tmp_path / "metrics.jsonl", "event") == []
+
+
 def test_every_alarm_has_its_threshold() -> None:
     healthy = {"layer": 0, "free_local_share": 0.5}
     for branch in ("cmp", "slc", "win"):

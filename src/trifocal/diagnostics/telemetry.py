@@ -254,6 +254,9 @@ def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
     layer = row["layer"]
     for branch in BRANCHES:
         mean, entropy = row[f"gate_mean_{branch}"], row[f"gate_entropy_{branch}"]
+        if mean is None or entropy is None:
+            # Not a number, like the loss of the next step, which ends the run and says where it began.
+            continue
         if mean < SHUT_GATE:
             yield ("gate_shut", layer, branch), f"layer {layer}: the {branch} gate is shut, its mean is {mean:.4f}"
         elif entropy < SATURATED_ENTROPY:
