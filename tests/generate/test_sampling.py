@@ -142,3 +142,11 @@ def test_bad_arguments_are_refused(make_model: Callable[..., DecoderLM], options
     given = {"tokens": torch.zeros(1, 2, dtype=torch.int64), "max_new_tokens": 2, **options}
     with pytest.raises(ValueError, match=message):
         make_model().generate(given.pop("tokens"), given.pop("max_new_tokens"), **given)
+
+
+def test_broken_weights_are_named(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model()
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    with pytest.raises(FloatingPointError, match="its weights are broken"):
+        model.generate(torch.zeros(1, 3, dtype=torch.int64), 2)

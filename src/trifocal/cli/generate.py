@@ -66,7 +66,8 @@ def run(args: Sequence[str]) -> int:
     """Print continuations.
 
     Raises:
-        UserError: If there is no run or checkpoint, or the prompt is empty or longer than the model was trained for.
+        UserError: If there is no run or checkpoint, or the prompt is empty or longer than the model was trained for, or
+            the model's weights are broken.
     """
     options: GenerateArguments = parse_arguments(GenerateArguments, args, prog="trifocal generate")
     directory = Path(options.run_directory)
@@ -79,17 +80,20 @@ def run(args: Sequence[str]) -> int:
     model = DecoderLM(config.model)
     load_model_weights(checkpoint, model=model, model_config=config.model)
     model.to(device)
-    with autocast(device, config.train.precision):
-        tokens = model.generate(
-            prompt.expand(options.samples, -1).to(device),
-            options.max_new_tokens,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-            seed=options.seed,
-            stop_token=tokenizer.separator if options.stop_at_document_end else None,
-            prefill_chunk_size=options.prefill_chunk_size,
-        )
+    try:
+        with autocast(device, config.train.precision):
+            tokens = model.generate(
+                prompt.expand(options.samples, -1).to(device),
+                options.max_new_tokens,
+                temperature=options.temperature,
+                top_k=options.top_k,
+                top_p=options.top_p,
+                seed=options.seed,
+                stop_token=tokenizer.separator if options.stop_at_document_end else None,
+                prefill_chunk_size=options.prefill_chunk_size,
+            )
+    except FloatingPointError as error:
+        raise UserError(f"{checkpoint}: {error}; choose an earlier one with --checkpoint") from error
     for index, row in enumerate(tokens.tolist()):
         if options.samples > 1:
             print(f"--- {index + 1} of {options.samples}")

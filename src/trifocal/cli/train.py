@@ -51,7 +51,7 @@ def run(args: Sequence[str]) -> int:
     paths, own, overrides = _split(check_flags(valid, args, switches=("overwrite",)))
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
-    except (NonFiniteError, AnomalyFound) as error:
+    except (NonFiniteError, AnomalyFound, FloatingPointError) as error:
         print(f"trifocal: {error}", file=sys.stderr)
         return 1
     except PeerLost as error:

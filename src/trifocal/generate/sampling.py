@@ -38,6 +38,7 @@ def generate(
 
     Raises:
         ValueError: If an argument is out of range.
+        FloatingPointError: If what the model makes of the prompt is not finite.
     """
     _check_arguments(tokens, max_new_tokens, temperature, top_k, top_p, prefill_chunk_size)
     if max_new_tokens == 0:
@@ -52,6 +53,9 @@ def generate(
         caches = make_caches(model.config, length)
         for chunk in tokens.split(prefill_chunk_size or prompt_length, dim=1):
             hidden = model.hidden_states(chunk, cache=caches)
+        # Once, not at each token, which would wait for a GPU: broken weights show here, and a draw from them ends CUDA.
+        if not bool(hidden[:, -1].isfinite().all()):
+            raise FloatingPointError("the model's output is not finite: its weights are broken")
         for position in range(prompt_length, length):
             logits = model.logits(hidden[:, -1])
             drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
