@@ -118,6 +118,7 @@ BAD_TRAIN = [
     (["CONFIG", "--checkpoint", "step_1"], "--checkpoint goes with --resume"),
     (["CONFIG", "--resume", "RUN"], "--resume takes the run's own config"),
     (["--resume", "RUN", "--overwrite"], "contradict each other"),
+    (["--resume", "RUN", "--run.directory", "elsewhere"], "leave --run.directory elsewhere out"),
     (["--resume", "/nowhere"], "there is no run at /nowhere: no such folder"),
     (["--resume", "/"], "there is no run at /: it has no config.toml"),
     (["--resume", "RUN", "--checkpoint", "step_7"], "has no checkpoint 'step_7'; it has step_00000004, step_00000006"),

@@ -96,7 +96,10 @@ def _resume(paths: list[str], own: dict[str, str], overrides: list[str]) -> Trai
     if "overwrite" in own:
         raise UserError("--overwrite and --resume contradict each other")
     directory = Path(own["resume"])
-    config = override(load_run_to_resume(directory), overrides)
+    saved = load_run_to_resume(directory)
+    config = override(saved, overrides)
+    if config.run.directory != saved.run.directory and Path(config.run.directory).resolve() != directory.resolve():
+        raise UserError(f"--resume goes on in {directory}; leave --run.directory {config.run.directory} out")
     return resume(directory, checkpoint=own.get("checkpoint", ""), config=config)
 
 
