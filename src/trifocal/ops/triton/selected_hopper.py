@@ -10,8 +10,10 @@ the tile before has arrived, a whole iteration ahead, with no more shared memory
 multiprocessor, and one's matrix products run under another's softmax. Only tiles that hold queries of the block's own
 positions are masked.
 
-Shared memory: k and v of the block, two tiles of queries (and of d_o); a tile's output is laid out for wide stores in
-the tile of queries that made it.
+Shared memory: k and v of the block, two tiles of queries (and of d_o); d_q of a tile is laid out for wide stores in the
+tile of queries that made it. Forward's tile of o needs none where a group is small, see `neighbours`.
+
+How many rows a warp copies at a time was measured: more rows need fewer addresses, fewer rows fill longer lines.
 """
 
 from triton.experimental import gluon
@@ -40,11 +42,38 @@ def _exists(row, first, end, REP: gl.constexpr):
 
 
 @gluon.jit
-def _load_block(x, shared, in_block, num_rows, row_stride, columns):
+def _load_block(x, shared, in_block, num_rows, row_stride, columns, FOR_NEIGHBOURS: gl.constexpr = False):
     """Copy the rows of a block into shared memory; zero behind the last."""
     pointers = x + in_block[:, None] * row_stride + columns[None, :]
     values = gl.load(pointers, mask=(in_block < num_rows)[:, None], other=0.0)
-    shared.store(values)
+    shared.store(neighbours(values) if FOR_NEIGHBOURS else values)
+
+
+@gluon.jit
+def neighbours(x):
+    """The columns of x in another order, in which a product's accumulator has 8 neighbours of x's in each thread.
+
+    Of the columns of a product a thread holds 8 i + 2 c and 8 i + 2 c + 1 for every i, c being its place in a quad. In
+    this order those of four i were columns 32 j + 8 c to 32 j + 8 c + 7 of x. Doing it again undoes it: so the right
+    factor's columns are put into this order once a block, and the product leaves for memory 16 bytes at a time, without
+    a way through shared memory.
+    """
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    quads = x.reshape([rows, columns // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4])
+    return quads.reshape([rows, columns])
+
+
+@gluon.constexpr_function
+def neighbours_layout(columns):
+    """The layout of `neighbours` of an accumulator [64, columns], by register, lane and warp."""
+    return gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *([0, 2**n] for n in range(5, columns.bit_length() - 1))],
+        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, columns],
+    )
 
 
 @gluon.jit
@@ -74,14 +103,19 @@ def gathered_forward_hopper_kernel(
     ROWS: gl.constexpr = 64
     SLOTS_OF_ROW: gl.constexpr = GROUPS * PLACES
     STEP: gl.constexpr = ROWS // REP
+    # With many slots in a tile their addresses are what costs; with few, lines of memory that are not written at once.
+    DIRECT: gl.constexpr = REP < 8
     TYPE: gl.constexpr = q.dtype.element_ty
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_o, 2)
-    wide_d: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    rows_d: gl.constexpr = 512 // D if DIRECT else 256 // D
+    wide_d: gl.constexpr = gl.BlockedLayout([1, 8], [rows_d, 32 // rows_d], [4, 1], [1, 0])
     wide_v: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
     d_rows: gl.constexpr = gl.SliceLayout(1, wide_d)
     v_rows: gl.constexpr = gl.SliceLayout(1, wide_v)
+    of_store: gl.constexpr = neighbours_layout(V) if DIRECT else wide_v
+    store_rows: gl.constexpr = gl.SliceLayout(1, of_store)
     score_rows: gl.constexpr = gl.SliceLayout(1, of_scores)
     shared_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], TYPE)
     shared_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], TYPE)
@@ -102,8 +136,9 @@ def gathered_forward_hopper_kernel(
         row_d = gl.arange(0, ROWS, d_rows)
         columns_d = gl.arange(0, D, gl.SliceLayout(0, wide_d))
         columns_v = gl.arange(0, V, gl.SliceLayout(0, wide_v))
-        row_v = gl.arange(0, ROWS, v_rows)
         row_s = gl.arange(0, ROWS, score_rows)
+        row_o = gl.arange(0, ROWS, store_rows)
+        columns_o = gl.arange(0, V, gl.SliceLayout(0, of_store))
         last = end - 1
 
         # Rows behind the last slot take its queries again, and are not stored.
@@ -118,7 +153,7 @@ def gathered_forward_hopper_kernel(
         key_d = gl.arange(0, BLOCK, d_rows)
         key_v = gl.arange(0, BLOCK, v_rows)
         _load_block(k, shared_k, key_d, num_keys - first_token, k_time_stride, columns_d)
-        _load_block(v, shared_values, key_v, num_keys - first_token, v_time_stride, columns_v)
+        _load_block(v, shared_values, key_v, num_keys - first_token, v_time_stride, columns_v, DIRECT)
         fence_async_shared()
 
         key_position = first_position + gl.arange(0, BLOCK, gl.SliceLayout(0, of_scores))
@@ -127,7 +162,8 @@ def gathered_forward_hopper_kernel(
         for first in range(begin, end, STEP):
             async_copy.wait_group(0)
             slot_s = gl.load(slots + gl.minimum(first + row_s // REP, last)).to(gl.int32)
-            slot_v = gl.load(slots + gl.minimum(first + row_v // REP, last)).to(gl.int32)
+            if not DIRECT:
+                slot_o = gl.load(slots + gl.minimum(first + row_o // REP, last)).to(gl.int32)
             queries = tiles.index(turn)
             no_scores = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
             scores = warpgroup_mma(queries, shared_k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -157,11 +193,16 @@ def gathered_forward_hopper_kernel(
             exists_s = _exists(row_s, first, end, REP)
             gl.store(lse_slots + place_s, top + gl.log2(total), mask=exists_s)
             inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, of_o))
-            place_v = (slot_v - first_slot_of_chunk) * REP + row_v % REP
-            exists_v = _exists(row_v, first, end, REP)
+            if DIRECT:
+                place_o = gl.convert_layout(place_s, store_rows, assert_trivial=True)
+                exists_o = gl.convert_layout(exists_s, store_rows, assert_trivial=True)
+            else:
+                place_o = (slot_o - first_slot_of_chunk) * REP + row_o % REP
+                exists_o = _exists(row_o, first, end, REP)
             o = warpgroup_mma_wait(0, [o, shared_values])[0]
-            o = gl.convert_layout((o * inverse[:, None]).to(TYPE), wide_v)
-            gl.store(o_slots + place_v[:, None] * V + columns_v[None, :], o, mask=exists_v[:, None])
+            o = (o * inverse[:, None]).to(TYPE)
+            o = gl.convert_layout(neighbours(o) if DIRECT else o, of_store, assert_trivial=DIRECT)
+            gl.store(o_slots + place_o[:, None] * V + columns_o[None, :], o, mask=exists_o[:, None])
             turn = turn ^ 1
         async_copy.wait_group(0)
 
@@ -204,8 +245,8 @@ def gathered_backward_hopper_kernel(
     of_d: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     of_d_scores: gl.constexpr = gl.DotOperandLayout(0, of_d, 2)
-    wide_d: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    wide_v: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
+    wide_d: gl.constexpr = gl.BlockedLayout([1, 8], [D // 16, 512 // D], [4, 1], [1, 0])
+    wide_v: gl.constexpr = gl.BlockedLayout([1, 8], [V // 16, 512 // V], [4, 1], [1, 0])
     d_rows: gl.constexpr = gl.SliceLayout(1, wide_d)
     v_rows: gl.constexpr = gl.SliceLayout(1, wide_v)
     score_rows: gl.constexpr = gl.SliceLayout(1, of_scores)
@@ -346,8 +387,8 @@ def masked_d_kv_hopper_kernel(
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_d: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     of_v: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
-    wide_d: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    wide_v: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
+    wide_d: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
+    wide_v: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0])
     d_rows: gl.constexpr = gl.SliceLayout(1, wide_d)
     v_rows: gl.constexpr = gl.SliceLayout(1, wide_v)
     score_rows: gl.constexpr = gl.SliceLayout(1, of_scores)

@@ -39,7 +39,7 @@ def sizes_by_hand(shape: dict[str, int]) -> dict[str, int]:
 def forward_tile(order: str, dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_hand: bool) -> Tile:
     """Fixed configurations; `keys` is the number of slots of a piece."""
     if by_hand:
-        return Tile(rows=64, keys=max(128, 512 // rep), warps=4, stages=1)
+        return Tile(rows=64, keys=max(128, 1024 // rep), warps=4, stages=1)
     if dtype == torch.float32:
         # Exact products run on the ordinary units, fully unrolled: large tiles would spill.
         if order == "masked":
@@ -60,8 +60,7 @@ def gathered_tile(dtype: torch.dtype, rep: int, dim: int, value_dim: int, by_han
     """Fixed configurations; `keys` is the number of slots of a piece."""
     if by_hand:
         # Narrow tiles take less time each, beside which a piece's own sums are to stay small.
-        slots = max(256, 1024 // rep)
-        return Tile(rows=64, keys=slots if max(dim, value_dim) > 64 else 2 * slots, warps=4, stages=1)
+        return Tile(rows=64, keys=max(256 if max(dim, value_dim) > 64 else 512, 2048 // rep), warps=4, stages=1)
     if dtype == torch.float32:
         return Tile(rows=max(16, next_power_of_2(rep)), keys=128, warps=8, stages=1)
     if max(dim, value_dim) > 128:
