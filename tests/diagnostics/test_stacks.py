@@ -40,7 +40,7 @@ def test_a_signal_writes_every_threads_stack_and_the_run_goes_on(tmp_path: Path)
 def test_no_file_is_left_when_nobody_asked(tmp_path: Path) -> None:
     with StackDump(tmp_path / "dumps"):
         pass
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == [tmp_path / "dumps"]
 
 
 def test_where_names_the_innermost_frames_of_another_thread() -> None:

@@ -165,7 +165,16 @@ def test_a_run_that_starts_well_leaves_nothing_of_the_other(config: Path, monkey
     before_step(monkeypatch, look)
     assert train(make_config(config.parent, *QUICK), overwrite=True).finished
     assert seen == [before, *[{}] * 5]
-    expected = {"config.toml", "env.json", "backends.json", "metrics.jsonl", "heartbeat", "checkpoints", "weights"}
+    expected = {
+        "config.toml",
+        "env.json",
+        "backends.json",
+        "metrics.jsonl",
+        "heartbeat",
+        "checkpoints",
+        "dumps",
+        "weights",
+    }
     assert {path.name for path in run.iterdir()} == expected | {LOCK_FILE}
 
 

@@ -54,17 +54,15 @@ class StackDump:
             return 0
 
     def close(self) -> None:
-        """Give the signal back and close the file; what is empty is removed."""
+        """Give the signal back and close the file; an empty one is removed."""
         if self.file.closed:
             return
         if self._registered:
             faulthandler.unregister(signal.SIGUSR1)
         self.file.close()
         if self.path.is_file() and self.size() == 0:
-            # Not empty: something is worth keeping. Gone: another rank was faster.
             with contextlib.suppress(OSError):
                 self.path.unlink()
-                self.path.parent.rmdir()
 
     def __enter__(self) -> Self:
         return self
