@@ -134,7 +134,7 @@ def write_checkpoint(
         processes.on_first(lambda: _make_room(partial))
         processes.together(lambda: _save_weights(state, partial / "weights", processes))
         text = json.dumps(process_state)
-        processes.together(lambda: (partial / f"rank{processes.rank}.json").write_text(text))
+        processes.together(lambda: _write(partial / f"rank{processes.rank}.json", text))
         files = describe_files(partial, processes)
         manifest = {"format": FORMAT, "step": step, "model": model_config.to_dict(), "files": files}
         processes.on_first(lambda: _complete(partial, final, manifest))
@@ -148,6 +148,11 @@ def write_checkpoint(
 def _make_room(partial: Path) -> None:
     remove_folder(partial)
     (partial / "weights").mkdir(parents=True)
+
+
+def _write(path: Path, text: str) -> None:
+    # By itself, so that tests can let a disk fail here.
+    path.write_text(text)
 
 
 def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
