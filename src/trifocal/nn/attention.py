@@ -354,12 +354,9 @@ def _locate(
         raise ValueError("cu_seqlens and cache cannot be given together: a cache holds one document a row")
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {list(x.shape)}")
-    documents = cu_seqlens
-    if not isinstance(documents, Documents):
-        documents = Documents(*(part.to(x.device) for part in Documents.from_cu_seqlens(documents, num_tokens)))
-    elif documents.ids.shape[0] != num_tokens:
-        # Documents of one token would spread over all, and dense attention would see the future.
-        raise ValueError(f"the documents hold {documents.ids.shape[0]} tokens, but there are {num_tokens}")
+    documents = Documents.of(cu_seqlens, num_tokens)
+    if not isinstance(cu_seqlens, Documents):
+        documents = Documents(*(part.to(x.device) for part in documents))
     return documents, documents.positions
 
 

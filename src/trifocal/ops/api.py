@@ -230,9 +230,7 @@ def window_attention(
 
     Source: arXiv:2502.11089, Section 3.3.3.
     """
-    check_whole_number("window_size", window_size, 1)
-    if window_size > LARGEST_SIZE:
-        raise ValueError(f"window_size may be at most {LARGEST_SIZE}, got {window_size}")
+    check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
     scale = _scale(scale, q)

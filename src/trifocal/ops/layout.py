@@ -37,6 +37,20 @@ class Documents(NamedTuple):
         return cls.from_checked(cu_seqlens, num_tokens)
 
     @classmethod
+    def of(cls, given: "Tensor | Documents", num_tokens: int) -> "Documents":
+        """Those between given borders; `Documents` as they are, which were checked when they were made.
+
+        Raises:
+            ValueError: As `from_cu_seqlens`, or if the documents hold another number of tokens.
+        """
+        if not isinstance(given, Documents):
+            return cls.from_cu_seqlens(given, num_tokens)
+        if given.ids.shape[0] != num_tokens:
+            # Those of one token would spread over all, and dense attention would see the future.
+            raise ValueError(f"the documents hold {given.ids.shape[0]} tokens, but there are {num_tokens}")
+        return given
+
+    @classmethod
     def from_checked(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
         """Place every token, trusting the borders: no look at the data, so it can be compiled."""
         cu_seqlens = cu_seqlens.to(torch.int32)

@@ -37,12 +37,14 @@ def check_geometry(geometry: Geometry) -> None:
         raise ValueError(f"geometry must be a Geometry, got {type(geometry).__name__}")
 
 
-def check_whole_number(name: str, value: int, lowest: int) -> None:
-    """Raise ValueError unless the value is an integer, not under the lowest; a compiler's symbol counts as one."""
+def check_whole_number(name: str, value: int, lowest: int, highest: int | None = None) -> None:
+    """Raise ValueError unless the value is an integer within the bounds; a compiler's symbol counts as one."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise ValueError(f"{name} must be an integer, got {value!r}")
     if value < lowest:
         raise ValueError(f"{name} must be at least {lowest}, got {value}")
+    if highest is not None and value > highest:
+        raise ValueError(f"{name} may be at most {highest}, got {value}")
 
 
 def check_queries_and_keys(q: Tensor, k: Tensor, *, name: str, keys: str) -> None:
@@ -107,11 +109,7 @@ def resolve_documents(
         raise ValueError(f"cu_seqlens needs B = 1: pack the documents one behind the other, got B = {batch}")
     if num_queries != num_keys:
         raise ValueError(f"cu_seqlens needs as many queries as keys, got T = {num_queries} and S = {num_keys}")
-    documents = cu_seqlens
-    if not isinstance(documents, Documents):
-        documents = Documents.from_cu_seqlens(documents, num_keys)
-    elif documents.ids.shape[0] != num_keys:
-        raise ValueError(f"the documents hold {documents.ids.shape[0]} tokens, but there are {num_keys}")
+    documents = Documents.of(cu_seqlens, num_keys)
     if documents.ids.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {documents.ids.device}")
     return documents
