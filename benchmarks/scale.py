@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from trifocal.bench.results import ResultFile
+from trifocal.distributed.meeting import places_here
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"
@@ -145,19 +145,15 @@ class Start:
                 ]
             )
         )
-        size = cases[0].gpus
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1"}
-        place |= {"MASTER_PORT": self.store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+        self.store, places = places_here(cases[0].gpus)
         self.processes = []
-        for rank in range(size):
-            own = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        for place in places:
             with (folder / "start").open("ab") as log:
                 # A group for each, so that what it started can be ended with it.
                 process = subprocess.Popen(
                     [sys.executable, str(HERE / "scale_worker.py"), str(CONFIGS), str(plan)],
                     stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent,
-                    env={"OMP_NUM_THREADS": "1", **os.environ, **own},
+                    env={"OMP_NUM_THREADS": "1", **os.environ, **place},
                 )  # fmt: skip
             self.processes.append(process)
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from trifocal.checks.process_worker import Case
 from trifocal.checks.report import Measurement
+from trifocal.distributed.meeting import places_here
 from trifocal.distributed.parallel import Mode
 
 PROCESSES = 2
@@ -129,18 +129,14 @@ def measure(
 
 
 def _run(code: str, folder: Path, variables: dict[str, str]) -> None:
-    # Kept here as torchrun keeps it: a port that was only looked up could be somebody else's by the time rank 0 asks.
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    place = {"WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES, "MASTER_ADDR": "127.0.0.1"}
-    place |= {"MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    _store, places = places_here(PROCESSES)
+    # Where this process finds the package, the others must find it too.
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     started = []
-    for rank in range(PROCESSES):
-        own = {name: str(value) for name, value in (place | {"RANK": rank, "LOCAL_RANK": rank}).items()}
-        # Where this process finds the package, the others must find it too.
-        own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    for rank, place in enumerate(places):
         with (folder / f"error{rank}").open("wb") as error:
             command = [sys.executable, "-c", code]
-            environment = os.environ | own | variables
+            environment = os.environ | place | path | variables
             started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
     try:
         # One that fails leaves the other waiting: both are looked at in turn.

@@ -17,6 +17,19 @@ from trifocal.errors import UserError
 _INTERVAL_SECONDS = 0.02
 
 
+def places_here(size: int) -> tuple[dist.TCPStore, list[dict[str, str]]]:
+    """A store for processes that are to be started on this machine, and the variables that tell each its place.
+
+    The store is kept by the caller, as torchrun keeps it: a port that was only looked up could be somebody else's by
+    the time rank 0 asks for it.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
+    common |= {"TORCHELASTIC_USE_AGENT_STORE": True}
+    places = [common | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(size)]
+    return store, [{name: str(value) for name, value in place.items()} for place in places]
+
+
 def meet(store: dist.Store, rank: int, size: int, *, device: str, timeout_seconds: float) -> str:
     """Wait until all processes of this start are there.
 
