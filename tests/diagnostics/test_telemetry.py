@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from trifocal.checks.seeds import small_config
 from trifocal.diagnostics import MetricsWriter, read_metrics
 from trifocal.diagnostics import telemetry as telemetry_module
 from trifocal.diagnostics.attention_maps import LayerAttention, dense_block_mass
@@ -19,7 +20,7 @@ from trifocal.diagnostics.attention_statistics import (
     selection_statistics,
 )
 from trifocal.diagnostics.telemetry import AttentionTelemetry, alarms_of
-from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models import DecoderLM
 from trifocal.ops import Documents, Geometry, compressed_attention, mean_compress, select_blocks
 
 GEOMETRY = Geometry(
@@ -232,20 +233,7 @@ def test_gate_figures() -> None:
 
 
 def model_of(attention: str = "nsa", gate: str = "sigmoid") -> DecoderLM:
-    config = ModelConfig(
-        vocab_size=64,
-        dim=32,
-        num_layers=3,
-        num_heads=4,
-        num_kv_groups=2,
-        head_dim=8,
-        value_dim=8,
-        mlp_dim=64,
-        geometry=GEOMETRY,
-        attention=attention,
-        gate=gate,
-    )
-    model = DecoderLM(config)
+    model = DecoderLM(small_config(num_layers=3, value_dim=8, geometry=GEOMETRY, attention=attention, gate=gate))
     model.init_weights(3)
     return model
 

@@ -16,10 +16,9 @@ from trifocal.bench import attention, comparison, decode, train
 from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
 from trifocal.bench.results import ResultFile, cell, cpu_name
-from trifocal.cli.output import check_output_folder
 from trifocal.errors import UserError, nearest
 from trifocal.train.arguments import parse_arguments
-from trifocal.train.preflight import choose_device
+from trifocal.train.preflight import check_writable, choose_device, existing_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +90,9 @@ def run(args: Sequence[str]) -> int:
         commit=options.commit,
         command=["trifocal", "bench", *args],
     )
-    check_output_folder(file.json.parent)
+    # Nothing is made yet: the work may still be refused.
+    folder = file.json.parent
+    check_writable(existing_folder(folder), f"cannot write into {folder}")
     return _BENCHES[name](options, file)
 
 

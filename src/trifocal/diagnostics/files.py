@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 
+def partial_name(name: str) -> str:
+    """What a file is called while it is written."""
+    return f".{name}.partial"
+
+
 def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> None:
     """Write a file under another name, and give it its own: nobody ever sees a part of it.
 
@@ -16,7 +21,7 @@ def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> Non
     Raises:
         OSError: If the disk does not take it; the earlier file stays.
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(partial_name(path.name))
     try:
         with partial.open("wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

@@ -204,15 +204,24 @@ def existing_folder(folder: Path) -> Path:
     return folder
 
 
+def check_writable(folder: Path, what: str) -> None:
+    """Refuse a folder that is there and cannot be written in; what begins the sentence.
+
+    Raises:
+        UserError: If it is no folder, or there is no permission.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{what}: {folder} is not a folder")
+    if folder.exists() and not os.access(folder, os.W_OK):
+        raise UserError(f"{what}: no permission to write in {folder}")
+
+
 def _check_disk(config: RunConfig) -> None:
     folder = Path(config.run.directory)
     existing = existing_folder(folder)
     # Of a run that goes on, the folders without which it would fail on the way.
     for place in (existing, *(folder / name for name in ("checkpoints", "dumps"))):
-        if place.exists() and not place.is_dir():
-            raise UserError(f"run.directory {config.run.directory}: {place} is not a folder")
-        if place.exists() and not os.access(place, os.W_OK):
-            raise UserError(f"run.directory {config.run.directory}: no permission to write in {place}")
+        check_writable(place, f"run.directory {config.run.directory}")
     needed = disk_bytes(config) - _bytes_of_checkpoints(folder / "checkpoints")
     free = shutil.disk_usage(existing).free
     if needed > free:

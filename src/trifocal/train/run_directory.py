@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trifocal.diagnostics.files import write_whole
+from trifocal.diagnostics.files import partial_name, write_whole
 from trifocal.errors import UserError
 from trifocal.train.config import RunConfig
 from trifocal.train.earlier_run import put_back, set_aside, where_set_aside, whole_run
@@ -11,7 +11,7 @@ from trifocal.train.lock import LOCK_FILE, RunLock
 from trifocal.train.toml import from_table, read_toml, to_toml
 
 # What a start leaves that was killed before the run was there.
-_LEFT_OVER = {LOCK_FILE, f".{CONFIG_FILE}.partial"}
+_LEFT_OVER = {LOCK_FILE, partial_name(CONFIG_FILE)}
 
 
 def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> str:
