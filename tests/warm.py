@@ -1,26 +1,28 @@
-"""Python processes that are there at once: forked from one that has imported PyTorch and Trifocal already.
+"""Python processes that start at once: forked from a server that has imported PyTorch and Trifocal already.
 
 A process of its own for each, with its own environment, arguments and output, as `subprocess.Popen` would start it;
-what is spared is four seconds of imports. The process that forks does nothing but import: no threads, no GPU.
+what is spared is four seconds of imports.
 """
 
-import atexit
 import functools
-import io
-import json
+import multiprocessing
 import os
 import runpy
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
-from tests.children import ROOT, environment
+from tests.children import environment
+
+_PRELOADED = ["torch._dynamo", "trifocal.checks.process_worker", "trifocal.cli.train"]
 
 
 class Popen:
@@ -35,13 +37,18 @@ class Popen:
     def __init__(self, command: Sequence[str], *, stdout: Any, stderr: Any, env: Mapping[str, str]) -> None:
         assert command[0] == sys.executable
         paths = [os.devnull if file == subprocess.DEVNULL else file.name for file in (stdout, stderr)]
-        self.pid: int = _ask({"arguments": [*command[1:]], "variables": dict(env), "outputs": paths})
-        self.returncode: int | None = None
+        self._process = _server().Process(target=_run, args=(list(command[1:]), dict(env), paths))
+        self._process.start()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Its status, as of `subprocess`; None while it runs."""
+        return self._process.exitcode
 
     def poll(self) -> int | None:
-        """Its status, as of `subprocess`; None while it runs."""
-        if self.returncode is None:
-            self.returncode = _ask({"status_of": self.pid})
+        """As `returncode`."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -50,12 +57,10 @@ class Popen:
         Raises:
             subprocess.TimeoutExpired: If it has not in this time.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        while (status := self.poll()) is None:
-            if deadline is not None and time.monotonic() > deadline:
-                raise subprocess.TimeoutExpired("a forked Python", timeout or 0.0)
-            time.sleep(0.02)
-        return status
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked Python", timeout or 0.0)
+        return self.returncode
 
     def send_signal(self, number: int) -> None:
         """Send it a signal, if it still runs."""
@@ -73,67 +78,23 @@ def popen(command: Sequence[str], **options: Any) -> Any:
 
 
 @functools.cache
-def _source() -> subprocess.Popen[str]:
+def _server() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     variables = environment(OMP_NUM_THREADS=1)
     variables.pop("TRITON_INTERPRET", None)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.warm"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables,
-        cwd=ROOT,
-    )  # fmt: skip
-    atexit.register(_end, process)
-    return process
+    # The server keeps the variables that it starts with, and Triton reads them when it is imported.
+    with mock.patch.dict(os.environ, variables, clear=True):
+        ensure_running()
+    return context
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    # Waits for it, and closes the pipes.
-    process.communicate()
-
-
-def _ask(request: dict[str, Any]) -> Any:
-    process = _source()
-    assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps(request) + "\n")
-    process.stdin.flush()
-    return json.loads(process.stdout.readline())
-
-
-def serve() -> Sequence[str] | None:
-    """Answer requests until there are no more; returns the arguments of its program in each forked process."""
-    import torch._dynamo  # noqa: F401
-
-    import trifocal.checks.process_worker
-    import trifocal.cli.train  # noqa: F401
-
-    for line in iter(sys.stdin.readline, ""):
-        request = json.loads(line)
-        if "status_of" in request:
-            found, status = os.waitpid(request["status_of"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if found else None
-        else:
-            sys.stdout.flush()
-            answer = os.fork()
-            if not answer:
-                _become(request)
-                return list(request["arguments"])
-        print(json.dumps(answer), flush=True)
-    return None
-
-
-def _become(request: dict[str, Any]) -> None:
-    """Take on what makes a process: variables, outputs, the path of modules."""
+def _run(arguments: Sequence[str], variables: Mapping[str, str], outputs: Sequence[str]) -> None:
+    """Take on the variables and outputs, and do what Python does with its command line."""
     os.environ.clear()
-    os.environ.update(request["variables"])
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    outputs = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) for path in request["outputs"]]
-    for number, file in enumerate((nothing, *outputs)):
-        os.dup2(file, number)
-    sys.stdin = io.TextIOWrapper(os.fdopen(0, "rb"))
-    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
-
-
-def run(arguments: Sequence[str]) -> None:
-    """What Python does with its command line."""
+    os.environ.update(variables)
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
         exec(compile(arguments[1], "<string>", "exec"), {"__name__": "__main__"})
@@ -141,9 +102,3 @@ def run(arguments: Sequence[str]) -> None:
         sys.argv = list(arguments)
         sys.path.insert(0, str(Path(arguments[0]).parent))
         runpy.run_path(arguments[0], run_name="__main__")
-
-
-if __name__ == "__main__":
-    program = serve()
-    if program is not None:
-        run(program)

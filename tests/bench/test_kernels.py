@@ -1,8 +1,16 @@
 """What is told about a trace of kernels."""
 
-import pytest
+from collections.abc import Callable
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from trifocal.bench import kernel_times
 from trifocal.bench.kernels import Kernel, busy_share, gap_table, kernel_table, short_name
+from trifocal.bench.recorder import Recorder, Refused
+from trifocal.bench.shapes import AttentionShape
+from trifocal.ops import Geometry
 
 MS = 1_000_000
 
@@ -38,3 +46,40 @@ def test_gaps_lie_between_what_ends_last_and_what_begins_next() -> None:
 def test_names_lose_their_arguments() -> None:
     assert short_name("void at::native::(anonymous namespace)::fill<int>(int*, long)") == "fill<int>"
     assert short_name("triton_poi_fused_0") == "triton_poi_fused_0"
+
+
+def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where the profiler sees nothing, made-up kernels stand for the GPU's."""
+    monkeypatch.setattr(kernel_times, "named_shapes", lambda _: [AttentionShape("tiny", 1, 96, 4, 2, 16, 16)])
+    monkeypatch.setattr(kernel_times, "choose_device", lambda _: SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(kernel_times, "check_parity", lambda *_: 0.5)
+    make = kernel_times.make_inputs
+    monkeypatch.setattr(kernel_times, "make_inputs", lambda s, g, _, t: make(s, g, torch.device("cpu"), t))
+    ran = []
+
+    def record(work: Callable[[], None], _: object) -> list[Kernel]:
+        work()
+        ran.append(work)
+        return [Kernel("a", 0, 4 * MS), Kernel("b", 5 * MS, 6 * MS)]
+
+    monkeypatch.setattr(kernel_times, "record_kernels", record)
+    options = kernel_times.KernelsOptions(
+        shapes=("A",), geometry=Geometry(16, 8, 32, 2, 1, 1, 32), dtype="fp32", calls=2
+    )
+    recorder = Recorder(60.0, lambda _: None, lambda: None)
+    kernel_times.bench_kernels(options, recorder)
+    assert [(row["direction"], row["kernel"]) for row in recorder.rows] == [
+        ("forward", "a"), ("forward", "b"), ("backward", "a"), ("backward", "b"),
+    ]  # fmt: skip
+    assert recorder.rows[0]["ms"] == 2.0 and recorder.rows[0]["launches"] == 0.5 and len(ran) == 2
+
+
+def test_a_shape_with_wrong_results_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object) -> float:
+        raise Refused("o errs by 3")
+
+    monkeypatch.setattr(kernel_times, "check_parity", wrong)
+    recorder = Recorder(60.0, lambda _: None, lambda: None)
+    shape = AttentionShape("tiny", 1, 96, 4, 2, 16, 16)
+    (row,) = kernel_times.shape_rows(kernel_times.KernelsOptions(), shape, torch.device("cpu"), recorder)
+    assert row["status"] == "refused: o errs by 3" and row["shape"] == "tiny"

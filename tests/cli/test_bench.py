@@ -54,7 +54,7 @@ def test_what_failed_gives_status_1_and_stands_below_the_table(tmp_path, capsys,
     assert "\nfailed: RuntimeError: no kernel\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("bench", ["attention", "train", "decode", "plot"])
+@pytest.mark.parametrize("bench", ["attention", "train", "decode", "kernels", "plot"])
 def test_every_bench_has_help(capsys, bench):
     assert main(["bench", bench, "--help"]) == 0
     assert f"usage: trifocal bench {bench}" in capsys.readouterr().out
@@ -71,6 +71,8 @@ def test_bad_input_is_one_line(capsys):
         (["train", "--sizes", "16"], "sequences x tokens"),
         (["train", "--model.attention", "dense"], "choose the rows with --attention"),
         (["decode", "--new-tokens", "0"], "--new-tokens must be at least 1"),
+        (["kernels", "--device", "cpu"], "there is no CUDA device here"),
+        (["kernels", "--shapes", "E"], 'unknown shape "E"'),
         (["plot", "absent.json"], "cannot read absent.json"),
     ):
         assert main(["bench", *arguments]) == 2, arguments
@@ -78,7 +80,7 @@ def test_bad_input_is_one_line(capsys):
         assert words in error and re.fullmatch(r"trifocal: [^\n]+\n", error), error
 
 
-@pytest.mark.parametrize("bench", ["attention", "train", "decode"])
+@pytest.mark.parametrize("bench", ["attention", "train", "decode", "kernels"])
 def test_an_output_that_is_no_folder_is_refused_before_any_work(tmp_path, capsys, monkeypatch, bench):
     def work(*_):
         raise AssertionError("the bench began")

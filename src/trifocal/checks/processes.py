@@ -1,5 +1,6 @@
 """Do several processes train as one does: two of them, over gloo on a CPU, over NCCL where there are two GPUs."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -19,6 +20,8 @@ from trifocal.distributed.parallel import Mode
 
 PROCESSES = 2
 LIMIT_SECONDS = 180.0
+# After one process failed, the time that the others have to end by themselves.
+GRACE_SECONDS = 5.0
 REPORTED_LAYERS = (5, 12)
 """Depths at which distributed training was reported not to work."""
 # Both sides add up the same numbers in another order, and a dozen layers pass the rounding on.
@@ -150,10 +153,8 @@ def _run(code: str, folder: Path, variables: dict[str, str]) -> None:
 def _wait_for(started: list[subprocess.Popen[bytes]], folder: Path) -> None:
     remaining = LIMIT_SECONDS
     while True:
-        for rank, process in enumerate(started):
-            if process.poll():
-                text = (folder / f"error{rank}").read_text(errors="replace").strip()
-                raise RuntimeError(f"process {rank} ended with status {process.returncode}: {text[-500:]}")
+        if any(process.poll() for process in started):
+            raise RuntimeError(_failures(started, folder))
         waiting = [process for process in started if process.poll() is None]
         if not waiting:
             return
@@ -163,6 +164,18 @@ def _wait_for(started: list[subprocess.Popen[bytes]], folder: Path) -> None:
             waiting[0].wait(0.2)
         except subprocess.TimeoutExpired:
             remaining -= 0.2
+
+
+def _failures(started: list[subprocess.Popen[bytes]], folder: Path) -> str:
+    """What every process that failed said: the one that lost its peer may end before the peer that failed."""
+    lines = []
+    for rank, process in enumerate(started):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+        if process.poll():
+            text = (folder / f"error{rank}").read_text(errors="replace").strip()
+            lines.append(f"process {rank} ended with status {process.returncode}: {text[-500:]}")
+    return "\n".join(lines)
 
 
 def _over_nccl(device: torch.device) -> bool:

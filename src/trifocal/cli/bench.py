@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trifocal.bench import attention, comparison, decode, train
+from trifocal.bench import attention, comparison, decode, kernel_times, train
 from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
 from trifocal.bench.results import ResultFile, cell, cpu_name
@@ -33,6 +33,7 @@ BENCHES: dict[str, tuple[type, str]] = {
     "attention": (attention.AttentionOptions, "the attention and its parts beside dense attention and others"),
     "train": (train.TrainOptions, "training steps beside the dense twin's"),
     "decode": (decode.DecodeOptions, "decoding over the length of the past, beside the dense twin's"),
+    "kernels": (kernel_times.KernelsOptions, "every kernel of an attention call on a GPU"),
     "plot": (PlotOptions, "draw an attention result again: RESULT.json"),
 }
 
@@ -56,6 +57,10 @@ _SCREEN_COLUMNS = {
     "decode": {
         "attention": "attention", "context_tokens": "past", "token_ms": "ms/token", "keys_per_step": "keys/step",
         "cache_mib": "cache MiB/step", "prefill_seconds": "prefill s", "status": "status",
+    },
+    "kernels": {
+        "shape": "shape", "direction": "direction", "kernel": "kernel", "launches": "launches", "ms": "ms",
+        "us_a_launch": "µs a launch", "status": "status",
     },
 }  # fmt: skip
 
@@ -149,7 +154,22 @@ def _decode(options: decode.DecodeOptions, file: ResultFile) -> int:
     return recorder.exit_status
 
 
-_BENCHES: dict[str, Callable[[Any, ResultFile], int]] = {"attention": _attention, "train": _train, "decode": _decode}
+def _kernels(options: kernel_times.KernelsOptions, file: ResultFile) -> int:
+    def write() -> None:
+        file.write(recorder.rows, notes=kernel_times.NOTES)
+
+    recorder = Recorder(options.seconds, _say, write)
+    kernel_times.bench_kernels(options, recorder)
+    _finish("kernels", recorder.rows, file)
+    return recorder.exit_status
+
+
+_BENCHES: dict[str, Callable[[Any, ResultFile], int]] = {
+    "attention": _attention,
+    "train": _train,
+    "decode": _decode,
+    "kernels": _kernels,
+}
 
 
 def _finish(name: str, rows: Sequence[Any], file: ResultFile, **tables: Sequence[Any]) -> None:

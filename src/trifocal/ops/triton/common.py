@@ -95,8 +95,8 @@ def architecture(device: torch.device) -> str:
 
 
 # Columns of the wider of q and v up to which a configuration holds -> the configuration, first fit. fp32 multiplies
-# on the ordinary units, exactly, so its tiles are small. Rows "hopper" of 64, 128 and 192 columns: the fastest of the
-# candidates in benchmarks/interval_kernels.py on an H200.
+# on the ordinary units, exactly, so its tiles are small. Rows "hopper" of 64, 128 and 192 columns: the fastest of
+# several on an H200 (`trifocal bench kernels`).
 _TILES: dict[tuple[str, str], dict[int, Tile]] = {
     ("hopper", "forward"): {
         64: Tile(64, 32, 4, 3),

@@ -263,7 +263,7 @@ def _descriptors(
 
 
 # What the kernels written for Hopper are launched with, by kernel, whether it is the window's, and columns of q: the
-# fastest of the candidates in benchmarks/interval_kernels.py on an H200. At 64 columns the portable kernels, of which
+# fastest of several on an H200 (`trifocal bench kernels`). At 64 columns the portable kernels, of which
 # several programs share a multiprocessor, are as fast or faster, but for the window's d_k and d_v.
 _HOPPER: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
     ("forward", False): {128: {"keys": 128}, 192: {"keys": 128}},

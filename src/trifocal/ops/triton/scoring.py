@@ -216,7 +216,7 @@ def choice_kernel(
     tl.store(out + pad, tl.full([ROWS, PLACES_PAD], -1, tl.int32), mask=empty)
 
 
-# What the Hopper kernel is launched with, by columns of q, as measured by benchmarks/scoring_kernels.py on an H200: see
+# What the Hopper kernel is launched with, by columns of q, as measured on an H200: see
 # `scoring_hopper.launch_hopper_importance`.
 _HOPPER: dict[int, dict[str, int]] = {128: {"k_stages": 2, "stack": 1}, 192: {"k_stages": 1, "stack": 2}}
 

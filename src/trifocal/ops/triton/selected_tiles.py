@@ -9,7 +9,7 @@ from trifocal.ops.triton.launch import cdiv, next_power_of_2
 # A slot's rows must fill the 8 rows that shared memory's pattern repeats after, to be copied into a tile by themselves.
 FEWEST_HEADS_BY_ROLES = 8
 # Programs a multiprocessor from which on the masked order's d_k, d_v leaves a block's rows together, and about as many
-# as it makes otherwise. Measured: benchmarks/masked_order.py.
+# as it makes otherwise, as measured on an H200.
 ENOUGH_PROGRAMS = 12
 # Rows of a part: 16 tiles, beside which loading a block and storing its sums is little.
 FEWEST_ROWS_OF_A_PART = 1024
