@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map_only
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
+from trifocal.train.checkpoint_reader import SafePlanner, SafeReader
 from trifocal.train.earlier_run import where_set_aside
 from trifocal.train.files import PARTIAL, flush_folder, remove_folder
 from trifocal.train.manifest import (
@@ -305,9 +306,10 @@ def _load_weights(state: dict[str, Any], folder: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+            dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        # Every process may have met the same.
+        causes = "; ".join(dict.fromkeys(str(cause) for cause, _ in error.failures.values()))
         raise UserError(f"cannot load {folder}: {causes}") from error
 
 
