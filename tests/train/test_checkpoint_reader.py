@@ -83,10 +83,10 @@ def test_no_file_of_a_checkpoint_runs_code(tmp_path: Path, place: str) -> None:
     sign(path)
     assert find_checkpoint(tmp_path, command="") == path, "its hashes are right"
     model, optimizer = make_model(1)
-    with pytest.raises(UserError, match="cannot load .*weights: "):
+    with pytest.raises(UserError, match=r"cannot load .*weights: "):
         load_checkpoint(path, model=model, optimizer=optimizer, model_config=CONFIG)
     if place != "value":
-        with pytest.raises(UserError, match="cannot load .*weights: "):
+        with pytest.raises(UserError, match=r"cannot load .*weights: "):
             load_model_weights(path, model=model, model_config=CONFIG)
     assert not made.exists()
 
@@ -125,5 +125,5 @@ def test_metadata_without_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot load"):
         load_model_weights(path, model=model, model_config=CONFIG)
     shutil.rmtree(path / "weights")
-    with pytest.raises(UserError, match="cannot read .*No such file"):
+    with pytest.raises(UserError, match=r"cannot read .*No such file"):
         load_model_weights(path, model=model, model_config=CONFIG)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from trifocal._version import __version__
+from trifocal.cli.output import printable, write_what_can_be_encoded
 from trifocal.errors import UserError, nearest
 
 COMMANDS = {
@@ -30,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 if a check fails or a run goes wrong, 2 for bad input.
     """
+    write_what_can_be_encoded()
     args = list(sys.argv[1:] if arguments is None else arguments)
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
@@ -57,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"trifocal: {' '.join(message.split())}", file=sys.stderr)
+    print(f"trifocal: {printable(' '.join(message.split()))}", file=sys.stderr)
     return status
 
 
