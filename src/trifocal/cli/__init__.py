@@ -2,6 +2,8 @@
 
 import errno
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -46,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(command.run(args[1:]))
     except UserError as error:
         return _fail(str(error), 2)
+    except BrokenPipeError:
+        # Whoever read it, `head` for example, has enough. Python would write what is left when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
