@@ -169,7 +169,10 @@ def test_train_refuses_bad_input(
         (["generate", "RUN"], "missing argument: --prompt"),
         (["generate", "RUN", "--prompt", ""], "--prompt is empty"),
         (["generate", "RUN", "--prompt", "\udcff"], "--prompt is not UTF-8 text"),
-        (["generate", "RUN", "--prompt", "x", "--max-new-tokens", str(10**10)], "1 samples of 10,000,000,001 tokens"),
+        (
+            ["generate", "RUN", "--prompt", "x", "--max-new-tokens", str(10**10)],
+            "1 x 10,000,000,001 tokens need at least",
+        ),
         (["generate", "RUN", "--prompt", "x", "--samples", str(10**10)], "lower --samples or --max-new-tokens"),
         (["generate", "RUN", "--prompt", "x", "--samples", str(10**30)], "lower --samples or --max-new-tokens"),
         (["generate", "RUN", "--prompt", "x", "--top-p", "0"], "--top-p must lie in (0, 1], got 0.0"),

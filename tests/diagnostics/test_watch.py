@@ -86,6 +86,7 @@ def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
     [
         ("me@node-3.cluster:runs/x", "ssh -t me@node-3.cluster 'trifocal watch runs/x'"),
         ("node7:~/runs/x", "ssh -t node7 'trifocal watch ~/runs/x'"),
+        ("node7:~/a b", """ssh -t node7 'trifocal watch ~/'"'"'a b'"'"''"""),
     ],
 )
 def test_a_run_on_another_machine_is_watched_over_there(

@@ -76,11 +76,11 @@ def run(args: Sequence[str]) -> int:
     with open_pretrained(Path(options.path), options.checkpoint, command=command) as found:
         tokenizer, config = found.tokenizer(), found.config()
         tokens = _encode_prompt(prompt, config, tokenizer)
-        _note_length(tokens.shape[1] + options.max_new_tokens, found.run)
         device = choose_device(options.device)
         precision = "fp32" if found.run is None else found.run.train.precision
         _check_memory(options, config, tokens.shape[1], device, precision)
         model = found.model()
+    _note_length(tokens.shape[1] + options.max_new_tokens, found.run)
     try:
         with autocast(device, precision):
             _print_continuations(model.to(device), tokens.to(device), options, prompt, tokenizer)
@@ -140,7 +140,7 @@ def _check_memory(
     needs = options.samples * (tokens * (8 + cached) + at_once * bytes_per_number + 4 * config.vocab_size)
     if has is not None and needs > has:
         raise UserError(
-            f"{options.samples:,} samples of {tokens:,} tokens need at least {needs / 2**30:,.1f} GiB, {device} has "
+            f"{options.samples:,} x {tokens:,} tokens need at least {needs / 2**30:,.1f} GiB, {device} has "
             f"{has / 2**30:,.1f}; lower --samples or --max-new-tokens"
         )
 

@@ -170,15 +170,15 @@ def sample(
         # The first of equal ones, as PyTorch promises.
         return logits.argmax(-1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Before the temperature, which makes equal what is so unlikely that it rounds to nothing.
+    # Before the temperature: a low one makes all but the likeliest equal, at minus infinity.
     if 0 < top_k < logits.shape[-1]:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
         larger, equal = logits > smallest_kept, logits == smallest_kept
         room = top_k - larger.sum(-1, keepdim=True)
         kept = larger | (equal & (equal.cumsum(-1) <= room))
         logits = logits.masked_fill(~kept, -torch.inf)
-    # Relative to the largest, so that a low temperature makes none infinite but those that it rules out; and none so
-    # low that it is 0 in this precision.
+    # Relative to the largest, so that a low temperature makes none infinite but those that it rules out. A temperature
+    # under the smallest number of this precision would be 0, and 0 / 0 is no number.
     low = torch.finfo(logits.dtype).tiny
     p = ((logits - logits.amax(-1, keepdim=True)) / max(temperature, low)).softmax(-1)
     if top_p < 1:
