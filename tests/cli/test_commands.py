@@ -168,8 +168,13 @@ def test_train_refuses_bad_input(
         (["generate", "--prompt", "x"], "missing argument: RUN_DIR"),
         (["generate", "RUN"], "missing argument: --prompt"),
         (["generate", "RUN", "--prompt", ""], "--prompt is empty"),
-        (["generate", "RUN", "--prompt", "x" * 33], "--prompt has 33 tokens, more than the 32"),
         (["generate", "RUN", "--prompt", "\udcff"], "--prompt is not UTF-8 text"),
+        (
+            ["generate", "RUN", "--prompt", "x", "--max-new-tokens", str(10**10)],
+            "1 x 10,000,000,001 tokens need at least",
+        ),
+        (["generate", "RUN", "--prompt", "x", "--samples", str(10**10)], "lower --samples or --max-new-tokens"),
+        (["generate", "RUN", "--prompt", "x", "--samples", str(10**30)], "lower --samples or --max-new-tokens"),
         (["generate", "RUN", "--prompt", "x", "--top-p", "0"], "--top-p must lie in (0, 1], got 0.0"),
         (["generate", "RUN", "--prompt", "x", "--top-k", "-1"], "--top-k must be at least 0, got -1"),
         (["generate", "RUN", "--prompt", "x", "--seed", str(2**64)], f"--seed must fit 64 bits, got {2**64}"),
@@ -200,6 +205,7 @@ def test_generate_without_a_checkpoint_or_with_a_damaged_one(run: Path, tmp_path
         f"go on from the one before with: trifocal train --resume {copy} --checkpoint step_00000004\n"
     )
     shutil.rmtree(copy / "checkpoints")
+    shutil.rmtree(copy / "weights")
     assert "has no checkpoint" in refused(capsys, "generate", str(copy), "--prompt", "x")
     assert "has no checkpoint" in refused(capsys, "train", "--resume", str(copy))
     (copy / "config.toml").write_text("[run\n")

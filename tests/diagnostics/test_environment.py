@@ -35,6 +35,30 @@ def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert environment()["config_sha256"] is None
 
 
+@pytest.mark.parametrize(
+    "name", ["NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "CUDA_secret", "TRITON_Password", "NCCL_PASSWD", "MKL_CREDENTIALS"]
+)
+def test_what_is_secret_by_its_name_is_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    variables = write_environment(tmp_path / "env.json")["variables"]
+    assert variables[name] == "***" and variables["NCCL_DEBUG"] == "INFO"
+    assert "hunter2" not in (tmp_path / "env.json").read_text()
+
+
+def test_who_logs_in_by_a_url_or_a_flag_is_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_HOME_MIRROR", "https://me:hunter2@mirror/x@y?token=hunter2&page=3")
+    arguments = ["train", "--hub.api-key", "hunter2", "--token=hunter2", "--data.source", "s3://k:hunter2@host/data"]
+    harmless = ["--log.sample_tokens", "50", "--data.tokenizer=bytes", "--train.steps", "3"]
+    monkeypatch.setattr("sys.argv", [*arguments, *harmless])
+    found = write_environment(tmp_path / "env.json")
+    assert "hunter2" not in (tmp_path / "env.json").read_text()
+    assert found["variables"]["TORCH_HOME_MIRROR"] == "https://***@mirror/x@y?token=***&page=3"
+    assert found["command"] == [
+        "train", "--hub.api-key", "***", "--token=***", "--data.source", "s3://***@host/data", *harmless
+    ]  # fmt: skip
+
+
 def test_the_commit_is_the_repositorys() -> None:
     folder = Path(__file__).parent
     answer = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True)

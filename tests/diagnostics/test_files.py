@@ -39,3 +39,15 @@ def test_what_must_outlive_a_power_cut_is_on_the_disk_before_it_has_its_name(
     write_whole(path, "seed = 1", flush=True)
     write_whole(path, b"seed = 22")
     assert found == [(8, False)] and path.read_text() == "seed = 22"
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    folder = tmp_path / "run"
+    folder.mkdir()
+    for name in ("env.json", ".env.json.partial"):
+        (folder / name).symlink_to(outside)
+    write_whole(folder / "env.json", "new")
+    assert outside.read_text() == "mine"
+    assert (folder / "env.json").read_text() == "new" and list(folder.iterdir()) == [folder / "env.json"]

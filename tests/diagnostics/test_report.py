@@ -5,6 +5,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from tests.diagnostics.browser import Browser, find
 from tests.diagnostics.conftest import TEXT, set_last_beat, write_picture, write_run
 from trifocal.diagnostics import MetricsWriter
+from trifocal.diagnostics.attention_picture import read_picture
 from trifocal.diagnostics.report import summarise, write_report
 from trifocal.diagnostics.report.attention_charts import attention_charts, distance_labels
 from trifocal.diagnostics.report.charts import smoothed, thin, training_charts
@@ -211,6 +213,43 @@ def test_text_of_the_run_cannot_become_part_of_the_page(make_run: MakeRun) -> No
         metrics.event(300, evil, evil, severity="warning")
         metrics.write("train", 301, loss=float("nan"))
     assert "<script>alert" not in write_report(run).read_text()
+
+
+HTML = "<!-- <script> a page <b>of</b> the web & its </script> \u2028 \u2029 ]]> <!--"
+
+
+def test_data_that_are_html_change_nothing(make_run: MakeRun, browser: Browser) -> None:
+    run = make_run(steps=300)
+    (run / "samples" / "step_99999999.txt").write_text(HTML)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(300, "note", HTML, severity="warning")
+    for path in (run / "attention").glob("*.npz"):
+        picture = read_picture(path)
+        replace(picture, texts=[HTML, *picture.texts[1:]]).save(path)
+    renamed = run.rename(run.with_name(HTML.replace("/", "|")))
+    browser.open(write_report(renamed))
+    assert browser.problems == []
+    assert drawn(browser) == CHARTS_OF_A_CPU_RUN + ATTENTION_CHARTS + MAPS
+    shown = browser.evaluate("document.querySelector('.picture .text').textContent")
+    assert HTML in shown
+    assert HTML in browser.evaluate("[...document.querySelectorAll('.sample-box pre')].at(-1).textContent")
+
+
+def test_a_report_is_not_written_through_a_link(make_run: MakeRun, tmp_path: Path) -> None:
+    run, outside = make_run(steps=100), tmp_path / "outside"
+    outside.write_text("mine")
+    (run / "report.html").symlink_to(outside)
+    page = write_report(run)
+    assert outside.read_text() == "mine" and page.is_file() and not page.is_symlink()
+
+
+def test_secrets_of_an_earlier_version_are_not_shown(make_run: MakeRun) -> None:
+    run = make_run(steps=100)
+    environment = {"variables": {"NVIDIA_API_KEY": "hunter2"}, "command": ["--api-key", "hunter2"]}
+    (run / "env.json").write_text(json.dumps(environment))
+    with (run / "config.toml").open("a") as file:
+        file.write('\n[mirror]\nsource = "https://me:hunter2@host/data"\n')
+    assert "hunter2" not in write_report(run).read_text()
 
 
 def test_a_run_that_only_began_and_one_that_is_broken(make_run: MakeRun, tmp_path: Path) -> None:

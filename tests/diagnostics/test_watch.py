@@ -3,6 +3,7 @@
 import io
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
@@ -16,8 +17,8 @@ from rich.console import Console
 from tests.children import environment
 from tests.diagnostics.conftest import set_last_beat
 from trifocal.cli import main
+from trifocal.cli.console import SafeConsole
 from trifocal.diagnostics import MetricsWriter
-from trifocal.diagnostics.remote import RemoteRun, remote_address
 from trifocal.diagnostics.run import read_run
 from trifocal.diagnostics.watch import Silences, curve, remaining_seconds, render, verdicts
 
@@ -80,70 +81,56 @@ def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
     assert states(now + 60) == ["dead", "dead"]
 
 
-FAKE_SSH = """#!/bin/sh
-# Takes the place of ssh: the host is the last argument but one, the shell runs here, in the "home" of that host.
-for argument; do before=$last; last=$argument; done
-[ "$before" = user@machine ] || exit 255
-cd "$FAKE_HOME" && exec "$last"
-"""
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home directory of a machine that ssh reaches as user@machine."""
-    program = tmp_path / "bin" / "ssh"
-    program.parent.mkdir()
-    program.write_text(FAKE_SSH)
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
-    monkeypatch.setenv("FAKE_HOME", str(tmp_path))
-    return tmp_path
-
-
-def test_a_run_elsewhere_is_watched_over_ssh(
-    machine: Path, make_run: MakeRun, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("where", "command"),
+    [
+        ("me@node-3.cluster:runs/x", "ssh -t me@node-3.cluster 'trifocal watch runs/x'"),
+        ("node7:~/runs/x", "ssh -t node7 'trifocal watch ~/runs/x'"),
+        ("node7:~/a b", """ssh -t node7 'trifocal watch ~/'"'"'a b'"'"''"""),
+    ],
+)
+def test_a_run_on_another_machine_is_watched_over_there(
+    where: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = make_run("a run's folder", steps=100, ranks=2)
-    for path in (f"~/{run.name}", run.name, str(run)):
-        assert main(["watch", f"user@machine:{path}"]) == 0
-        shown = capsys.readouterr().out
-        assert "100/100" in shown and shown.count("finished") == 2
-    set_last_beat(run, 1, unix_time_seconds=time.time(), phase_seconds=500.0)
-    assert main(["watch", f"user@machine:{run}"]) == 1
-    assert main(["watch", "user@machine:nowhere"]) == 2
-    assert "no run directory at user@machine:nowhere" in capsys.readouterr().err
-    assert main(["watch", "stranger@machine:run"]) == 2
-    assert "the connection to stranger@machine has ended (ssh: exit status 255)" in capsys.readouterr().err
+    assert main(["watch", where]) == 2
+    assert capsys.readouterr().err == f"trifocal: to watch a run on another machine: {command}\n"
 
 
-def test_what_grows_or_shrinks_over_there_does_so_here(machine: Path, make_run: MakeRun, tmp_path: Path) -> None:
-    run, metrics = make_run(steps=100), "metrics.jsonl"
-    (folder := tmp_path / "copy").mkdir()
-    with RemoteRun("user@machine", str(run), folder) as remote:
-        assert remote.read().rows == read_run(run).rows
-        with MetricsWriter(run / metrics) as writer:
-            writer.write("train", 110, loss=1.0)
-        with (run / metrics).open("a") as file:
-            file.write('{"torn":')
-        assert remote.read().rows == read_run(run).rows
-        with MetricsWriter(run / metrics, resume_step=50):
-            pass
-        assert remote.read().rows == read_run(run).rows
-        # Cut, and grown past the old end since the last look.
-        with MetricsWriter(run / metrics, resume_step=10) as writer:
-            for step in range(11, 200):
-                writer.write("train", step, loss=2.0, note="longer than the rows that were here before")
-        assert remote.read().of_kind("train")[-1]["step"] == 199
-        assert (folder / run.name / metrics).stat().st_size == (run / metrics).stat().st_size
+def test_a_folder_may_have_a_colon_in_its_name(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run("node7:run", steps=100)
+    monkeypatch.chdir(run.parent)
+    assert main(["watch", run.name]) == 0
+    assert main(["watch", "-oProxyCommand=x:y"]) == 2
+    assert "ssh" not in capsys.readouterr().err
 
 
-def test_only_what_ssh_would_reach_is_remote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert remote_address("me@node-3.cluster:runs/x") == ("me@node-3.cluster", "runs/x")
-    assert remote_address("runs/x") is None
-    assert remote_address("-oProxyCommand=x:y") is None
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "odd:name").mkdir()
-    assert remote_address("odd:name") is None
+def test_nothing_in_a_file_moves_the_terminal(make_run: MakeRun) -> None:
+    attack = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eharmless"
+    run = make_run(steps=100)
+    run = run.rename(run.with_name(f"a{attack}"))
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(100, "note", attack, severity="warning")
+    set_last_beat(run, 0, unix_time_seconds=time.time(), phase=attack, where=attack, phase_seconds=500.0)
+    console = SafeConsole(file=io.StringIO(), width=200, force_terminal=True)
+    console.print(render(read_run(run, whole_heartbeats=False), width=200))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("]0;title[2J31mharmless") >= 3
+    # What is left are rich's own colours.
+    assert not set(re.sub(r"\x1b\[[0-9;]*m", "", text)) & set("\x1b\x07\x9b\u202e\r\b")
+
+
+def test_what_is_no_file_is_passed_over(make_run: MakeRun) -> None:
+    run = make_run(steps=100)
+    # Opening one of these would wait for ever.
+    os.mkfifo(run / "heartbeat" / "rank7.jsonl")
+    os.mkfifo(run / "samples" / "step_00000009.txt")
+    os.mkfifo(run / "attention" / "step_00000009.npz")
+    for name in ("metrics.jsonl", "config.toml", "env.json"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    assert "finished" in shown(run)
 
 
 def test_the_exit_status_tells_a_script(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:

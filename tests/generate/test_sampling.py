@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trifocal.generate import sample
+from trifocal.generate import sample, stream
 from trifocal.models import DecoderLM
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
@@ -46,6 +46,50 @@ def test_temperature_divides_logits(temperature: float) -> None:
     expected = (LOGITS / temperature).softmax(-1)
     found = frequencies(temperature=temperature)
     assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1e-46])
+def test_top_1_takes_the_lowest_of_equal_ones(temperature: float) -> None:
+    # A vocabulary long enough for a sort that keeps no order.
+    logits = torch.zeros(1, 1000)
+    logits[0, [700, 300, 999]] = 2.0
+    drawn = sample(logits.expand(200, -1), temperature=temperature, top_k=1, top_p=1.0)
+    assert (drawn == 300).all()
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_top_k_keeps_exactly_k_of_equal_ones(k: int) -> None:
+    logits = torch.zeros(1, 1000)
+    logits[0, 400] = 0.5
+    drawn = sample(logits.expand(2000, -1), temperature=1.0, top_k=k, top_p=1.0)
+    assert drawn.unique().tolist() == [*range(k - 1), 400]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-46, 1e-320])
+def test_no_temperature_is_too_low(temperature: float) -> None:
+    assert frequencies(100, temperature=temperature)[1] == 1
+    assert frequencies(100, temperature=temperature, top_k=3, top_p=0.5)[1] == 1
+
+
+def test_a_stream_hands_out_the_same_tokens_and_ends_with_the_last_row(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model()
+    prompt = torch.randint(31, (3, 6), generator=torch.Generator().manual_seed(0))
+    whole = model.generate(prompt, 40, seed=3)
+    streamed = list(stream(model, prompt, 40, seed=3))
+    assert torch.equal(torch.stack(streamed, dim=1), whole[:, 6:])
+    stop = int(whole[0, 10])
+    stopped = model.generate(prompt, 40, seed=3, stop_token=stop)
+    streamed = list(stream(model, prompt, 40, seed=3, stop_token=stop))
+    assert torch.equal(torch.stack(streamed, dim=1), stopped[:, 6 : 6 + len(streamed)])
+    assert (stopped[:, 6 + len(streamed) :] == stop).all()
+
+
+def test_between_tokens_of_a_stream_gradients_are_as_before(make_model: Callable[..., DecoderLM]) -> None:
+    model = make_model()
+    for _ in stream(model, torch.zeros(1, 3, dtype=torch.int64), 2):
+        assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    with pytest.raises(ValueError, match="top_k must be at least 0"):
+        next(stream(model, torch.zeros(1, 3, dtype=torch.int64), 2, top_k=-1))
 
 
 def test_a_temperature_near_zero_takes_the_most_likely() -> None:
@@ -150,3 +194,22 @@ def test_broken_weights_are_named(make_model: Callable[..., DecoderLM]) -> None:
         model.norm.weight[0] = torch.nan
     with pytest.raises(FloatingPointError, match="its weights are broken"):
         model.generate(torch.zeros(1, 3, dtype=torch.int64), 2)
+
+
+@pytest.mark.parametrize("stop_token", [None, 30])
+def test_weights_that_break_after_the_prompt_are_named(
+    make_model: Callable[..., DecoderLM], stop_token: int | None
+) -> None:
+    model = make_model()
+    prompt = torch.zeros(2, 3, dtype=torch.int64)
+    first = model.generate(prompt, 1, temperature=0)[:, -1].tolist()
+    assert 0 not in first, "the prompt's token is another one"
+    with torch.no_grad():
+        model.embedding.weight[first] = torch.nan
+    options = {"temperature": 0.5, "top_k": 1, "stop_token": stop_token}
+    with pytest.raises(FloatingPointError, match="not finite: its weights are broken"):
+        list(stream(model, prompt, 5, **options))
+    with pytest.raises(FloatingPointError, match="its weights are broken"):
+        model.generate(prompt, 5, **options)
+    with pytest.raises(FloatingPointError, match="its weights are broken"):
+        model.generate(prompt, 2, temperature=1.0, top_k=2, seed=0, stop_token=stop_token)

@@ -1,9 +1,12 @@
 """Checkpoints are complete or absent, and every damage is found and named."""
 
 import errno
+import itertools
 import os
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.children import environment
 from tests.train.tiny import read_checkpoint
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
@@ -22,6 +26,7 @@ from trifocal.train.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     load_model_weights,
+    open_checkpoint,
     prune_checkpoints,
     save_checkpoint,
     set_aside_later,
@@ -230,6 +235,57 @@ def test_keeps_the_last_ones_and_every_mth(tmp_path: Path) -> None:
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [8, 16, 18, 20]
     prune_checkpoints(tmp_path, keep_last=1, keep_every_steps=0)
     assert [int(path.name[5:]) for path in list_checkpoints(tmp_path)] == [20]
+
+
+def test_what_is_read_is_not_pruned(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    paths = [save(tmp_path, step) for step in (1, 2)]
+    with open_checkpoint(tmp_path / "checkpoints", command="") as path:
+        save(tmp_path, 3)
+        prune_checkpoints(root, keep_last=1, keep_every_steps=0)
+        assert path == paths[1] and list_checkpoints(root) == [path, checkpoint_path(root, 3)]
+        verify_checkpoint(path)
+    prune_checkpoints(root, keep_last=1, keep_every_steps=0)
+    assert [found.name for found in root.iterdir()] == ["step_00000003"]
+
+
+def test_what_was_deleted_all_the_same_is_said(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    with (
+        pytest.raises(UserError, match="step_00000001 was deleted while it was read; try again"),
+        open_checkpoint(tmp_path / "checkpoints", command=""),
+    ):
+        shutil.rmtree(path)
+        (path / "rank0.json").read_text()
+
+
+# Opens the newest checkpoint again and again, and reads all of it.
+READER = """
+import sys
+from pathlib import Path
+from tests.train.test_checkpoint import CONFIG, make_model
+from trifocal.train.checkpoint import load_model_weights, open_checkpoint
+model = make_model(1)[0]
+for _ in range(60):
+    with open_checkpoint(Path(sys.argv[1]) / "checkpoints", command="") as path:
+        load_model_weights(path, model=model, model_config=CONFIG)
+"""
+
+
+def test_readers_and_a_run_that_prunes_do_not_meet(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    source = save(tmp_path, 1)
+    arguments = [sys.executable, "-W", "ignore", "-c", READER, str(tmp_path)]
+    reader = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
+    for step in itertools.count(2):
+        shutil.copytree(source, partial := root / "partial_copy")
+        source = partial.rename(checkpoint_path(root, step))
+        # The newest alone: a reader meets every deletion.
+        prune_checkpoints(root, keep_last=1, keep_every_steps=0)
+        if reader.poll() is not None:
+            break
+    errors = reader.communicate()[1]
+    assert reader.returncode == 0, errors
 
 
 def test_later_checkpoints_are_set_aside_not_deleted(tmp_path: Path) -> None:

@@ -203,3 +203,11 @@ def test_all_generators_come_back() -> None:
     restore_random_state(state)
     drawn = [torch.rand(3).tolist(), random.gauss(0, 1), random.random(), np.random.randn(), np.random.rand()]
     assert drawn == expected
+
+
+@pytest.mark.parametrize("position", [-1, 625, 10**9])
+def test_a_state_that_reads_beyond_its_numbers_is_refused(position: int) -> None:
+    state = random_state()
+    state["numpy"][1] = position
+    with pytest.raises(UserError, match=f"random state in the checkpoint is at {position} of 624"):
+        restore_random_state(state)

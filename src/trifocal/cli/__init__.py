@@ -2,10 +2,13 @@
 
 import errno
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
 from trifocal._version import __version__
+from trifocal.cli.output import printable, write_what_can_be_encoded
 from trifocal.errors import UserError, nearest
 
 COMMANDS = {
@@ -30,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 1 if a check fails or a run goes wrong, 2 for bad input.
     """
+    write_what_can_be_encoded()
     args = list(sys.argv[1:] if arguments is None else arguments)
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
@@ -44,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(command.run(args[1:]))
     except UserError as error:
         return _fail(str(error), 2)
+    except BrokenPipeError:
+        # Whoever read it, `head` for example, has enough. Python would write what is left when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in _DISK_ERRORS:
             raise
@@ -57,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"trifocal: {' '.join(message.split())}", file=sys.stderr)
+    print(f"trifocal: {printable(' '.join(message.split()))}", file=sys.stderr)
     return status
 
 

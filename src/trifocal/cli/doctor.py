@@ -7,8 +7,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
+from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output
 from trifocal.doctor import examine
 from trifocal.doctor.report import show
@@ -44,7 +43,7 @@ def run(args: Sequence[str]) -> int:
     folder = Path(options.run_directory)
     if options.config and options.run_directory == "runs":
         folder = Path(next(iter(configs.values())).run.directory)
-    progress = Console(stderr=True)
+    progress = SafeConsole(stderr=True)
     status = progress.status("starting") if progress.is_terminal else None
 
     def on_start(what: str) -> None:
@@ -61,7 +60,7 @@ def run(args: Sequence[str]) -> int:
         return examination.exit_status
     if options.json:
         Path(options.json).write_text(text + "\n", encoding="utf-8")
-    show(examination, Console(file=sys.stdout))
+    show(examination, SafeConsole(file=sys.stdout))
     if not configs:
         print("No presets here: name your own with --config FILE.toml, or run this where the folder configs/ is.")
     return examination.exit_status

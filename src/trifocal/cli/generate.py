@@ -10,25 +10,27 @@ from typing import Annotated, Literal
 import torch
 import tyro
 
-from trifocal.data import Tokenizer, make_tokenizer
+from trifocal.cli.output import printable
+from trifocal.data import Tokenizer
+from trifocal.diagnostics.environment import host_memory_bytes
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM
+from trifocal.generate import stream
+from trifocal.models import DecoderLM, ModelConfig
 from trifocal.train.arguments import parse_arguments
-from trifocal.train.checkpoint import find_checkpoint, load_model_weights
 from trifocal.train.config import RunConfig
 from trifocal.train.inputs import autocast
 from trifocal.train.preflight import choose_device
-from trifocal.train.run_directory import load_run
+from trifocal.train.pretrained import open_pretrained
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateArguments:
-    """Continue a text with the model of a run; the text goes to standard output."""
+    """Continue a text with a trained model; the text goes to standard output while it is made."""
 
-    run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run."""
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """The run, also while it goes on; or one of its checkpoints, or a folder of weights."""
     prompt: str
-    """The text to continue."""
+    """The text to continue; "-" reads it from standard input, as it is."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     max_new_tokens: int = 256
@@ -63,59 +65,163 @@ class GenerateArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Print continuations.
+    """Print continuations, the first while it is made.
 
     Raises:
-        UserError: If there is no run or checkpoint, or the prompt is empty or longer than the model was trained for, or
-            the model's weights are broken.
+        UserError: If there is no model, its weights are broken, the prompt is empty or no text, or there is no memory.
     """
     options: GenerateArguments = parse_arguments(GenerateArguments, args, prog="trifocal generate")
-    directory = Path(options.run_directory)
-    config = load_run(directory)
-    command = f"trifocal generate {shlex.quote(str(directory))} --prompt {shlex.quote(options.prompt)}"
-    checkpoint = find_checkpoint(directory, options.checkpoint, command=command)
-    tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
-    prompt = _encode_prompt(options, config, tokenizer)
-    device = choose_device(options.device)
-    model = DecoderLM(config.model)
-    load_model_weights(checkpoint, model=model, model_config=config.model)
-    model.to(device)
+    prompt = _read_prompt(options.prompt)
+    command = f"trifocal generate {shlex.quote(options.path)} --prompt {shlex.quote(options.prompt)}"
+    with open_pretrained(Path(options.path), options.checkpoint, command=command) as found:
+        tokenizer, config = found.tokenizer(), found.config()
+        tokens = _encode_prompt(prompt, config, tokenizer)
+        device = choose_device(options.device)
+        precision = "fp32" if found.run is None else found.run.train.precision
+        _check_memory(options, config, tokens.shape[1], device, precision)
+        model = found.model()
+    _note_length(tokens.shape[1] + options.max_new_tokens, found.run)
     try:
-        with autocast(device, config.train.precision):
-            tokens = model.generate(
-                prompt.expand(options.samples, -1).to(device),
-                options.max_new_tokens,
-                temperature=options.temperature,
-                top_k=options.top_k,
-                top_p=options.top_p,
-                seed=options.seed,
-                stop_token=tokenizer.separator if options.stop_at_document_end else None,
-                prefill_chunk_size=options.prefill_chunk_size,
-            )
+        with autocast(device, precision):
+            _print_continuations(model.to(device), tokens.to(device), options, prompt, tokenizer)
     except FloatingPointError as error:
-        raise UserError(f"{checkpoint}: {error}; choose an earlier one with --checkpoint") from error
-    for index, row in enumerate(tokens.tolist()):
-        if options.samples > 1:
-            print(f"--- {index + 1} of {options.samples}")
-        print(options.prompt + tokenizer.decode(row[prompt.shape[1] :]))
+        raise UserError(f"{found.path}: {error}; choose an earlier one with --checkpoint") from error
+    except (MemoryError, RuntimeError) as error:
+        if not _is_for_memory(error):
+            raise
+        raise UserError(
+            f"{device} has no memory for so much; lower --samples, --max-new-tokens or --prefill-chunk-size"
+        ) from error
     return 0
 
 
-def _encode_prompt(options: GenerateArguments, config: RunConfig, tokenizer: Tokenizer) -> torch.Tensor:
-    """The prompt's tokens, [1, T]."""
+def _read_prompt(text: str) -> str:
+    name = "--prompt"
     try:
-        tokens = tokenizer.encode(options.prompt)
-    except UnicodeEncodeError as error:
-        raise UserError("--prompt is not UTF-8 text") from error
+        if text == "-":
+            name = "standard input"
+            text = sys.stdin.buffer.read().decode("utf-8")
+        text.encode("utf-8")
+    except UnicodeError as error:
+        raise UserError(f"{name} is not UTF-8 text") from error
+    if not text:
+        raise UserError(f"{name} is empty: give the model something to continue")
+    return text
+
+
+def _encode_prompt(prompt: str, config: ModelConfig, tokenizer: Tokenizer) -> torch.Tensor:
+    """The prompt's tokens, [1, T]."""
+    tokens = tokenizer.encode(prompt)
     if len(tokens) == 0:
-        raise UserError("--prompt is empty: give the model something to continue")
-    if int(tokens.max()) >= config.model.vocab_size:
-        raise UserError(f"--prompt has tokens outside the model's vocabulary of {config.model.vocab_size}")
-    trained = config.train.sequence_length
-    if len(tokens) > trained:
-        raise UserError(f"--prompt has {len(tokens)} tokens, more than the {trained} that the model was trained on")
-    total = len(tokens) + options.max_new_tokens
-    if total > trained:
-        note = f"note: prompt and new tokens make up to {total} tokens, the model was trained on {trained}"
-        print(note, file=sys.stderr)
+        raise UserError("the tokenizer makes no token of the prompt: give the model something to continue")
+    if int(tokens.max()) >= config.vocab_size:
+        raise UserError(f"the prompt has tokens outside the model's vocabulary of {config.vocab_size}")
     return torch.from_numpy(tokens).long()[None]
+
+
+def _note_length(total: int, run: RunConfig | None) -> None:
+    if run is not None and total > run.train.sequence_length:
+        print(
+            f"note: prompt and new tokens make up to {total} tokens, the model was trained on "
+            f"{run.train.sequence_length}; it goes on past them",
+            file=sys.stderr,
+        )
+
+
+def _check_memory(
+    options: GenerateArguments, config: ModelConfig, prompt_length: int, device: torch.device, precision: str
+) -> None:
+    """Refuse what cannot fit: an allocation that the system only promises would end the process later."""
+    has = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
+    bytes_per_number = 2 if precision == "bf16" else 4
+    cached = config.num_layers * config.num_kv_groups * (config.head_dim + config.value_dim) * bytes_per_number
+    at_once = min(options.prefill_chunk_size or prompt_length, prompt_length) * (config.dim + config.mlp_dim)
+    tokens = prompt_length + options.max_new_tokens
+    needs = options.samples * (tokens * (8 + cached) + at_once * bytes_per_number + 4 * config.vocab_size)
+    if has is not None and needs > has:
+        raise UserError(
+            f"{options.samples:,} x {tokens:,} tokens need at least {needs / 2**30:,.1f} GiB, {device} has "
+            f"{has / 2**30:,.1f}; lower --samples or --max-new-tokens"
+        )
+
+
+def _is_for_memory(error: BaseException) -> bool:
+    # On a CPU PyTorch says it in words alone.
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
+def _print_continuations(
+    model: DecoderLM, tokens: torch.Tensor, options: GenerateArguments, prompt: str, tokenizer: Tokenizer
+) -> None:
+    def show(text: str) -> None:
+        # A terminal would obey what a model writes; a file gets it as it is.
+        sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
+        sys.stdout.flush()
+
+    def head(index: int) -> str:
+        return (f"--- {index + 1} of {options.samples}\n" if options.samples > 1 else "") + prompt
+
+    steps = stream(
+        model,
+        tokens.expand(options.samples, -1),
+        options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_token=tokenizer.separator if options.stop_at_document_end else None,
+        prefill_chunk_size=options.prefill_chunk_size,
+    )
+    texts = [TextStream(tokenizer, tokens[0].tolist()) for _ in range(options.samples)]
+    others = [""] * options.samples
+    started = False
+    try:
+        for drawn in steps:
+            for index, token in enumerate(drawn.tolist()):
+                others[index] += texts[index].add(token)
+            if not started:
+                show(head(0))
+                started = True
+            show(others[0])
+            others[0] = ""
+    finally:
+        if started:
+            show(others[0] + texts[0].end() + "\n")
+    for index in range(1, options.samples):
+        show(head(index) + others[index] + texts[index].end() + "\n")
+
+
+class TextStream:
+    """The text of tokens as they come: what was added joins to the text of all.
+
+    A character may take several tokens, and what a token stands for may depend on those before it. (After bytes that
+    are no UTF-8, a decoder with byte fallback would take back characters that are out.)
+
+    Args:
+        tokenizer: Of the tokens.
+        before: The tokens before the first.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(before)
+        # The first of them are out already, and are kept as neighbours of the others.
+        self._said = len(self._tokens)
+
+    def add(self, token: int) -> str:
+        """The text that one more token completes; empty in the middle of a character."""
+        self._tokens.append(token)
+        text = self._pending()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        del self._tokens[: self._said]
+        self._said = len(self._tokens)
+        return text
+
+    def end(self) -> str:
+        """What is left: bytes that never became a character."""
+        return self._pending()
+
+    def _pending(self) -> str:
+        said = self._tokenizer.decode(self._tokens[: self._said])
+        return self._tokenizer.decode(self._tokens)[len(said) :]

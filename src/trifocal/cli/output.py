@@ -1,8 +1,30 @@
-"""Files that a command writes at its end."""
+"""What commands write: on the terminal, and into files at their end."""
 
+import io
+import sys
 from pathlib import Path
 
 from trifocal.errors import UserError
+
+# Control characters, with which a text could move the cursor, rename the window or type, and marks that turn the
+# direction of writing. Line ends and tabs stay.
+_CONTROL = dict.fromkeys(
+    {*range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
+)
+
+
+def printable(text: str) -> str:
+    """A text without what a terminal would obey: for all that comes from files."""
+    return text.translate(_CONTROL)
+
+
+def write_what_can_be_encoded() -> None:
+    """Let standard output show what it cannot encode as an escape, such as \\u2192, like standard error does.
+
+    A terminal or a locale may be older than UTF-8; a name may hold bytes that are no text.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def check_output(path: str) -> None:

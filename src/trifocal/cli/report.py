@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from trifocal.cli.output import printable
 from trifocal.diagnostics.report import write_report
 from trifocal.errors import UserError
 from trifocal.train.arguments import parse_arguments
@@ -38,5 +39,5 @@ def run(args: Sequence[str]) -> int:
     for directory in directories:
         load_run(directory)
     path = write_report(directories, options.output or None)
-    print(path)
+    print(printable(str(path)))
     return 0

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import tyro
 
+from trifocal.cli.output import printable
 from trifocal.diagnostics.traces import AnomalyFound
 from trifocal.distributed import PeerLost, leave_at_once
 from trifocal.errors import UserError
@@ -52,10 +53,10 @@ def run(args: Sequence[str]) -> int:
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
     except (NonFiniteError, AnomalyFound, FloatingPointError) as error:
-        print(f"trifocal: {error}", file=sys.stderr)
+        print(printable(f"trifocal: {error}"), file=sys.stderr)
         return 1
     except PeerLost as error:
-        print(f"trifocal: {error}", file=sys.stderr)
+        print(printable(f"trifocal: {error}"), file=sys.stderr)
         leave_at_once(1)
     summary = _summary(result)
     if summary:
@@ -118,7 +119,7 @@ def _summary(result: TrainResult) -> str:
             f"{result.evaluation.perplexity:.2f}" + (f", {bits:.3f} bits per byte" if bits is not None else "")
         )
     if result.sample is not None:
-        lines += ["", "a sample:", *(f"  | {line}" for line in result.sample.splitlines())]
+        lines += ["", "a sample:", *(f"  | {line}" for line in printable(result.sample).splitlines())]
     report = f"trifocal report {directory}"
     if importlib.util.find_spec("plotly") is None:
         report = f"pip install 'trifocal[report]' && {report}"

@@ -1,19 +1,18 @@
 """`trifocal watch`: a run live in the terminal, from its files alone."""
 
-import tempfile
+import re
+import shlex
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import tyro
-from rich.console import Console
 from rich.live import Live
 
-from trifocal.diagnostics.remote import RemoteRun, remote_address
-from trifocal.diagnostics.run import Run, read_run
+from trifocal.cli.console import SafeConsole
+from trifocal.diagnostics.run import read_run
 from trifocal.diagnostics.watch import Silences, render, verdicts
 from trifocal.errors import UserError
 from trifocal.train.arguments import parse_arguments
@@ -27,7 +26,7 @@ class WatchArguments:
     """Show every rank of a run live: progress, loss, throughput, and whether it runs, is slow or is stuck."""
 
     run_directory: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
-    """The run, or HOST:RUN_DIR on a machine that ssh reaches; that one needs a shell and nothing else."""
+    """The run. On another machine: ssh -t HOST trifocal watch RUN_DIR."""
     interval_seconds: float = 2.0
     """Time between two pictures; 0 shows one and ends, as everywhere but on a terminal."""
 
@@ -43,33 +42,35 @@ def run(args: Sequence[str]) -> int:
         0, or 1 if a rank is stalled, failed or dead at the end.
 
     Raises:
-        UserError: If there is no run, or the connection ends.
+        UserError: If there is no run, or it is on another machine.
     """
     options: WatchArguments = parse_arguments(WatchArguments, args, prog="trifocal watch")
-    console, silences = Console(), Silences()
-    with ExitStack() as stack:
-        read = _reader(options.run_directory, stack)
-        watched = read()
-        if options.interval_seconds == 0 or not console.is_terminal:
-            console.print(render(watched, width=console.width))
-        else:
-            try:
-                with Live(console=console, auto_refresh=False) as live:
-                    while True:
-                        live.update(render(watched, width=console.width, silences=silences), refresh=True)
-                        states = {verdict.state for verdict in verdicts(watched, silences=silences).values()}
-                        if states and states <= _OVER:
-                            break
-                        time.sleep(options.interval_seconds)
-                        watched = read()
-            except KeyboardInterrupt:
-                pass
+    console, silences = SafeConsole(), Silences()
+    directory = _local(options.run_directory)
+    watched = read_run(directory, whole_heartbeats=False)
+    if options.interval_seconds == 0 or not console.is_terminal:
+        console.print(render(watched, width=console.width))
+    else:
+        try:
+            with Live(console=console, auto_refresh=False) as live:
+                while True:
+                    live.update(render(watched, width=console.width, silences=silences), refresh=True)
+                    states = {verdict.state for verdict in verdicts(watched, silences=silences).values()}
+                    if states and states <= _OVER:
+                        break
+                    time.sleep(options.interval_seconds)
+                    watched = read_run(directory, whole_heartbeats=False)
+        except KeyboardInterrupt:
+            pass
     return int(any(verdict.state in _TROUBLE for verdict in verdicts(watched, silences=silences).values()))
 
 
-def _reader(where: str, stack: ExitStack) -> Callable[[], Run]:
-    remote = remote_address(where)
-    if remote is None:
-        return lambda: read_run(Path(where), whole_heartbeats=False)
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trifocal-watch-")))
-    return stack.enter_context(RemoteRun(*remote, folder)).read
+def _local(where: str) -> Path:
+    """The folder; of HOST:RUN_DIR the command that shows it."""
+    host, colon, folder = where.partition(":")
+    if colon and folder and re.fullmatch(r"[A-Za-z0-9][\w.@-]*", host) and not Path(where).exists():
+        # Quoted twice, for the shell here and the one over there, which alone knows whose home `~` is.
+        home = "~/" if folder.startswith("~/") else ""
+        command = f"trifocal watch {home}{shlex.quote(folder.removeprefix(home))}"
+        raise UserError(f"to watch a run on another machine: ssh -t {host} {shlex.quote(command)}")
+    return Path(where)

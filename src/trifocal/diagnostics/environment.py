@@ -17,6 +17,7 @@ import torch
 from trifocal._version import __version__
 from trifocal.diagnostics.files import write_whole
 from trifocal.diagnostics.hardware import matmul_rate, peak_bf16_flops
+from trifocal.diagnostics.masking import mask_arguments, mask_variables
 from trifocal.ops import backend_choices
 
 _PACKAGES = (
@@ -64,13 +65,14 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         `system`, `packages`, `cpu` (name, logical_cores, usable_cores, memory_bytes), `torch` (threads, cuda,
         cudnn, nccl), `gpus` (name, compute_capability, memory_bytes, peak_bf16_flops), `gpu_driver`, and
         `variables` (of PyTorch, NCCL, CUDA, Triton, the math libraries and networks, and the process's place among
-        others), and `measured_speed` (null; see `write_environment`). What does not exist here is null.
+        others), and `measured_speed` (null; see `write_environment`). What does not exist here is null; what is
+        secret by its name, and who logs in by a URL, is `***`.
     """
     commit, changed = _git_state(Path(__file__).parent)
     return {
         "trifocal": {"version": __version__, "git_commit": commit, "git_changed": changed},
         "config_sha256": hashlib.sha256(config_text.encode()).hexdigest() if config_text is not None else None,
-        "command": sys.argv,
+        "command": mask_arguments(sys.argv),
         "python": platform.python_version(),
         "host": socket.gethostname(),
         "system": platform.platform(),
@@ -89,9 +91,13 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         },
         "gpus": _gpus(),
         "gpu_driver": _gpu_driver(),
-        "variables": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES) or name in _PLACES
-        },
+        "variables": mask_variables(
+            {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith(_VARIABLES) or name in _PLACES
+            }
+        ),
         "measured_speed": None,
     }
 

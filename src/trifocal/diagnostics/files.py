@@ -23,7 +23,9 @@ def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> Non
     """
     partial = path.with_name(partial_name(path.name))
     try:
-        with partial.open("wb") as file:
+        # What is there, of a process that was killed or planted by somebody else, is not written through.
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             if flush:
                 file.flush()

@@ -94,35 +94,40 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
     metrics, heartbeat = directory / "metrics.jsonl", directory / "heartbeat"
     if not metrics.exists() and not heartbeat.is_dir():
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
-    run = Run(directory, directory.resolve().name, read_metrics(metrics) if metrics.exists() else [])
+    run = Run(directory, directory.resolve().name, read_metrics(metrics) if metrics.is_file() else [])
     config = directory / "config.toml"
-    if config.exists():
+    if config.is_file():
         try:
             run.config_text = config.read_text(encoding="utf-8")
             run.config = tomllib.loads(run.config_text)
         except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
             raise UserError(f"{config} is not valid TOML: {error}") from error
     environment = directory / "env.json"
-    if environment.exists():
+    if environment.is_file():
         try:
             run.environment = json.loads(environment.read_text(encoding="utf-8"))
         except ValueError as error:
             raise UserError(f"{environment} is not valid JSON: {error}") from error
         if not isinstance(run.environment, dict):
             raise UserError(f"{environment} holds no JSON object; remove it")
-    for path in heartbeat.glob("rank*.jsonl"):
+    for path in _files(heartbeat, "rank*.jsonl"):
         match = re.fullmatch(r"rank(\d+)\.jsonl", path.name)
         last_bytes = None if whole_heartbeats else _TAIL_BYTES
         rows = read_lines(path, last_bytes=last_bytes, required=_BEAT_FIELDS) if match else []
         if match and rows:
             run.heartbeats[int(match[1])] = rows if whole_heartbeats else rows[-1:]
     run.heartbeats = dict(sorted(run.heartbeats.items()))
-    for path in (directory / "samples").glob("*.txt"):
+    for path in _files(directory / "samples", "*.txt"):
         match = re.search(r"(\d+)", path.stem)
         run.samples.append((int(match[1]) if match else 0, path.read_text(encoding="utf-8", errors="replace")))
     run.samples.sort(key=lambda sample: sample[0])
-    run.pictures = sorted((directory / "attention").glob("step_*.npz"))
+    run.pictures = sorted(_files(directory / "attention", "step_*.npz"))
     return run
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    # In a folder that others write to there may be pipes, which would be waited for.
+    return [path for path in folder.glob(pattern) if path.is_file()]
 
 
 def is_number(value: object) -> bool:

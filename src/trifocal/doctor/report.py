@@ -50,7 +50,7 @@ def _needs(examination: Examination) -> Table:
         verdict = _verdict(need)
         style = "green" if verdict == "yes" else "bold red"
         table.add_row(
-            need.name, count(need.parameters), _where(need), size(need.memory.total), f"[{style}]{verdict}[/]",
+            escape(need.name), count(need.parameters), _where(need), size(need.memory.total), f"[{style}]{verdict}[/]",
             f"~{duration(need.step_seconds)}", f"~{duration(need.run_seconds)}", size(need.disk_bytes),
             escape("; ".join(_changes(need))),
         )  # fmt: skip

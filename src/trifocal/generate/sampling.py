@@ -1,5 +1,8 @@
 """Continuing token sequences: prefill, then one token a step."""
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -27,7 +30,7 @@ def generate(
         tokens: Prompts, [B, T], at least one token each.
         max_new_tokens: Tokens to add.
         temperature: Divides the logits; 0 takes the most likely token.
-        top_k: Draw from the k most likely tokens; 0 from all.
+        top_k: Draw from the k most likely tokens, of equal ones those of lower index; 0 from all.
         top_p: Draw from the fewest most likely tokens whose probabilities reach p together; 1 from all.
         seed: Makes the draw repeatable; None takes PyTorch's global generator.
         stop_token: A row that draws it is done and filled up with it; None never stops.
@@ -38,54 +41,148 @@ def generate(
 
     Raises:
         ValueError: If an argument is out of range.
-        FloatingPointError: If what the model makes of the prompt is not finite.
+        FloatingPointError: If what the model makes, of the prompt or of its own tokens, is not finite.
     """
     _check_arguments(tokens, max_new_tokens, temperature, top_k, top_p, prefill_chunk_size)
     if max_new_tokens == 0:
         return tokens.clone()
     batch, prompt_length = tokens.shape
-    length = prompt_length + max_new_tokens
     # Not of inference mode, so that training can use it.
     output = torch.cat((tokens, tokens.new_zeros(batch, max_new_tokens)), dim=1)
-    generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
-    with torch.inference_mode():
-        finished = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
-        caches = make_caches(model.config, length)
-        for chunk in tokens.split(prefill_chunk_size or prompt_length, dim=1):
-            hidden = model.hidden_states(chunk, cache=caches)
-        # Once, not at each token, which would wait for a GPU: broken weights show here, and a draw from them ends CUDA.
-        if not bool(hidden[:, -1].isfinite().all()):
-            raise FloatingPointError("the model's output is not finite: its weights are broken")
-        for position in range(prompt_length, length):
-            logits = model.logits(hidden[:, -1])
-            drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
-            if stop_token is not None:
-                drawn = drawn.masked_fill(finished, stop_token)
-                finished |= drawn == stop_token
-            output[:, position] = drawn
-            if stop_token is not None and bool(finished.all()):
-                output[:, position + 1 :] = stop_token
-                break
-            if position + 1 < length:
-                hidden = model.hidden_states(output[:, position : position + 1], cache=caches)
+    steps = _steps(
+        model,
+        tokens,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_token=stop_token,
+        prefill_chunk_size=prefill_chunk_size,
+    )
+    for position, step in enumerate(steps, start=prompt_length):
+        output[:, position] = step.drawn
+        # The prompt's at once. Later ones only where a GPU is waited for at each token anyway, and at the end.
+        if stop_token is not None or position in (prompt_length, output.shape[1] - 1):
+            step.check()
+        if stop_token is not None and bool(step.finished.all()):
+            output[:, position + 1 :] = stop_token
+            break
     return output
+
+
+def stream(
+    model: DecoderLM,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int | None = None,
+    stop_token: int | None = None,
+    prefill_chunk_size: int = 0,
+) -> Iterator[Tensor]:
+    """As `generate`, with the same tokens, each handed out when it is made.
+
+    Yields:
+        The next token of every row, [B], int64; the last when every row has stopped.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        FloatingPointError: If what the model makes is not finite; no token of it is handed out.
+    """
+    _check_arguments(tokens, max_new_tokens, temperature, top_k, top_p, prefill_chunk_size)
+    for step in _steps(
+        model,
+        tokens,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_token=stop_token,
+        prefill_chunk_size=prefill_chunk_size,
+    ):
+        step.check()
+        yield step.drawn
+        if stop_token is not None and bool(step.finished.all()):
+            return
+
+
+class _Step(NamedTuple):
+    drawn: Tensor
+    """[B]."""
+    finished: Tensor
+    """Which rows have drawn the stop token, [B]."""
+    finite: Tensor
+    """Whether all logits so far were, []."""
+
+    def check(self) -> None:
+        if not bool(self.finite):
+            raise FloatingPointError("the model's output is not finite: its weights are broken")
+
+
+@torch.inference_mode()
+def _steps(
+    model: DecoderLM,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int | None,
+    stop_token: int | None,
+    prefill_chunk_size: int,
+) -> Iterator[_Step]:
+    """One step a token, without waiting for a GPU."""
+    batch, prompt_length = tokens.shape
+    length = prompt_length + max_new_tokens
+    generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
+    finished = torch.zeros(batch, dtype=torch.bool, device=tokens.device)
+    finite = torch.ones((), dtype=torch.bool, device=tokens.device)
+    caches = make_caches(model.config, length)
+    for chunk in tokens.split(min(prefill_chunk_size or prompt_length, prompt_length), dim=1):
+        hidden = model.hidden_states(chunk, cache=caches)
+    for position in range(prompt_length, length):
+        logits = model.logits(hidden[:, -1])
+        finite = finite & logits.isfinite().all()
+        # A draw from what is not finite is an error of PyTorch's, which on a GPU ends the process's use of it.
+        logits = logits.masked_fill(~finite, 0.0)
+        drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
+        if stop_token is not None:
+            drawn = drawn.masked_fill(finished, stop_token)
+            finished = finished | (drawn == stop_token)
+        yield _Step(drawn, finished, finite)
+        if position + 1 < length:
+            hidden = model.hidden_states(drawn[:, None], cache=caches)
 
 
 def sample(
     logits: Tensor, *, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw one token a row: logits [B, vocab] -> [B]; temperature, then top-k, then top-p; see `generate`."""
-    if temperature == 0:
+    """Draw one token a row: logits [B, vocab] -> [B]; temperature, then top-k, then top-p; see `generate`.
+
+    Of equal logits the lower indices count as likelier.
+    """
+    if temperature == 0 or top_k == 1:
+        # The first of equal ones, as PyTorch promises.
         return logits.argmax(-1)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # Relative to the largest, so that a low temperature makes none infinite but those that it rules out.
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature
+    # Before the temperature: a low one makes all but the likeliest equal, at minus infinity.
     if 0 < top_k < logits.shape[-1]:
         smallest_kept = logits.topk(top_k, dim=-1).values[:, -1:]
-        logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
-    p = logits.softmax(-1)
+        larger, equal = logits > smallest_kept, logits == smallest_kept
+        room = top_k - larger.sum(-1, keepdim=True)
+        kept = larger | (equal & (equal.cumsum(-1) <= room))
+        logits = logits.masked_fill(~kept, -torch.inf)
+    # Relative to the largest, so that a low temperature makes none infinite but those that it rules out. A temperature
+    # under the smallest number of this precision would be 0, and 0 / 0 is no number.
+    low = torch.finfo(logits.dtype).tiny
+    p = ((logits - logits.amax(-1, keepdim=True)) / max(temperature, low)).softmax(-1)
     if top_p < 1:
-        ranked, order = p.sort(dim=-1, descending=True)
+        ranked, order = p.sort(dim=-1, descending=True, stable=True)
         # A token stays if the more likely ones do not reach top_p without it; the first always does.
         beyond = ranked.cumsum(-1) - ranked >= top_p
         beyond[:, 0] = False

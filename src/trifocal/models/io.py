@@ -17,6 +17,8 @@ from trifocal.models.decoder import DecoderLM
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
+# By which a run and a checkpoint are known.
+_TRAINERS_FILES = ("config.toml", "manifest.json")
 
 
 def save_weights(model: DecoderLM, folder: str | Path) -> None:
@@ -47,20 +49,36 @@ def save_weights(model: DecoderLM, folder: str | Path) -> None:
 
 
 def load_model(folder: str | Path) -> DecoderLM:
-    """Build the model that `save_weights` wrote, on the CPU.
+    """Build a trained model, on the CPU.
+
+    Args:
+        folder: What `save_weights` wrote, such as `weights` of a run; or a run, whose newest checkpoint counts; or one
+            of its checkpoints.
 
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
     folder = Path(folder)
-    config = _read_config(folder / CONFIG_FILE)
+    if not (folder / CONFIG_FILE).exists() and any((folder / name).exists() for name in _TRAINERS_FILES):
+        from trifocal.train.pretrained import open_pretrained
+
+        with open_pretrained(folder) as found:
+            return found.model()
+    return load_weights(folder)
+
+
+def load_weights(folder: Path) -> DecoderLM:
+    """Build the model that `save_weights` wrote; errors as in `load_model`."""
+    config = read_config(folder)
     with torch.device("meta"):
         model = DecoderLM(config)
     model.load_state_dict(_read_tensors(model, folder / WEIGHTS_FILE), assign=True)
     return model
 
 
-def _read_config(path: Path) -> ModelConfig:
+def read_config(folder: Path) -> ModelConfig:
+    """The configuration that `save_weights` wrote; errors as in `load_model`."""
+    path = folder / CONFIG_FILE
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -8,9 +8,13 @@ and then renamed, so a crash at any moment leaves either the whole checkpoint or
 anything is loaded.
 """
 
+import contextlib
+import fcntl
 import json
+import os
 import shutil
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +34,9 @@ from torch.utils._pytree import tree_map_only
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
+from trifocal.train.checkpoint_reader import SafePlanner, SafeReader
 from trifocal.train.earlier_run import where_set_aside
-from trifocal.train.files import PARTIAL, flush_folder, remove_folder
+from trifocal.train.files import PARTIAL, flush_folder, remove_folder, rename_to_remove
 from trifocal.train.manifest import (
     FORMAT,
     MANIFEST,
@@ -166,11 +171,17 @@ def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
 
 
 def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> None:
-    """Delete all checkpoints but the newest ones and those of steps divisible by `keep_every_steps` (0: none)."""
+    """Delete all checkpoints but the newest ones and those of steps divisible by `keep_every_steps` (0: none).
+
+    One that is being read (`open_checkpoint`) stays until the next time.
+    """
     for path in list_checkpoints(root)[:-keep_last]:
         step = _step_of(path)
         if step is not None and not (keep_every_steps and step % keep_every_steps == 0):
-            remove_folder(path)
+            with _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as free:
+                doomed = rename_to_remove(path) if free else None
+            if doomed is not None:
+                shutil.rmtree(doomed)
 
 
 def set_aside_later(path: Path) -> None:
@@ -196,30 +207,93 @@ def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Pat
         UserError: If there is none, or it is damaged; names the damaged file, and the command that takes the newest
             intact one before it. Another one is never taken silently.
     """
-    root = run_directory / "checkpoints"
-    found = list_checkpoints(root)
-    if not found:
-        begin = f"trifocal train {run_directory / 'config.toml'} --overwrite"
-        raise UserError(
-            f"{run_directory} has no checkpoint yet{where_set_aside(run_directory)}; wait for its first one, or begin "
-            f"again with: {begin}"
-        )
-    path = found[-1]
-    if name:
-        path = root / name
-        if path not in found:
-            raise UserError(f"{run_directory} has no checkpoint {name!r}; it has {', '.join(p.name for p in found)}")
+    path = _choose_checkpoint(run_directory / "checkpoints", name)
+    _verify(path, command)
+    return path
+
+
+def _verify(path: Path, command: str) -> None:
     try:
         verify_checkpoint(path)
     except CheckpointDamaged as error:
-        for earlier in reversed(found[: found.index(path)]):
+        for earlier in reversed([found for found in list_checkpoints(path.parent) if found < path]):
             if is_intact(earlier):
                 advice = f"go on from the one before with: {command} --checkpoint {earlier.name}"
                 break
         else:
             advice = "no intact checkpoint lies before it"
         raise CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}; {advice}") from None
-    return path
+
+
+@contextlib.contextmanager
+def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Path]:
+    """As `find_checkpoint`, of a run that may be going on: what is being read is not pruned meanwhile.
+
+    Args:
+        root: The run's `checkpoints`, or another folder that has them.
+        name: Of a checkpoint in it; empty takes the newest.
+        command: As in `find_checkpoint`.
+
+    Raises:
+        UserError: As `find_checkpoint`; or if the checkpoint was deleted all the same, by hand, by a new run, or on a
+            file system without locks.
+    """
+    while True:
+        path = _choose_checkpoint(root, name)
+        with _lock(path, fcntl.LOCK_SH):
+            # Between choosing and locking it may have been pruned; newer ones are there then.
+            if not path.is_dir():
+                continue
+            try:
+                _verify(path, command)
+                yield path
+            except (UserError, OSError) as error:
+                if path.is_dir():
+                    raise
+                raise UserError(f"checkpoint {path.name} was deleted while it was read; try again") from error
+            return
+
+
+def _choose_checkpoint(root: Path, name: str) -> Path:
+    run_directory = root.parent
+    found = list_checkpoints(root)
+    if name and Path(name).name == name and (root / name / MANIFEST).exists():
+        return root / name
+    if not found:
+        begin = f"trifocal train {run_directory / 'config.toml'} --overwrite"
+        raise UserError(
+            f"{run_directory} has no checkpoint yet{where_set_aside(run_directory)}; wait for its first one, or begin "
+            f"again with: {begin}"
+        )
+    if name and root / name not in found:
+        raise UserError(f"{run_directory} has no checkpoint {name!r}; it has {', '.join(p.name for p in found)}")
+    return root / name if name else found[-1]
+
+
+@contextlib.contextmanager
+def _lock(path: Path, kind: int) -> Iterator[bool]:
+    """Lock a checkpoint, by its manifest: shared to read it, exclusive to delete it.
+
+    Yields:
+        False if somebody else has it. Where the file system has no locks, or there is nothing to lock, it is free.
+    """
+    try:
+        # A network file system gives an exclusive lock to who may write.
+        file = os.open(path / MANIFEST, os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR)
+    except OSError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(file, kind)
+        except BlockingIOError:
+            yield False
+        except OSError:
+            yield True
+        else:
+            yield True
+    finally:
+        os.close(file)
 
 
 def load_checkpoint(
@@ -267,8 +341,17 @@ def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfi
     model.load_state_dict(state["model"])
 
 
+def read_model_config(path: Path) -> ModelConfig:
+    """What the model of a verified checkpoint is."""
+    return ModelConfig.from_dict(_read_model(path))
+
+
+def _read_model(path: Path) -> dict[str, Any]:
+    return dict(json.loads((path / MANIFEST).read_bytes())["content"]["model"])
+
+
 def _check_model(path: Path, model_config: ModelConfig) -> None:
-    saved = json.loads((path / MANIFEST).read_bytes())["content"]["model"]
+    saved = _read_model(path)
     wanted = model_config.to_dict()
     differences = [
         f"{name} is {_shown(saved.get(name))} there, {_shown(wanted.get(name))} here"
@@ -305,9 +388,10 @@ def _load_weights(state: dict[str, Any], folder: Path) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=dcp.FileSystemReader(folder), no_dist=not dist.is_initialized())
+            dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        causes = "; ".join(str(cause) for cause, _ in error.failures.values())
+        # Every process may have met the same.
+        causes = "; ".join(dict.fromkeys(str(cause) for cause, _ in error.failures.values()))
         raise UserError(f"cannot load {folder}: {causes}") from error
 
 

@@ -19,13 +19,20 @@ def delete(path: Path) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder, if it is there; after a crash in the middle nothing is left under its name."""
-    if not folder.exists():
-        return
-    # Renamed first: a crash in the middle of deleting must not leave half a checkpoint under its name.
+    if folder.exists():
+        shutil.rmtree(rename_to_remove(folder))
+
+
+def rename_to_remove(folder: Path) -> Path:
+    """Give a folder the name under which it is deleted; a crash in the middle of that leaves no half of it elsewhere.
+
+    Returns:
+        Where it is now.
+    """
     doomed = folder.with_name(f"{PARTIAL}removing_{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    return doomed
 
 
 def flush_folder(folder: Path) -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from trifocal.diagnostics.files import write_whole
 from trifocal.diagnostics.report.attention_charts import attention_charts
 from trifocal.diagnostics.report.charts import training_charts
 from trifocal.diagnostics.report.page import build_page
@@ -52,8 +53,12 @@ def write_report(
     page = build_page(runs, [summarise(run) for run in runs], training, attention, pictures, plotly)
     path = Path(output) if output is not None else runs[0].directory / "report.html"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
+        if output is None:
+            # In a folder that others may write to: a link under that name leads nowhere.
+            write_whole(path, page)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write the report to {path}: {error.strerror}") from error
     return path

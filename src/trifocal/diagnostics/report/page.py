@@ -1,6 +1,5 @@
 """The report page: words, tables and places for the charts."""
 
-import json
 import re
 import time
 from html import escape
@@ -8,6 +7,7 @@ from html import escape
 from trifocal.diagnostics.attention_picture import AttentionPicture
 from trifocal.diagnostics.report.assets import SCRIPT, STYLE
 from trifocal.diagnostics.report.charts import FULL, Chart
+from trifocal.diagnostics.report.embedding import json_in_page
 from trifocal.diagnostics.report.picture import picture_card
 from trifocal.diagnostics.report.picture_assets import PICTURE_SCRIPT, PICTURE_STYLE
 from trifocal.diagnostics.report.summary import Finding
@@ -83,8 +83,7 @@ def build_page(
     body.append(_section("Ranks", ranks_table(runs)))
     body.append(_section("Environment and config", settings(runs)))
     figures = [{"key": c.key, "traces": c.traces, "layout": c.layout, "height": c.height} for c in charts]
-    # A closing tag inside a string would end the script element.
-    data = json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("</", "<\\/")
+    data = json_in_page(figures)
     return f"""<!doctype html>
 <html lang="en">
 <head>

@@ -1,7 +1,6 @@
 """The report's attention picture: what each branch reads of one sequence, from the files of attention_picture.py."""
 
 import base64
-import json
 from dataclasses import asdict
 from html import escape
 from typing import Any
@@ -10,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.diagnostics.attention_picture import AttentionPicture, read_picture
+from trifocal.diagnostics.report.embedding import json_in_page
 from trifocal.diagnostics.run import Run
 
 _MOST_FRAMES = 6
@@ -65,7 +65,7 @@ def picture_card(pictures: list[AttentionPicture]) -> str:
         "Each row is a query, each column a key; hover or tap to see which. Below, the text itself, as that query "
         f"sees it. One sequence of validation text, {len(last.texts):,} tokens, at {len(last.queries)} queries.{note}"
     )
-    data = json.dumps(_data(pictures), separators=(",", ":"), ensure_ascii=False).replace("</", "<\\/")
+    data = json_in_page(_data(pictures))
     return f"""<div class="card picture"><h3>What each lens reads</h3><p class="soft">{escape(words)}</p>
 <div class="controls">{layers}{groups}<label{hidden}>step <input type="range" class="frame" min="0" max="{frames}"
 value="{frames}"><output class="frame-label"></output></label></div>

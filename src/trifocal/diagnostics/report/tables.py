@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
+from trifocal.diagnostics.masking import mask_arguments, mask_text, mask_variables
 from trifocal.diagnostics.progress import duration
 from trifocal.diagnostics.run import Run, is_number
 from trifocal.diagnostics.verdict import judge
@@ -148,13 +149,24 @@ def settings(runs: list[Run]) -> str:
     parts = []
     for run in runs:
         for title, text in (
-            ("Environment", json.dumps(run.environment, indent=2) if run.environment else ""),
-            ("Config", run.config_text),
+            ("Environment", json.dumps(_masked(run.environment), indent=2) if run.environment else ""),
+            ("Config", mask_text(run.config_text)),
         ):
             if text:
                 label = of_run(title, run, len(runs) > 1)
                 parts.append(f"<details><summary>{escape(label)}</summary><pre>{escape(text)}</pre></details>")
     return f'<div class="card">{"".join(parts)}</div>' if parts else '<p class="card soft">Neither was saved.</p>'
+
+
+def _masked(environment: dict[str, Any]) -> dict[str, Any]:
+    """As it is written today; runs of earlier versions wrote all."""
+    variables, command = environment.get("variables"), environment.get("command")
+    masked = dict(environment)
+    if isinstance(variables, dict):
+        masked["variables"] = mask_variables({str(name): str(value) for name, value in variables.items()})
+    if isinstance(command, list):
+        masked["command"] = mask_arguments(map(str, command))
+    return masked
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -164,7 +176,7 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             result |= flat(value, f"{prefix}{name}.")
         else:
-            result[prefix + name] = json.dumps(value, default=str)
+            result[prefix + name] = mask_text(json.dumps(value, default=str))
     return result
 
 

@@ -1,0 +1,36 @@
+"""Keys, tokens and passwords stay out of what a run writes about itself and out of its report."""
+
+import re
+from collections.abc import Iterable, Mapping
+
+MASK = "***"
+# Parts of names, as in NVIDIA_API_KEY, TORCH_HUB_TOKEN or ?X-Amz-Signature=.
+_SECRET = r"(?:KEY|TOKEN|SECRET|PASSW|CREDENTIAL|SIGNATURE)"
+_SECRET_NAME = re.compile(_SECRET, re.IGNORECASE)
+_SECRET_FLAG = re.compile(rf"--?(?!.*(?:TOKENIZER|TOKENS$)).*{_SECRET}.*", re.IGNORECASE)
+_USER_IN_URL = re.compile(r"(?<=://)[^\s/\"']+@")
+_SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*{_SECRET}[^=&#\s]*=)[^&#\s\"']+", re.IGNORECASE)
+
+
+def mask_text(text: str) -> str:
+    """A text with the user and password of its URLs, and secret parameters in their queries, made unreadable."""
+    return _SECRET_IN_QUERY.sub(rf"\1{MASK}", _USER_IN_URL.sub(f"{MASK}@", text))
+
+
+def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    """Environment variables; those with KEY, TOKEN, SECRET, PASSWORD or the like in their names have no values."""
+    return {
+        name: MASK if value and _SECRET_NAME.search(name) else mask_text(value) for name, value in variables.items()
+    }
+
+
+def mask_arguments(arguments: Iterable[str]) -> list[str]:
+    """A command line; flags with such names, `--flag=value` or `--flag value`, have no values."""
+    shown, secret = [], False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        if equals and _SECRET_FLAG.fullmatch(flag):
+            argument = f"{flag}={MASK}"
+        shown.append(MASK if secret and not argument.startswith("-") else mask_text(argument))
+        secret = not equals and _SECRET_FLAG.fullmatch(flag) is not None
+    return shown

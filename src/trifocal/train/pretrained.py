@@ -1,0 +1,111 @@
+"""A trained model, wherever it lies: in a run, in one of its checkpoints, or in a folder of exported weights."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trifocal.data import Tokenizer, load_tokenizer, make_tokenizer
+from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
+from trifocal.models.io import load_weights, read_config
+from trifocal.train.checkpoint import list_checkpoints, load_model_weights, open_checkpoint, read_model_config
+from trifocal.train.config import RunConfig
+from trifocal.train.files import CONFIG_FILE
+from trifocal.train.manifest import MANIFEST
+from trifocal.train.run_directory import load_run
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """Where a trained model lies."""
+
+    path: Path
+    """The checkpoint, or the folder of weights."""
+    run: RunConfig | None
+    """Of the run that it belongs to, if that is known."""
+
+    @property
+    def _exported(self) -> bool:
+        return (self.path / MODEL_CONFIG_FILE).is_file()
+
+    def config(self) -> ModelConfig:
+        """What the model is.
+
+        Raises:
+            UserError: If that cannot be read.
+        """
+        if self._exported:
+            return read_config(self.path)
+        return self.run.model if self.run is not None else read_model_config(self.path)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that the model was trained with.
+
+        Raises:
+            UserError: If it is not known, or cannot be read.
+        """
+        if self.run is not None and not (self.path / TOKENIZER_CONFIG_FILE).is_file():
+            return make_tokenizer(self.run.data.tokenizer, separator=self.run.data.separator)
+        if not self._exported:
+            raise UserError(
+                f"{self.path} is a checkpoint without its run, which names the tokenizer; give it where it was "
+                "written, in RUN_DIR/checkpoints"
+            )
+        return load_tokenizer(self.path)
+
+    def model(self) -> DecoderLM:
+        """The model with its weights, on the CPU.
+
+        Raises:
+            UserError: If they cannot be read, or do not fit.
+        """
+        if self._exported:
+            return load_weights(self.path)
+        config = self.config()
+        with torch.device("meta"):
+            model = DecoderLM(config)
+        model.to_empty(device="cpu")
+        load_model_weights(self.path, model=model, model_config=config)
+        return model
+
+
+@contextlib.contextmanager
+def open_pretrained(
+    path: Path, checkpoint: str = "", *, command: str = "trifocal generate RUN_DIR"
+) -> Iterator[Pretrained]:
+    """Find a trained model; while the context lasts, a run that is going on does not delete it.
+
+    Args:
+        path: A run, whose newest checkpoint counts; a checkpoint; or a folder of weights.
+        checkpoint: Another checkpoint of the run, by its name.
+        command: What the person typed, for advice.
+
+    Raises:
+        UserError: If there is none, or it is damaged.
+    """
+    if (path / MODEL_CONFIG_FILE).is_file():
+        if checkpoint:
+            raise UserError(f"{path} holds weights and no checkpoints; leave --checkpoint out, or give the run")
+        # Weights that lie in their run say by it how long its rows were, and in which precision it computed.
+        run = path.parent
+        yield Pretrained(path, load_run(run) if (run / CONFIG_FILE).is_file() else None)
+    elif (path / MANIFEST).exists():
+        if checkpoint:
+            raise UserError(f"{path} is a checkpoint itself; leave --checkpoint {checkpoint} out")
+        # By its real name: the path may be `.`.
+        path = path.resolve()
+        run = path.parent.parent
+        with open_checkpoint(path.parent, path.name, command=command) as found:
+            yield Pretrained(found, load_run(run) if (run / CONFIG_FILE).is_file() else None)
+    else:
+        config = load_run(path)
+        if not checkpoint and not list_checkpoints(path / "checkpoints") and (path / "weights").is_dir():
+            yield Pretrained(path / "weights", config)
+            return
+        with open_checkpoint(path / "checkpoints", checkpoint, command=command) as found:
+            yield Pretrained(found, config)

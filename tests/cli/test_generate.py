@@ -1,0 +1,194 @@
+"""`trifocal generate`: what it reads, from where, and what it writes while it does."""
+
+import io
+import json
+import os
+import pty
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.children import environment
+from tests.cli.test_commands import Capture, refused, run
+from tests.data.test_tokenizers import TEXT, tokenizer_file
+from trifocal.cli import generate as command
+from trifocal.cli import main
+from trifocal.cli.generate import TextStream
+from trifocal.cli.output import printable
+from trifocal.data import make_tokenizer
+from trifocal.models import load_model
+
+__all__ = ["run", "tokenizer_file"]
+ENVIRONMENT = environment(PYTHONWARNINGS="ignore")
+OPTIONS = ["--prompt", "the dog", "--max-new-tokens", "12", "--stop-at-document-end", "false", "--temperature", "0"]
+
+
+def generated(capsys: Capture, *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["generate", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_a_checkpoint_and_weights_give_the_same(
+    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = run / "checkpoints" / "step_00000006"
+    text = generated(capsys, str(run), *OPTIONS)
+    assert generated(capsys, str(newest), *OPTIONS) == text
+    assert generated(capsys, str(run / "weights"), *OPTIONS) == text
+    monkeypatch.chdir(newest)
+    assert generated(capsys, ".", *OPTIONS) == text
+    shutil.copytree(run / "weights", tmp_path / "weights")
+    make_tokenizer("bytes").save(tmp_path / "weights")
+    assert generated(capsys, str(tmp_path / "weights"), *OPTIONS) == text
+    # A run whose checkpoints were left out.
+    shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("checkpoints"))
+    assert generated(capsys, str(tmp_path / "run"), *OPTIONS) == text
+    shutil.copytree(newest, tmp_path / "best")
+    assert "checkpoint without its run" in refused(capsys, "generate", str(tmp_path / "best"), *OPTIONS)
+    other = refused(capsys, "generate", str(run / "weights"), *OPTIONS, "--checkpoint", "step_00000004")
+    assert "holds weights and no checkpoints" in other
+    expected = load_model(run / "weights").state_dict()
+    before = torch.get_rng_state()
+    for folder in (run, newest, tmp_path / "best", str(run)):
+        found = load_model(folder).state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_prompt_is_read_from_standard_input(run: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_input(content: bytes) -> list[str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content)))
+        return ["generate", str(run), "--prompt", "-", "--max-new-tokens", "3"]
+
+    assert main(with_input("two\nlines, ☃".encode())) == 0
+    assert capsys.readouterr().out.startswith("two\nlines, ☃")
+    assert "standard input is not UTF-8 text" in refused(capsys, *with_input(b"\xff"))
+    assert "standard input is empty" in refused(capsys, *with_input(b""))
+
+
+def test_prompts_may_be_longer_than_training(run: Path, capsys: Capture) -> None:
+    assert main(["generate", str(run), "--prompt", "x" * 50, "--max-new-tokens", "10"]) == 0
+    output = capsys.readouterr()
+    assert output.out.startswith("x" * 50)
+    assert output.err == (
+        "note: prompt and new tokens make up to 60 tokens, the model was trained on 32; it goes on past them\n"
+    )
+
+
+def test_text_is_written_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, seen = io.StringIO(), []
+    original = command.stream
+
+    def watched(*arguments: object, **options: object) -> object:
+        for drawn in original(*arguments, **options):  # type: ignore[arg-type]
+            seen.append(written.getvalue())
+            yield drawn
+
+    monkeypatch.setattr(command, "stream", watched)
+    monkeypatch.setattr(sys, "stdout", written)
+    # Letters alone: each token is a character.
+    monkeypatch.setattr(
+        command.DecoderLM, "logits", lambda model, hidden: torch.nn.functional.one_hot(
+            torch.full(hidden.shape[:-1], ord("a")), 257
+        ).float() * 100,
+    )  # fmt: skip
+    assert main(["generate", str(run), "--prompt", "x", "--max-new-tokens", "4", "--samples", "2"]) == 0
+    head = "--- 1 of 2\nx"
+    assert seen == ["", head + "a", head + "aa", head + "aaa"]
+    assert written.getvalue() == f"{head}aaaa\n--- 2 of 2\nxaaaa\n"
+
+
+@pytest.mark.parametrize("kind", ["bytes", "file"])
+def test_streamed_text_is_that_of_all_tokens(kind: str, tokenizer_file: Path) -> None:
+    tokenizer = make_tokenizer("bytes" if kind == "bytes" else str(tokenizer_file))
+    text = tokenizer.encode(TEXT).tolist()
+    cases = [text, [*text, tokenizer.separator, tokenizer.separator]]
+    if kind == "bytes" or "ByteFallback" not in tokenizer_file.read_text():
+        # With byte fallback one bad byte takes back the characters before it, which are out already.
+        cases.append(torch.randint(tokenizer.vocab_size, (300,), generator=torch.Generator().manual_seed(0)).tolist())
+        cases.append([*tokenizer.encode("a ☃").tolist()[:-1], tokenizer.separator])
+    for ids in cases:
+        before = tokenizer.encode("Hello w").tolist()
+        stream = TextStream(tokenizer, before)
+        parts = [stream.add(token) for token in ids]
+        whole = tokenizer.decode([*before, *ids])
+        assert tokenizer.decode(before) + "".join(parts) + stream.end() == whole
+        assert sum(map(bool, parts)) > len(parts) / 3
+
+
+def test_a_character_is_written_whole() -> None:
+    stream = TextStream(make_tokenizer("bytes"), [ord("x")])
+    assert [stream.add(byte) for byte in "é☃a".encode()] == ["", "é", "", "", "☃", "a"]
+    assert stream.add(0xE2) == "" and stream.end() == "\ufffd"
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_what_a_terminal_cannot_encode_is_an_escape(run: Path, encoding: str) -> None:
+    for arguments, shown in (
+        (["--help"], b"\\u2026"),
+        (["generate", str(run), "--prompt", "\u2192", "--max-new-tokens", "2"], b"\\u2192"),
+        (["watch", str(run)], b"finished"),
+        (["generate", str(run), "--help"], b"usage"),
+        (["train", "--help"], b"usage"),
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "trifocal", *arguments],
+            env={**ENVIRONMENT, "PYTHONIOENCODING": encoding},
+            capture_output=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        assert shown in done.stdout and b"Traceback" not in done.stderr, arguments
+
+
+def test_a_reader_that_has_enough_is_no_error(run: Path) -> None:
+    line = f"{sys.executable} -m trifocal generate {run} --prompt x --max-new-tokens 200 | head -c 1"
+    done = subprocess.run(["bash", "-c", line], env=ENVIRONMENT, capture_output=True, timeout=120)
+    assert done.stdout == b"x" and b"Traceback" not in done.stderr and b"Exception" not in done.stderr
+
+
+def test_a_terminal_gets_no_control_characters(run: Path) -> None:
+    parent, child = pty.openpty()
+    prompt = "a\x1b[2J\x07b"
+    arguments = ["generate", str(run), "--prompt", prompt, "--max-new-tokens", "1"]
+    done = subprocess.run([sys.executable, "-m", "trifocal", *arguments], env=ENVIRONMENT, stdout=child, timeout=120)
+    os.close(child)
+    shown = os.read(parent, 10000)
+    os.close(parent)
+    assert done.returncode == 0 and shown.startswith(b"a[2Jb") and b"\x1b" not in shown
+    assert printable("tab\tand\nline") == "tab\tand\nline"
+
+
+def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    manifest = copy / "checkpoints" / "step_00000006" / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir()
+    assert "manifest.json is a folder" in refused(capsys, "generate", str(copy), "--prompt", "x")
+    assert "manifest.json is a folder" in refused(capsys, "generate", str(manifest.parent), "--prompt", "x")
+    config = json.loads((run / "weights" / "config.json").read_text())
+    (copy / "weights" / "config.json").write_text(json.dumps({**config, "dim": -1}))
+    assert "model.dim must be a positive integer" in refused(capsys, "generate", str(copy / "weights"), "--prompt", "x")
+    assert refused(capsys, "generate", str(tmp_path), "--prompt", "x").startswith("trifocal: there is no run at")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_weights_of_somebody_else_are_one_line(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(run, copy)
+    (copy / "weights" / "model.safetensors").chmod(0)
+    assert "Permission denied" in refused(capsys, "generate", str(copy / "weights"), "--prompt", "x")
+    (copy / "checkpoints").chmod(0)
+    assert "Permission denied" in refused(capsys, "generate", str(copy), "--prompt", "x")
+    (copy / "checkpoints").chmod(0o755)
+
+
+@pytest.mark.parametrize("temperature", ["1e-46", "1e-320"])
+def test_the_lowest_temperatures_take_the_likeliest(run: Path, capsys: Capture, temperature: str) -> None:
+    assert generated(capsys, str(run), *OPTIONS, "--temperature", temperature) == generated(capsys, str(run), *OPTIONS)
