@@ -40,8 +40,13 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
     Raises:
         ValueError: If x has another rank, or the borders do not fit.
 
-    Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
+    The backend is that of `"auto"`. Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
     """
+    return compress_by_mean(x, geometry, cu_seqlens, "auto")
+
+
+def compress_by_mean(x: Tensor, geometry: Geometry, cu_seqlens: Tensor | Documents | None, backend: str) -> Tensor:
+    """`mean_compress` on a named backend, for layers that have one."""
     check_geometry(geometry)
     check_rank("x", x, "[B, S, G, D]")
     check_floats("x", x)
@@ -53,6 +58,9 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
         num_blocks = max_packed_compressed_blocks(num_tokens, geometry)
     else:
         num_blocks = num_packed_compressed_blocks(documents, geometry)
+    # No heads, no scores, no selection: only device, type and width count.
+    if resolve("mean_compress", backend, x, x, None) == "triton":
+        return operators.mean_compress(x, operators.sizes_of(geometry), num_blocks, *operators.tensors_of(documents))
     return reference.mean_compress(x, geometry, documents, num_blocks)
 
 
@@ -143,18 +151,7 @@ def select_blocks(
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = _scale(scale, q)
     chosen = resolve("select_blocks", backend, q, k_cmp, geometry, scale)
-    cu_seqlens, *places = operators.tensors_of(documents)
-    return operators.select_blocks(
-        q.detach(),
-        k_cmp.detach(),
-        lse.detach(),
-        operators.sizes_of(geometry),
-        num_keys,
-        scale,
-        cu_seqlens,
-        chosen,
-        *places,
-    )
+    return _select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents, chosen)
 
 
 def selected_attention(
@@ -296,12 +293,26 @@ def nsa_attention(
         )
     o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
     if selected_blocks is None:
-        selected_blocks = select_blocks(
-            q, k_cmp, lse, geometry, num_keys=num_keys, scale=scale, cu_seqlens=documents, backend="reference"
-        )
+        selected_blocks = _select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents, "reference")
     return reference.nsa_attention(
         q, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks, o_cmp
     )
+
+
+def _select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: Geometry,
+    num_keys: int,
+    scale: float,
+    documents: Documents | None,
+    backend: str,
+) -> Tensor:
+    """The choice, of checked arguments on a resolved backend."""
+    cu_seqlens, *places = operators.tensors_of(documents)
+    inputs = (q.detach(), k_cmp.detach(), lse.detach())
+    return operators.select_blocks(*inputs, operators.sizes_of(geometry), num_keys, scale, cu_seqlens, backend, *places)
 
 
 def _num_keys(num_keys: int | None, q: Tensor) -> int:
