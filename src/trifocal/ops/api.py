@@ -40,7 +40,7 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
     Raises:
         ValueError: If x has another rank, or the borders do not fit.
 
-    The backend is that of `"auto"`. Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
+    Runs on the backend that `"auto"` chooses. Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
     """
     return compress_by_mean(x, geometry, cu_seqlens, "auto")
 
@@ -171,8 +171,8 @@ def selected_attention(
         q: Queries, [B, T, H, D]; the last T positions of the S keys.
         k: Keys, [B, S, G, D].
         v: Values, [B, S, G, V].
-        selected_blocks: Block indices, [B, T, G, N], an integer type, in any order; negative ones are pads, and
-            what is named twice counts once.
+        selected_blocks: Block indices, [B, T, G, N], int32 or int64, in any order. An index that is no block of the
+            query's past, negative or too large, is a pad; a block that is named twice counts once; N may be 0.
         geometry: Block sizes, in tokens.
         scale: Factor on the scores; 1/sqrt(D) when not given.
         cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S, and indices count from
@@ -263,7 +263,7 @@ def nsa_attention(
         geometry: Block sizes, in tokens.
         scale: Factor on the scores; 1/sqrt(D) when not given.
         cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
-        selected_blocks: The choice, [B, T, G, N], to use instead of `select_blocks`; -1 pads.
+        selected_blocks: The choice, [B, T, G, N], to use instead of `select_blocks`; see `selected_attention`.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
