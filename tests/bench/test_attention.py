@@ -35,6 +35,8 @@ def test_rows_of_every_kind(everything):
     assert found == [
         ("dense cudnn", "", "not available"),
         ("dense flash", "", "ok"),
+        ("compression", "", "ok"),
+        ("end to end", "random", "ok"),
         ("whole", "random", "ok"),
         ("compressed", "", "ok"),
         ("scoring", "", "ok"),
@@ -64,6 +66,8 @@ def test_figures_fit_one_another(everything):
         assert row["backend"] == (None if row["row"].startswith("dense") else "reference")
     at_80 = {(row["row"], row["choices"]): row for row in everything if row["tokens"] == 80}
     whole, rest = at_80["whole", "random"], at_80["rest", "random"]
+    compression, everything = at_80["compression", ""], at_80["end to end", "random"]
+    assert everything["forward_gib"] == pytest.approx(whole["forward_gib"] + compression["forward_gib"])
     parts = [at_80[key] for key in (("compressed", ""), ("scoring", ""), ("selected", "random"), ("window", ""))]
     assert rest["forward_ms"] + sum(part["forward_ms"] for part in parts) == pytest.approx(whole["forward_ms"])
     assert sum(part["forward_tflop"] for part in parts) == pytest.approx(whole["forward_tflop"])
@@ -85,9 +89,10 @@ def test_wrong_results_are_not_timed(monkeypatch):
         raise Refused("the gradient of q is off")
 
     monkeypatch.setattr(attention, "check_parity", refuse)
-    made, said = bench(rows=("whole", "parts", "flash"))
+    made, said = bench(rows=("whole", "parts", "flash", "end_to_end", "compression"))
     statuses = {row["row"]: row["status"] for row in made.recorder.rows}
-    assert statuses == {"dense flash": "ok", "whole": "refused: the gradient of q is off"}
+    refused = dict.fromkeys(("whole", "end to end", "compression"), "refused: the gradient of q is off")
+    assert statuses == {"dense flash": "ok", **refused}
     assert made.recorder.exit_status == 1 and any("refused" in line for line in said)
 
 

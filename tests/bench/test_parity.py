@@ -7,6 +7,7 @@ from trifocal.bench import parity
 from trifocal.bench.recorder import Refused
 from trifocal.bench.shapes import AttentionShape
 from trifocal.ops import Geometry, nsa_attention, select_blocks
+from trifocal.ops.api import compress_by_mean
 
 SHAPE = AttentionShape("", 1, 4096, 8, 4, 16, 8)
 GEOMETRY = Geometry(8, 4, 16, 3, 1, 1, 16)
@@ -36,6 +37,15 @@ def test_a_wrong_gradient_is_refused(monkeypatch):
 
     monkeypatch.setattr(parity, "nsa_attention", faulty)
     with pytest.raises(Refused, match="the gradient of q is off"):
+        parity.check_parity(SHAPE, GEOMETRY, CPU, torch.float32, "auto")
+
+
+def test_a_wrong_mean_is_refused(monkeypatch):
+    def faulty(x, geometry, cu_seqlens, backend):
+        return compress_by_mean(x, geometry, cu_seqlens, "reference") * (1.0 if backend == "reference" else 1.01)
+
+    monkeypatch.setattr(parity, "compress_by_mean", faulty)
+    with pytest.raises(Refused, match="mean is off"):
         parity.check_parity(SHAPE, GEOMETRY, CPU, torch.float32, "auto")
 
 

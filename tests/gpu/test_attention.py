@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.gpu.cases import CASES, PAPER, SMALL, Case, allowed, branch_masks, choice, cotangent, draw, error
-from trifocal import nsa_attention, ops
+from trifocal import Geometry, nsa_attention, ops
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -209,6 +209,21 @@ def test_every_group_size(heads):
     errors = {name: error(a, e) for name, a, e in zip(NAMES, got, expected, strict=True)}
     bound = allowed(inputs, branch_masks(case, inputs, chosen))
     assert max(errors.values()) <= bound, (errors, bound)
+
+
+@pytest.mark.parametrize("places", [0, 4])
+@pytest.mark.parametrize("block", [64, 256], ids=["whole blocks", "blocks in parts"])
+@pytest.mark.parametrize("queries", [1, 300, 5000], ids=["query by query", "masked", "keys outside"])
+def test_an_index_of_no_block_selects_nothing_whatever_its_size(queries, block, places):
+    """In 32 bits 2**32 is 0, and 2**30 is 0 where a block has four parts; a choice may have no place at all."""
+    case = Case("no block", Geometry(32, 16, block), queries, 8, 2, 64, 64, keys=5000 if queries == 1 else 0)
+    inputs = draw(case, torch.bfloat16)
+    numbers = torch.tensor([2**32, 2**30, -(2**63), 2**63 - 1], device="cuda")[:places]
+    sizes = (1, queries, 2)
+    nothing = torch.full((*sizes, 1), -1, dtype=torch.int32, device="cuda")
+    got, pads = (run(case, inputs, chosen) for chosen in (numbers.expand(*sizes, -1), nothing))
+    assert all(torch.equal(a, b) for a, b in zip(got, pads, strict=True))
+    assert not any(x.any() for x in (got[4], got[5]))
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[5], CASES[10]], ids=lambda case: case.why)

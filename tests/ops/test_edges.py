@@ -110,6 +110,14 @@ def test_two_runs_give_equal_bits(case: Case):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_the_whole_attention_chooses_its_backend_once():
+    before = ops.backend_choices()
+    nsa_attention(*draw(HALF_BLIND), HALF_BLIND.geometry, **REFERENCE)
+    after = ops.backend_choices()
+    new = {key: after[key] - before.get(key, 0) for key in after if after[key] != before.get(key, 0)}
+    assert new == {("nsa_attention", "reference", "asked for"): 1}
+
+
 def test_inputs_are_left_as_they_were():
     case = cases.named("odd length")
     inputs = draw(case).leaves()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops.cases import USUAL, Case, cotangent, draw
+from tests.ops.cases import USUAL, Case, cotangent, draw, geometry
 from tests.ops_triton.interval_cases import compare, documents_of
 from trifocal import nsa_attention, ops
 from trifocal.models import DecoderLM, ModelConfig
@@ -15,6 +15,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has
 PLAIN = Case("3 heads a group, D != V, two batch entries", USUAL, 21, batch=2, heads=6, groups=2, value_dim=5)
 PACKED = Case("packed: 1 token, under l, long", USUAL, 35, lengths=(1, 5, 29), heads=4, groups=2)
 PREFILL = Case("fewer queries than keys", USUAL, 5, keys=52, heads=4, groups=2, value_dim=3)
+TINY = Case("few queries", USUAL, 10)
+LARGE_BLOCKS = geometry(16, 16, 256, 2, 1, 1, 11)  # four parts of 64 tokens
 CASES = (PLAIN, PACKED, PREFILL)
 NAMES = "q k_cmp v_cmp k_slc v_slc k_win v_win gates"
 
@@ -69,6 +71,44 @@ def test_a_given_choice_low_precision_gates_and_frozen_inputs():
     assert got[-1].dtype == torch.float16
     compare("o q v_cmp k_slc", (o, *got[:-1]), (o_exact, *expected[:-1]))
     torch.testing.assert_close(got[-1].double(), expected[-1], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("order", "geometry", "dtype"),
+    [("masked", USUAL, torch.int64), ("gathered", LARGE_BLOCKS, torch.int64), ("query", LARGE_BLOCKS, torch.int32)],
+    ids=["masked", "keys outside, blocks in parts", "query by query, blocks in parts, int32"],
+)
+def test_an_index_of_no_block_selects_nothing_whatever_its_size(order, geometry, dtype, monkeypatch):
+    """In 32 bits 2**32 is 0, and 2**30 is 0 where a block has four parts."""
+    # Both imported before one is patched: the second takes the function from the first.
+    from trifocal.ops.triton import selected, selected_backward
+
+    backward = "masked" if order == "masked" else "gathered"
+    monkeypatch.setattr(selected, "choose_order", lambda *sizes, **options: order)
+    monkeypatch.setattr(selected_backward, "choose_order", lambda *sizes, **options: backward)
+    numbers = [2**30, 2**29, 999, 2**31 - 1, -1, -(2**31)]
+    if dtype == torch.int64:
+        numbers += [2**31, 2**32, -(2**32), -(2**63), 2**63 - 1]
+    leaves = draw(TINY, torch.float32).leaves()
+    chosen = torch.tensor(numbers, dtype=dtype).expand(1, TINY.queries, 1, -1)
+    for backend in ("triton", "reference"):
+        o = ops.selected_attention(leaves.q, leaves.k_slc, leaves.v_slc, chosen, geometry, backend=backend)
+        gradients = torch.autograd.grad(o, (leaves.q, leaves.k_slc, leaves.v_slc), torch.ones_like(o))
+        assert not any(x.any() for x in (o, *gradients)), backend
+
+
+def test_a_choice_without_places():
+    inputs, nothing = draw(TINY, torch.float32), torch.empty(1, TINY.queries, 1, 0, dtype=torch.int32)
+    leaves = inputs.leaves()
+    o = ops.selected_attention(leaves.q, leaves.k_slc, leaves.v_slc, nothing, USUAL, backend="triton")
+    assert not o.any()
+    assert not any(x.any() for x in torch.autograd.grad(o.sum(), (leaves.q, leaves.k_slc, leaves.v_slc)))
+    exact = type(inputs)(*(x.double() for x in inputs)).leaves()
+    o = attend(leaves, TINY, "triton", selected_blocks=nothing)
+    o_exact = attend(exact, TINY, "reference", selected_blocks=nothing)
+    d_o = cotangent(o)
+    compare("o", (o,), (o_exact,))
+    compare(NAMES, gradients_of(o, leaves, d_o), gradients_of(o_exact, exact, d_o.double()))
 
 
 def test_compressed_attention_with_the_gradient_of_its_lse():

@@ -15,6 +15,7 @@ def calls():
     from trifocal.ops.layout import Documents
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
+    from trifocal.ops.triton.mean_compression import mean_compress_backward, mean_compress_forward
     from trifocal.ops.triton.scoring import select_blocks_forward
     from trifocal.ops.triton.selected import selected_forward
     from trifocal.ops.triton.selected_backward import selected_backward
@@ -65,6 +66,15 @@ def calls():
         q, k = empty(1, length, heads, dim), empty(1, size, groups, dim)
         select_blocks_forward(q, k, empty(1, length, heads, dtype=torch.float32), geometry, length, 0.1, documents)
 
+    def compression(dim, dtype=torch.bfloat16, packed=False, geometry=None):
+        geometry, length = geometry or Geometry(), 1024
+        documents, size = None, geometry.num_compressed_blocks(length)
+        if packed:
+            documents = Documents(*(empty(size, dtype=torch.int32) for size in (4, length, length)))
+            size = length // geometry.compression_stride
+        mean_compress_forward(empty(2, length, 4, dim, dtype=dtype), geometry, size, documents)
+        mean_compress_backward(empty(2, size, 4, dim, dtype=dtype), geometry, length, documents)
+
     def combination():
         o = [empty(2, 64, 12, 128) for _ in range(4)]
         combine_forward(*o[:3], empty(2, 64, 12, 3))
@@ -80,6 +90,9 @@ def calls():
             ("slc 64, masked, parts", architecture, lambda: selected(12, 2, 64, 64, "masked", part_queries=192)),
             ("slc 128, by query", architecture, lambda: selected(64, 4, 128, 128, "query")),
             ("scoring", architecture, lambda: scoring(64, 4, 128)),
+            ("compression 64", architecture, lambda: compression(64)),
+            ("compression 128 packed", architecture, lambda: compression(128, packed=True)),
+            ("compression 256 fp32", architecture, lambda: compression(256, torch.float32)),
         ]
     result += [
         ("win 128 packed", "hopper", lambda: attention(64, 4, 128, 128, "win", packed=True)),
@@ -96,6 +109,7 @@ def calls():
         ("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
         ("scoring of few queries", "hopper", lambda: scoring(64, 4, 128, length=8192)),
         ("scoring 192", "hopper", lambda: scoring(64, 4, 192)),
+        ("compression 192, no overlap", "hopper", lambda: compression(192, geometry=Geometry(16, 16, 32))),
         ("scoring, no overlap", "hopper", lambda: scoring(16, 1, 128, geometry=Geometry(16, 16, 32))),
         ("cmp 256 packed", "hopper", lambda: attention(8, 2, 256, 256, "cmp", packed=True)),
         ("win fp32", "ampere", lambda: attention(8, 2, 64, 64, "win", torch.float32)),
@@ -118,6 +132,7 @@ def test_every_kernel_is_compiled(rows):
         "importance_kernel",
         "choice_kernel",
     )
+    names += ("mean_compress_kernel", "mean_compress_backward_kernel", "place_slots_kernel")
     names += ("reduce_slots_kernel", "reduce_pieces_kernel", "sum_parts_of_blocks_kernel")
     assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
     written_for_hopper = ("hopper_forward_kernel", "hopper_d_q_kernel", "hopper_d_k_d_v_kernel", "row_numbers_kernel")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trifocal.bench.baselines import DENSE, dense_attention, fla_attention, flex_attention
-from trifocal.bench.candidate import Candidate, measure_candidate
+from trifocal.bench.candidate import Candidate, Result, measure_candidate
 from trifocal.bench.first_call import first_calls
 from trifocal.bench.formulas import Work, branch_work
 from trifocal.bench.inputs import DTYPES, Choices, blocks_of_neighbours, make_choice, make_inputs
@@ -31,11 +31,13 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
+from trifocal.ops.api import compress_by_mean
 from trifocal.train.preflight import choose_device
 
-RowKind = Literal["whole", "parts", "cudnn", "flash", "flex", "fla"]
+RowKind = Literal["end_to_end", "compression", "whole", "parts", "cudnn", "flash", "flex", "fla"]
 Direction = Literal["forward", "backward", "both"]
 _SLOW_TO_COMPILE: set[RowKind] = {"flex", "fla"}
+_SPARSE: set[RowKind] = {"end_to_end", "compression", "whole", "parts"}
 PARTS = ("compressed", "scoring", "selected", "window")
 
 NOTES = (
@@ -47,6 +49,8 @@ NOTES = (
     "tflop and gib are by formula: products over the keys that queries see, and every input and result moved once.",
     "Row whole with choices local or smooth: blocks are given, and scoring runs beside, as if it had chosen them. "
     "blocks_of_4_neighbours: different blocks that four adjacent queries choose together.",
+    "Row end to end: means of keys and values, sigmoid of the gates' logits, and whole: what a caller pays. Row "
+    "compression: the means alone. Row whole begins with compressed keys and values and with gates.",
     "Row rest: whole without the parts, so the combination and what the whole call saves or adds; by difference.",
 )
 
@@ -70,8 +74,8 @@ class AttentionOptions:
     geometry: Geometry = field(default_factory=Geometry)
     """Block sizes, in tokens."""
     rows: tuple[RowKind, ...] = get_args(RowKind)
-    """What to time: whole and parts of the sparse attention, dense SDPA by cudnn and flash, compiled FlexAttention
-    (causal and window), fla-core's parallel_nsa."""
+    """What to time: the sparse attention end_to_end, its compression of keys and values, the whole after it, and its
+    parts; dense SDPA by cudnn and flash; compiled FlexAttention (causal and window); fla-core's parallel_nsa."""
     choices: tuple[Choices, ...] = ("random",)
     """Blocks: random (from random inputs), local (the last ones), smooth (drifting slowly, as trained models do)."""
     direction: Direction = "both"
@@ -134,7 +138,7 @@ class AttentionBench:
 
     def run(self) -> None:
         """Measure everything; rows are in `recorder.rows`."""
-        sparse = {"whole", "parts"} & set(self.options.rows)
+        sparse = (_SPARSE - {"compression"}) & set(self.options.rows)
         with _fresh_cache(bool(sparse) and self.options.first_call) as cache:
             if cache is not None:
                 self._measure_first_calls(cache)
@@ -171,7 +175,7 @@ class AttentionBench:
         for name in DENSE:
             if name in rows:
                 self._measure(shape, f"dense {name}", "", partial(dense_attention, name, inputs, shape), d_o)
-        if {"whole", "parts"} & rows:
+        if _SPARSE & rows:
             self._measure_sparse(shape, inputs, d_o)
         if "flex" in rows:
             for mask in ("causal", "window"):
@@ -184,7 +188,9 @@ class AttentionBench:
         options, geometry = self.options, self.options.geometry
         work = branch_work(shape, geometry, inputs.q.element_size())
         rows: dict[str, dict[str, Any]] = {}
-        for choices in options.choices:
+        if {"end_to_end", "compression"} & set(options.rows):
+            self._measure_compression(shape, inputs, d_o, work)
+        for choices in options.choices if {"whole", "parts"} & set(options.rows) else ():
             try:
                 self._check(shape)
                 choice = make_choice(choices, inputs, geometry, options.backend)
@@ -205,6 +211,35 @@ class AttentionBench:
                     rows[part] = self._measure(shape, part, choices if part == "selected" else "", made, d_o)
             if rows.keys() >= {"whole", *PARTS} and all(row["status"] == OK for row in rows.values()):
                 self._keep(_rest(rows))
+
+    def _measure_compression(self, shape: AttentionShape, inputs: Inputs, d_o: Tensor, work: dict[str, Work]) -> None:
+        """What comes before the whole call too, by itself and with it; blocks are those that scoring chooses."""
+        rules: dict[str, Any] = {"geometry": self.options.geometry, "backend": self.options.backend}
+        raw, logits = (torch.randn_like(inputs.k_slc), torch.randn_like(inputs.v_slc)), torch.randn_like(inputs.gates)
+        compress: Callable[[Tensor], Tensor] = partial(compress_by_mean, cu_seqlens=None, **rules)
+        attention: Callable[..., Tensor] = partial(nsa_attention, **rules)
+
+        def compress_both(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            return compress(k), compress(v)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+            *branches, logits = others
+            return attention(q, compress(k), compress(v), *branches, logits.sigmoid())
+
+        try:
+            self._check(shape)
+        except Refused as error:
+            for row in ("compression", "end to end"):
+                if row.replace(" ", "_") in self.options.rows:
+                    self._keep({**self._labels(shape, row, ""), "status": f"refused: {error}"})
+            return
+        if "compression" in self.options.rows:
+            gradients = torch.randn_like(inputs.k_cmp), torch.randn_like(inputs.v_cmp)
+            means = Candidate(compress_both, raw, work["compression"])
+            self._measure(shape, "compression", "", lambda: means, gradients)
+        if "end_to_end" in self.options.rows:
+            everything = Candidate(attend, (inputs.q, *raw, *inputs[3:7], logits), work["end to end"])
+            self._measure(shape, "end to end", "random", lambda: everything, d_o)
 
     def _whole(self, inputs: Inputs, choice: Tensor | None, work: Work) -> Candidate:
         rules: dict[str, Any] = {"geometry": self.options.geometry, "backend": self.options.backend}
@@ -260,7 +295,7 @@ class AttentionBench:
         row: str,
         choices: str,
         candidate: Callable[[], Candidate],
-        d_o: Tensor,
+        d_o: Result,
         **more: Any,
     ) -> dict[str, Any]:
         options = self.options

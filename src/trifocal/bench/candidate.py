@@ -10,32 +10,33 @@ from trifocal.bench.formulas import Work
 from trifocal.bench.timing import device_ms, extra_peak_bytes, time_call
 
 GIB = 2**30
+Result = Tensor | tuple[Tensor, ...]
 
 
 class Candidate(NamedTuple):
     """Something to time.
 
     Attributes:
-        attend: Makes o, [B, T, H, V], of the leaves.
+        attend: Makes o, [B, T, H, V], of the leaves; or several tensors.
         leaves: Its inputs, which collect gradients.
         work: By formula.
         note: What differs from the plain call.
     """
 
-    attend: Callable[..., Tensor]
+    attend: Callable[..., Result]
     leaves: tuple[Tensor, ...]
     work: Work
     note: str = ""
 
 
 def measure_candidate(
-    candidate: Candidate, d_o: Tensor, direction: str, device: torch.device, budget_seconds: float
+    candidate: Candidate, d_o: Result, direction: str, device: torch.device, budget_seconds: float
 ) -> dict[str, Any]:
     """The figures of one row.
 
     Args:
         candidate: What to time.
-        d_o: Gradient of its output, [B, T, H, V].
+        d_o: Gradient of what it makes.
         direction: "forward", "backward" or "both".
         device: Where the tensors are.
         budget_seconds: Time to spend on each figure, more or less.
@@ -47,7 +48,7 @@ def measure_candidate(
     work, attend = candidate.work, candidate.attend
     leaves = tuple(x.detach() for x in candidate.leaves)
 
-    def forward() -> Tensor:
+    def forward() -> Result:
         with torch.no_grad():
             return attend(*leaves)
 

@@ -8,6 +8,7 @@ from trifocal.bench.recorder import OK
 
 Row = Mapping[str, Any]
 SERIES = ("batch", "heads", "groups", "head_dim", "value_dim", "dtype")
+SPARSE = ("end to end", "whole", "fla parallel_nsa")
 BASELINES = ("dense cudnn", "dense flash", "flex causal")
 # What is compared over lengths: whole calls, and the device's share of them.
 CALLS = ("forward_ms", "forward_device_ms", "forward_backward_ms", "forward_backward_device_ms")
@@ -18,7 +19,7 @@ def speedups(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Time of each dense row over that of each sparse row of the same shape: above 1 the sparse one is faster."""
     found = []
     for row in rows:
-        if row["status"] != OK or row["row"] not in ("whole", "fla parallel_nsa"):
+        if row["status"] != OK or row["row"] not in SPARSE:
             continue
         for dense in _of_same_shape(row, rows):
             ratios = {

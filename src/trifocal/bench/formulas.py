@@ -73,8 +73,17 @@ def scoring_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) 
     return Work(2.0 * shape.batch * shape.heads * shape.head_dim * keys, 0.0, float(moved), 0.0)
 
 
+def compression_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) -> Work:
+    """Means of keys and values: additions, the tokens once and the blocks once."""
+    numbers = shape.batch * shape.groups * (shape.head_dim + shape.value_dim)
+    blocks = geometry.num_compressed_blocks(shape.tokens)
+    additions = float(numbers * blocks * geometry.compression_block_size)
+    moved = float(element_bytes * numbers * (shape.tokens + blocks))
+    return Work(additions, additions, moved, moved)
+
+
 def branch_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) -> dict[str, Work]:
-    """The four parts, and "whole": their operations together, with q and o moved once."""
+    """The four parts; "whole": their operations together, with q and o moved once; "compression" and "end to end"."""
     tokens = shape.tokens
     parts = {
         "compressed": attention_work(
@@ -94,4 +103,6 @@ def branch_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) -
         moved.forward_bytes + gates,
         moved.backward_bytes + 2 * gates,
     )
+    parts["compression"] = compression_work(shape, geometry, element_bytes)
+    parts["end to end"] = Work(*map(sum, zip(parts["whole"], parts["compression"], strict=True)))
     return parts

@@ -4,11 +4,12 @@ import torch
 
 from trifocal.bench.recorder import Refused
 from trifocal.bench.shapes import AttentionShape
-from trifocal.checks.numerics import allowed_error, errors_with_gradients
+from trifocal.checks.numerics import allowed_error, error, errors_with_gradients
 from trifocal.checks.seeds import Inputs, attention_inputs
 from trifocal.diagnostics.attention_maps import LayerAttention
 from trifocal.diagnostics.attention_statistics import importance_covered
 from trifocal.ops import Geometry, compressed_attention, nsa_attention, select_blocks
+from trifocal.ops.api import compress_by_mean
 
 _MOST_GROUPS = 2
 
@@ -16,7 +17,7 @@ _MOST_GROUPS = 2
 def check_parity(
     shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype, backend: str
 ) -> float:
-    """Compare output and every gradient with the float64 reference, and the choice by the importance that it covers.
+    """Compare output, means and every gradient with the float64 reference, and the choice by the importance it covers.
 
     Args:
         shape: Gives heads a group and the dims; two groups stand for all, and one sequence of an odd length with
@@ -49,10 +50,22 @@ def check_parity(
     o = nsa_attention(*leaves, geometry, selected_blocks=choice, backend=backend)
     o_exact = nsa_attention(*exact, geometry, selected_blocks=choice, backend="reference")
     errors = errors_with_gradients(o, leaves, o_exact, exact)
+    means = (
+        _mean_and_gradient(leaves.k_slc, geometry, backend),
+        _mean_and_gradient(exact.k_slc, geometry, "reference"),
+    )
+    errors |= {name: error(*pair) for name, *pair in zip(("the mean", "the gradient of the mean"), *means, strict=True)}
     worst, bound = max(errors, key=lambda name: errors[name]), allowed_error(dtype, device)
     if not errors[worst] <= bound:
         raise Refused(f"{worst} is off by {errors[worst]:.3g} at {tokens} tokens, allowed is {bound:.3g}")
     return errors[worst] / bound
+
+
+def _mean_and_gradient(k: torch.Tensor, geometry: Geometry, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compressed keys, and the keys' gradient for a gradient that is the same on both sides."""
+    k_cmp = compress_by_mean(k, geometry, None, backend)
+    upstream = torch.randn(k_cmp.shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    return k_cmp, torch.autograd.grad(k_cmp, k, upstream.to(k_cmp.device, k_cmp.dtype))[0]
 
 
 def _check_choice(inputs: Inputs, geometry: Geometry, backend: str) -> torch.Tensor:

@@ -133,8 +133,10 @@ class NSAttention(nn.Module):
         self.k_proj = nn.Linear(dim, branches * num_kv_groups * head_dim, bias=False)
         self.v_proj = nn.Linear(dim, branches * num_kv_groups * value_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=False)
-        self.k_compressor = MLPCompressor(geometry, head_dim) if compressor == "mlp" else MeanCompressor(geometry)
-        self.v_compressor = MLPCompressor(geometry, value_dim) if compressor == "mlp" else MeanCompressor(geometry)
+        self.k_compressor, self.v_compressor = (
+            MLPCompressor(geometry, width, backend) if compressor == "mlp" else MeanCompressor(geometry, backend)
+            for width in (head_dim, value_dim)
+        )
         self.gate: SigmoidGate | GroupSoftmaxGate
         if gate == "sigmoid":
             self.gate = SigmoidGate(dim, num_heads)

@@ -7,7 +7,9 @@ first token, so that scores depend on distance alone whatever φ is. Source: arX
 import torch
 from torch import Tensor, nn
 
-from trifocal.ops import Documents, Geometry, mean_compress
+from trifocal.ops import Documents, Geometry
+from trifocal.ops.api import compress_by_mean
+from trifocal.ops.backends import Backend
 from trifocal.ops.layout import max_packed_compressed_blocks
 from trifocal.ops.reference import compression_windows
 
@@ -17,11 +19,12 @@ class MeanCompressor(nn.Module):
 
     Args:
         geometry: Block sizes, in tokens.
+        backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.backends`.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, backend: Backend = "auto") -> None:
         super().__init__()
-        self.geometry = geometry
+        self.geometry, self.backend = geometry, backend
 
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Compress unrotated keys or values.
@@ -34,7 +37,7 @@ class MeanCompressor(nn.Module):
             [B, C, G, D] in the type of `x`. With documents C is `S // stride`, room for any borders, and the slots
             that no document fills are zero; nobody sees them.
         """
-        return mean_compress(x, self.geometry, cu_seqlens=documents)
+        return compress_by_mean(x, self.geometry, documents, self.backend)
 
 
 class MLPCompressor(nn.Module):
@@ -46,11 +49,12 @@ class MLPCompressor(nn.Module):
     Args:
         geometry: Block sizes, in tokens.
         features: D of keys or V of values.
+        backend: Of the mean; the MLP is PyTorch's.
     """
 
-    def __init__(self, geometry: Geometry, features: int) -> None:
+    def __init__(self, geometry: Geometry, features: int, backend: Backend = "auto") -> None:
         super().__init__()
-        self.geometry = geometry
+        self.geometry, self.backend = geometry, backend
         hidden = self.hidden_features(features)
         self.positions = nn.Parameter(torch.empty(geometry.compression_block_size, features))
         self.up_proj = nn.Linear(geometry.compression_block_size * features, hidden, bias=False)
@@ -71,7 +75,8 @@ class MLPCompressor(nn.Module):
         blocks = _blocks(x, self.geometry, documents)
         placed = blocks + self.positions.to(x.dtype)[:, None]
         hidden = nn.functional.silu(self.up_proj(placed.transpose(2, 3).flatten(3)))
-        return mean_compress(x, self.geometry, cu_seqlens=documents) + self.down_proj(hidden).to(x.dtype)
+        mean = compress_by_mean(x, self.geometry, documents, self.backend)
+        return mean + self.down_proj(hidden).to(x.dtype)
 
 
 def _blocks(x: Tensor, geometry: Geometry, documents: Documents | None) -> Tensor:

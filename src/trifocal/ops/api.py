@@ -40,8 +40,13 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
     Raises:
         ValueError: If x has another rank, or the borders do not fit.
 
-    Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
+    Runs on the backend that `"auto"` chooses. Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
     """
+    return compress_by_mean(x, geometry, cu_seqlens, "auto")
+
+
+def compress_by_mean(x: Tensor, geometry: Geometry, cu_seqlens: Tensor | Documents | None, backend: str) -> Tensor:
+    """`mean_compress` on a named backend, for layers that have one."""
     check_geometry(geometry)
     check_rank("x", x, "[B, S, G, D]")
     check_floats("x", x)
@@ -53,6 +58,9 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
         num_blocks = max_packed_compressed_blocks(num_tokens, geometry)
     else:
         num_blocks = num_packed_compressed_blocks(documents, geometry)
+    # No heads, no scores, no selection: only device, type and width count.
+    if resolve("mean_compress", backend, x, x, None) == "triton":
+        return operators.mean_compress(x, operators.sizes_of(geometry), num_blocks, *operators.tensors_of(documents))
     return reference.mean_compress(x, geometry, documents, num_blocks)
 
 
@@ -143,18 +151,7 @@ def select_blocks(
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = _scale(scale, q)
     chosen = resolve("select_blocks", backend, q, k_cmp, geometry, scale)
-    cu_seqlens, *places = operators.tensors_of(documents)
-    return operators.select_blocks(
-        q.detach(),
-        k_cmp.detach(),
-        lse.detach(),
-        operators.sizes_of(geometry),
-        num_keys,
-        scale,
-        cu_seqlens,
-        chosen,
-        *places,
-    )
+    return _select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents, chosen)
 
 
 def selected_attention(
@@ -174,8 +171,8 @@ def selected_attention(
         q: Queries, [B, T, H, D]; the last T positions of the S keys.
         k: Keys, [B, S, G, D].
         v: Values, [B, S, G, V].
-        selected_blocks: Block indices, [B, T, G, N], an integer type, in any order; negative ones are pads, and
-            what is named twice counts once.
+        selected_blocks: Block indices, [B, T, G, N], int32 or int64, in any order. An index that is no block of the
+            query's past, negative or too large, is a pad; a block that is named twice counts once; N may be 0.
         geometry: Block sizes, in tokens.
         scale: Factor on the scores; 1/sqrt(D) when not given.
         cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S, and indices count from
@@ -266,7 +263,7 @@ def nsa_attention(
         geometry: Block sizes, in tokens.
         scale: Factor on the scores; 1/sqrt(D) when not given.
         cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
-        selected_blocks: The choice, [B, T, G, N], to use instead of `select_blocks`; -1 pads.
+        selected_blocks: The choice, [B, T, G, N], to use instead of `select_blocks`; see `selected_attention`.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
@@ -296,12 +293,26 @@ def nsa_attention(
         )
     o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
     if selected_blocks is None:
-        selected_blocks = select_blocks(
-            q, k_cmp, lse, geometry, num_keys=num_keys, scale=scale, cu_seqlens=documents, backend="reference"
-        )
+        selected_blocks = _select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents, "reference")
     return reference.nsa_attention(
         q, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks, o_cmp
     )
+
+
+def _select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: Geometry,
+    num_keys: int,
+    scale: float,
+    documents: Documents | None,
+    backend: str,
+) -> Tensor:
+    """The choice, of checked arguments on a resolved backend."""
+    cu_seqlens, *places = operators.tensors_of(documents)
+    inputs = (q.detach(), k_cmp.detach(), lse.detach())
+    return operators.select_blocks(*inputs, operators.sizes_of(geometry), num_keys, scale, cu_seqlens, backend, *places)
 
 
 def _num_keys(num_keys: int | None, q: Tensor) -> int:

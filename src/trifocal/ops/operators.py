@@ -68,6 +68,64 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
+@torch.library.custom_op("trifocal::mean_compress", mutates_args=(), tags=ANY_STRIDES)
+def mean_compress(
+    x: Tensor,
+    geometry: list[int],
+    num_blocks: int,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> Tensor:
+    """Means of the compressed blocks, [B, C, G, D]; see `trifocal.ops.mean_compress`."""
+    from trifocal.ops.triton.mean_compression import mean_compress_forward
+
+    documents = documents_of(cu_seqlens, ids, positions)
+    with torch.cuda.device_of(x):
+        return mean_compress_forward(x, geometry_of(geometry), num_blocks, documents)
+
+
+@mean_compress.register_fake
+def _(x: Tensor, geometry: list[int], num_blocks: int, *_: Any) -> Tensor:
+    return x.new_empty((x.shape[0], num_blocks, *x.shape[2:]))
+
+
+@torch.library.custom_op("trifocal::mean_compress_backward", mutates_args=(), tags=ANY_STRIDES)
+def mean_compress_backward(
+    d_x_cmp: Tensor,
+    geometry: list[int],
+    num_tokens: int,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> Tensor:
+    """Gradient of the tokens, [B, S, G, D]."""
+    from trifocal.ops.triton.mean_compression import mean_compress_backward as backward
+
+    documents = documents_of(cu_seqlens, ids, positions)
+    with torch.cuda.device_of(d_x_cmp):
+        return backward(d_x_cmp, geometry_of(geometry), num_tokens, documents)
+
+
+@mean_compress_backward.register_fake
+def _(d_x_cmp: Tensor, geometry: list[int], num_tokens: int, *_: Any) -> Tensor:
+    return d_x_cmp.new_empty((d_x_cmp.shape[0], num_tokens, *d_x_cmp.shape[2:]))
+
+
+def _save_mean(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.geometry, _, *documents = inputs
+    ctx.num_tokens = x.shape[1]
+    ctx.save_for_backward(*documents)
+
+
+def _mean_gradients(ctx: Any, d_x_cmp: Tensor) -> tuple[Tensor | None, ...]:
+    d_x = mean_compress_backward(d_x_cmp, ctx.geometry, ctx.num_tokens, *ctx.saved_tensors)
+    return d_x, *(None,) * 5
+
+
+mean_compress.register_autograd(_mean_gradients, setup_context=_save_mean)
+
+
 @torch.library.custom_op("trifocal::select_blocks", mutates_args=(), tags=ANY_STRIDES)
 def select_blocks(
     q: Tensor,

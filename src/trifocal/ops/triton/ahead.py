@@ -9,6 +9,7 @@ from trifocal.ops.triton.combine import combine_forward
 from trifocal.ops.triton.compressed import compressed_forward
 from trifocal.ops.triton.core import Branches, attention_backward
 from trifocal.ops.triton.launch import only_compile
+from trifocal.ops.triton.mean_compression import mean_compress_backward
 from trifocal.ops.triton.scoring import select_blocks_forward
 from trifocal.ops.triton.selected import selected_forward
 from trifocal.ops.triton.window import window_forward
@@ -83,4 +84,7 @@ def _whole(
     o = combine_forward(o_cmp, o_slc, o_win, gates)
     if backward:
         made = Branches(*branches, gates, o_cmp, lse_cmp, o_slc, lse_slc, o_win, lse_win, blocks)
-        attention_backward(o, q, made, geometry, scale, documents)
+        _, d_k_cmp, d_v_cmp, *_ = attention_backward(o, q, made, geometry, scale, documents)
+        for gradient in (d_k_cmp, d_v_cmp):
+            # The next step of backward, where blocks are means.
+            mean_compress_backward(gradient, geometry, num_keys, documents)

@@ -79,8 +79,10 @@ def split_blocks(selected_blocks: Tensor, block_size: int, largest: int) -> tupl
     Returns:
         The choice, [B, T, G, N * parts], contiguous, int32; and the tokens in a block.
     """
-    selected_blocks = selected_blocks.to(torch.int32)
     parts = parts_of_block(block_size, largest)
+    if selected_blocks.dtype != torch.int32 or parts > 1:
+        # Blocks past the last position stay past it, in 32 bits and as the number of a part.
+        selected_blocks = selected_blocks.clamp(-1, 2**31 // parts - 1).to(torch.int32)
     if parts == 1:
         return selected_blocks.contiguous(), block_size
     part = torch.arange(parts, device=selected_blocks.device, dtype=torch.int32)

@@ -497,6 +497,9 @@ def selected_forward(
     num_keys, groups, value_dim = v.shape[1:]
     selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, LARGEST_BLOCK)
     places = selected_blocks.shape[-1]
+    if places == 0:
+        o = q.new_zeros(batch, num_queries, num_heads, value_dim)
+        return o, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
     order = order or choose_order(num_queries, num_keys, places, block_size)
     rep = num_heads // groups
     widths, value_widths = split_width(q.shape[-1]), split_width(value_dim)

@@ -76,6 +76,8 @@ def selected_backward(
     """
     q, k, v, d_o, o = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(d_o), unit_stride(o)
     selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, LARGEST_BLOCK)
+    if selected_blocks.shape[-1] == 0:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     order = order or choose_order(
         q.shape[1], k.shape[1], selected_blocks.shape[-1], block_size, backward=True, packed=documents is not None
     )
