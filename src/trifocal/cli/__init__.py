@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from trifocal._version import __version__
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError, unknown
 
 COMMANDS = {
     "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if args[0] not in COMMANDS:
-            raise UserError(f'unknown command "{args[0]}"; the nearest one is "{nearest(args[0], COMMANDS)}"')
+            raise unknown("command", args[0], COMMANDS)
         command = importlib.import_module(f"trifocal.cli.{args[0]}")
         return int(command.run(args[1:]))
     except UserError as error:
