@@ -9,10 +9,11 @@ from trifocal._version import __version__
 from trifocal.errors import UserError, unknown
 
 COMMANDS = {
+    "new": "a commented configuration to begin with: PRESET > my.toml; without a name, the presets",
     "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
     "check": "prove this installation right on this machine",
-    "doctor": "what this machine can do, what each preset needs here, and what mends what is wrong",
+    "doctor": "what this machine can do, what each preset or CONFIG.toml needs here, and what mends what is wrong",
     "report": "one self-contained HTML page of a run: RUN_DIR",
     "watch": "a run live in the terminal: RUN_DIR",
     "bench": "speed beside dense attention, in one run: attention, train or decode",

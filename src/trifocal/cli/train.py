@@ -30,7 +30,7 @@ class TrainArguments(RunConfig):
     """Train a model from a TOML config, or go on with a run. Flags override the fields of the config."""
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml")] = ""
-    """The TOML file, such as configs/showcase.toml. Not with --resume."""
+    """The TOML file, such as trifocal new PRESET prints. Not with --resume."""
     resume: str = ""
     """Go on with the run in this folder, from its newest checkpoint."""
     checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""
@@ -68,7 +68,7 @@ def run(args: Sequence[str]) -> int:
 def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
     if len(paths) != 1:
         given = f"got {' '.join(paths)}" if paths else "got none"
-        raise UserError(f"trifocal train takes one CONFIG.toml, {given}; try configs/showcase.toml")
+        raise UserError(f"trifocal train takes one CONFIG.toml, {given}; try trifocal new showcase > my.toml")
     if "checkpoint" in own:
         raise UserError("--checkpoint goes with --resume RUN_DIR")
     return train(load_config(paths[0], overrides), overwrite="overwrite" in own)
