@@ -26,7 +26,7 @@ import torch
 
 from trifocal.checks import attention, cost, model, operation, positions, processes, training
 from trifocal.checks.report import Measurement, Skipped
-from trifocal.errors import UserError, unknown
+from trifocal.errors import unknown
 
 
 @dataclass(frozen=True)
