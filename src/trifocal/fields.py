@@ -1,4 +1,4 @@
-"""Values into typed dataclasses, by one rule for files, flags and code: nothing unknown, nothing that cannot be saved."""
+"""Values into typed dataclasses, by one rule for files, flags and code."""
 
 import dataclasses
 import math

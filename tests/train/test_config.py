@@ -217,6 +217,7 @@ def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None
         (["--train.compile", "maybe"], "--train.compile must be true or false, got 'maybe'"),
         (["--optimizer.learning_rate", "-1"], "optimizer.learning_rate must be positive, got -1.0"),
         (["--train.activation_checkpointing", "some"], 'a range of layers like "0:6", got "some"'),
+        (["--log.sample_prompt", "\udcff"], "--log.sample_prompt is not UTF-8 text"),
         (["steps", "5"], "expected a flag like --train.steps, got 'steps'"),
     ],
 )

@@ -132,10 +132,7 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
             "evaluate.interval_steps to 0"
         )
     if config.log.sample_interval_steps:
-        try:
-            prompt_tokens = len(tokenizer.encode(config.log.sample_prompt))
-        except UnicodeEncodeError as error:
-            raise UserError("log.sample_prompt is not UTF-8 text") from error
+        prompt_tokens = len(tokenizer.encode(config.log.sample_prompt))
         if prompt_tokens == 0:
             raise UserError(
                 f"log.sample_prompt {config.log.sample_prompt!r} has no tokens in data.tokenizer "
@@ -261,7 +258,7 @@ def _check_disk(config: RunConfig) -> None:
 
 
 def _check_host_memory(config: RunConfig) -> None:
-    """Refuse a batch, a choice of blocks, an evaluation or a sample that this machine cannot hold even if there were nothing else in its memory."""
+    """Refuse what this machine cannot hold even if there were nothing else in its memory."""
     memory = host_memory_bytes()
     if memory is None:
         return
