@@ -100,7 +100,8 @@ def checked(kind: Any, value: Any, name: str) -> Any:
     if type(value) is int:
         # The range of TOML's integers; a larger one is no size, count or seed, and its digits may fill a screen.
         if not -(2**63) <= value < 2**63:
-            raise UserError(f"{name} must fit 64 bits")
+            got = f", got {value}" if value.bit_length() < 128 else ""
+            raise UserError(f"{name} must fit 64 bits{got}")
         value = float(value) if kind is float else value
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
         raise UserError(f"{name} must be {_NAMES.get(kind, kind)}, got {_SHOWN.repr(value)}")

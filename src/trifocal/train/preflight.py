@@ -33,10 +33,8 @@ DEBUG_LEVEL_COMMAND = "export TORCH_DISTRIBUTED_DEBUG=INFO"
 
 def crash_of_debug_level() -> str:
     """Why DistributedDataParallel over gloo would crash with what the environment says; empty if it would not."""
-    if (
-        os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL"
-        or torch.torch_version.TorchVersion(torch.__version__) < FIRST_TORCH_THAT_CRASHES
-    ):
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL" or version < FIRST_TORCH_THAT_CRASHES:
         return ""
     return (
         f"TORCH_DISTRIBUTED_DEBUG=DETAIL makes the DistributedDataParallel of PyTorch {torch.__version__} crash over "
