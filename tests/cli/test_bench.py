@@ -64,7 +64,7 @@ def test_bad_input_is_one_line(capsys):
     assert main(["bench"]) == 2 and main(["bench", "--help"]) == 0
     assert "attention" in capsys.readouterr().out
     for arguments, words in (
-        (["atention"], 'unknown bench "atention"; the nearest one is "attention"'),
+        (["atention"], 'unknown bench "atention"; the nearest valid one is "attention"'),
         (["attention", "--token", "5"], 'the nearest valid one is "--tokens"'),
         (["attention", "--shapes", "E"], 'unknown shape "E"'),
         (["attention", "--rows", "cudn"], "--rows"),

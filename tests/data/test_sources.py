@@ -274,7 +274,7 @@ def test_an_empty_validation_split(tmp_path: Path) -> None:
         ({"seed": -1}, "data.seed is -1; it must be at least 0"),
         ({"prefetch_batches": 0}, "data.prefetch_batches is 0; it must be at least 1"),
         ({"retry_attempts": 0}, "data.retry_attempts is 0"),
-        ({"stall_seconds": 0.0}, "data.stall_seconds is 0.0; it must be above 0"),
+        ({"stall_seconds": 0.0}, "data.stall_seconds must be positive, got 0.0"),
         ({"validation_fraction": 1.0}, "data.validation_fraction is 1.0; it must be at least 0 and below 1"),
         ({"text_document_bytes": 3}, "data.text_document_bytes is 3; it must be 0 (never cut) or at least 64"),
     ],

@@ -2,12 +2,14 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
 from trifocal.diagnostics import MetricsWriter, read_metrics
+from trifocal.errors import UserError
 
 
 def test_rows_carry_kind_step_and_time(tmp_path: Path) -> None:
@@ -86,3 +88,18 @@ def test_the_stream_is_plain_json_lines(tmp_path: Path) -> None:
         metrics.write("train", 1, loss=1.0)
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["loss"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ('{"kind": "telemetry", "step": 3}', "a row of kind 'telemetry' without 'layer'"),
+        ('{"kind": "event", "step": 3, "name": "x"}', "a row of kind 'event' without 'severity'"),
+        ('{"kind": "train", "step": "3"}', "a row of kind 'train' whose step is '3'"),
+        ("[" * 100_000, "expected a JSON object"),
+    ],
+)
+def test_a_row_that_lacks_what_readers_need_is_one_line(tmp_path, row, expected):
+    (tmp_path / "metrics.jsonl").write_text(row + "\n")
+    with pytest.raises(UserError, match=re.escape(expected)):
+        read_metrics(tmp_path / "metrics.jsonl")

@@ -10,8 +10,8 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, blocks, headings, inline_code, name_of, prose, text_of
 from trifocal import ops
 from trifocal.checks import CHECKS
+from trifocal.fields import dotted_fields
 from trifocal.train.config import RunConfig
-from trifocal.train.toml import dotted_fields
 
 KEYS = dotted_fields(RunConfig)
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}

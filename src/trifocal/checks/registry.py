@@ -26,7 +26,7 @@ import torch
 
 from trifocal.checks import attention, cost, model, operation, positions, processes, training
 from trifocal.checks.report import Measurement, Skipped
-from trifocal.errors import UserError, nearest
+from trifocal.errors import unknown
 
 
 @dataclass(frozen=True)
@@ -82,5 +82,5 @@ def choose(only: Sequence[str] = ()) -> tuple[Check, ...]:
     names = [check.name for check in CHECKS]
     for name in only:
         if name not in names:
-            raise UserError(f'unknown check "{name}"; the nearest valid one is "{nearest(name, names)}"')
+            raise unknown("check", name, names)
     return tuple(check for check in CHECKS if not only or check.name in only)

@@ -16,7 +16,7 @@ from trifocal.bench import attention, comparison, decode, kernel_times, train
 from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
 from trifocal.bench.results import ResultFile, cell, cpu_name
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError, unknown
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.preflight import check_writable, choose_device, existing_folder
 
@@ -109,7 +109,7 @@ def parse(args: Sequence[str]) -> Any:
     """
     name = args[0]
     if name not in BENCHES:
-        raise UserError(f'unknown bench "{name}"; the nearest one is "{nearest(name, BENCHES)}"')
+        raise unknown("bench", name, BENCHES)
     return parse_arguments(BENCHES[name][0], args[1:], prog=f"trifocal bench {name}")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trifocal.errors import UserError
+from trifocal.fields import check_seconds
 
 SOURCES = ("synthetic", "builtin", "text", "jsonl", "parquet", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
@@ -106,8 +107,7 @@ class DataConfig:
             if getattr(self, key) < least:
                 raise UserError(f"data.{key} is {getattr(self, key)}; it must be at least {least}")
         for key in ("request_timeout_seconds", "stall_seconds", "stall_limit_seconds"):
-            if getattr(self, key) <= 0:
-                raise UserError(f"data.{key} is {getattr(self, key)}; it must be above 0")
+            check_seconds(f"data.{key}", getattr(self, key))
         if 0 < self.text_document_bytes < 64:
             raise UserError(
                 f"data.text_document_bytes is {self.text_document_bytes}; it must be 0 (never cut) or at least 64"

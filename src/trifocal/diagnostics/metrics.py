@@ -24,8 +24,12 @@ from typing import Any, Self
 
 from trifocal.diagnostics.jsonl import JsonLinesWriter, Row, read_lines
 from trifocal.diagnostics.sinks.thread import Sink, SinkThread
+from trifocal.errors import UserError
 
 logger = logging.getLogger("trifocal")
+
+# What readers need of the rows of a kind, whatever version wrote them.
+_REQUIRED = {"event": ("name", "severity", "message"), "telemetry": ("layer",)}
 
 
 class MetricsWriter:
@@ -137,7 +141,13 @@ def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[
         The rows in the order written; a torn last line is left out.
 
     Raises:
-        UserError: If the file is missing, or a complete line is not a JSON object with `kind` and `step`.
+        UserError: If the file is missing, or a complete line is not a JSON object with `kind` and `step`, or lacks
+            what every row of its kind has.
     """
     rows = read_lines(path, required=("kind", "step"))
+    for row in rows:
+        missing = [name for name in _REQUIRED.get(str(row["kind"]), ()) if name not in row]
+        if missing or type(row["step"]) is not int:
+            wrong = f"without {missing[0]!r}" if missing else f"whose step is {row['step']!r}"
+            raise UserError(f"{path}: there is a row of kind {row['kind']!r} {wrong}; remove that line")
     return rows if kind is None else [row for row in rows if row.get("kind") == kind]

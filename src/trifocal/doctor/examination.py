@@ -84,6 +84,7 @@ def examine(
         *looks.check_driver(),
         looks.check_cpu(),
         *looks.check_shared_memory(),
+        *looks.check_variables(),
         looks.check_compiler(),
     ]
     on_start("a kernel")

@@ -17,8 +17,15 @@ def show(examination: Examination, console: Console) -> None:
     """Print everything: as tables where the console is a terminal, else a line for each thing."""
     if console.is_terminal:
         console.print(_findings(examination))
+        # Under the table, not in its cells: what is to be copied is never broken across lines.
+        for finding in examination.findings:
+            if finding.remedy:
+                _plain(console, f"  {finding.name}: {finding.remedy}")
         if examination.needs:
             console.print(_needs(examination))
+            for need in examination.needs:
+                for change in _changes(need):
+                    _plain(console, f"  {need.name}: {change}")
     else:
         for line in _lines(examination):
             _plain(console, line)
@@ -32,18 +39,18 @@ def _plain(console: Console, line: str) -> None:
 
 def _findings(examination: Examination) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False, title="This machine", title_justify="left")
-    for heading in ("what", "", "found", "what mends it"):
+    for heading in ("what", "", "found"):
         table.add_column(heading, overflow="fold")
     for finding in examination.findings:
         style = _STYLES[finding.status]
         status = f"[{style}]{finding.status}[/]"
-        table.add_row(finding.name, status, escape(finding.text), escape(finding.remedy))
+        table.add_row(finding.name, status, escape(finding.text))
     return table
 
 
 def _needs(examination: Examination) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False, title="What each configuration would need here", title_justify="left")
-    for heading in ("configuration", "parameters", "on", "memory", "fits", "step", "whole run", "disk", "to change"):
+    for heading in ("configuration", "parameters", "on", "memory", "fits", "step", "whole run", "disk"):
         number = heading in ("parameters", "memory", "step", "whole run", "disk")
         table.add_column(heading, justify="right" if number else "left", overflow="fold")
     for need in examination.needs:
@@ -52,7 +59,6 @@ def _needs(examination: Examination) -> Table:
         table.add_row(
             escape(need.name), count(need.parameters), _where(need), size(need.memory.total), f"[{style}]{verdict}[/]",
             f"~{duration(need.step_seconds)}", f"~{duration(need.run_seconds)}", size(need.disk_bytes),
-            escape("; ".join(_changes(need))),
         )  # fmt: skip
     return table
 

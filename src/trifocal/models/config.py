@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, get_args
 
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError
+from trifocal.fields import from_table
 from trifocal.ops import Geometry
 
 Attention = Literal["nsa", "dense"]
@@ -106,26 +107,8 @@ class ModelConfig:
         Raises:
             UserError: If a key is unknown (the message names the nearest valid one) or a value does not fit.
         """
-        _refuse_unknown_keys(values, cls, "model")
-        given = dict(values)
-        geometry = given.get("geometry", {})
-        if isinstance(geometry, Mapping):
-            _refuse_unknown_keys(geometry, Geometry, "model.geometry")
-            try:
-                given["geometry"] = Geometry(**geometry)
-            except ValueError as error:
-                raise UserError(f"model.geometry: {error}") from error
-        return cls(**given)
+        return from_table(cls, values, section="model")
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, from which `from_dict` builds an equal configuration."""
         return asdict(self)
-
-
-def _refuse_unknown_keys(values: Mapping[str, Any], dataclass_type: type, section: str) -> None:
-    valid = [entry.name for entry in fields(dataclass_type)]
-    for key in values:
-        if key not in valid:
-            raise UserError(
-                f"unknown key {section}.{key}; the nearest valid one is {section}.{nearest(str(key), valid)}"
-            )

@@ -4,21 +4,30 @@ Values come from three places, later ones winning: the defaults here, a TOML fil
 What a run resolved is saved as `config.toml` in its directory, and loads back identically.
 """
 
+import operator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from trifocal.data import DataConfig
 from trifocal.diagnostics import SINKS
 from trifocal.diagnostics.traces import TRACES, UNBOUNDED
+from trifocal.fields import check_seconds, checked, dotted_fields
 from trifocal.models import ModelConfig
 
 MAX_TRACED_STEPS = 100
 """What keeps something of every step may not do so for ever."""
+# Of a number of 64 bits.
+_MOST_DIGITS = 18
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
+
+
+def _count(text: str) -> int:
+    """The steps or layers that a text names; -1 for what is no such number."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else -1
 
 
 def _parts(text: str) -> list[str]:
@@ -91,14 +100,13 @@ class TrainSection:
             return 0, 0
         if self.activation_checkpointing == "all":
             return 0, num_layers
-        first, colon, last = self.activation_checkpointing.partition(":")
-        well_formed = bool(colon) and first.isdecimal() and last.isdecimal() and int(first) < int(last)
+        first, last = map(_count, self.activation_checkpointing.partition(":")[::2])
         _require(
-            well_formed,
+            0 <= first < last,
             'train.activation_checkpointing must be "none", "all" or a range of layers like "0:6", '
             f'got "{self.activation_checkpointing}"',
         )
-        return int(first), int(last)
+        return first, last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +131,7 @@ class ParallelSection:
     def __post_init__(self) -> None:
         _require(self.shards >= 0, f"parallel.shards must be at least 0, got {self.shards}")
         for name in ("timeout_seconds", "silence_seconds"):
-            value = getattr(self, name)
-            _require(value > 0, f"parallel.{name} must be positive, got {value}")
+            check_seconds(f"parallel.{name}", getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +249,7 @@ class LogSection:
             self.sample_temperature >= 0,
             f"log.sample_temperature must be at least 0, got {self.sample_temperature}",
         )
-        _require(self.heartbeat_seconds > 0, f"log.heartbeat_seconds must be positive, got {self.heartbeat_seconds}")
+        check_seconds("log.heartbeat_seconds", self.heartbeat_seconds)
 
     def sink_names(self) -> list[str]:
         """The parts of `sinks`, each once."""
@@ -285,12 +292,13 @@ class TraceSection:
         found: list[tuple[int, int]] = []
         for part in self.steps.split(","):
             first, _, end = part.strip().partition(":")
-            well_formed = first.isdecimal() and end.isdecimal() and 1 <= int(first) < int(end)
+            bounds = _count(first), _count(end)
             _require(
-                well_formed and (not found or found[-1][1] <= int(first)),
+                0 <= bounds[0] < bounds[1] and (not found or found[-1][1] <= bounds[0]),
                 f'trace.steps must be ranges of steps in order, like "10:13" or "10:13, 500:501", got "{self.steps}"',
             )
-            found.append((int(first), int(end)))
+            _require(bounds[0] > 0, f'trace.steps: steps count from 1, got "{self.steps}"')
+            found.append(bounds)
         return found
 
 
@@ -309,3 +317,8 @@ class RunConfig:
     evaluate: EvaluateSection = field(default_factory=EvaluateSection)
     log: LogSection = field(default_factory=LogSection)
     trace: TraceSection = field(default_factory=TraceSection)
+
+    def __post_init__(self) -> None:
+        # Code makes configurations too, and what a run saves must load again.
+        for name, kind in dotted_fields(RunConfig).items():
+            checked(kind, operator.attrgetter(name)(self), name)

@@ -4,11 +4,12 @@ from pathlib import Path
 
 from trifocal.diagnostics.files import partial_name, write_whole
 from trifocal.errors import UserError
+from trifocal.fields import from_table
 from trifocal.train.config import RunConfig
 from trifocal.train.earlier_run import put_back, set_aside, where_set_aside, whole_run
 from trifocal.train.files import CONFIG_FILE, flush_folder
 from trifocal.train.lock import LOCK_FILE, RunLock
-from trifocal.train.toml import from_table, read_toml, to_toml
+from trifocal.train.toml import read_toml, to_toml
 
 # What a start leaves that was killed before the run was there.
 _LEFT_OVER = {LOCK_FILE, partial_name(CONFIG_FILE)}

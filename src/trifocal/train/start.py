@@ -11,10 +11,10 @@ import torch
 from trifocal import __version__
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
+from trifocal.fields import dotted_fields
 from trifocal.train.checkpoint import list_checkpoints
 from trifocal.train.config import RunConfig
 from trifocal.train.files import CONFIG_FILE
-from trifocal.train.toml import dotted_fields
 
 
 def check_same_start(processes: Processes, config: RunConfig, **further: Any) -> None:
