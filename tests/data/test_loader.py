@@ -16,14 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trifocal.data import Batch, DataConfig, DataError, Loader, make_loader, make_tokenizer, merge_states
-from trifocal.data.retry import Activity, Retry
-from trifocal.data.sources import make_source
-from trifocal.data.stream import DocumentStream, Place, in_validation
+from trifocal.data.activity import Activity
+from trifocal.data.factory import make_source
+from trifocal.data.stream import DocumentStream, Position, in_validation
 from trifocal.data.text import JsonlSource
 from trifocal.errors import UserError
 
 TOKENIZER = make_tokenizer("bytes")
-RETRY = Retry(1, 0.0, 0.0, Activity())
 TEXTS = [f"{file} {line} " + "abc " * (line * 7 % 23) for file in range(3) for line in range(37)]
 DEFAULTS = {"shuffle_documents": 8, "shuffle_sequences": 20, "validation_fraction": 0.1}
 
@@ -164,14 +163,14 @@ def test_a_process_opens_the_files_of_its_own_streams_alone(source: str, monkeyp
 def test_streams_share_out_every_document(source: str, streams: int) -> None:
     """In each epoch of its own a stream has its part: together they have all, each once."""
     names: Counter[str] = Counter()
-    opened, _ = make_source(DataConfig(source=source), RETRY, RETRY.activity)
+    opened, _ = make_source(DataConfig(source=source), Activity())
     for part in range(streams):
         documents = DocumentStream(
-            opened, TOKENIZER, validation=False, validation_fraction=0.1, seed=3, block_documents=8, retry=RETRY,
-            part=part, parts=streams,
+            opened, TOKENIZER, validation=False, validation_fraction=0.1, seed=3, block_documents=8,
+            activity=Activity(), part=part, parts=streams,
         )  # fmt: skip
-        for document in documents.read(Place()):
-            if document.place.epoch:
+        for document in documents.read(Position()):
+            if document.position.epoch:
                 break
             names[document.id] += 1
     assert set(names.values()) == {1}
@@ -319,7 +318,6 @@ class Blocked:
             yield from original(source, shard, cursor)
 
         monkeypatch.setattr(JsonlSource, "read", read)
-        monkeypatch.setattr(JsonlSource, "close", lambda _: self.release.set())
 
 
 def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,13 +341,12 @@ def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeyp
 def test_a_stall_past_the_limit_is_an_error(
     source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Blocked(monkeypatch)
+    blocked = Blocked(monkeypatch)
     begin = time.monotonic()
-    with (
-        open_loader(source, stall_seconds=0.05, stall_limit_seconds=0.2) as loader,
-        pytest.raises(DataError, match=r"data stall: no batch for 0 s, the limit .* reading jsonl:"),
-    ):
-        next(loader)
+    with open_loader(source, stall_seconds=0.05, stall_limit_seconds=0.2) as loader:
+        with pytest.raises(DataError, match=r"data stall: no batch for 0 s, the limit .* reading jsonl:"):
+            next(loader)
+        blocked.release.set()
     assert time.monotonic() - begin < 5
     assert "data stall: no batch for" in caplog.text
 

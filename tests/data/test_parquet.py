@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.data.activity import Activity
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.remote import HttpClient
-from trifocal.data.retry import Activity
 from trifocal.data.sources import Document
 from trifocal.errors import UserError
 
@@ -22,7 +22,7 @@ Write = Callable[..., Path]
 
 
 def open_source(path: object, field: str = "text") -> ParquetSource:
-    return ParquetSource.from_path(f"parquet:{path}#{field}", str(path), field, HttpClient(5.0, Activity()))
+    return ParquetSource.from_path(f"parquet:{path}#{field}", str(path), field, HttpClient(DataConfig(), Activity()))
 
 
 def error_of(path: object, field: str = "text") -> str:

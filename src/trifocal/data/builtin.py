@@ -58,9 +58,6 @@ class BuiltinSource:
             return
         yield Document(name, text), (1,)
 
-    def close(self) -> None:
-        """Nothing to give up."""
-
 
 def _python_files(root: Path) -> Iterator[Path]:
     """The `.py` files under a folder, sorted by their path's parts."""

@@ -72,10 +72,11 @@ class DataConfig:
     """Times that a network request is tried in a row before the run stops."""
 
     retry_base_seconds: float = 1.0
-    """Pause after the first failure; it doubles with each one, less a random part."""
+    """Pause after the first failure, less a random part of up to half; it doubles with each one."""
 
     retry_max_seconds: float = 300.0
-    """The longest pause; also the most that is granted to a server's Retry-After."""
+    """The longest pause between attempts. A server that asks for a longer one (Retry-After in seconds) gets it, until
+    stall_limit_seconds ends the run."""
 
     request_timeout_seconds: float = 30.0
     """A connection silent for this long has failed."""

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trifocal.data.activity import Activity
 from trifocal.data.config import DataConfig
+from trifocal.data.factory import make_source
 from trifocal.data.packing import PackedStream, Row, RowStream, SyntheticStream
 from trifocal.data.prefetch import Prefetcher
-from trifocal.data.retry import Activity, Retry
 from trifocal.data.shuffling import ShuffledStream
-from trifocal.data.sources import Source, fingerprint, make_source, parse_source
+from trifocal.data.sources import Source, fingerprint, parse_source
 from trifocal.data.stream import DocumentStream
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError, nearest
@@ -26,6 +27,7 @@ from trifocal.errors import UserError, nearest
 SPLITS = ("train", "validation")
 _STATE_VERSION = 2
 _LATENCIES_KEPT = 1000
+_CLOSING_SECONDS = 1.0
 
 _log = logging.getLogger("trifocal.data")
 
@@ -88,7 +90,6 @@ class Loader:
         world_size: int,
         activity: Activity,
         on_stall: Callable[[float, str], None] | None,
-        on_close: Callable[[], None],
     ) -> None:
         self._num_streams = len(streams)
         common = math.gcd(len(streams), world_size)
@@ -103,7 +104,6 @@ class Loader:
         self._world_size = world_size
         self._activity = activity
         self._on_stall = on_stall or self._log_stall
-        self._on_close = on_close
         self._prefetcher: Prefetcher[tuple[Batch, dict[str, Any]]] | None = None
         self._next_sample = 0
         self._state = self._describe(0)
@@ -129,7 +129,6 @@ class Loader:
                 stall_seconds=self.config.stall_seconds,
                 stall_limit_seconds=self.config.stall_limit_seconds,
                 on_stall=self._on_stall,
-                on_close=self._on_close,
             )
         begin = time.perf_counter()
         batch, state = self._prefetcher.get()
@@ -163,7 +162,10 @@ class Loader:
                 "data.shuffle_sequences, data.text_document_bytes or train.sequence_length differ; resume with those "
                 "of the first run"
             )
-        self._stop_thread()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+            self._activity.stop.clear()
         positions = state["position"].get("streams", {"0": state["position"]})
         if missing := [i for i in self._streams if str(i) not in positions]:
             raise ValueError(f"the state lacks streams {missing}; it must come from merge_states of all processes")
@@ -182,7 +184,10 @@ class Loader:
 
     def close(self) -> None:
         """End the thread. A closed loader gives no batches; its state can still be read."""
-        self._stop_thread()
+        if self._prefetcher is not None:
+            # Not longer: a request to a silent server cannot be broken off, and ends with its attempts.
+            self._prefetcher.close(_CLOSING_SECONDS)
+            self._prefetcher = None
         self._closed = True
 
     def __enter__(self) -> Loader:
@@ -190,12 +195,6 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _stop_thread(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
-            self._activity.stop.clear()
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
         rows: list[Row] = []
@@ -298,17 +297,16 @@ def make_loader(
         streams: list[RowStream] = [
             SyntheticStream(vocab_size, sequence_length, seed=config.seed, validation=validation)
         ]
-        name, mark, close = config.source, fingerprint("synthetic", vocab_size), _nothing
+        name, mark = config.source, fingerprint("synthetic", vocab_size)
     else:
         if tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
                 f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
             )
-        retry = Retry(config.retry_attempts, config.retry_base_seconds, config.retry_max_seconds, activity)
-        source, config = make_source(config, retry, activity)
-        streams, mark = _text_streams(source, tokenizer, config, retry, sequence_length, split)
-        name, close = source.name, source.close
+        source, config = make_source(config, activity)
+        streams, mark = _text_streams(source, tokenizer, config, activity, sequence_length, split)
+        name = source.name
     return Loader(
         streams,
         config,
@@ -319,12 +317,11 @@ def make_loader(
         world_size=world_size,
         activity=activity,
         on_stall=on_stall,
-        on_close=close,
     )
 
 
 def _text_streams(
-    source: Source, tokenizer: Tokenizer, config: DataConfig, retry: Retry, sequence_length: int, split: str
+    source: Source, tokenizer: Tokenizer, config: DataConfig, activity: Activity, sequence_length: int, split: str
 ) -> tuple[list[RowStream], str]:
     """The streams that a split's documents are dealt to, and a mark of all that decides their rows."""
     # Validation is read by every process, and shared out batch by batch.
@@ -339,7 +336,7 @@ def _text_streams(
             seed=config.seed,
             # What is read before the first batch, and kept, does not grow with the number of streams.
             block_documents=max(1, config.shuffle_documents // parts),
-            retry=retry,
+            activity=activity,
             part=part,
             parts=parts,
         )
@@ -354,7 +351,3 @@ def _text_streams(
         *([parts] if parts > 1 else []),
     )
     return streams, mark
-
-
-def _nothing() -> None:
-    pass

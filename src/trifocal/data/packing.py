@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.stream import DocumentStream, Place, TokenDocument, random_words
+from trifocal.data.stream import DocumentStream, Position, TokenDocument, random_words
 
 IGNORED = -100
 """The target where there is nothing to predict."""
@@ -68,18 +68,18 @@ class PackedStream:
     def __init__(self, documents: DocumentStream, sequence_length: int) -> None:
         self._documents = documents
         self._length = sequence_length
-        self.seek(Place().to_json() | {"offset": 0})
+        self.seek(Position().to_json() | {"offset": 0})
 
     def seek(self, state: dict[str, Any]) -> None:
         """Go to a position that `state` gave."""
-        self._place = Place.from_json(state)
+        self._position = Position.from_json(state)
         self._offset: int = state["offset"]
         self._iterator: Iterator[TokenDocument] = iter(())
         self._document: TokenDocument | None = None
 
     def state(self) -> dict[str, Any]:
         """The document that the last row ended in, and how many of its tokens are used."""
-        return self._place.to_json() | {"offset": self._offset}
+        return self._position.to_json() | {"offset": self._offset}
 
     def next_row(self) -> Row:
         """Go on by a row.
@@ -97,7 +97,7 @@ class PackedStream:
         while filled < self._length:
             document = self._current()
             if filled == 0:
-                epoch = document.place.epoch
+                epoch = document.position.epoch
             begin = self._offset
             self._offset = min(begin + self._length - filled, len(document.tokens))
             starts.append(filled)
@@ -117,12 +117,12 @@ class PackedStream:
     def _current(self) -> TokenDocument:
         """The document of the next token."""
         if self._document is None:
-            self._iterator = self._documents.read(self._place)
+            self._iterator = self._documents.read(self._position)
             self._document = next(self._iterator)
         if self._offset == len(self._document.tokens):
             self._document = next(self._iterator)
             self._offset = 0
-        self._place = self._document.place
+        self._position = self._document.position
         return self._document
 
 

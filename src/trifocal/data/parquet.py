@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from trifocal.data.files import find_files, sizes
 from trifocal.data.remote import HttpClient, HttpFile
-from trifocal.data.retry import TransientError
 from trifocal.data.sources import Cursor, Document, fingerprint
 from trifocal.errors import UserError
 
@@ -47,7 +46,7 @@ class ParquetSource:
         self.name = name
         self.shards = list(files)
         self.fingerprint = fingerprint
-        self._places = list(files.values())
+        self._paths = list(files.values())
         self._field = field
         self._client = client
         self._footer: _Footer | None = None
@@ -58,7 +57,7 @@ class ParquetSource:
             raise UserError(f"{name} needs an extra: pip install 'trifocal[data]'") from None
         self._arrow = pyarrow
         self._parquet = pyarrow.parquet
-        if isinstance(self._places[0], Path):
+        if isinstance(self._paths[0], Path):
             with self._open(0):
                 pass
 
@@ -82,7 +81,7 @@ class ParquetSource:
 
         Raises:
             UserError: If the file is not parquet, or lacks the field.
-            TransientError: If it is on a server and the failure may pass.
+            DataError: If it is on a server that fails at every attempt.
         """
         first_group, first_row = cursor or (0, 0)
         with self._open(shard) as parquet:
@@ -94,39 +93,35 @@ class ParquetSource:
                     yield Document(f"{self.shards[shard]}#{before + row}", text), after
                 first_row = 0
 
-    def close(self) -> None:
-        """Break off a request under way."""
-        self._client.abort()
-
     def _open(self, shard: int) -> Any:
         """The file opened, its footer kept: a retry does not ask for it again."""
-        place = self._places[shard]
+        path = self._paths[shard]
         known = self._footer if self._footer is not None and self._footer.shard == shard else None
         try:
-            file: Any = place
+            file: Any = path
             size = None
-            if isinstance(place, str):
-                file = HttpFile(self._client, place, None if known is None else known.size)
+            if isinstance(path, str):
+                file = HttpFile(self._client, path, None if known is None else known.size)
                 size = file.size
             parquet = self._parquet.ParquetFile(
                 file, metadata=None if known is None else known.metadata, pre_buffer=False
             )
         except self._arrow.ArrowInvalid as error:
-            raise UserError(f"{place} is not a readable parquet file: {_one_line(error)}") from error
+            raise UserError(f"{path} is not a readable parquet file: {_one_line(error)}") from error
         if known is None:
-            self._check_field(place, parquet.schema_arrow)
+            self._check_field(path, parquet.schema_arrow)
             self._footer = _Footer(shard, size, parquet.metadata)
         return parquet
 
-    def _check_field(self, place: Path | str, schema: Any) -> None:
+    def _check_field(self, path: Path | str, schema: Any) -> None:
         if self._field not in schema.names:
-            raise UserError(f"{place} has no field {self._field!r}; its fields are {', '.join(schema.names)}")
+            raise UserError(f"{path} has no field {self._field!r}; its fields are {', '.join(schema.names)}")
         kind = schema.field(self._field).type
         types = self._arrow.types
         if types.is_dictionary(kind):
             kind = kind.value_type
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-            raise UserError(f"{place}: field {self._field!r} must hold strings, it holds {kind}")
+            raise UserError(f"{path}: field {self._field!r} must hold strings, it holds {kind}")
 
     def _rows(self, parquet: Any, shard: int, group: int, first_row: int) -> Iterator[tuple[int, str]]:
         """Row number and text of a row group's rows from one on."""
@@ -141,10 +136,10 @@ class ParquetSource:
                     if text:
                         yield number, text
                 row += len(batch)
-        except TransientError:
+        except UserError:
             raise
         except (self._arrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
-            raise UserError(f"{self._places[shard]}: row group {group} cannot be read: {_one_line(error)}") from error
+            raise UserError(f"{self._paths[shard]}: row group {group} cannot be read: {_one_line(error)}") from error
 
 
 def _one_line(error: Exception) -> str:

@@ -1,20 +1,18 @@
-"""What a source of documents is, and the one that a config names."""
+"""What a source of documents is, and the names of sources."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trifocal.data.config import SOURCES, DataConfig
-from trifocal.data.retry import Activity, Retry
+from trifocal.data.config import SOURCES
 from trifocal.errors import UserError, nearest
 
 Cursor = tuple[int, ...]
-"""A place between two documents of a shard, in whatever units the source needs to go there directly."""
+"""A position between two documents of a shard, in the units of the source: bytes, lines or rows."""
 
 
 class Document(NamedTuple):
@@ -52,13 +50,9 @@ class Source(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Give up what is under way, such as a request; may be called from another thread."""
-        ...
-
 
 class SourceName(NamedTuple):
-    """A source string taken apart: `kind:path#field`."""
+    """The parts of a source string `kind:path#field`."""
 
     kind: str
     path: str
@@ -66,7 +60,7 @@ class SourceName(NamedTuple):
 
 
 def parse_source(source: str) -> SourceName:
-    """Take a source string apart.
+    """Split a source string into its parts.
 
     Args:
         source: Such as `builtin`, `text:book.txt`, `parquet:folder#text`.
@@ -112,43 +106,3 @@ def _kind_of_path(path: str) -> str:
 def fingerprint(*parts: object) -> str:
     """A short stable hash of JSON-able parts."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
-
-
-def make_source(config: DataConfig, retry: Retry, activity: Activity) -> tuple[Source, DataConfig]:
-    """Open the source of documents that a config names (any but `synthetic`, which has no documents).
-
-    Args:
-        config: Names the source.
-        retry: For sources that ask a server when they are opened.
-        activity: Of the loader that will read it.
-
-    Returns:
-        The source, and the config with a branch of the hub replaced by the commit that it stands for now.
-
-    Raises:
-        UserError: If the source is unknown, or its data are missing or empty.
-    """
-    # Imported here so that a run loads only the libraries of its own source.
-    kind, path, field = parse_source(config.source)
-    if kind == "builtin":
-        from trifocal.data.builtin import BuiltinSource
-
-        return BuiltinSource(include_site_packages=config.include_site_packages), config
-    if kind == "text":
-        from trifocal.data.text import TextSource
-
-        return TextSource(path, config.text_document_bytes), config
-    if kind == "jsonl":
-        from trifocal.data.text import JsonlSource
-
-        return JsonlSource(path, field), config
-    if kind == "fineweb-edu" and not path:
-        from trifocal.data.hub import open_fineweb
-
-        source, revision = open_fineweb(config, field, retry, activity)
-        return source, replace(config, fineweb_revision=revision)
-    from trifocal.data.parquet import ParquetSource
-    from trifocal.data.remote import HttpClient
-
-    client = HttpClient(config.request_timeout_seconds, activity)
-    return ParquetSource.from_path(config.source, path, field, client), config

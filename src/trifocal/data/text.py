@@ -61,9 +61,6 @@ class TextSource:
                 offset = end
                 yield Document(document_id, text), (offset,)
 
-    def close(self) -> None:
-        """Nothing to give up."""
-
 
 class JsonlSource:
     """JSON lines: each an object with a text field, each a document.
@@ -98,9 +95,6 @@ class JsonlSource:
                 offset, number = offset + len(line), number + 1
                 if line.strip() and (text := self._text_of(line, f"{path}:{number}")):
                     yield Document(f"{name}:{number}", text), (offset, number)
-
-    def close(self) -> None:
-        """Nothing to give up."""
 
     def _text_of(self, line: bytes, where: str) -> str:
         try:
