@@ -8,16 +8,16 @@ from pathlib import Path
 
 from trifocal.data.activity import Activity, DataError
 from trifocal.data.config import DataConfig
-from trifocal.data.files import sizes
+from trifocal.data.files import expand_home, sizes
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.remote import HttpClient
-from trifocal.data.sources import fingerprint
+from trifocal.data.sources import BadDocuments, fingerprint
 from trifocal.errors import UserError, nearest
 
 _log = logging.getLogger("trifocal.data")
 
 
-def open_fineweb(config: DataConfig, field: str, activity: Activity) -> tuple[ParquetSource, str]:
+def open_fineweb(config: DataConfig, field: str, activity: Activity, bad: BadDocuments) -> tuple[ParquetSource, str]:
     """The files of a hub repository's configuration and split, as one source.
 
     `datasets` says which files they are and pins the revision. They are then read by ranges, as any parquet file on
@@ -27,6 +27,7 @@ def open_fineweb(config: DataConfig, field: str, activity: Activity) -> tuple[Pa
         config: Names repository, configuration, split and revision.
         field: The text's column.
         activity: Of the loader.
+        bad: What is done with bad documents.
 
     Returns:
         The source, and the commit that its files are of; for a local copy, which has none, what the config says.
@@ -35,7 +36,7 @@ def open_fineweb(config: DataConfig, field: str, activity: Activity) -> tuple[Pa
         UserError: If the hub has no such data, or is switched off.
         DataError: If it does not answer.
     """
-    repository = str(Path(config.fineweb_repository).expanduser())
+    repository = str(expand_home(config.fineweb_repository, "data.fineweb_repository"))
     try:
         import datasets
         import huggingface_hub
@@ -86,7 +87,7 @@ def open_fineweb(config: DataConfig, field: str, activity: Activity) -> tuple[Pa
     name = f"fineweb-edu ({repository}{'@' if revision else ''}{revision}, {config.fineweb_name})"
     # A revision fixes what its files hold; local ones are told apart by their sizes.
     mark = fingerprint("hub", repository, revision, list(files), sizes(local), field)
-    return ParquetSource(name, files, field, mark, client), revision or config.fineweb_revision
+    return ParquetSource(name, files, field, mark, client, bad), revision or config.fineweb_revision
 
 
 def _explain(error: Exception, config: DataConfig) -> UserError:

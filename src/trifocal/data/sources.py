@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from trifocal.data.config import SOURCES
+from trifocal.data.files import check_name, expand_home
 from trifocal.errors import UserError, nearest
 
 Cursor = tuple[int, ...]
@@ -16,10 +17,51 @@ Cursor = tuple[int, ...]
 
 
 class Document(NamedTuple):
-    """One text and the name that finds it again."""
+    """One text and the name that finds it again.
+
+    Attributes:
+        id: Name, such as `a.jsonl:7`.
+        text: Its text.
+        held_out: Whether it belongs to the validation split; None: decided by a hash of the text.
+    """
 
     id: str
     text: str
+    held_out: bool | None = None
+
+
+class BadDocuments:
+    """What is done with documents that hold no readable text: `data.on_bad_document`, for all sources alike.
+
+    A document is bad if its text is missing (a null, no such field), no string, no UTF-8, or no JSON. An empty text is
+    not bad: it has no tokens, and is passed over without a word. A file that is damaged as a whole always stops a run.
+
+    Args:
+        action: `stop` or `skip`.
+
+    Attributes:
+        skipped: A hash of each document that was skipped, once however often it was read.
+        first: What was wrong with the first; empty if there was none.
+    """
+
+    def __init__(self, action: str = "stop") -> None:
+        self._action = action
+        self.skipped: set[int] = set()
+        self.first = ""
+
+    def found(self, message: str) -> None:
+        """A bad document was met.
+
+        Args:
+            message: Which one, and what is wrong with it.
+
+        Raises:
+            UserError: If the run is to stop.
+        """
+        if self._action == "stop":
+            raise UserError(f'{message}; data.on_bad_document "skip" leaves such documents out and counts them')
+        self.first = self.first or message
+        self.skipped.add(int.from_bytes(hashlib.blake2b(message.encode(), digest_size=8).digest(), "big"))
 
 
 class Source(Protocol):
@@ -37,6 +79,13 @@ class Source(Protocol):
 
     fingerprint: str
     """Changes when the data do, as far as names and sizes show it."""
+
+    bad: BadDocuments
+    """What is done with bad documents, and how many there were."""
+
+    def content_hashes(self) -> list[str]:
+        """`content_hash` of each shard; empty where the shards are on a server."""
+        ...
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """Read on from a cursor, or from the start.
@@ -72,9 +121,10 @@ def parse_source(source: str) -> SourceName:
         UserError: If the kind is unknown (names the nearest), lacks its path, or takes none.
     """
     kind, _, rest = source.partition(":")
+    check_name(source, "data.source")
     if kind not in SOURCES:
         hint = f"the nearest is {nearest(kind, SOURCES)}"
-        if Path(source).expanduser().exists():
+        if expand_home(source, "data.source").exists():
             hint = f"for this path write {_kind_of_path(source)}:{source}"
         raise UserError(f"unknown data.source {source!r}; {hint} (known: {', '.join(SOURCES)})")
     path, field = rest, "text"
@@ -100,7 +150,8 @@ def is_local(source: str) -> bool:
 
 
 def _kind_of_path(path: str) -> str:
-    return {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(path).suffix, "text")
+    name = path.removesuffix(".gz")
+    return {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(Path(name).suffix, "text")
 
 
 def fingerprint(*parts: object) -> str:

@@ -185,7 +185,7 @@ class DocumentStream:
             (index, documents[order[index]])
             for index in range(start.index, len(documents))
             if (index + start.epoch + shard) % self._document_parts == self._document_part
-            and in_validation(documents[order[index]].text, self._fraction) == self._validation
+            and self._held_out(documents[order[index]]) == self._validation
         ]
         for first in range(0, len(chosen), _ENCODED_TOGETHER):
             group = chosen[first : first + _ENCODED_TOGETHER]
@@ -196,8 +196,13 @@ class DocumentStream:
                     position = Position(start.epoch, start.shard, start.block, index)
                     yield TokenDocument(position, document.id, np.append(tokens, np.int32(self._tokenizer.separator)))
 
+    def _held_out(self, document: Document) -> bool:
+        return in_validation(document.text, self._fraction) if document.held_out is None else document.held_out
+
     def _empty_message(self) -> str:
-        name = self._source.name
+        bad = self._source.bad
+        skipped = f" ({len(bad.skipped)} bad documents were skipped; the first: {bad.first})" if bad.skipped else ""
+        name = self._source.name + skipped
         if not self._validation:
             fewer = " or data.streams" if self._parts > 1 else ""
             return f"{name} has no document to train on; give it text, or lower data.validation_fraction{fewer}"
