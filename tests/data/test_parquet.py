@@ -83,6 +83,29 @@ def test_a_missing_field_names_those_there_are(write_parquet: Write) -> None:
     assert f"{path}: field 'id' must hold strings, it holds int64" in error_of(path, "id")
 
 
+def test_a_field_that_is_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    columns = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
+    assert f"{path} has 2 fields 'text'; name another, or rename all but one" in error_of(path)
+
+
+def test_a_footer_with_any_byte_changed_ends_in_one_line(write_parquet: Write, texts: Callable[..., list[str]]) -> None:
+    path = write_parquet("a.parquet", [*texts(20)])
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[-8:-4], "little")
+    refused = 0
+    for at in range(len(whole) - 8 - length, len(whole), 3):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        try:
+            for document, _ in open_source(path).read(0, None):
+                assert isinstance(document.text, str)
+        except UserError as error:
+            refused += 1
+            assert str(path) in str(error) and str(error).isprintable()
+    assert refused > 20
+
+
 def test_files_that_are_broken(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:
     assert f"no .parquet file in folder {tmp_path}" in error_of(tmp_path)
     path = write_parquet("a.parquet", texts(100))

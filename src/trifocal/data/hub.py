@@ -9,6 +9,7 @@ from pathlib import Path
 from trifocal.data.activity import Activity, DataError
 from trifocal.data.config import DataConfig
 from trifocal.data.files import expand_home, sizes
+from trifocal.data.messages import one_line
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.remote import HttpClient
 from trifocal.data.sources import BadDocuments, fingerprint
@@ -96,7 +97,7 @@ def _explain(error: Exception, config: DataConfig) -> UserError:
     import huggingface_hub
 
     repository = config.fineweb_repository
-    reason = " ".join(str(error).split())[:200]
+    reason = one_line(error)
     if huggingface_hub.constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
         return UserError(
             f"fineweb-edu: the hub is switched off (HF_HUB_OFFLINE is set); unset it, or read a local folder with "

@@ -1,4 +1,4 @@
-"""Rows of tokens out of a stream of documents, without one seeing the other."""
+"""Rows of tokens from a stream of documents; no document sees another."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class RowStream(Protocol):
         ...
 
     def skip_row(self) -> int:
-        """Go on by a row that nobody here needs; its epoch."""
+        """Go past a row that this process does not need; its epoch."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -111,7 +111,7 @@ class PackedStream:
         return Row(tokens, targets, starts, ids, epoch)
 
     def skip_row(self) -> int:
-        """Go on by a row, and make it: else nobody knows where it ends."""
+        """Go past a row; it must be made, to know where it ends."""
         return self.next_row().epoch
 
     def _current(self) -> TokenDocument:
@@ -153,7 +153,7 @@ class SyntheticStream:
         return {"row": self._row}
 
     def skip_row(self) -> int:
-        """Go on by a row, without drawing it."""
+        """Go past a row, without drawing it."""
         self._row += 1
         return 0
 

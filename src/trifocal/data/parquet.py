@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from trifocal.data.activity import Stopped
 from trifocal.data.files import content_hash, find_files, sizes
+from trifocal.data.messages import one_line
 from trifocal.data.remote import HttpClient, HttpFile
 from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
@@ -123,7 +124,7 @@ class ParquetSource:
         except (UserError, Stopped, FileNotFoundError, PermissionError):
             raise
         except Exception as error:  # A damaged footer makes the library raise nearly anything.
-            raise UserError(f"{path} is not a readable parquet file: {_one_line(error)}") from error
+            raise UserError(f"{path} is not a readable parquet file: {one_line(error)}") from error
         return parquet
 
     def _count_rows(self, parquet: Any, shard: int) -> list[int]:
@@ -131,14 +132,15 @@ class ParquetSource:
         try:
             counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         except Exception as error:  # As above.
-            raise UserError(f"{self._paths[shard]} is not a readable parquet file: {_one_line(error)}") from error
+            raise UserError(f"{self._paths[shard]} is not a readable parquet file: {one_line(error)}") from error
         if min(counts, default=0) < 0:
             raise UserError(f"{self._paths[shard]} is not a readable parquet file: a row group of {min(counts)} rows")
         return counts
 
     def _check_field(self, path: Path | str, schema: Any) -> None:
         if self._field not in schema.names:
-            raise UserError(f"{path} has no field {self._field!r}; its fields are {', '.join(schema.names)}")
+            names = ", ".join(name if name.isprintable() else repr(name) for name in schema.names)
+            raise UserError(f"{path} has no field {self._field!r}; its fields are {names}")
         if (count := schema.names.count(self._field)) > 1:
             raise UserError(f"{path} has {count} fields {self._field!r}; name another, or rename all but one")
         kind = schema.field(self._field).type
@@ -172,7 +174,7 @@ class ParquetSource:
         except (UserError, Stopped):
             raise
         except Exception as error:  # Damaged pages make the library raise nearly anything.
-            raise UserError(f"{self._paths[shard]}: row group {group} cannot be read: {_one_line(error)}") from error
+            raise UserError(f"{self._paths[shard]}: row group {group} cannot be read: {one_line(error)}") from error
 
 
 def _texts(column: Any) -> list[str | UnicodeDecodeError | None]:
@@ -189,7 +191,3 @@ def _text(value: Any) -> str | UnicodeDecodeError | None:
     except UnicodeDecodeError as error:
         return error
     return text
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -11,6 +11,7 @@ from typing import Any
 from trifocal._version import __version__
 from trifocal.data.activity import Activity, DataError
 from trifocal.data.config import DataConfig
+from trifocal.data.messages import one_line
 from trifocal.errors import UserError
 
 _RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
@@ -80,14 +81,14 @@ class HttpClient:
     def _give_up(self, error: Exception, httpx: Any, url: str) -> UserError:
         """What the last failure is called."""
         if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
-            return UserError(f"{url} is not a valid URL: {_one_line(error)}")
+            return UserError(f"{url} is not a valid URL: {one_line(error)}")
         response = getattr(error, "response", None)
         if response is not None:
             reason = f"HTTP {response.status_code} {response.reason_phrase}"
         elif isinstance(error, httpx.TimeoutException):
             reason = "silent for longer than data.request_timeout_seconds"
         else:
-            reason = f"{type(error).__name__}: {_one_line(error)}"
+            reason = f"{type(error).__name__}: {one_line(error)}"
         return DataError(f"{url}: gave up after {self._config.retry_attempts} attempts; the last error: {reason}")
 
 
@@ -140,7 +141,3 @@ class HttpFile(io.RawIOBase):
             raise DataError(f"{self._url} changed while it was read: {self.size} bytes before, {whole} now")
         self._position += count
         return body
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.data.activity import Activity
+from trifocal.data.messages import one_line
 from trifocal.data.sources import Cursor, Document, Source
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
@@ -173,7 +174,7 @@ class DocumentStream:
                     documents, characters, start = [], 0, after
         except OSError as error:
             # A file that has gone, or may not be read.
-            raise UserError(f"{name} cannot be read: {error}") from error
+            raise UserError(f"{name} cannot be read: {one_line(error)}") from error
         if documents:
             yield start, documents
 

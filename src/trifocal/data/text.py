@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trifocal.data.files import COMPRESSED, DAMAGED, content_hash, find_files, open_file, sizes
+from trifocal.data.messages import one_line
 from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
 
@@ -86,7 +87,7 @@ class TextSource:
                     if document is not None:
                         yield document, (offset,)
         except DAMAGED as error:
-            raise UserError(f"{path} is a damaged {path.suffix} file: {error}") from error
+            raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
 
     def content_hashes(self) -> list[str]:
         """`content_hash` of each file."""
@@ -161,7 +162,7 @@ class JsonlSource:
                     if line.strip() and (text := self._text_of(line, f"{path}:{number}")):
                         yield Document(f"{name}:{number}", text), (offset, number)
         except DAMAGED as error:
-            raise UserError(f"{path} is a damaged {path.suffix} file: {error}") from error
+            raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
 
     def content_hashes(self) -> list[str]:
         """`content_hash` of each file."""
@@ -189,7 +190,7 @@ class JsonlSource:
         if isinstance(error, RecursionError):
             return "objects and lists are nested too deep"
         if isinstance(error, ValueError):
-            return f"not JSON that can be read: {error}"
+            return f"not JSON that can be read: {one_line(error)}"
         record = json.loads(line)
         if not isinstance(record, dict):
             return f"expected an object with {self._field!r}, got {type(record).__name__}"

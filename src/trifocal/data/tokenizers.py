@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.data.files import expand_home
+from trifocal.data.messages import one_line
 from trifocal.data.sources import fingerprint
 from trifocal.errors import UserError, nearest
 
@@ -110,7 +111,7 @@ class HuggingFaceTokenizer:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # The library raises plain Exception.
             raise UserError(
-                f"tokenizer {self.name} cannot encode the text: {' '.join(str(error).split())[:200]}; a vocabulary "
+                f"tokenizer {self.name} cannot encode the text: {one_line(error)}; a vocabulary "
                 "without an unknown token must have every word of the text"
             ) from error
         arrays = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
@@ -180,7 +181,7 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
             tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else tokenizers.Tokenizer.from_pretrained(name)
         )
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         if path.is_file():
             raise UserError(f"tokenizer {path} is not a tokenizer.json: {reason}") from error
         raise UserError(
