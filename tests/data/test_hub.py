@@ -22,6 +22,7 @@ from trifocal.data import DataConfig, DataError, Loader, make_loader, make_token
 from trifocal.data.activity import Activity
 from trifocal.data.hub import open_fineweb
 from trifocal.data.parquet import ParquetSource
+from trifocal.data.sources import BadDocuments
 from trifocal.errors import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -60,7 +61,7 @@ def repository(write_parquet: Callable[..., Path], texts: Callable[..., list[str
 
 def open_source(**settings: Any) -> ParquetSource:
     config = DataConfig(source="fineweb-edu", retry_attempts=2, retry_base_seconds=0.01, **settings)
-    return open_fineweb(config, "text", Activity())[0]
+    return open_fineweb(config, "text", Activity(), BadDocuments())[0]
 
 
 def first_batches(config: DataConfig) -> list[list[list[int]]]:
