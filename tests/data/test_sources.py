@@ -349,7 +349,7 @@ def test_of_one_text_file_some_is_held_out(
     """As of tiny Shakespeare (1,115,394 bytes), which is one file."""
     if size * fraction < 64:
         pytest.skip("too little text for a piece of 64 bytes")
-    text = "\n".join(texts(size // 50)) * 3
+    text = "\n".join(texts(400)) * (size // 30_000 + 1)
     content = "word " * size if kind == "the same word" else text.replace("\n", " " if kind == "one line" else "\n")
     content_bytes = content.encode()[:size].decode(errors="ignore").encode()
     path = tmp_path / "a.txt"
