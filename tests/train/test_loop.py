@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
+from trifocal.cli.train import _summary
 from trifocal.data import DataConfig, DataError, Loader, make_tokenizer
 from trifocal.data.text import TextSource
 from trifocal.diagnostics import read_metrics
@@ -397,6 +398,22 @@ def test_data_without_held_out_text_are_refused_before_any_work(tmp_path: Path) 
     with pytest.raises(UserError, match="the validation split is empty"):
         train(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_skipped_documents_are_counted_and_said(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": None if number in (3, 4) else " ".join(WORDS)}) for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    flags = ("--data.source", f"jsonl:{tmp_path / 'a.jsonl'}", "--evaluate.interval_steps", "0", "--train.steps", "3")
+    flags += ("--data.validation_fraction", "0")
+    with pytest.raises(UserError, match=r"a\.jsonl:4: field 'text' is null; data\.on_bad_document \"skip\""):
+        train(make_config(tmp_path, *flags))
+    result = train(make_config(tmp_path, *flags, "--data.on_bad_document", "skip"), overwrite=True)
+    assert result.skipped_documents == 2
+    assert "skipped 2 bad documents (data.on_bad_document)" in _summary(result)
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [row["skipped_documents"] for row in rows if row["kind"] == "train"][-1] == 2
+    (event,) = [row for row in rows if row.get("name") == "documents_skipped"]
+    assert "a.jsonl:4: field 'text' is null" in event["message"] and event["severity"] == "warning"
 
 
 @pytest.mark.parametrize("asynchronous", ["false", "true"])

@@ -93,9 +93,12 @@ def _summary(result: TrainResult) -> str:
         # Rank 0 speaks for all.
         return ""
     directory = shlex.quote(str(result.directory))
+    number = result.skipped_documents
+    skipped = f"\nskipped {number} bad document{'s'[: number != 1]} (data.on_bad_document)" if number else ""
     if not result.finished:
-        return f"\nstopped at step {result.step}, which is saved; go on with:\n  {resume_command(result.directory)}"
-    lines = [f"\nfinished {result.step} steps in {result.directory}"]
+        go_on = resume_command(result.directory)
+        return f"\nstopped at step {result.step}, which is saved; go on with:\n  {go_on}{skipped}"
+    lines = [f"\nfinished {result.step} steps in {result.directory}{skipped}"]
     if result.evaluation is not None:
         bits = result.evaluation.bits_per_byte
         lines.append(

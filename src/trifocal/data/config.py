@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 from trifocal.fields import check_seconds
 
 SOURCES = ("synthetic", "builtin", "text", "jsonl", "parquet", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
+
+ON_BAD_DOCUMENT = ("stop", "skip")
+"""Values of `DataConfig.on_bad_document`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,8 @@ class DataConfig:
     """Orders the documents; each epoch has an order of its own."""
 
     validation_fraction: float = 0.05
-    """Share of documents held out, chosen by a hash of their text alone. 0 holds out none."""
+    """Share of documents held out, chosen by a hash of their text alone; of a text file that is cut into several,
+    by their place in it. 0 holds out none."""
 
     shuffle_documents: int = 1024
     """Documents that are shuffled among each other at a time. Files are shuffled, then blocks of this many."""
@@ -49,7 +53,12 @@ class DataConfig:
     order of the rows, so it may not change within a run; the number of processes may."""
 
     text_document_bytes: int = 65536
-    """A longer text file is cut at line ends into documents of about this many bytes; 0: never cut."""
+    """A longer text file is cut at line ends into documents of at most this many bytes; 0: never cut. Little text is
+    cut into smaller ones, so that some of them are held out for validation."""
+
+    on_bad_document: str = "stop"
+    """What is done with a document without readable text (a null, a missing field, no UTF-8, no JSON): stop the run
+    with a line that names it, or skip it and count it. An empty text is passed over. It may change within a run."""
 
     include_site_packages: bool = False
     """builtin reads the installed packages' Python files too: a few hundred MB on a usual machine."""
@@ -73,10 +82,11 @@ class DataConfig:
     """Times that a network request is tried in a row before the run stops."""
 
     retry_base_seconds: float = 1.0
-    """Pause after the first failure; it doubles with each one, less a random part."""
+    """Pause after the first failure, less a random part of up to half; it doubles with each one."""
 
     retry_max_seconds: float = 300.0
-    """The longest pause; also the most that is granted to a server's Retry-After."""
+    """The longest pause between attempts. A server that asks for a longer one (Retry-After in seconds) gets it, until
+    stall_limit_seconds ends the run."""
 
     request_timeout_seconds: float = 30.0
     """A connection silent for this long has failed."""
@@ -111,6 +121,11 @@ class DataConfig:
         if 0 < self.text_document_bytes < 64:
             raise UserError(
                 f"data.text_document_bytes is {self.text_document_bytes}; it must be 0 (never cut) or at least 64"
+            )
+        if self.on_bad_document not in ON_BAD_DOCUMENT:
+            raise UserError(
+                f"data.on_bad_document is {self.on_bad_document!r}; the nearest of {', '.join(ON_BAD_DOCUMENT)} is "
+                f"{nearest(self.on_bad_document, ON_BAD_DOCUMENT)}"
             )
         if not 0 <= self.validation_fraction < 1:
             raise UserError(

@@ -5,7 +5,7 @@ the names.
 
 | kind | fields |
 |---|---|
-| `train` | loss (nats per token), learning_rate, gradient_norm, tokens_per_second, step_seconds, data_wait_seconds_p50, data_wait_seconds_p95, tokens_seen, epoch, memory_allocated_bytes, memory_reserved_bytes, memory_peak_bytes, executed_mfu, dense_equivalent_mfu |
+| `train` | loss (nats per token), learning_rate, gradient_norm, tokens_per_second, step_seconds, data_wait_seconds_p50, data_wait_seconds_p95, skipped_documents, tokens_seen, epoch, memory_allocated_bytes, memory_reserved_bytes, memory_peak_bytes, executed_mfu, dense_equivalent_mfu |
 | `evaluation` | validation_loss (nats per token), perplexity, bits_per_byte |
 | `event` | name, severity (info, warning, error), message, and what the event adds; docs/diagnostics.md has all names |
 | `telemetry` | layer, and what diagnostics/telemetry.py documents |

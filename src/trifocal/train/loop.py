@@ -50,6 +50,7 @@ class TrainResult:
         evaluation: The last evaluation of this process.
         sample: The last sample of this process.
         first: Whether this is rank 0, which speaks for all.
+        skipped_documents: Bad documents that were skipped, by all processes; none of them counts twice.
     """
 
     directory: Path
@@ -59,6 +60,7 @@ class TrainResult:
     evaluation: Evaluation | None
     sample: str | None
     first: bool = True
+    skipped_documents: int = 0
 
 
 class Trainer:
@@ -88,6 +90,7 @@ class Trainer:
         self.loss: float | None = None
         self.evaluation: Evaluation | None = None
         self.sample: str | None = None
+        self.said_skipped = False
         self.company = Company(processes)
         self.saver = Saver(
             config,
@@ -159,10 +162,11 @@ class Trainer:
             self.saver.take_written(wait=True)
             if self.saver.saved_step != self.step:
                 self._save(must_succeed=True)
+            skipped = set().union(*self.processes.gather(self.loader.bad_documents.skipped))
             finished = self.step >= total
             if finished and (whole := whole_model(self.model, self.processes)) is not None:
                 save_weights(whole, directory / "weights")
-        return TrainResult(directory, self.step, finished, self.loss, self.evaluation, self.sample, first)
+        return TrainResult(directory, self.step, finished, self.loss, self.evaluation, self.sample, first, len(skipped))
 
     def _step(self) -> bool:
         """Take a step, unless all processes are to stop before it."""
@@ -285,7 +289,11 @@ class Trainer:
         self.loss = result.loss.item()
         graph_bytes = 0 if self.graphs is None else self.graphs.memory_bytes
         row = self.meter.row(self.step, result, self.learning_rate, self.loader.latency(), graph_bytes)
-        self.metrics.write("train", self.step, loss=self.loss, **row)
+        bad = self.loader.bad_documents
+        self.metrics.write("train", self.step, loss=self.loss, skipped_documents=len(bad.skipped), **row)
+        if bad.first and not self.said_skipped:
+            self.said_skipped = True
+            self._say("documents_skipped", f"bad documents are skipped; the first: {bad.first}", "warning")
         self.heartbeat.update(step=self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])
         self.progress.update(self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])
         if self.processes.first:
