@@ -16,6 +16,7 @@ from trifocal.diagnostics import MetricsWriter, write_environment
 from trifocal.diagnostics.attention_picture import AttentionPicture
 from trifocal.diagnostics.heartbeat import Heartbeat
 from trifocal.diagnostics.jsonl import JsonLinesWriter
+from trifocal.diagnostics.proc import process_start
 from trifocal.ops import Geometry
 
 CONFIG = """\
@@ -57,6 +58,8 @@ def beat(**fields: Any) -> dict[str, Any]:
         "total_seconds": {"start": 3.0, "data": 9.0, "forward": 200.0, "backward": 410.0, "optimizer": 55.0},
         "where": "forward (attention.py:190)",
     }
+    if "pid" in fields:
+        row["process_start"] = process_start(fields["pid"])
     return row | fields
 
 

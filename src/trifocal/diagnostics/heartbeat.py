@@ -6,6 +6,8 @@ One JSON object a line in `heartbeat/rank{rank}.jsonl`, one line every `interval
 |---|---|
 | unix_time_seconds | when the row was written |
 | rank, host, pid | which process wrote it |
+| process_start | when that process started, in clock ticks since its machine did; null where /proc does not say |
+| parallel_mode | `none`, `ddp`, `fsdp` or `hsdp`: how this process shares the model with others |
 | interval_seconds | time between two rows; much longer silence means that the process is gone or frozen |
 | status | `running`; the last row says `finished` or `failed` |
 | step | optimizer steps done |
@@ -43,6 +45,7 @@ import torch
 
 from trifocal.diagnostics.jsonl import JsonLinesWriter, Row, logger
 from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
+from trifocal.diagnostics.proc import process_start
 from trifocal.diagnostics.stacks import running_threads, where
 
 PHASES = (
@@ -88,6 +91,7 @@ class Heartbeat:
         rank: Rank of this process.
         interval_seconds: Time between two rows.
         device: Where the model is, for the memory figures.
+        parallel_mode: `parallel.mode` as it was resolved.
         minimum_stall_seconds: No phase counts as stalled before this age.
         stall_factor: Nor before this many times its median, nor before twice its longest recent time.
 
@@ -102,6 +106,7 @@ class Heartbeat:
         interval_seconds: float = 5.0,
         *,
         device: torch.device | str = "cpu",
+        parallel_mode: str = "none",
         minimum_stall_seconds: float = 120.0,
         stall_factor: float = 10.0,
     ) -> None:
@@ -117,6 +122,7 @@ class Heartbeat:
         self.interval_seconds = interval_seconds
         self.minimum_stall_seconds = minimum_stall_seconds
         self.stall_factor = stall_factor
+        self.parallel_mode = parallel_mode
         self.observers: list[Callable[[Row], None]] = []
         """Called with every row in the heartbeat's thread; the watchdog is one."""
         self._device = torch.device(device)
@@ -131,6 +137,7 @@ class Heartbeat:
         self._memory: MemoryStatistics | None = None
         self._memory_is_old = True
         self._stop = threading.Event()
+        self._process_start = process_start(os.getpid())
         self._main_thread = threading.get_ident()
         self._older_threads = running_threads()
         self._thread = threading.Thread(target=self._run, name="trifocal-heartbeat", daemon=True)
@@ -231,6 +238,8 @@ class Heartbeat:
             "rank": self.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "process_start": self._process_start,
+            "parallel_mode": self.parallel_mode,
             "interval_seconds": self.interval_seconds,
             "status": status,
             "phase": phase,
