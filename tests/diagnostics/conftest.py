@@ -63,6 +63,28 @@ def beat(**fields: Any) -> dict[str, Any]:
     return row | fields
 
 
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something has happened, however slow the machine is."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+class Clock:
+    """A clock that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_seconds(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+
 def write_run(
     directory: Path,
     *,

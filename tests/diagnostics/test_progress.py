@@ -5,10 +5,10 @@ import os
 import pty
 import re
 import select
-import time
 
 import pytest
 
+from tests.diagnostics.conftest import Clock
 from trifocal.diagnostics.progress import Progress, duration
 
 
@@ -57,12 +57,12 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_remaining_time_counts_from_the_step_resumed_at() -> None:
     stream = io.StringIO()
-    progress = Progress(110, start_step=100, stream=stream)
+    clock = Clock()
+    progress = Progress(110, start_step=100, stream=stream, clock=clock)
     assert progress.remaining_seconds() is None
-    time.sleep(0.1)
+    clock.pass_seconds(2.0)
     progress.update(101)
-    remaining = progress.remaining_seconds()
-    assert remaining is not None and 0.9 <= remaining < 3
+    assert progress.remaining_seconds() == pytest.approx(18.0)
 
 
 def test_other_ranks_show_nothing() -> None:

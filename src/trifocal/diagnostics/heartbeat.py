@@ -94,6 +94,7 @@ class Heartbeat:
         parallel_mode: `parallel.mode` as it was resolved.
         minimum_stall_seconds: No phase counts as stalled before this age.
         stall_factor: Nor before this many times its median, nor before twice its longest recent time.
+        clock: Seconds since any moment; tests have one of their own.
 
     Raises:
         ValueError: If interval_seconds, minimum_stall_seconds or stall_factor is not positive.
@@ -109,6 +110,7 @@ class Heartbeat:
         parallel_mode: str = "none",
         minimum_stall_seconds: float = 120.0,
         stall_factor: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         for name, value in (
             ("interval_seconds", interval_seconds),
@@ -125,9 +127,10 @@ class Heartbeat:
         self.parallel_mode = parallel_mode
         self.observers: list[Callable[[Row], None]] = []
         """Called with every row in the heartbeat's thread; the watchdog is one."""
+        self._clock = clock
         self._device = torch.device(device)
         self._lock = threading.Lock()
-        self._phases = [("start", time.perf_counter())]
+        self._phases = [("start", self._clock())]
         self._times: dict[str, deque[float]] = {}
         self._totals: dict[str, float] = {}
         self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
@@ -157,7 +160,7 @@ class Heartbeat:
         return _Phase(self, name)
 
     def _enter(self, name: str) -> float:
-        entered = time.perf_counter()
+        entered = self._clock()
         with self._lock:
             self._add_total(entered)
             self._phases.append((name, entered))
@@ -166,7 +169,7 @@ class Heartbeat:
         return entered
 
     def _leave(self, name: str, entered: float) -> None:
-        left = time.perf_counter()
+        left = self._clock()
         if self._memory_is_old:
             self._sample_memory()
         with self._lock:
@@ -213,7 +216,7 @@ class Heartbeat:
             self._beat(writer, status)
 
     def current_phase(self) -> tuple[str, float]:
-        """The phase and the `time.perf_counter()` at which it began: together they name one entry into it."""
+        """The phase and the moment of the clock at which it began: together they name one entry into it."""
         with self._lock:
             return self._phases[-1]
 
@@ -221,7 +224,7 @@ class Heartbeat:
         """The row that describes this moment; see the module for its fields."""
         with self._lock:
             # Before anything else, and while no phase can change: what follows may take a while on a busy machine.
-            now, unix_time = time.perf_counter(), time.time()
+            now, unix_time = self._clock(), time.time()
             phase, since = entry = self._phases[-1]
             times = {name: list(values) for name, values in self._times.items()}
             totals = dict(self._totals)

@@ -3,7 +3,7 @@
 | state | when |
 |---|---|
 | finished, failed | the last row says so |
-| dead | rows are late and the process is gone, or its number another's; or no row for 3 intervals and 10 s from a host where nobody can look |
+| dead | rows are late and the process is gone (its number may be another's); 3 intervals and 10 s from another host |
 | stalled | the phase is older than the limit learned from the run, or the process is stopped, or exists and is silent |
 | slow | the phase lasts 3 times its median and 1 s longer, or its last 5 times were twice it, by a tenth of a step |
 | running | otherwise; a phase without a past has no expectation: it is running, and the reason says since when |
