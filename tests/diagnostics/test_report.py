@@ -285,7 +285,35 @@ def test_a_cpu_is_compared_with_what_its_products_reach(make_run: MakeRun, rate:
     environment["measured_speed"] = {"device": "cpu", "precision": "fp32", "matmul_flops": rate}
     (run / "env.json").write_text(json.dumps(environment))
     assert marks(run)[2] == mark and word in words(run)
-    assert f"of the {rate / 1e9:,.0f} GFLOP/s that large products reached on this CPU" in words(run)
+    assert f"of the {rate / 1e9:,.0f} GFLOP/s that large products reach on this CPU" in words(run)
+    # A share of all processes that measured, however many wrote a heartbeat at some time.
+    before = words(run).split("of the")[0]
+    set_last_beat(run, rank=1)
+    assert words(run).split("of the")[0] == before
+    environment["variables"]["WORLD_SIZE"] = "2"
+    (run / "env.json").write_text(json.dumps(environment))
+    assert f"of the {2 * rate / 1e9:,.0f} GFLOP/s" in words(run)
+
+
+@pytest.mark.parametrize(
+    ("train", "advice"),
+    [
+        ({}, 'Try train.precision "bf16", train.compile and train.cuda_graphs: the GPU has room.'),
+        ({"precision": "bf16", "compile": True}, "Try train.cuda_graphs: the GPU has room."),
+        ({"precision": "bf16", "compile": True, "cuda_graphs": True}, "Look with --trace.what profiler at where"),
+        (
+            {"precision": "bf16", "compile": True, "micro_batch_size": 2, "global_batch_size": 8},
+            "Try a larger train.micro_batch_size and train.cuda_graphs: the GPU has room.",
+        ),
+    ],
+)
+def test_only_what_a_run_does_not_have_is_advised(make_run: MakeRun, train: dict[str, object], advice: str) -> None:
+    run = make_run(steps=300, gpu=True)
+    rewrite_training(run, lambda row: row.update(executed_mfu=0.05))
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in train.items())
+    config = (run / "config.toml").read_text().replace("[train]\n", f"[train]\n{lines}")
+    (run / "config.toml").write_text(config)
+    assert advice in summarise(read_run(run))[3].text
 
 
 def test_a_comparison_says_which_run_learned_most_and_which_was_fastest(make_run: MakeRun) -> None:

@@ -281,7 +281,7 @@ def test_a_window_that_the_run_ends_in_is_written(tmp_path: Path) -> None:
 
 def test_memory_is_written_down_every_so_many_steps(tmp_path: Path) -> None:
     flags = ("--trace.what", "memory", "--trace.steps", "3:6", "--trace.interval_steps", "2", "--train.steps", "9")
-    result = train(make_config(tmp_path, *QUICK, *flags))
+    result = train(make_config(tmp_path, *QUICK, *flags, "--data.source", "synthetic"))
     folders = sorted((tmp_path / "run" / "traces").iterdir())
     # Step 4 is in the window.
     assert [folder.name for folder in folders] == ["steps_2-2", "steps_3-5", "steps_6-6", "steps_8-8"]
