@@ -142,7 +142,7 @@ def read_lines(
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             row = None
         missing = [name for name in required if name not in row] if isinstance(row, dict) else []
         if not isinstance(row, dict) or missing:

@@ -124,7 +124,8 @@ def _present(row: Row, silence: float) -> Verdict:
 def _slow_lately(row: Row) -> Verdict | None:
     typical, recent = row["typical_seconds"], row["recent_seconds"]
     step_seconds = sum(typical.get(phase, 0.0) for phase in _STEP_PHASES)
-    excess = {phase: recent[phase] - typical[phase] for phase in _STEP_PHASES if phase in typical}
+    known = [phase for phase in _STEP_PHASES if phase in typical and phase in recent]
+    excess = {phase: recent[phase] - typical[phase] for phase in known}
     if not excess:
         return None
     phase = max(excess, key=lambda name: excess[name])

@@ -13,6 +13,7 @@ from rich.text import Text
 from trifocal.diagnostics.attention_statistics import BRANCHES
 from trifocal.diagnostics.jsonl import Row
 from trifocal.diagnostics.progress import duration
+from trifocal.diagnostics.readable import is_number
 from trifocal.diagnostics.run import Run
 from trifocal.diagnostics.verdict import Verdict, judge
 
@@ -129,6 +130,7 @@ def render(run: Run, *, now: float | None = None, width: int = 80, silences: Sil
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
+    parts += [Text(sentence, style="yellow") for sentence in run.complaints()]
     return Group(*parts)
 
 
@@ -163,9 +165,9 @@ def _figures(run: Run, width: int) -> Table:
     if evaluations:
         grid.add_row("validation", f"{evaluations[-1]:.4f}  (best {min(evaluations):.4f})")
     row = (run.of_kind("train") or [{}])[-1]
-    if row.get("tokens_per_second") is not None:
+    if is_number(row.get("tokens_per_second")):
         parts = [f"{row['tokens_per_second']:,.0f} tokens/s"]
-        if row.get("executed_mfu") is not None:
+        if is_number(row.get("executed_mfu")):
             parts.append(f"{row['executed_mfu']:.1%} MFU (executed)")
         grid.add_row("throughput", ", ".join(parts))
     gates = _gates(run)
@@ -181,10 +183,12 @@ def _gates(run: Run) -> Text | None:
         return None
     parts: list[str | tuple[str, str]] = []
     for branch in BRANCHES:
-        gates = [row[f"gate_mean_{branch}"] for row in last]
-        bars = "".join(_BARS[min(len(_BARS) - 1, int(gate * len(_BARS)))] for gate in gates)
+        gates = [gate for row in last if is_number(gate := row.get(f"gate_mean_{branch}"))]
+        if not gates:
+            continue
+        bars = "".join(_BARS[int(min(max(gate, 0.0), 1.0) * (len(_BARS) - 1e-6))] for gate in gates)
         parts += [f"{branch} {sum(gates) / len(gates):.2f} ", (bars, "magenta"), "  "]
-    recalls = [row["dense_recall"] for row in last if row.get("dense_recall") is not None]
+    recalls = [recall for row in last if is_number(recall := row.get("dense_recall"))]
     if recalls:
         parts.append(f"recall {sum(recalls) / len(recalls):.0%}  ")
     return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))

@@ -1,5 +1,6 @@
 """The report's charts of the attention, from the telemetry rows of diagnostics/telemetry.py."""
 
+import statistics
 from typing import Any
 
 from trifocal.diagnostics.attention_statistics import IGNORED_GATE
@@ -144,7 +145,7 @@ def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
     steps = sorted(by_step)
     bins = max((len(shares) for group in by_step.values() for shares in group), default=0)
     values = [
-        [round(sum(shares[index] for shares in by_step[step]) / len(by_step[step]), 5) for step in steps]
+        [round(statistics.fmean(sum(shares[index : index + 1]) for shares in by_step[step]), 5) for step in steps]
         for index in range(bins)
     ]
     trace = _heat_map(steps, distance_labels(bins), values, "step %{x}, %{y} blocks back: %{z:.1%}<extra></extra>")

@@ -15,8 +15,9 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trifocal.diagnostics.readable import is_number
 from trifocal.diagnostics.report.attention_charts import BRANCHES
-from trifocal.diagnostics.run import Run, is_number
+from trifocal.diagnostics.run import Run
 from trifocal.diagnostics.verdict import judge
 from trifocal.models import ModelConfig, flops_per_token
 
@@ -148,6 +149,9 @@ def _healthy(run: Run) -> Finding:
         if messages:
             mark = "bad" if worse == "bad" or mark == "bad" else "watch"
             worries.append(f"{_count(len(messages), severity)}, the last one: {messages[-1]}")
+    if run.left_out:
+        mark = "watch" if mark == "good" else mark
+        worries += run.complaints()
     steps, norms = run.series("train", "gradient_norm")
     # Before the peak of the learning rate, and in the first tenth, gradients are large in every run.
     warm = max(run.config.get("schedule", {}).get("warmup_steps", 0), run.last_step / 10)
@@ -161,7 +165,7 @@ def _healthy(run: Run) -> Finding:
                 f"the gradient norm spikes in {spikes / len(norms):.0%} of the logged steps (median {median:.2g})"
             )
             changes.append("Lengthen the warm-up, or lower the peak learning rate: gradients spike.")
-    lost = [row["step"] for row in run.of_kind("train") if isinstance(loss := row.get("loss"), float) and loss != loss]
+    lost = [row["step"] for row in run.of_kind("train") if row.get("loss") is not None and not is_number(row["loss"])]
     if lost:
         mark = "bad"
         worries.append(f"the loss is not a number at step {lost[0]:,}")

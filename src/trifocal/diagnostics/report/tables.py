@@ -7,7 +7,8 @@ from html import escape
 from typing import Any
 
 from trifocal.diagnostics.progress import duration
-from trifocal.diagnostics.run import Run, is_number
+from trifocal.diagnostics.readable import is_number
+from trifocal.diagnostics.run import Run
 from trifocal.diagnostics.verdict import judge
 
 _MOST_EVENTS = 200
