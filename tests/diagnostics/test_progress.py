@@ -51,6 +51,7 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
             shown += os.read(parent, 65536).decode()
     os.close(parent)
     assert "\x1b[" in shown
+    assert re.search(r"ETA 0:00\S* .*elapsed\S* \S*0:00:\d\d", shown), "each time says which it is"
     assert "10/10" in shown and "loss 1.5000" in shown and "2,000 tokens/s" in shown
     assert "sample: [bold] is text" in shown
 

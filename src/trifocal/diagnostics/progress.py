@@ -55,6 +55,7 @@ class Progress:
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
+                TextColumn("elapsed"),
                 TimeElapsedColumn(),
                 console=Console(file=self._stream),
                 expand=True,
