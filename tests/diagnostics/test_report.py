@@ -331,6 +331,30 @@ def test_a_comparison_says_which_run_learned_most_and_which_was_fastest(make_run
     assert in_words(runs[:1]) == []
 
 
+def test_only_runs_under_the_same_conditions_are_ranked(make_run: MakeRun) -> None:
+    runs = [read_run(make_run(name, steps=300, final_loss=loss)) for name, loss in (("a", 1.5), ("b", 2.5), ("c", 1.0))]
+    sizes = {"sequence_length": 128, "global_batch_size": 8, "micro_batch_size": 8}
+    for run in runs:
+        run.config["train"] |= sizes
+        run.config["evaluate"] = {"batches": 16}
+    assert in_words(runs)[0].startswith("c learned most") and len(in_words(runs)) == 2
+    for section, name, value, said in (
+        ("train", "sequence_length", 256, "train.sequence_length (128, 256)"),
+        ("evaluate", "batches", 4, "sequences evaluated (128, 32)"),
+        ("data", "source", "text:x", 'data.source ("builtin", "text:x")'),
+        ("train", "global_batch_size", 16, "tokens read (307,200, 614,400)"),
+    ):
+        kept = runs[2].config[section].get(name)
+        runs[2].config[section][name] = value
+        learned, caveat, *_ = in_words(runs)
+        assert learned.startswith("a learned most") and "c" not in learned.split(":")[1].split()
+        assert caveat.startswith("Not all losses are ranked together: the runs differ in ") and said in caveat
+        runs[2].config[section][name] = kept
+    runs[1].environment["variables"]["WORLD_SIZE"] = "2"
+    assert in_words(runs)[-1] == "Not all speeds are ranked together: the runs differ in processes (1, 2)."
+    assert any(sentence.startswith(("a was fastest", "c was fastest")) for sentence in in_words(runs))
+
+
 def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:
