@@ -144,7 +144,8 @@ def _most_learned(runs: list[Run]) -> str:
         return ""
     best, second = sorted(ends, key=ends.__getitem__)[:2]
     more = f" ({ends[second] / ends[best] - 1:.1%} more)" if ends[best] > 0 else ""
-    return f"{best} learned most: its last validation loss is {ends[best]:.3f} {unit}, {second}'s {ends[second]:.3f}{more}."
+    last = f"its last validation loss is {ends[best]:.3f} {unit}"
+    return f"{best} learned most: {last}, {second}'s {ends[second]:.3f}{more}."
 
 
 def _fastest(runs: list[Run]) -> str:
