@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -10,10 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import ROOT
 from tests.diagnostics.browser import Browser, find
 from tests.diagnostics.conftest import TEXT, set_last_beat, write_picture, write_run
 from trifocal.diagnostics import MetricsWriter
 from trifocal.diagnostics.report import summarise, write_report
+from trifocal.diagnostics.report.assets import SCRIPT, STYLE
 from trifocal.diagnostics.report.attention_charts import attention_charts, distance_labels
 from trifocal.diagnostics.report.charts import smoothed, thin, training_charts
 from trifocal.diagnostics.report.picture import pictures_of
@@ -431,6 +434,52 @@ def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: Mak
     assert "lenses are open" in words(run) and "full attention" not in words(run)
 
 
+def test_selected_blocks_draw_what_has_a_course_and_say_the_rest(make_run: MakeRun) -> None:
+    charts = {chart.key: chart for chart in attention_charts(read_run(make_run(steps=400)))}
+    (trace,) = charts["selection"].traces
+    assert trace["name"] == "of the compressed lens's importance, selected"
+    assert "Level all along: 75% of a query's blocks" in charts["selection"].caption
+    assert "25% of queries, with fewer blocks than they may select." in charts["selection"].caption
+
+
+def test_all_charts_over_steps_have_one_axis(make_run: MakeRun) -> None:
+    runs = [read_run(make_run("long", steps=400)), read_run(make_run("short", steps=200))]
+    ranges = [chart.layout["xaxis"].get("range") for chart in training_charts(runs) if chart.key != "phases"]
+    assert len(ranges) > 5 and all(found == [0, 408.0] for found in ranges)
+    of_steps = [chart for chart in attention_charts(runs[0]) if chart.key != "distances"]
+    assert all(chart.layout["xaxis"]["range"] == [0, 408.0] for chart in of_steps)
+
+
+def test_branches_have_the_colours_of_the_docs() -> None:
+    palette = (ROOT / "docs" / "figures" / "palette.py").read_text()
+    found = re.search(r'COMPRESSED, SELECTED, WINDOW, DENSE = "(.*?)", "(.*?)", "(.*?)", "(.*?)"', palette)
+    assert found is not None
+    light = SCRIPT.split("dark: {")[0]
+    for name, colour in zip(("cmp", "slc", "win", "dense"), found.groups(), strict=True):
+        assert f'{name}: "{colour}"' in light
+        assert name == "dense" or f"--{name}: {colour}" in STYLE
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_phone_scrolls_wide_tables_and_charts_sideways_and_stays_short(
+    make_run: MakeRun, browser: Browser, theme: str
+) -> None:
+    names = ("first", "a run with a long name", "another one", "the last of them")
+    browser.open(write_report(make_run("alone", steps=300, layers=12)), width=390, theme=theme)
+    assert browser.evaluate("document.documentElement.scrollHeight") < 6500
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    wide = "[...document.querySelectorAll('.charts')].every((row) => row.scrollWidth > row.clientWidth)"
+    assert browser.evaluate(wide)
+    runs = [make_run(name, steps=300, learning_rate=1e-3 * index + 1e-4) for index, name in enumerate(names)]
+    browser.open(write_report(runs, runs[0].parent / "all.html"), width=390, theme=theme)
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    table = "[...document.querySelectorAll('#side-by-side .scroll')].map((box) => box.scrollWidth > box.clientWidth)"
+    assert browser.evaluate(table) == [True, True]
+    broken = "[...document.querySelectorAll('#side-by-side td')].filter((cell) => cell.clientHeight > 60).length"
+    assert browser.evaluate(broken) == 0, "no cell is squeezed into a column of letters"
+    assert browser.problems == []
+
+
 def test_early_gradients_are_no_spikes(make_run: MakeRun) -> None:
     run = make_run(steps=2000)
     rewrite_training(run, lambda row: row.update(gradient_norm=100.0 if row["step"] <= 200 else 1.0))
@@ -481,7 +530,9 @@ def test_long_curves_have_a_trend_and_short_ones_do_not(make_run: MakeRun) -> No
 def test_smoothing_keeps_straight_lines_and_does_not_lag() -> None:
     line = [3.0 - 0.01 * index for index in range(300)]
     assert smoothed(line) == pytest.approx(line)
-    assert smoothed([0.0, 3.0, 0.0, 0.0, 6.0], width=3) == pytest.approx([1.0, 1.0, 1.0, 2.0, 5.0])
+    assert smoothed([0.0, 3.0, 0.0, 0.0, 6.0], width=3) == pytest.approx([0.0, 1.0, 1.0, 2.0, 5.0])
+    steep = [10.0 / (index + 1) for index in range(300)]
+    assert smoothed(steep)[0] == 10.0, "it starts at the first logged value"
     noisy = [float(index % 2) for index in range(300)]
     assert max(smoothed(noisy)) < 0.8, "also at the ends"
     assert smoothed([]) == []
