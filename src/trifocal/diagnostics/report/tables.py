@@ -77,7 +77,9 @@ def in_words(runs: list[Run]) -> list[str]:
     Models, optimizers, precisions and batches are what people compare; the text, its length and how much of it was
     read, and for speed the devices, are what has to be alike.
     """
-    return [*_ranked(runs, _learned_under, _most_learned), *_ranked(runs, _fast_under, _fastest)]
+    evaluated = [run for run in runs if run.series("evaluation", "validation_loss")[0]]
+    timed = [run for run in runs if run.series("train", "tokens_per_second")[0]]
+    return [*_ranked(evaluated, _learned_under, _most_learned), *_ranked(timed, _fast_under, _fastest)]
 
 
 def _ranked(
@@ -104,8 +106,6 @@ def _ranked(
 def _learned_under(run: Run) -> dict[str, str]:
     """What has to be alike where validation losses are compared."""
     settings, steps = flat(run.config), run.series("evaluation", "validation_loss")[0]
-    if not steps:
-        return {"evaluations": "none"}
     other = tuple(f"data.{name}" for name in _OF_READING)
     names = [name for name in settings if name.startswith("data.") and not name.startswith(other)]
     # With another tokenizer, bits per byte still compare.
@@ -113,9 +113,8 @@ def _learned_under(run: Run) -> dict[str, str]:
     found = {name: settings.get(name, "unknown") for name in sorted(names)}
     found["sequences evaluated"] = _product(settings, "evaluate.batches", "train.micro_batch_size")
     read = _product(settings, "train.global_batch_size", "train.sequence_length")
-    return found | {
-        "tokens read": f"{steps[-1] * int(read):,}" if read.isdecimal() else f"those of {steps[-1]:,} steps"
-    }
+    found["tokens read"] = f"{steps[-1] * int(read):,}" if read.isdecimal() else f"those of {steps[-1]:,} steps"
+    return found
 
 
 def _product(settings: dict[str, str], first: str, second: str) -> str:
