@@ -16,6 +16,7 @@ from trifocal.diagnostics import MetricsWriter, write_environment
 from trifocal.diagnostics.attention_picture import AttentionPicture
 from trifocal.diagnostics.heartbeat import Heartbeat
 from trifocal.diagnostics.jsonl import JsonLinesWriter
+from trifocal.diagnostics.proc import process_start
 from trifocal.ops import Geometry
 
 CONFIG = """\
@@ -57,7 +58,31 @@ def beat(**fields: Any) -> dict[str, Any]:
         "total_seconds": {"start": 3.0, "data": 9.0, "forward": 200.0, "backward": 410.0, "optimizer": 55.0},
         "where": "forward (attention.py:190)",
     }
+    if "pid" in fields:
+        row["process_start"] = process_start(fields["pid"])
     return row | fields
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something has happened, however slow the machine is."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+class Clock:
+    """A clock that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_seconds(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
 
 
 def write_run(

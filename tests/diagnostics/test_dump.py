@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.diagnostics.conftest import Clock
 from trifocal.diagnostics import Heartbeat, Watchdog
 from trifocal.diagnostics.collectives import (
     Collective,
@@ -179,10 +180,13 @@ def test_where_nothing_can_be_written_the_stall_is_said_all_the_same(
     """A file stands where the folder of dumps should be."""
     (tmp_path / "dumps").write_text("")
     said: list[str] = []
-    heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05, minimum_stall_seconds=0.1)
-    with heartbeat, Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: said.append(text)):
-        for seconds in (0.01, 0.01, 0.6):
-            with heartbeat.phase("data"):
-                time.sleep(seconds)
+    clock = Clock()
+    heartbeat = Heartbeat(tmp_path / "heartbeat", clock=clock)
+    with Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: said.append(text)) as watchdog:
+        with heartbeat.phase("data"):
+            clock.pass_seconds(1.0)
+        with heartbeat.phase("data"):
+            clock.pass_seconds(121.0)
+            watchdog.observe(heartbeat.snapshot())
     assert "rank 0 is stalled in data" in said[0]
     assert "cannot open" in caplog.text and "cannot write the dump" in caplog.text

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from tests.diagnostics.conftest import Clock
 from trifocal.diagnostics import environment, memory_statistics, peak_bf16_flops, write_environment
+from trifocal.diagnostics.hardware import matmul_rate
 
 
 def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -108,4 +110,22 @@ def test_the_speed_of_products_is_measured_where_no_sheet_tells_it(tmp_path: Pat
     found = description["measured_speed"]
     assert found["device"] == "cpu" and found["precision"] == precision
     assert 1e8 < found["matmul_flops"] < 1e15
+
+
+def test_the_speed_of_a_cpu_is_that_of_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take the processor away for most of the time; that changes nothing."""
+    day, own = Clock(), Clock()
+
+    def product(*_: object) -> None:
+        day.pass_seconds(1.0)
+        own.pass_seconds(0.1)
+
+    monkeypatch.setattr("torch.Tensor.__matmul__", product)
+    monkeypatch.setattr("time.perf_counter", day)
+    monkeypatch.setattr("time.process_time", own)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    assert matmul_rate(torch.device("cpu"), "fp32") == pytest.approx(2 * 768**3 / 0.05)
+
+
+def test_without_a_device_nothing_is_measured() -> None:
     assert environment()["measured_speed"] is None

@@ -5,10 +5,10 @@ import os
 import pty
 import re
 import select
-import time
 
 import pytest
 
+from tests.diagnostics.conftest import Clock
 from trifocal.diagnostics.progress import Progress, duration
 
 
@@ -51,18 +51,19 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
             shown += os.read(parent, 65536).decode()
     os.close(parent)
     assert "\x1b[" in shown
+    assert re.search(r"ETA 0:00\S* .*elapsed\S* \S*0:00:\d\d", shown), "each time says which it is"
     assert "10/10" in shown and "loss 1.5000" in shown and "2,000 tokens/s" in shown
     assert "sample: [bold] is text" in shown
 
 
 def test_remaining_time_counts_from_the_step_resumed_at() -> None:
     stream = io.StringIO()
-    progress = Progress(110, start_step=100, stream=stream)
+    clock = Clock()
+    progress = Progress(110, start_step=100, stream=stream, clock=clock)
     assert progress.remaining_seconds() is None
-    time.sleep(0.1)
+    clock.pass_seconds(2.0)
     progress.update(101)
-    remaining = progress.remaining_seconds()
-    assert remaining is not None and 0.9 <= remaining < 3
+    assert progress.remaining_seconds() == pytest.approx(18.0)
 
 
 def test_other_ranks_show_nothing() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import ROOT
 from tests.diagnostics.browser import Browser, find
 from tests.diagnostics.conftest import TEXT, set_last_beat, write_picture, write_run
 from trifocal.diagnostics import MetricsWriter
 from trifocal.diagnostics.attention_picture import read_picture
 from trifocal.diagnostics.report import summarise, write_report
+from trifocal.diagnostics.report.assets import SCRIPT, STYLE
 from trifocal.diagnostics.report.attention_charts import attention_charts, distance_labels
 from trifocal.diagnostics.report.charts import smoothed, thin, training_charts
 from trifocal.diagnostics.report.picture import pictures_of
@@ -324,7 +327,35 @@ def test_a_cpu_is_compared_with_what_its_products_reach(make_run: MakeRun, rate:
     environment["measured_speed"] = {"device": "cpu", "precision": "fp32", "matmul_flops": rate}
     (run / "env.json").write_text(json.dumps(environment))
     assert marks(run)[2] == mark and word in words(run)
-    assert f"of the {rate / 1e9:,.0f} GFLOP/s that large products reached on this CPU" in words(run)
+    assert f"of the {rate / 1e9:,.0f} GFLOP/s that large products reach on this CPU" in words(run)
+    # A share of all processes that measured, however many wrote a heartbeat at some time.
+    before = words(run).split("of the")[0]
+    set_last_beat(run, rank=1)
+    assert words(run).split("of the")[0] == before
+    environment["variables"]["WORLD_SIZE"] = "2"
+    (run / "env.json").write_text(json.dumps(environment))
+    assert f"of the {2 * rate / 1e9:,.0f} GFLOP/s" in words(run)
+
+
+@pytest.mark.parametrize(
+    ("train", "advice"),
+    [
+        ({}, 'Try train.precision "bf16", train.compile and train.cuda_graphs: the GPU has room.'),
+        ({"precision": "bf16", "compile": True}, "Try train.cuda_graphs: the GPU has room."),
+        ({"precision": "bf16", "compile": True, "cuda_graphs": True}, "Look with --trace.what profiler at where"),
+        (
+            {"precision": "bf16", "compile": True, "micro_batch_size": 2, "global_batch_size": 8},
+            "Try a larger train.micro_batch_size and train.cuda_graphs: the GPU has room.",
+        ),
+    ],
+)
+def test_only_what_a_run_does_not_have_is_advised(make_run: MakeRun, train: dict[str, object], advice: str) -> None:
+    run = make_run(steps=300, gpu=True)
+    rewrite_training(run, lambda row: row.update(executed_mfu=0.05))
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in train.items())
+    config = (run / "config.toml").read_text().replace("[train]\n", f"[train]\n{lines}")
+    (run / "config.toml").write_text(config)
+    assert advice in summarise(read_run(run))[3].text
 
 
 def test_a_comparison_says_which_run_learned_most_and_which_was_fastest(make_run: MakeRun) -> None:
@@ -340,6 +371,30 @@ def test_a_comparison_says_which_run_learned_most_and_which_was_fastest(make_run
     assert "bits per byte" in in_words(runs)[0]
     assert learned in write_report([bad, good], good.parent / "both.html").read_text().replace("&#x27;", "'")
     assert in_words(runs[:1]) == []
+
+
+def test_only_runs_under_the_same_conditions_are_ranked(make_run: MakeRun) -> None:
+    runs = [read_run(make_run(name, steps=300, final_loss=loss)) for name, loss in (("a", 1.5), ("b", 2.5), ("c", 1.0))]
+    sizes = {"sequence_length": 128, "global_batch_size": 8, "micro_batch_size": 8}
+    for run in runs:
+        run.config["train"] |= sizes
+        run.config["evaluate"] = {"batches": 16}
+    assert in_words(runs)[0].startswith("c learned most") and len(in_words(runs)) == 2
+    for section, name, value, said in (
+        ("train", "sequence_length", 256, "train.sequence_length (128, 256)"),
+        ("evaluate", "batches", 4, "sequences evaluated (128, 32)"),
+        ("data", "source", "text:x", 'data.source ("builtin", "text:x")'),
+        ("train", "global_batch_size", 16, "tokens read (307,200, 614,400)"),
+    ):
+        kept = runs[2].config[section].get(name)
+        runs[2].config[section][name] = value
+        learned, caveat, *_ = in_words(runs)
+        assert learned.startswith("a learned most") and "c" not in learned.split(":")[1].split()
+        assert caveat.startswith("Not all losses are ranked together: the runs differ in ") and said in caveat
+        runs[2].config[section][name] = kept
+    runs[1].environment["variables"]["WORLD_SIZE"] = "2"
+    assert in_words(runs)[-1] == "Not all speeds are ranked together: the runs differ in processes (1, 2)."
+    assert any(sentence.startswith(("a was fastest", "c was fastest")) for sentence in in_words(runs))
 
 
 def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> None:
@@ -418,6 +473,52 @@ def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: Mak
     assert "lenses are open" in words(run) and "full attention" not in words(run)
 
 
+def test_selected_blocks_draw_what_has_a_course_and_say_the_rest(make_run: MakeRun) -> None:
+    charts = {chart.key: chart for chart in attention_charts(read_run(make_run(steps=400)))}
+    (trace,) = charts["selection"].traces
+    assert trace["name"] == "of the compressed lens's importance, selected"
+    assert "Level all along: 75% of a query's blocks" in charts["selection"].caption
+    assert "25% of queries, with fewer blocks than they may select." in charts["selection"].caption
+
+
+def test_all_charts_over_steps_have_one_axis(make_run: MakeRun) -> None:
+    runs = [read_run(make_run("long", steps=400)), read_run(make_run("short", steps=200))]
+    ranges = [chart.layout["xaxis"].get("range") for chart in training_charts(runs) if chart.key != "phases"]
+    assert len(ranges) > 5 and all(found == [0, 408.0] for found in ranges)
+    of_steps = [chart for chart in attention_charts(runs[0]) if chart.key != "distances"]
+    assert all(chart.layout["xaxis"]["range"] == [0, 408.0] for chart in of_steps)
+
+
+def test_branches_have_the_colours_of_the_docs() -> None:
+    palette = (ROOT / "docs" / "figures" / "palette.py").read_text()
+    found = re.search(r'COMPRESSED, SELECTED, WINDOW, DENSE = "(.*?)", "(.*?)", "(.*?)", "(.*?)"', palette)
+    assert found is not None
+    light = SCRIPT.split("dark: {")[0]
+    for name, colour in zip(("cmp", "slc", "win", "dense"), found.groups(), strict=True):
+        assert f'{name}: "{colour}"' in light
+        assert name == "dense" or f"--{name}: {colour}" in STYLE
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_phone_scrolls_wide_tables_and_charts_sideways_and_stays_short(
+    make_run: MakeRun, browser: Browser, theme: str
+) -> None:
+    names = ("first", "a run with a long name", "another one", "the last of them")
+    browser.open(write_report(make_run("alone", steps=300, layers=12)), width=390, theme=theme)
+    assert browser.evaluate("document.documentElement.scrollHeight") < 6500
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    wide = "[...document.querySelectorAll('.charts')].every((row) => row.scrollWidth > row.clientWidth)"
+    assert browser.evaluate(wide)
+    runs = [make_run(name, steps=300, learning_rate=1e-3 * index + 1e-4) for index, name in enumerate(names)]
+    browser.open(write_report(runs, runs[0].parent / "all.html"), width=390, theme=theme)
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    table = "[...document.querySelectorAll('#side-by-side .scroll')].map((box) => box.scrollWidth > box.clientWidth)"
+    assert browser.evaluate(table) == [True, True]
+    broken = "[...document.querySelectorAll('#side-by-side td')].filter((cell) => cell.clientHeight > 60).length"
+    assert browser.evaluate(broken) == 0, "no cell is squeezed into a column of letters"
+    assert browser.problems == []
+
+
 def test_early_gradients_are_no_spikes(make_run: MakeRun) -> None:
     run = make_run(steps=2000)
     rewrite_training(run, lambda row: row.update(gradient_norm=100.0 if row["step"] <= 200 else 1.0))
@@ -468,7 +569,9 @@ def test_long_curves_have_a_trend_and_short_ones_do_not(make_run: MakeRun) -> No
 def test_smoothing_keeps_straight_lines_and_does_not_lag() -> None:
     line = [3.0 - 0.01 * index for index in range(300)]
     assert smoothed(line) == pytest.approx(line)
-    assert smoothed([0.0, 3.0, 0.0, 0.0, 6.0], width=3) == pytest.approx([1.0, 1.0, 1.0, 2.0, 5.0])
+    assert smoothed([0.0, 3.0, 0.0, 0.0, 6.0], width=3) == pytest.approx([0.0, 1.0, 1.0, 2.0, 5.0])
+    steep = [10.0 / (index + 1) for index in range(300)]
+    assert smoothed(steep)[0] == 10.0, "it starts at the first logged value"
     noisy = [float(index % 2) for index in range(300)]
     assert max(smoothed(noisy)) < 0.8, "also at the ends"
     assert smoothed([]) == []

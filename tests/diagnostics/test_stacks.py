@@ -4,13 +4,13 @@ import gc
 import os
 import signal
 import threading
-import time
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.diagnostics.conftest import wait_for
 from trifocal.diagnostics import Heartbeat, StackDump, Watchdog
 from trifocal.diagnostics.stacks import running_threads, where
 
@@ -27,9 +27,8 @@ def test_a_signal_writes_every_threads_stack_and_the_run_goes_on(tmp_path: Path)
     started.wait()
     with StackDump(tmp_path / "dumps", rank=2) as dump:
         os.kill(os.getpid(), signal.SIGUSR1)
-        deadline = time.time() + 5
-        while dump.path.stat().st_size == 0 and time.time() < deadline:
-            time.sleep(0.01)
+        # Faulthandler writes it line by line.
+        wait_for(lambda: "wait_here" in dump.path.read_text() and "most recent call first" in dump.path.read_text())
         text = dump.path.read_text()
     stop.set()
     other.join()
@@ -49,8 +48,8 @@ def test_where_names_the_innermost_frames_of_another_thread() -> None:
     other = threading.Thread(target=wait_here, args=(started, stop))
     other.start()
     started.wait()
-    time.sleep(0.05)
     assert other.ident is not None
+    wait_for(lambda: where(other.ident or 0, others=older)[0].startswith("wait (threading.py:"))
     place, compiling = where(other.ident, depth=3, others=older)
     stop.set()
     other.join()

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.diagnostics.conftest import beat
-from trifocal.diagnostics.verdict import _process_state, judge
+from trifocal.diagnostics.proc import process_start, process_state
+from trifocal.diagnostics.verdict import judge
 
 
 def verdict(after_seconds: float = 1.0, **fields: Any) -> tuple[str, str]:
@@ -107,6 +108,17 @@ def test_silence_of_a_process_that_is_gone_is_death(sleeper: subprocess.Popen[by
     assert verdict(60.0, host="another-host")[0] == "dead"
 
 
+def test_a_process_whose_number_another_one_has_by_now_is_dead(sleeper: subprocess.Popen[bytes]) -> None:
+    began = process_start(sleeper.pid)
+    assert began is not None and began >= (process_start(os.getpid()) or 0)
+    assert verdict(60.0, pid=sleeper.pid)[0] == "stalled"
+    state, reason = verdict(60.0, pid=sleeper.pid, process_start=began - 1)
+    assert state == "dead" and f"process {sleeper.pid} is gone since 1:00" in reason
+    row = beat(pid=sleeper.pid)
+    del row["process_start"]
+    assert judge(row, row["unix_time_seconds"] + 60.0).state == "stalled", "a row of an earlier version"
+
+
 def test_a_stopped_process_is_stalled_and_told_how_to_go_on(sleeper: subprocess.Popen[bytes]) -> None:
     sleeper.send_signal(signal.SIGSTOP)
     wait_for_state(sleeper.pid, "T")
@@ -119,7 +131,7 @@ def test_a_stopped_process_is_stalled_and_told_how_to_go_on(sleeper: subprocess.
 
 def wait_for_state(pid: int, letter: str) -> None:
     deadline = time.monotonic() + 10
-    while _process_state(pid) != letter:
+    while process_state(pid) != letter:
         assert time.monotonic() < deadline, f"never {letter}"
         time.sleep(0.01)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.children import environment
+from tests.diagnostics.conftest import Clock, wait_for
 from trifocal.diagnostics import Heartbeat, Watchdog
 from trifocal.diagnostics.jsonl import Row, read_lines
 from trifocal.diagnostics.run import read_run
@@ -60,13 +61,6 @@ def start(tmp_path: Path) -> Callable[[str], subprocess.Popen[bytes]]:
     return begin
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    deadline = time.time() + seconds
-    while not condition():
-        assert time.time() < deadline, "it did not happen in time"
-        time.sleep(0.05)
-
-
 def state_of(run: Path) -> str:
     path = run / "heartbeat" / "rank0.jsonl"
     rows = read_lines(path) if path.exists() else []
@@ -81,7 +75,7 @@ def test_an_endless_loop_in_a_hook_is_stalled_and_the_summary_names_it(
     try:
         wait_for(lambda: state_of(run) == "stalled")
         wait_for(lambda: any(run.glob("dumps/stalled_*/summary.md")))
-        time.sleep(0.5)
+        wait_for(lambda: bool(read_run(run).of_kind("event")))
         reason = judge(read_run(run).heartbeats[0][-1]).reason
     finally:
         process.kill()
@@ -104,18 +98,20 @@ def test_a_long_first_step_is_neither_and_a_sleep_is_slow_and_leaves_no_dump(
     run = tmp_path / "run"
     process = start("sleep")
     try:
-        wait_for(lambda: state_of(run) != "")
-        time.sleep(1.2)
-        first = judge(read_run(run).heartbeats[0][-1])
         wait_for(lambda: state_of(run) == "slow")
-        reason = judge(read_run(run).heartbeats[0][-1]).reason
+        beats = read_run(run).heartbeats[0]
+        reason = judge(beats[-1]).reason
         process.send_signal(signal.SIGUSR1)
         wait_for(lambda: any(run.glob("dumps/asked_*/summary.md")))
         assert process.poll() is None
     finally:
         process.kill()
         process.wait()
-    assert first.state == "running" and first.reason.startswith("first forward for 0:0")
+    first = [row for row in beats if row["phase"] == "forward" and row["expected_phase_seconds"] is None]
+    assert max(row["phase_seconds"] for row in first) > 1
+    verdicts = [judge(row, row["unix_time_seconds"]) for row in first]
+    assert {verdict.state for verdict in verdicts} == {"running"}
+    assert all(verdict.reason.startswith("first forward for 0:0") for verdict in verdicts)
     assert "in backward" in reason and "times its median" in reason and "endless_hook" in reason
     assert not list(run.glob("dumps/stalled_*"))
     (folder,) = run.glob("dumps/asked_*")
@@ -132,9 +128,9 @@ def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) 
             pass
         with heartbeat.phase("data"):
             # A dump has the row that saw the request, which may have been begun before it.
-            wait_for(lambda: bool(rows) and rows[-1]["phase"] == "data", seconds=10)
+            wait_for(lambda: bool(rows) and rows[-1]["phase"] == "data")
             os.kill(os.getpid(), signal.SIGUSR1)
-            wait_for(lambda: any(tmp_path.glob("dumps/asked_*/summary.md")), seconds=10)
+            wait_for(lambda: any(tmp_path.glob("dumps/asked_*/summary.md")))
     (summary,) = tmp_path.glob("dumps/asked_*/summary.md")
     text = summary.read_text()
     assert "Nothing is: the rank goes on." in text and "Hint" not in text
@@ -142,22 +138,30 @@ def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) 
 
 
 def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Where it is installed, it stops the clock of this process.
     monkeypatch.setattr("trifocal.diagnostics.dump.find_py_spy", lambda: None)
     sentences: list[str] = []
-    heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05, minimum_stall_seconds=0.15)
-    with heartbeat, Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: sentences.append(text)):
-        for seconds in (0.01, 0.01, 0.01, 0.5):
-            with heartbeat.phase("data"):
-                time.sleep(seconds)
+    clock = Clock()
+    # Its thread is not started: the test beats.
+    heartbeat = Heartbeat(tmp_path / "heartbeat", minimum_stall_seconds=120.0, clock=clock)
+
+    def stay(seconds: int) -> None:
+        with heartbeat.phase("data"):
+            for _ in range(seconds):
+                clock.pass_seconds(1.0)
+                watchdog.observe(heartbeat.snapshot())
+
+    with Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: sentences.append(text)) as watchdog:
+        for seconds in (1, 1, 1, 1, 1):
+            stay(seconds)
+        stay(130)
         assert len(sentences) == 1
         # The limit has learned from the stall: twice its longest time.
-        with heartbeat.phase("data"):
-            time.sleep(0.6)
+        stay(260)
         assert len(sentences) == 1
-        with heartbeat.phase("data"):
-            wait_for(lambda: len(sentences) == 2, seconds=10)
-    assert "rank 0 is stalled in data" in sentences[0]
+        stay(521)
+        assert len(sentences) == 2
+    assert sentences[0].startswith("rank 0 is stalled in data for 2:01 (usually 1 s, limit 120 s)")
+    assert sentences[1].startswith("rank 0 is stalled in data for 8:41 (usually 1 s, limit 520 s)")
     assert not (tmp_path / "dumps" / "stacks_rank0.txt").exists()
 
 
@@ -181,15 +185,17 @@ def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path: Path) -> None:
         with stuck.phase("backward"):
             pass
         with stuck.phase("backward"):
-            wait_for(lambda: len(list(tmp_path.glob("dumps/stalled_*/stacks_rank*.txt"))) == 2, seconds=10)
+            wait_for(lambda: len(list(tmp_path.glob("dumps/stalled_*/stacks_rank*.txt"))) == 2)
     (summary,) = tmp_path.glob("dumps/stalled_*/summary.md")
     assert "| 1 | running |" in summary.read_text()
 
 
 def test_stacks_are_written_even_while_c_code_holds_the_interpreters_lock(tmp_path: Path) -> None:
     heartbeat = Heartbeat(tmp_path / "heartbeat", interval_seconds=0.05, minimum_stall_seconds=0.4)
+    rows: list[Row] = []
     with heartbeat, Watchdog(heartbeat, tmp_path):
-        time.sleep(0.3)
+        heartbeat.observers.append(rows.append)
+        wait_for(lambda: bool(rows))
         # PyDLL, unlike CDLL, keeps the lock: no thread of Python's can run, the heartbeat's neither.
         ctypes.PyDLL(None).usleep(900_000)
         text = (tmp_path / "dumps" / "stacks_rank0.txt").read_text()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.train.tiny import make_config, write_config
@@ -42,6 +42,7 @@ class Everything:
     inner: Inner = dataclasses.field(default_factory=Inner)
 
 
+@settings(deadline=None)
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
     number=st.integers(-(2**63), 2**63 - 1),

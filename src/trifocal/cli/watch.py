@@ -54,7 +54,8 @@ def run(args: Sequence[str]) -> int:
         try:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
-                    live.update(render(watched, width=console.width, silences=silences), refresh=True)
+                    picture = render(watched, width=console.width, height=console.height, silences=silences)
+                    live.update(picture, refresh=True)
                     states = {verdict.state for verdict in verdicts(watched, silences=silences).values()}
                     if states and states <= _OVER:
                         break

@@ -63,8 +63,11 @@ def peak_bf16_flops(device_name: str) -> float | None:
 def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> float:
     """Speed of large products, the fastest of those tried.
 
+    On a CPU in the time for which this process had its processors, so that it is a figure of the machine alone: on a
+    busy one, the time of day said anything from a half to a tenth of it.
+
     Args:
-        device: Where.
+        device: Where; a CPU with the threads that PyTorch has now.
         precision: "fp32" or "bf16".
         seconds: How long to try; three products at least.
 
@@ -74,14 +77,17 @@ def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> f
     size = 4096 if device.type == "cuda" else 768
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    # Of all threads together.
+    shares = 1 if device.type == "cuda" else torch.get_num_threads()
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
     times: list[float] = []
     left @ right
     while len(times) < 3 or sum(times) < seconds:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        begin = time.perf_counter()
+        begin = clock()
         left @ right
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
+        times.append((clock() - begin) / shares)
     return 2 * size**3 / min(times)

@@ -6,6 +6,8 @@ One JSON object a line in `heartbeat/rank{rank}.jsonl`, one line every `interval
 |---|---|
 | unix_time_seconds | when the row was written |
 | rank, host, pid | which process wrote it |
+| process_start | when that process started, in clock ticks since its machine did; null where /proc does not say |
+| parallel_mode | `none`, `ddp`, `fsdp` or `hsdp`: how this process shares the model with others |
 | interval_seconds | time between two rows; much longer silence means that the process is gone or frozen |
 | status | `running`; the last row says `finished` or `failed` |
 | step | optimizer steps done |
@@ -43,6 +45,7 @@ import torch
 
 from trifocal.diagnostics.jsonl import JsonLinesWriter, Row, logger
 from trifocal.diagnostics.memory import MemoryStatistics, memory_statistics
+from trifocal.diagnostics.proc import process_start
 from trifocal.diagnostics.stacks import running_threads, where
 
 PHASES = (
@@ -88,8 +91,10 @@ class Heartbeat:
         rank: Rank of this process.
         interval_seconds: Time between two rows.
         device: Where the model is, for the memory figures.
+        parallel_mode: `parallel.mode` as it was resolved.
         minimum_stall_seconds: No phase counts as stalled before this age.
         stall_factor: Nor before this many times its median, nor before twice its longest recent time.
+        clock: Seconds since any moment; tests have one of their own.
 
     Raises:
         ValueError: If interval_seconds, minimum_stall_seconds or stall_factor is not positive.
@@ -102,8 +107,10 @@ class Heartbeat:
         interval_seconds: float = 5.0,
         *,
         device: torch.device | str = "cpu",
+        parallel_mode: str = "none",
         minimum_stall_seconds: float = 120.0,
         stall_factor: float = 10.0,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         for name, value in (
             ("interval_seconds", interval_seconds),
@@ -117,11 +124,13 @@ class Heartbeat:
         self.interval_seconds = interval_seconds
         self.minimum_stall_seconds = minimum_stall_seconds
         self.stall_factor = stall_factor
+        self.parallel_mode = parallel_mode
         self.observers: list[Callable[[Row], None]] = []
         """Called with every row in the heartbeat's thread; the watchdog is one."""
+        self._clock = clock
         self._device = torch.device(device)
         self._lock = threading.Lock()
-        self._phases = [("start", time.perf_counter())]
+        self._phases = [("start", self._clock())]
         self._times: dict[str, deque[float]] = {}
         self._totals: dict[str, float] = {}
         self._progress: Row = {"step": 0, "loss": None, "tokens_per_second": None}
@@ -131,6 +140,7 @@ class Heartbeat:
         self._memory: MemoryStatistics | None = None
         self._memory_is_old = True
         self._stop = threading.Event()
+        self._process_start = process_start(os.getpid())
         self._main_thread = threading.get_ident()
         self._older_threads = running_threads()
         self._thread = threading.Thread(target=self._run, name="trifocal-heartbeat", daemon=True)
@@ -150,7 +160,7 @@ class Heartbeat:
         return _Phase(self, name)
 
     def _enter(self, name: str) -> float:
-        entered = time.perf_counter()
+        entered = self._clock()
         with self._lock:
             self._add_total(entered)
             self._phases.append((name, entered))
@@ -159,7 +169,7 @@ class Heartbeat:
         return entered
 
     def _leave(self, name: str, entered: float) -> None:
-        left = time.perf_counter()
+        left = self._clock()
         if self._memory_is_old:
             self._sample_memory()
         with self._lock:
@@ -206,7 +216,7 @@ class Heartbeat:
             self._beat(writer, status)
 
     def current_phase(self) -> tuple[str, float]:
-        """The phase and the `time.perf_counter()` at which it began: together they name one entry into it."""
+        """The phase and the moment of the clock at which it began: together they name one entry into it."""
         with self._lock:
             return self._phases[-1]
 
@@ -214,7 +224,7 @@ class Heartbeat:
         """The row that describes this moment; see the module for its fields."""
         with self._lock:
             # Before anything else, and while no phase can change: what follows may take a while on a busy machine.
-            now, unix_time = time.perf_counter(), time.time()
+            now, unix_time = self._clock(), time.time()
             phase, since = entry = self._phases[-1]
             times = {name: list(values) for name, values in self._times.items()}
             totals = dict(self._totals)
@@ -231,6 +241,8 @@ class Heartbeat:
             "rank": self.rank,
             "host": socket.gethostname(),
             "pid": os.getpid(),
+            "process_start": self._process_start,
+            "parallel_mode": self.parallel_mode,
             "interval_seconds": self.interval_seconds,
             "status": status,
             "phase": phase,

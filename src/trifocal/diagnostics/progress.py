@@ -3,6 +3,7 @@
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -23,6 +24,7 @@ class Progress:
         stream: Where to write; standard output by default.
         interval_seconds: Least time between two plain lines.
         enabled: False shows nothing (every rank but the first).
+        clock: Seconds since any moment; tests have one of their own.
     """
 
     def __init__(
@@ -33,12 +35,14 @@ class Progress:
         stream: TextIO | None = None,
         interval_seconds: float = 5.0,
         enabled: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        self._clock = clock
         self._total_steps = total_steps
         self._stream = stream or sys.stdout
         self._interval_seconds = interval_seconds
         self._enabled = enabled
-        self._history: deque[tuple[float, int]] = deque([(time.perf_counter(), start_step)], maxlen=200)
+        self._history: deque[tuple[float, int]] = deque([(self._clock(), start_step)], maxlen=200)
         self._last_line = float("-inf")
         self._last_step: int | None = None
         self._loss: float | None = None
@@ -51,6 +55,7 @@ class Progress:
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
+                TextColumn("elapsed"),
                 TimeElapsedColumn(),
                 console=Console(file=self._stream),
                 expand=True,
@@ -67,7 +72,7 @@ class Progress:
         """
         if not self._enabled or step == self._last_step:
             return
-        now = time.perf_counter()
+        now = self._clock()
         self._last_step = step
         self._history.append((now, step))
         self._loss = self._loss if loss is None else loss

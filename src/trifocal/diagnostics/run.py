@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 import tomllib
 from dataclasses import dataclass, field
@@ -11,6 +10,7 @@ from typing import Any
 
 from trifocal.diagnostics.jsonl import Row, read_lines
 from trifocal.diagnostics.metrics import read_metrics
+from trifocal.diagnostics.readable import is_number, readable_beats, readable_metrics
 from trifocal.errors import UserError
 
 # A heartbeat row is well under 2 KiB; its last row is found without reading a day of beats.
@@ -36,6 +36,8 @@ class Run:
     """Step and text, in order of steps."""
     pictures: list[Path] = field(default_factory=list)
     """Files of diagnostics/attention_picture.py, in order of steps."""
+    left_out: dict[str, int] = field(default_factory=dict)
+    """Of each file, the rows that lack what every reader needs."""
 
     def of_kind(self, kind: str) -> list[Row]:
         """The metric rows of one kind."""
@@ -62,6 +64,19 @@ class Run:
         """The last step that any row knows."""
         beats = [rows[-1]["step"] for rows in self.heartbeats.values() if rows]
         return max([row["step"] for row in self.rows] + beats, default=0)
+
+    def note_left_out(self, file: str, rows: int) -> None:
+        """Count rows of a file that are left out."""
+        if rows:
+            self.left_out[file] = rows
+
+    def complaints(self) -> list[str]:
+        """A sentence for each file with rows that are left out."""
+        return [
+            f"{rows:,} row{'s' if rows > 1 else ''} of {file} lack{'' if rows > 1 else 's'} what every reader needs, "
+            f"and {'are' if rows > 1 else 'is'} left out"
+            for file, rows in self.left_out.items()
+        ]
 
     def phase_seconds(self, rank: int = 0) -> dict[str, float]:
         """Time of a rank by phase, over all of the processes (resumes) that wrote its heartbeat."""
@@ -94,7 +109,9 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
     metrics, heartbeat = directory / "metrics.jsonl", directory / "heartbeat"
     if not metrics.exists() and not heartbeat.is_dir():
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
-    run = Run(directory, directory.resolve().name, read_metrics(metrics) if metrics.is_file() else [])
+    rows = read_metrics(metrics) if metrics.is_file() else []
+    run = Run(directory, directory.resolve().name, readable_metrics(rows))
+    run.note_left_out(metrics.name, len(rows) - len(run.rows))
     config = directory / "config.toml"
     if config.is_file():
         try:
@@ -114,8 +131,10 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
         match = re.fullmatch(r"rank(\d+)\.jsonl", path.name)
         last_bytes = None if whole_heartbeats else _TAIL_BYTES
         rows = read_lines(path, last_bytes=last_bytes, required=_BEAT_FIELDS) if match else []
-        if match and rows:
-            run.heartbeats[int(match[1])] = rows if whole_heartbeats else rows[-1:]
+        beats = readable_beats(rows)
+        run.note_left_out(f"heartbeat/{path.name}", len(rows) - len(beats))
+        if match and beats:
+            run.heartbeats[int(match[1])] = beats if whole_heartbeats else beats[-1:]
     run.heartbeats = dict(sorted(run.heartbeats.items()))
     for path in _files(directory / "samples", "*.txt"):
         match = re.search(r"(\d+)", path.stem)
@@ -128,8 +147,3 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
 def _files(folder: Path, pattern: str) -> list[Path]:
     # In a folder that others write to there may be pipes, which would be waited for.
     return [path for path in folder.glob(pattern) if path.is_file()]
-
-
-def is_number(value: object) -> bool:
-    """A finite number, not a flag."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

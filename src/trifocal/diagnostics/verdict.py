@@ -3,7 +3,7 @@
 | state | when |
 |---|---|
 | finished, failed | the last row says so |
-| dead | rows are late and the process is gone; or no row for 3 intervals and 10 s from a host where nobody can look |
+| dead | rows are late and the process is gone (its number may be another's); 3 intervals and 10 s from another host |
 | stalled | the phase is older than the limit learned from the run, or the process is stopped, or exists and is silent |
 | slow | the phase lasts 3 times its median and 1 s longer, or its last 5 times were twice it, by a tenth of a step |
 | running | otherwise; a phase without a past has no expectation: it is running, and the reason says since when |
@@ -13,14 +13,13 @@ then only when rows are late, by two intervals; who cannot write a row is not ta
 taken of a phase is no part of its age.
 """
 
-import os
 import socket
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from trifocal.diagnostics.jsonl import Row
+from trifocal.diagnostics.proc import process_start, process_state
 from trifocal.diagnostics.progress import duration
 
 State = Literal["running", "slow", "stalled", "finished", "failed", "dead"]
@@ -62,7 +61,7 @@ def judge(row: Row, now: float | None = None) -> Verdict:
         return Verdict(row["status"], f"at step {row['step']:,}")
     silence = max(0.0, now - row["unix_time_seconds"])
     late = silence > LATE_INTERVALS * row["interval_seconds"]
-    state = _process_state(row["pid"]) if late and row["host"] == socket.gethostname() else "?"
+    state = _state(row) if late and row["host"] == socket.gethostname() else "?"
     if state in _OVER:
         return Verdict("dead", f"process {row['pid']} is gone since {duration(silence)}; {_last_seen(row)}")
     if state in _STOPPED:
@@ -73,6 +72,12 @@ def judge(row: Row, now: float | None = None) -> Verdict:
     if silence > SILENT_INTERVALS * row["interval_seconds"] + SILENT_SECONDS:
         return _silent(row, silence, state)
     return _present(row, silence if late else 0.0)
+
+
+def _state(row: Row) -> str:
+    """Linux's letter for what the row's process does; X also where another process has its number by now."""
+    began, now = row.get("process_start"), process_start(row["pid"])
+    return "X" if None not in (began, now) and began != now else process_state(row["pid"])
 
 
 def _silent(row: Row, silence: float, state: str) -> Verdict:
@@ -119,7 +124,8 @@ def _present(row: Row, silence: float) -> Verdict:
 def _slow_lately(row: Row) -> Verdict | None:
     typical, recent = row["typical_seconds"], row["recent_seconds"]
     step_seconds = sum(typical.get(phase, 0.0) for phase in _STEP_PHASES)
-    excess = {phase: recent[phase] - typical[phase] for phase in _STEP_PHASES if phase in typical}
+    known = [phase for phase in _STEP_PHASES if phase in typical and phase in recent]
+    excess = {phase: recent[phase] - typical[phase] for phase in known}
     if not excess:
         return None
     phase = max(excess, key=lambda name: excess[name])
@@ -130,19 +136,3 @@ def _slow_lately(row: Row) -> Verdict | None:
         f"{phase} takes {times:.1f} times its median lately: {recent[phase]:.2g} s instead of {typical[phase]:.2g} s"
     )
     return Verdict("slow", reason)
-
-
-def _process_state(pid: int) -> str:
-    """Linux's letter for what a process of this machine does; X if there is none, ? where that cannot be known."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return "X"
-    except PermissionError:
-        # Somebody else's, but it is there.
-        pass
-    try:
-        # After the program's name in brackets, which may hold anything.
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return "?"

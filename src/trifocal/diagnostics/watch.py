@@ -13,6 +13,7 @@ from rich.text import Text
 from trifocal.diagnostics.attention_statistics import BRANCHES
 from trifocal.diagnostics.jsonl import Row
 from trifocal.diagnostics.progress import duration
+from trifocal.diagnostics.readable import is_number
 from trifocal.diagnostics.run import Run
 from trifocal.diagnostics.verdict import Verdict, judge
 
@@ -27,6 +28,7 @@ _COLOURS = {
 _BARS = "▁▂▃▄▅▆▇█"
 _BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _CURVE_LINES = 4
+_LOW_TERMINAL = 24
 _ETA_ROWS = 30
 _SHOWN_EVENTS = 4
 
@@ -111,24 +113,33 @@ def curve(values: list[float], width: int, height: int) -> list[str]:
     return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
 
 
-def render(run: Run, *, now: float | None = None, width: int = 80, silences: Silences | None = None) -> RenderableType:
-    """Draw a run.
+def render(
+    run: Run,
+    *,
+    now: float | None = None,
+    width: int = 80,
+    height: int | None = None,
+    silences: Silences | None = None,
+) -> RenderableType:
+    """Draw a run: the processes first, as a low terminal cuts off the end.
 
     Args:
         run: From `read_run(directory, whole_heartbeats=False)`.
         now: Seconds since the epoch; the present by default.
         width: Columns of the terminal.
+        height: Its rows, where they are limited: in less than 24 the loss is a number without its curve.
         silences: Of earlier looks at the same run.
 
     Returns:
         What rich can print.
     """
     now = time.time() if now is None else now
-    parts: list[RenderableType] = [_progress(run, width), Padding(_figures(run, width), (1, 0))]
-    parts.append(_ranks(run, now, silences))
+    curve_lines = _CURVE_LINES if height is None or height >= _LOW_TERMINAL else 0
+    parts: list[RenderableType] = [_progress(run, width), _ranks(run, now, silences), _figures(run, width, curve_lines)]
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
+    parts += [Text(sentence, style="yellow") for sentence in run.complaints()]
     return Group(*parts)
 
 
@@ -147,25 +158,26 @@ def _progress(run: Run, width: int) -> RenderableType:
     return grid
 
 
-def _figures(run: Run, width: int) -> Table:
+def _figures(run: Run, width: int, curve_lines: int) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     losses = run.series("train", "loss")[1]
     if losses:
-        lines = curve(losses, max(20, min(100, width - 32)), _CURVE_LINES)
-        labels = [f"{max(losses):.3f} highest", *[""] * (_CURVE_LINES - 2), f"{min(losses):.3f} lowest"]
+        grid.add_row("loss", Text(f"{losses[-1]:.4f}", style="bold"))
+    if losses and curve_lines:
+        lines = curve(losses, max(20, min(100, width - 32)), curve_lines)
+        labels = [f"{max(losses):.3f} highest", *[""] * (curve_lines - 2), f"{min(losses):.3f} lowest"]
         picture = Table.grid(padding=(0, 2))
         picture.add_row(Text("\n".join(lines), style="cyan"), Text("\n".join(labels), style="dim"))
-        grid.add_row("loss", Text(f"{losses[-1]:.4f}", style="bold"))
         grid.add_row("", picture)
     evaluations = run.series("evaluation", "validation_loss")[1]
     if evaluations:
         grid.add_row("validation", f"{evaluations[-1]:.4f}  (best {min(evaluations):.4f})")
     row = (run.of_kind("train") or [{}])[-1]
-    if row.get("tokens_per_second") is not None:
+    if is_number(row.get("tokens_per_second")):
         parts = [f"{row['tokens_per_second']:,.0f} tokens/s"]
-        if row.get("executed_mfu") is not None:
+        if is_number(row.get("executed_mfu")):
             parts.append(f"{row['executed_mfu']:.1%} MFU (executed)")
         grid.add_row("throughput", ", ".join(parts))
     gates = _gates(run)
@@ -181,10 +193,12 @@ def _gates(run: Run) -> Text | None:
         return None
     parts: list[str | tuple[str, str]] = []
     for branch in BRANCHES:
-        gates = [row[f"gate_mean_{branch}"] for row in last]
-        bars = "".join(_BARS[min(len(_BARS) - 1, int(gate * len(_BARS)))] for gate in gates)
+        gates = [gate for row in last if is_number(gate := row.get(f"gate_mean_{branch}"))]
+        if not gates:
+            continue
+        bars = "".join(_BARS[int(min(max(gate, 0.0), 0.999) * len(_BARS))] for gate in gates)
         parts += [f"{branch} {sum(gates) / len(gates):.2f} ", (bars, "magenta"), "  "]
-    recalls = [row["dense_recall"] for row in last if row.get("dense_recall") is not None]
+    recalls = [recall for row in last if is_number(recall := row.get("dense_recall"))]
     if recalls:
         parts.append(f"recall {sum(recalls) / len(recalls):.0%}  ")
     return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))

@@ -264,9 +264,12 @@ class TraceSection:
     """What to look at, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
     "anomalies"."""
     steps: str = "10:13"
-    """In which steps: half-open ranges like "10:13", separated by commas."""
+    """In which steps: half-open ranges like "10:13", separated by commas; steps count from 1."""
+    interval_steps: int = 0
+    """Trace each step that this divides too, in a folder of its own; 0 traces those of `steps` alone."""
 
     def __post_init__(self) -> None:
+        _require(self.interval_steps >= 0, f"trace.interval_steps must be at least 0, got {self.interval_steps}")
         names = self.names()
         for name in names:
             _require(name in TRACES, f'trace.what must name some of {", ".join(TRACES)}, got "{name}"')
@@ -284,12 +287,14 @@ class TraceSection:
         return _parts(self.what)
 
     def windows(self) -> list[tuple[int, int]]:
-        """The ranges of `steps`: the first step, and the one after the last.
+        """The ranges of `steps`: the first step, and the one after the last; none where it is empty.
 
         Raises:
             ValueError: If they are not in this form, or not in order.
         """
         found: list[tuple[int, int]] = []
+        if not self.steps.strip():
+            return found
         for part in self.steps.split(","):
             first, _, end = part.strip().partition(":")
             bounds = _count(first), _count(end)

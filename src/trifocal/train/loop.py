@@ -124,7 +124,13 @@ class Trainer:
                 open_records(config, directory, device=self.device, resume_step=resume_step, first=first)
             )
             self.heartbeat = stack.enter_context(
-                Heartbeat(directory / "heartbeat", rank, config.log.heartbeat_seconds, device=self.device)
+                Heartbeat(
+                    directory / "heartbeat",
+                    rank,
+                    config.log.heartbeat_seconds,
+                    device=self.device,
+                    parallel_mode=self.parallel.mode,
+                )
             )
             stack.enter_context(
                 Watchdog(self.heartbeat, directory, device=self.device, on_stall=self._report_stalled_phase)

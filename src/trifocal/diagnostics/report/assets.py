@@ -6,14 +6,14 @@ STYLE = """
   --page: #f6f7f9; --surface: #ffffff; --ink: #16191d; --soft: #5b6470; --line: #e3e6ea; --hover: #f0f2f5;
   --accent: #2563eb; --good: #0f7b4f; --watch: #a15c00; --bad: #c02626; --unknown: #5b6470;
   --good-back: #e4f5ec; --watch-back: #fdf1dc; --bad-back: #fde8e8; --unknown-back: #eceff3;
-  --cmp: #7c3aed; --slc: #0d9488; --win: #d97706;
+  --cmp: #1f6fb2; --slc: #e07b00; --win: #0b8f6a;
 }
 :root[data-theme="dark"] {
   color-scheme: dark;
   --page: #0e1116; --surface: #171b22; --ink: #e8ebef; --soft: #9aa4b1; --line: #2a303a; --hover: #1f252e;
   --accent: #6ea8ff; --good: #4cc38a; --watch: #e9a83b; --bad: #ff7b7b; --unknown: #9aa4b1;
   --good-back: #12291f; --watch-back: #2e2410; --bad-back: #331a1c; --unknown-back: #232932;
-  --cmp: #b197fc; --slc: #3fd0c0; --win: #f0b04a;
+  --cmp: #6db3ee; --slc: #f5a742; --win: #45c89c;
 }
 * { box-sizing: border-box; }
 html { -webkit-text-size-adjust: 100%; }
@@ -85,9 +85,9 @@ input[type=range] { flex: 1; min-width: 0; accent-color: var(--accent); }
 @media (max-width: 760px) {
   .tight td:not(:last-child), .tight th:not(:last-child) { padding-right: 12px; }
   main { padding: 18px 12px 48px; }
-  .charts { grid-template-columns: minmax(0, 1fr); }
-  .chart { grid-column: auto; }
-  .chart { padding: 14px 8px 4px; }
+  /* One row that is swept sideways: the next chart looks in at the edge. */
+  .charts { display: flex; gap: 10px; align-items: stretch; overflow-x: auto; scroll-snap-type: x proximity; }
+  .chart { flex: 0 0 90%; scroll-snap-align: start; padding: 14px 8px 4px; }
   .chart h3, .chart .soft { padding: 0 6px; }
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); }
 }
@@ -101,10 +101,10 @@ SCRIPT = """
     light: {
       runs: ["#2563eb", "#d97706", "#0d9467", "#c026d3", "#dc2626", "#0e7490"],
       surface: "#ffffff", ink: "#16191d", soft: "#5b6470", line: "#e9ebef", edge: "#cfd5dc",
-      cmp: "#7c3aed", slc: "#0d9488", win: "#d97706", forced: "#8fd3cc", unread: "#f1f3f6",
-      "scale-cmp": [[0, "#f4f1fd"], [0.5, "#b79bf5"], [1, "#5b21b6"]],
-      "scale-slc": [[0, "#eef8f7"], [0.5, "#6cc5bc"], [1, "#0b5f58"]],
-      "scale-win": [[0, "#fdf5e9"], [0.5, "#efae55"], [1, "#9a5200"]],
+      cmp: "#1f6fb2", slc: "#e07b00", win: "#0b8f6a", dense: "#6b7280", forced: "#f6cd97", unread: "#f1f3f6",
+      "scale-cmp": [[0, "#eef5fb"], [0.5, "#86b5da"], [1, "#134a7a"]],
+      "scale-slc": [[0, "#fdf3e6"], [0.5, "#f0ad5c"], [1, "#9a5400"]],
+      "scale-win": [[0, "#ecf7f3"], [0.5, "#6cc2a6"], [1, "#075e46"]],
       sequential: [[0, "#f1f5fb"], [0.25, "#bcd3f7"], [0.5, "#7aa7ee"], [0.75, "#3b74d6"], [1, "#123a86"]],
       data: "#d97706", forward: "#60a5fa", backward: "#2563eb", optimizer: "#1e3a8a", checkpoint: "#c026d3",
       evaluate: "#0d9467", telemetry: "#84cc16", sample: "#0891b2", wait: "#dc2626", compile: "#9ca3af",
@@ -113,10 +113,10 @@ SCRIPT = """
     dark: {
       runs: ["#6ea8ff", "#f0b04a", "#4cc9a0", "#e58bf2", "#ff8a8a", "#5cc8df"],
       surface: "#171b22", ink: "#e8ebef", soft: "#9aa4b1", line: "#252b34", edge: "#39414d",
-      cmp: "#b197fc", slc: "#3fd0c0", win: "#f0b04a", forced: "#2a6d68", unread: "#222933",
-      "scale-cmp": [[0, "#1f1b2e"], [0.5, "#6d4fc4"], [1, "#d9ccff"]],
-      "scale-slc": [[0, "#14231f"], [0.5, "#1f8478"], [1, "#a8f0e6"]],
-      "scale-win": [[0, "#2a2013"], [0.5, "#a8701c"], [1, "#ffdf9e"]],
+      cmp: "#6db3ee", slc: "#f5a742", win: "#45c89c", dense: "#9aa4b1", forced: "#7a5423", unread: "#222933",
+      "scale-cmp": [[0, "#15202c"], [0.5, "#2f6ea8"], [1, "#b9dcfa"]],
+      "scale-slc": [[0, "#2a2013"], [0.5, "#a8701c"], [1, "#ffdf9e"]],
+      "scale-win": [[0, "#14241f"], [0.5, "#1f8463"], [1, "#a5efd3"]],
       sequential: [[0, "#1a212c"], [0.25, "#1f3f73"], [0.5, "#2f68bd"], [0.75, "#6ea8ff"], [1, "#dcebff"]],
       data: "#f0b04a", forward: "#93c5fd", backward: "#4f8df0", optimizer: "#2b57ab", checkpoint: "#e58bf2",
       evaluate: "#4cc9a0", telemetry: "#a3e635", sample: "#5cc8df", wait: "#ff7b7b", compile: "#6b7280",
@@ -125,7 +125,11 @@ SCRIPT = """
   };
   const charts = JSON.parse(document.getElementById("charts").textContent);
   const pictures = [...document.querySelectorAll(".picture")].map(makePicture);
-  const touch = matchMedia("(pointer: coarse)").matches;
+  const touch = matchMedia("(pointer: coarse)").matches, phone = matchMedia("(max-width: 760px)").matches;
+  for (const chart of charts) {
+    if (phone) chart.height = Math.min(chart.height, 280);
+    document.getElementById("chart-" + chart.key).style.height = chart.height + "px";
+  }
   const system = matchMedia("(prefers-color-scheme: dark)");
   const zoom = ["zoomIn2d", "zoomOut2d", "resetScale2d"];
   const buttons = touch ? [zoom] : [["zoom2d", "pan2d"], zoom, ["toImage"]];

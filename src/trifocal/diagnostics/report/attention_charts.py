@@ -1,9 +1,10 @@
 """The report's charts of the attention, from the telemetry rows of diagnostics/telemetry.py."""
 
+import statistics
 from typing import Any
 
 from trifocal.diagnostics.attention_statistics import IGNORED_GATE
-from trifocal.diagnostics.report.charts import FULL, THIRD, Chart, Trace
+from trifocal.diagnostics.report.charts import FULL, THIRD, Chart, Trace, share_steps
 from trifocal.diagnostics.run import Run
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
@@ -15,6 +16,7 @@ _GATE_MAP_CAPTIONS = {
 
 _STEP = {"title": {"text": "step"}}
 _MOST_LAYER_LINES = 32
+_LEVEL = 0.01
 
 
 def attention_charts(run: Run) -> list[Chart]:
@@ -40,7 +42,9 @@ def attention_charts(run: Run) -> list[Chart]:
         _distances_over_time(rows),
         _selection(rows),
     ]
-    return [chart for chart in charts if chart.traces]
+    charts = [chart for chart in charts if chart.traces]
+    share_steps(charts, run.last_step)
+    return charts
 
 
 def _gates(rows: list[dict[str, Any]]) -> Chart:
@@ -90,7 +94,7 @@ def _ignored(rows: list[dict[str, Any]]) -> Chart:
 def _recall(rows: list[dict[str, Any]]) -> Chart:
     names = {
         "dense_recall": ("of its best blocks, selected", "@slc", "solid"),
-        "dense_mass_covered": ("of its attention, inside the selected", "@run0", "solid"),
+        "dense_mass_covered": ("of its attention, inside the selected", "@dense", "solid"),
         "recall_by_chance": ("blocks drawn blindly", "@soft", "dot"),
     }
     traces: list[Trace] = []
@@ -144,7 +148,7 @@ def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
     steps = sorted(by_step)
     bins = max((len(shares) for group in by_step.values() for shares in group), default=0)
     values = [
-        [round(sum(shares[index] for shares in by_step[step]) / len(by_step[step]), 5) for step in steps]
+        [round(statistics.fmean(sum(shares[index : index + 1]) for shares in by_step[step]), 5) for step in steps]
         for index in range(bins)
     ]
     trace = _heat_map(steps, distance_labels(bins), values, "step %{x}, %{y} blocks back: %{z:.1%}<extra></extra>")
@@ -157,19 +161,24 @@ def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
 
 def _selection(rows: list[dict[str, Any]]) -> Chart:
     names = {
-        "importance_covered": "importance covered",
-        "neighbour_overlap": "overlap of neighbours' choices",
-        "free_local_share": "free choices inside the window",
-        "selected_forced_share": "forced blocks",
-        "fewer_than_n_share": "queries with fewer than n",
+        "importance_covered": "of the compressed lens's importance, selected",
+        "neighbour_overlap": "of a query's blocks, selected by its neighbour too",
+        "free_local_share": "of free choices, inside the window anyway",
+        "selected_forced_share": "of the selected blocks, always selected",
+        "fewer_than_n_share": "of queries, with fewer blocks than they may select",
     }
     traces: list[Trace] = []
+    level = []
     for index, (name, label) in enumerate(names.items()):
         steps, values = _mean_over_layers(rows, name)
-        if steps:
-            traces.append({**_line(steps, values, label), "line": {"color": f"@run{index}", "width": 2}})
-    layout = {"xaxis": _STEP, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
-    caption = "Mean over layers. Importance covered: how much of what the compressed lens finds important was selected."
+        if steps and index > 0 and max(values) - min(values) < _LEVEL:
+            # Lines without a course, some of them over one another, only hide the others.
+            level.append(f"{values[-1]:.0%} {label}")
+        elif steps:
+            trace = {**_line(steps, values, label), "line": {"color": f"@run{index}", "width": 2}}
+            traces.append(trace | {"mode": "lines+markers", "marker": {"size": 5}})
+    layout = {"xaxis": _STEP, "yaxis": {"range": [-0.02, 1.02], "tickformat": ".0%"}}
+    caption = "Mean over layers." + (f" Level all along: {'; '.join(level)}." if level else "")
     return Chart("selection", "Selected blocks", caption, traces, layout)
 
 

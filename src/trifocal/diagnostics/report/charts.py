@@ -64,8 +64,17 @@ def training_charts(runs: list[Run]) -> list[Chart]:
         _phases,
         _memory,
     ]
-    charts = [make(runs) for make in makers]
-    return [chart for chart in charts if chart.traces]
+    charts = [chart for make in makers if (chart := make(runs)).traces]
+    share_steps(charts, max(run.last_step for run in runs))
+    return charts
+
+
+def share_steps(charts: list[Chart], last_step: int) -> None:
+    """Give every chart over steps the same axis, from the beginning to the last step."""
+    for chart in charts:
+        axis = chart.layout.get("xaxis", {})
+        if axis.get("title") == {"text": "step"}:
+            chart.layout["xaxis"] = {**axis, "range": [0, max(1, last_step) * 1.02]}
 
 
 def _loss(runs: list[Run]) -> Chart:
@@ -297,9 +306,10 @@ def _axes(unit: str, *, log: bool = False, from_zero: bool = False) -> dict[str,
 
 
 def smoothed(values: list[float], width: int | None = None) -> list[float]:
-    """Moving mean centred on each point; towards the ends, the line fitted to the last whole stretch.
+    """Moving mean centred on each point.
 
-    So it is smooth to the very ends, and lags behind nowhere.
+    Towards the beginning of fewer points, down to the first value itself, as curves fall steeply there; towards the end
+    the line fitted to the last whole stretch. So it lags behind nowhere, and is smooth to the end.
 
     Args:
         values: A curve.
@@ -314,7 +324,11 @@ def smoothed(values: list[float], width: int | None = None) -> list[float]:
     moments = [0.0, *itertools.accumulate(index * value for index, value in enumerate(values))]
     result = []
     for index in range(count):
-        start = min(max(0, index - width // 2), count - width)
+        if index < width // 2:
+            span = min(2 * index + 1, count)
+            result.append(sums[span] / span)
+            continue
+        start = min(index - width // 2, count - width)
         middle = start + (width - 1) / 2
         mean = (sums[start + width] - sums[start]) / width
         covariance = (moments[start + width] - moments[start]) / width - middle * mean

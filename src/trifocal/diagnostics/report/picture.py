@@ -50,7 +50,7 @@ def picture_card(pictures: list[AttentionPicture]) -> str:
     frames = len(pictures) - 1
     hidden = " hidden" if frames == 0 else ""
     maps = "".join(
-        f'<figure><figcaption><span class="key" data-colour="{"run0" if key == "dense" else key}"></span><b>{title}</b>'
+        f'<figure><figcaption><span class="key" data-colour="{key}"></span><b>{title}</b>'
         f'<span class="soft">{caption}</span></figcaption><div class="map" data-map="{key}"></div></figure>'
         for key, (title, caption) in MAPS.items()
     )

@@ -94,7 +94,7 @@ const makePicture = (box) => {
   };
   const scales = () => ({
     cmp: [[0, palette.unread], [1, palette.cmp]], slc: [[0, palette.unread], [0.5, palette.forced], [1, palette.slc]],
-    win: [[0, palette.unread], [1, palette.win]], dense: [[0, palette.unread], [1, palette.runs[0]]],
+    win: [[0, palette.unread], [1, palette.win]], dense: [[0, palette.unread], [1, palette.dense]],
   });
   const rowMark = () => [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: state.row * rowTokens,
     y1: state.row * rowTokens, line: { color: palette.ink, width: 1 } }];

@@ -1,6 +1,13 @@
 """The report in words: did it learn, is it healthy, is it fast for its hardware, what to change.
 
 Every threshold stands here, with a name.
+
+How fast a run is for its hardware has one definition: the FLOPs that the model needs for a token
+(`flops_per_token(...).executed_training`), times the median of tokens/s, as a share of what the devices can do. That is
+the data sheet's dense bf16 peak of a GPU, whatever the precision, and then it is the median of the metrics'
+`executed_mfu`; for any other device, the speed of large products in the run's precision, measured as the run began with
+the processors to themselves (`measured_speed` in env.json). So a CPU that others use too is called mostly idle, and the
+same run on it alone is not.
 """
 
 import math
@@ -8,8 +15,9 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Literal
 
+from trifocal.diagnostics.readable import is_number
 from trifocal.diagnostics.report.attention_charts import BRANCHES
-from trifocal.diagnostics.run import Run, is_number
+from trifocal.diagnostics.run import Run
 from trifocal.diagnostics.verdict import judge
 from trifocal.models import ModelConfig, flops_per_token
 
@@ -141,6 +149,9 @@ def _healthy(run: Run) -> Finding:
         if messages:
             mark = "bad" if worse == "bad" or mark == "bad" else "watch"
             worries.append(f"{_count(len(messages), severity)}, the last one: {messages[-1]}")
+    if run.left_out:
+        mark = "watch" if mark == "good" else mark
+        worries += run.complaints()
     steps, norms = run.series("train", "gradient_norm")
     # Before the peak of the learning rate, and in the first tenth, gradients are large in every run.
     warm = max(run.config.get("schedule", {}).get("warmup_steps", 0), run.last_step / 10)
@@ -154,7 +165,7 @@ def _healthy(run: Run) -> Finding:
                 f"the gradient norm spikes in {spikes / len(norms):.0%} of the logged steps (median {median:.2g})"
             )
             changes.append("Lengthen the warm-up, or lower the peak learning rate: gradients spike.")
-    lost = [row["step"] for row in run.of_kind("train") if isinstance(loss := row.get("loss"), float) and loss != loss]
+    lost = [row["step"] for row in run.of_kind("train") if row.get("loss") is not None and not is_number(row["loss"])]
     if lost:
         mark = "bad"
         worries.append(f"the loss is not a number at step {lost[0]:,}")
@@ -200,18 +211,19 @@ def _fast(run: Run) -> Finding:
         words = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}[mark]
         text.append(f"{share:.1%} of the GPU's peak (executed FLOPs): it is {words}")
         if mark != "good":
-            changes.append("Try a larger micro batch, bf16, and torch.compile: the GPU has room.")
+            changes.append(_speed_advice(run, "the GPU has room", gpu=True))
     elif measured is not None:
         share, flops = measured
         mark = "good" if share >= GOOD_SHARE else "watch" if share >= FAIR_SHARE else "bad"
         words = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}[mark]
         device = run.environment["measured_speed"]["device"].upper()
         text.append(
-            f"{share:.0%} of the {flops / 1e9:,.0f} GFLOP/s that large products reached on this {device} when the run "
-            f"began (executed FLOPs): it is {words}"
+            f"{share:.0%} of the {flops / 1e9:,.0f} GFLOP/s that large products reach on this {device} when it has "
+            f"nothing else to do (executed FLOPs): it is {words}"
         )
         if mark != "good":
-            changes.append("Try a larger micro batch, and keep other programs away: the processor waits or is shared.")
+            changes.append(_speed_advice(run, "the device waits or is shared", gpu=device != "CPU"))
+            changes.append("Keep other programs away: their time counts as idle.")
     else:
         mark = "unknown"
         text.append("neither a data sheet nor a measurement of this device is known, so no utilisation is claimed")
@@ -249,8 +261,25 @@ def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float
     if not speed:
         return None
     # Each process has its share of the cores, and measured with it.
-    peak = speed["matmul_flops"] * max(1, len(run.heartbeats))
+    processes = str(run.environment.get("variables", {}).get("WORLD_SIZE", "1"))
+    peak = speed["matmul_flops"] * (int(processes) if processes.isdecimal() else 1)
     return tokens_per_second * flops / peak, peak
+
+
+def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
+    """What makes steps faster and this run does not have."""
+    train = run.config.get("train", {})
+    missing = []
+    accumulated = train.get("global_batch_size", 0) // max(1, train.get("micro_batch_size", 1))
+    processes = len(run.heartbeats) or 1
+    if accumulated > processes:
+        missing.append("a larger train.micro_batch_size")
+    if gpu and train.get("precision") != "bf16":
+        missing.append('train.precision "bf16"')
+    missing += [f"train.{name}" for name in ("compile", "cuda_graphs")[: 1 + gpu] if not train.get(name)]
+    if not missing:
+        return f"Look with --trace.what profiler at where the time of a step goes: {why}."
+    return f"Try {', '.join(missing[:-1])}{' and ' if missing[1:] else ''}{missing[-1]}: {why}."
 
 
 def _ends(values: list[float]) -> tuple[float, float]:

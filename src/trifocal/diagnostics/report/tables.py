@@ -2,16 +2,19 @@
 
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
 
 from trifocal.diagnostics.masking import mask_arguments, mask_text, mask_variables
 from trifocal.diagnostics.progress import duration
-from trifocal.diagnostics.run import Run, is_number
+from trifocal.diagnostics.readable import is_number
+from trifocal.diagnostics.run import Run
 from trifocal.diagnostics.verdict import judge
 
 _MOST_EVENTS = 200
+_OF_READING = ("prefetch_batches", "retry_", "request_timeout_seconds", "stall_")
+"""Settings of `data` that change how the text is read, and not the text, begin so."""
 
 
 def key_figures(run: Run) -> dict[str, str]:
@@ -70,29 +73,89 @@ def comparison(runs: list[Run]) -> str:
 
 
 def in_words(runs: list[Run]) -> list[str]:
-    """Which of several runs learned most, and which was fastest, as far as they can be compared."""
-    sentences = []
-    losses = {run.name: run.series("evaluation", "validation_loss")[1] for run in runs}
-    bits = {run.name: run.series("evaluation", "bits_per_byte")[1] for run in runs}
+    """Which of several runs learned most, and which was fastest, among those of which one figure means the same.
+
+    Models, optimizers, precisions and batches are what people compare; the text, its length and how much of it was
+    read, and for speed the devices, are what has to be alike.
+    """
+    evaluated = [run for run in runs if run.series("evaluation", "validation_loss")[0]]
+    timed = [run for run in runs if run.series("train", "tokens_per_second")[0]]
+    return [*_ranked(evaluated, _learned_under, _most_learned), *_ranked(timed, _fast_under, _fastest)]
+
+
+def _ranked(
+    runs: list[Run], conditions: Callable[[Run], dict[str, str]], rank: Callable[[list[Run]], str]
+) -> list[str]:
+    """A sentence for each group of runs under the same conditions, and one that says what the groups differ in."""
+    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(conditions(run).items()), []).append(run)
+    sentences = [rank(group) for group in groups.values()]
+    if len(groups) > 1:
+        known = [dict(group) for group in groups]
+        names = list(dict.fromkeys(name for group in known for name in group))
+        different = [
+            f"{name} ({', '.join(dict.fromkeys(group.get(name, 'unknown') for group in known))})"
+            for name in names
+            if len({group.get(name) for group in known}) > 1
+        ]
+        what = "losses" if rank is _most_learned else "speeds"
+        sentences.append(f"Not all {what} are ranked together: the runs differ in {', '.join(different)}.")
+    return list(filter(None, sentences))
+
+
+def _learned_under(run: Run) -> dict[str, str]:
+    """What has to be alike where validation losses are compared."""
+    settings, steps = flat(run.config), run.series("evaluation", "validation_loss")[0]
+    other = tuple(f"data.{name}" for name in _OF_READING)
+    names = [name for name in settings if name.startswith("data.") and not name.startswith(other)]
+    # With another tokenizer, bits per byte still compare.
+    names = [*(name for name in names if name != "data.tokenizer"), "train.sequence_length"]
+    found = {name: settings.get(name, "unknown") for name in sorted(names)}
+    found["sequences evaluated"] = _product(settings, "evaluate.batches", "train.micro_batch_size")
+    read = _product(settings, "train.global_batch_size", "train.sequence_length")
+    found["tokens read"] = f"{steps[-1] * int(read):,}" if read.isdecimal() else f"those of {steps[-1]:,} steps"
+    return found
+
+
+def _product(settings: dict[str, str], first: str, second: str) -> str:
+    values = [settings.get(first, ""), settings.get(second, "")]
+    return str(int(values[0]) * int(values[1])) if all(map(str.isdecimal, values)) else "unknown"
+
+
+def _fast_under(run: Run) -> dict[str, str]:
+    """What has to be alike where tokens/s are compared."""
+    settings = flat(run.config)
+    devices = [str(gpu.get("name")) for gpu in run.environment.get("gpus") or []]
+    return {
+        "device": devices[0] if devices else str(run.environment.get("cpu", {}).get("name")),
+        "processes": str(run.environment.get("variables", {}).get("WORLD_SIZE", "1")),
+        **{name: settings.get(name, "unknown") for name in ("data.source", "train.sequence_length")},
+    }
+
+
+def _most_learned(runs: list[Run]) -> str:
     # Losses a token compare within a tokenizer alone.
-    tokenizers = {run.config.get("data", {}).get("tokenizer") for run in runs}
-    for unit, found in (("nats per token", losses if len(tokenizers) == 1 else {}), ("bits per byte", bits)):
-        ends = {name: values[-1] for name, values in found.items() if values}
-        if len(ends) > 1:
-            best, second = sorted(ends, key=ends.__getitem__)[:2]
-            sentences.append(
-                f"{best} learned most: its last validation loss is {ends[best]:.3f} {unit}, {second}'s "
-                f"{ends[second]:.3f} ({ends[second] / ends[best] - 1:.1%} more)."
-            )
-            break
+    one_tokenizer = len({run.config.get("data", {}).get("tokenizer") for run in runs}) == 1
+    name, unit = ("validation_loss", "nats per token") if one_tokenizer else ("bits_per_byte", "bits per byte")
+    series = {run.name: run.series("evaluation", name)[1] for run in runs}
+    ends = {name: values[-1] for name, values in series.items() if values}
+    if len(ends) < 2:
+        return ""
+    best, second = sorted(ends, key=ends.__getitem__)[:2]
+    more = f" ({ends[second] / ends[best] - 1:.1%} more)" if ends[best] > 0 else ""
+    last = f"its last validation loss is {ends[best]:.3f} {unit}"
+    return f"{best} learned most: {last}, {second}'s {ends[second]:.3f}{more}."
+
+
+def _fastest(runs: list[Run]) -> str:
     rates = {run.name: run.series("train", "tokens_per_second")[1] for run in runs}
     speeds = {name: statistics.median(values) for name, values in rates.items() if values}
-    if len(speeds) > 1:
-        best, second = sorted(speeds, key=speeds.__getitem__, reverse=True)[:2]
-        sentences.append(
-            f"{best} was fastest: {speeds[best]:,.0f} tokens/s, {speeds[best] / speeds[second]:.2f} times {second}."
-        )
-    return sentences
+    if len(speeds) < 2:
+        return ""
+    best, second = sorted(speeds, key=speeds.__getitem__, reverse=True)[:2]
+    times = f", {speeds[best] / speeds[second]:.2f} times {second}" if speeds[second] > 0 else ""
+    return f"{best} was fastest: {speeds[best]:,.0f} tokens/s{times}."
 
 
 def layer_table(run: Run) -> str:

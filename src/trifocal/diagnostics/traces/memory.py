@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifocal.diagnostics.traces.base import ModuleHooks, Moment, Trace, size_in_bytes, write_table
+from trifocal.diagnostics.traces.base import ModuleHooks, Moment, Trace, local, size_in_bytes, write_table
 
 _SNAPSHOT_EVENTS = 200_000
 
@@ -18,8 +18,9 @@ class MemoryTrace(Trace):
     """Bytes by module, of the first micro-batch of a window, and the allocator's history on a GPU.
 
     Parameters, gradients, the optimizer's state and what is saved for backward count where they belong: without
-    those of the modules inside. What two modules save counts for the first. What a GPU's allocator handed out from
-    the beginning of a module's forward pass to its end, and has not got back, counts with the modules inside.
+    those of the modules inside. What two modules save counts for the first. Of a sharded model: this process's part,
+    and weights that are whole during a forward pass count nowhere. What a GPU's allocator handed out from the beginning
+    of a module's forward pass to its end, and has not got back, counts with the modules inside.
 
     Args:
         model: Whose modules.
@@ -36,10 +37,11 @@ class MemoryTrace(Trace):
     def begin(self, moment: Moment) -> None:
         """Hook every module, and start the allocator's history."""
         self._moment, self._first = moment, True
-        self._stack: list[tuple[str, int]] = []
+        self._modules = {path or "model": module for path, module in self._model.named_modules()}
+        self._stack: list[tuple[str, int, set[int]]] = []
         self._saved: dict[str, int] = {}
         self._grown: dict[str, int] = {}
-        self._counted = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
+        self._counted = _weights_of(self._model)
         if self._on_gpu:
             # Python frames alone: naming those of C++ takes minutes.
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS, stacks="python")
@@ -63,8 +65,7 @@ class MemoryTrace(Trace):
         if self._on_gpu:
             self._snapshot = torch.cuda.memory._snapshot()
             torch.cuda.memory._record_memory_history(enabled=None)
-        for path, module in self._model.named_modules():
-            name = path or "model"
+        for name, module in self._modules.items():
             own = list(module.parameters(recurse=False))
             states = [value for parameter in own for value in self._optimizer.state.get(parameter, {}).values()]
             row = {
@@ -89,19 +90,25 @@ class MemoryTrace(Trace):
             self._snapshot = None
 
     def _entered(self, name: str, inputs: list[Tensor]) -> None:
-        self._stack.append((name, self._allocated()))
+        # Under FSDP a module's weights are others while it runs: whole, in memory that is used again afterwards.
+        self._stack.append((name, self._allocated(), _weights_of(self._modules[name])))
 
     def _left(self, name: str, outputs: list[Tensor]) -> None:
-        _, before = self._stack.pop()
+        _, before, _ = self._stack.pop()
         self._grown[name] = self._grown.get(name, 0) + self._allocated() - before
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._counted:
+        storage = local(tensor).untyped_storage()
+        name, _, weights = self._stack[-1] if self._stack else ("model", 0, set[int]())
+        if storage.data_ptr() not in self._counted and storage.data_ptr() not in weights:
             self._counted.add(storage.data_ptr())
-            name = self._stack[-1][0] if self._stack else "model"
             self._saved[name] = self._saved.get(name, 0) + storage.nbytes()
         return tensor
+
+
+def _weights_of(module: nn.Module) -> set[int]:
+    """Where the module's parameters, and those of the modules inside, lie now."""
+    return {local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}

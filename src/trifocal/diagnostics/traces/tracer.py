@@ -43,6 +43,7 @@ class Tracer:
         directory: The run; files go to `traces/steps_FIRST-LAST` in it.
         what: Of TRACES.
         windows: Steps from the first up to, not including, the second; in order and apart.
+        interval_steps: Each step that this divides, and no window has, is a window of its own; 0 for none.
         model: The model itself.
         parallel: The model as it is trained.
         optimizer: Of its parameters.
@@ -59,6 +60,7 @@ class Tracer:
         what: Sequence[str],
         windows: Sequence[Window],
         *,
+        interval_steps: int = 0,
         model: nn.Module,
         parallel: Parallel,
         optimizer: torch.optim.Optimizer,
@@ -68,7 +70,7 @@ class Tracer:
         report: Callable[[str, str], None],
     ) -> None:
         self._directory, self._rank, self._device = directory / "traces", rank, device
-        self._windows = windows
+        self._windows, self._interval_steps = windows, interval_steps
         self._phases, self._report = phases, report
         makers: dict[str, Callable[[], Trace | None]] = {
             "gradients": lambda: GradientTrace(model),
@@ -97,6 +99,8 @@ class Tracer:
             What to tell the phases: this tracer in a traced step, the heartbeat in any other.
         """
         window = next((window for window in self._windows if window[0] <= step < window[1]), None)
+        if window is None and self._interval_steps and step % self._interval_steps == 0:
+            window = step, step + 1
         if window is None or not self._traces:
             yield self._phases
             return
