@@ -40,9 +40,7 @@ class Trained:
             if setup.packed:
                 tokens = tokens.view(1, -1)
                 borders = torch.tensor([0, tokens.numel() // 3, tokens.numel()])
-                documents = Documents(
-                    *(part.to(setup.device) for part in Documents.from_checked(borders, tokens.numel()))
-                )
+                documents = Documents.from_checked(borders, tokens.numel()).to(setup.device)
             with torch.autocast(setup.device, torch.bfloat16, enabled=setup.precision == "bf16"):
                 loss = self.model(tokens, tokens, cu_seqlens=documents)
             if index == 0:

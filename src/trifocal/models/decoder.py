@@ -128,8 +128,7 @@ class DecoderLM(nn.Module):
         documents = cu_seqlens
         if isinstance(documents, Tensor):
             # Checked where they are, which costs no wait for a GPU when the borders lie on the host.
-            documents = Documents.from_cu_seqlens(documents, tokens.shape[1])
-            documents = Documents(*(part.to(tokens.device) for part in documents))
+            documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
         rotary = self.attention_layers()[0].rotary_tables(x, documents) if cache is None else None
