@@ -74,9 +74,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     # A bound known on the host: to read the longest document off the device would wait for it.
     longest = documents.max_length or q.shape[0]
     borders = documents.cu_seqlens
-    o = varlen_attn(
-        q, k, v, borders, borders, longest, longest, scale=dim**-0.5, window_size=_CAUSAL, **_SHARED_KEYS
-    )
+    o = varlen_attn(q, k, v, borders, borders, longest, longest, scale=dim**-0.5, window_size=_CAUSAL, **_SHARED_KEYS)
     return o[None, ..., :value_dim]
 
 
