@@ -159,7 +159,7 @@ def bench_train(options: TrainOptions, recorder: Recorder) -> None:
 
 
 def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tokens a second and memory of the sparse model over those of its twin, for each size and data, recorded or not."""
+    """Tokens a second and memory of the sparse model over those of its twin, by size, data and recording."""
     keys = ("size", "cuda_graphs", "data")
     measured = {(*(row[key] for key in keys), row["attention"]): row for row in rows if row["status"] == OK}
     found = []

@@ -25,7 +25,7 @@ LENGTHS = (64, 256, 512)
 
 
 def step_seconds(model: DecoderLM, tokens: Tensor, device: torch.device) -> float:
-    """Time of one forward and backward pass: on a CPU that of this process, which waiting for others does not add to."""
+    """Time of one forward and backward pass: on a CPU this process's own, without waits for others."""
     clock = time.process_time if device.type == "cpu" else time.perf_counter
     _wait(device)
     begin = clock()

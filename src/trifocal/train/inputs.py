@@ -46,9 +46,7 @@ def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 
         return [batch.tokens, batch.targets]
     check_borders(cu_seqlens, num_tokens)
     if not torch.isin(torch.arange(0, num_tokens, batch.tokens.shape[1]), cu_seqlens).all():
-        raise ValueError(
-            f"every row of {batch.tokens.shape[1]} tokens must begin a document, got {cu_seqlens.tolist()}"
-        )
+        raise ValueError(f"each row of {batch.tokens.shape[1]} tokens must begin a document, got {cu_seqlens.tolist()}")
     if pad_documents:
         cu_seqlens = _padded(cu_seqlens, num_tokens, documents)
     return [batch.tokens, batch.targets, cu_seqlens]
