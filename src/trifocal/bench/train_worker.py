@@ -50,7 +50,7 @@ class TrainCase:
         device: Where.
         profiled_steps: Steps whose kernels are listed, after the timed ones; only on a GPU.
         borders: Document borders inside each sequence, evenly spaced; 0 leaves the sequences whole.
-        data: "random", or "text" for packed documents: as long as `document_lengths` draws them.
+        data: "random", or "text" for packed documents: as long as `document_borders` draws them.
     """
 
     size: str
