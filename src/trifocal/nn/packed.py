@@ -8,6 +8,7 @@ Which code runs is chosen before it runs, by rule, and counted in `trifocal.ops.
 """
 
 import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ HEAD_MULTIPLE = 8
 
 _CAUSAL = (-1, 0)
 # PyTorch 2.11 shares keys between heads without being asked; later ones have an argument for it.
-_SHARED_KEYS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+_SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
@@ -74,8 +75,12 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     # A bound known on the host: to read the longest document off the device would wait for it.
     longest = documents.max_length or q.shape[0]
     borders = documents.cu_seqlens
-    o = varlen_attn(q, k, v, borders, borders, longest, longest, scale=dim**-0.5, window_size=_CAUSAL, **_SHARED_KEYS)
-    return o[None, ..., :value_dim]
+    found = varlen_attn(
+        q, k, v, borders, borders, longest, longest, scale=dim**-0.5, window_size=_CAUSAL, **_SHARED_KEYS
+    )
+    # A tuple where log-sum-exps are asked for.
+    assert isinstance(found, Tensor)
+    return found[None, ..., :value_dim]
 
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:

@@ -68,10 +68,14 @@ class Documents(NamedTuple):
 
     def to(self, device: torch.device | str) -> "Documents":
         """The same on another device, to which a GPU's copy starts without a wait."""
-        device, own = torch.device(device), self[:3]
-        if device.type == "cuda" and not self.ids.is_cuda:
-            own = tuple(part.pin_memory() for part in own)
-        return Documents(*(part.to(device, non_blocking=True) for part in own), *self[3:])
+        device = torch.device(device)
+
+        def moved(part: Tensor) -> Tensor:
+            if device.type == "cuda" and not part.is_cuda:
+                part = part.pin_memory()
+            return part.to(device, non_blocking=True)
+
+        return self._replace(cu_seqlens=moved(self.cu_seqlens), ids=moved(self.ids), positions=moved(self.positions))
 
 
 def check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
