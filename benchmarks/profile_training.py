@@ -36,7 +36,7 @@ def cases(options: argparse.Namespace) -> dict[str, TrainCase]:
     common = {"device": options.device, "warmup_steps": 3, "timed_steps": options.steps}
     nsa, dense, large_nsa, large_dense = (
         replace(case, profiled_steps=options.profiled)
-        for case in TrainOptions(sizes=sizes, model=model, cuda_graphs=("no",), **common).cases()
+        for case in TrainOptions(sizes=sizes, model=model, cuda_graphs=("no",), data=("random",), **common).cases()
     )
     return {
         "production-eager": replace(nsa, compile=False, cuda_graphs=False),

@@ -30,7 +30,9 @@ PRODUCTION = "production"
 SIZES = ("16x2048", "4x8192", "1x32768", "1x65536", PRODUCTION)
 
 NOTES = (
-    "Random bytes; one optimizer step is what the trainer does: forward, backward, clipping, fused AdamW, fp32 "
+    "data: random is random bytes, every sequence whole; text is random bytes in packed documents, whose lengths are "
+    "log-normal with a median of 1,000 tokens: attention crosses no border. MFU is for whole sequences alone.",
+    "One optimizer step is what the trainer does: forward, backward, clipping, fused AdamW, fp32 "
     "weights. Medians over the timed steps; p20 and p80 are the spread.",
     "executed_mfu counts the products that the model needs, dense_equivalent_mfu those of its dense twin, both over "
     "the data sheet's dense bf16 peak; what checkpointing computes again is not counted.",
@@ -52,6 +54,8 @@ class TrainOptions:
     """Sequences x tokens, like 4x8192; or production: micro-batches of 2 x 2048, 4 sequences a step, checkpointed."""
     attention: tuple[Literal["nsa", "dense"], ...] = ("nsa", "dense")
     """Which of the twins."""
+    data: tuple[Literal["random", "text"], ...] = ("random", "text")
+    """random: whole sequences of random bytes; text: packed documents, as long as texts are."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     compile: bool = True
@@ -94,10 +98,15 @@ class TrainOptions:
             UserError: If a size is not two numbers, or if graphs are asked for where there is no GPU.
         """
         device = str(choose_device(self.device))
-        settings = [(size, recorded) for recorded in self._recorded(device) for size in self.sizes]
+        settings = [
+            (size, recorded, data)
+            for recorded in self._recorded(device)
+            for size in self.sizes
+            for data in dict.fromkeys(self.data)
+        ]
         cases = []
-        for size, recorded in settings:
-            if size == PRODUCTION and not recorded and (PRODUCTION, True) in settings:
+        for size, recorded, data in settings:
+            if size == PRODUCTION and not recorded and (PRODUCTION, True, data) in settings:
                 continue
             sequences, cross, tokens = size.partition("x")
             if size == PRODUCTION:
@@ -117,6 +126,7 @@ class TrainOptions:
                     model=replace(self.model, attention=attention).to_dict(),
                     compile=self.compile,
                     cuda_graphs=recorded,
+                    data=data,
                     precision=self.precision,
                     warmup_steps=self.warmup_steps,
                     timed_steps=self.timed_steps,
@@ -149,18 +159,19 @@ def bench_train(options: TrainOptions, recorder: Recorder) -> None:
 
 
 def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tokens a second and memory of the sparse model over those of its twin, for each size, recorded or not."""
-    measured = {(row["size"], row["cuda_graphs"], row["attention"]): row for row in rows if row["status"] == OK}
+    """Tokens a second and memory of the sparse model over those of its twin, by size, data and recording."""
+    keys = ("size", "cuda_graphs", "data")
+    measured = {(*(row[key] for key in keys), row["attention"]): row for row in rows if row["status"] == OK}
     found = []
-    for size, recorded in dict.fromkeys((row["size"], row["cuda_graphs"]) for row in rows):
-        sparse, dense = measured.get((size, recorded, "nsa")), measured.get((size, recorded, "dense"))
+    for setting in dict.fromkeys(tuple(row[key] for key in keys) for row in rows):
+        sparse, dense = measured.get((*setting, "nsa")), measured.get((*setting, "dense"))
         if sparse and dense:
             ratios = {
                 f"{key}_ratio": sparse[key] / dense[key]
                 for key in ("tokens_per_second", "peak_gib")
                 if sparse[key] and dense[key]
             }
-            found.append({"size": size, "cuda_graphs": recorded, **ratios})
+            found.append({**dict(zip(keys, setting, strict=True)), **ratios})
     return found
 
 
@@ -222,6 +233,7 @@ class Worker:
     def __init__(self, case: TrainCase, workers: int, seconds: float) -> None:
         self.case = case
         self.name = f"{case.size} {case.model['attention']}" + (" recorded" if case.cuda_graphs else "")
+        self.name += " text" if case.data == "text" else ""
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),

@@ -65,7 +65,8 @@ def ddp_gradients(device: torch.device, *, prepare: str = "") -> Measurement:
     """Two processes under DDP compute the gradient of one, for every parameter, also in the cases reported broken.
 
     The figure is the worst difference, relative to the largest entry of its gradient. Bound: 64 roundings of fp32.
-    The reported cases stand below by name. Over NCCL all once more with NCCL_P2P_DISABLE=1, which was reported to help.
+    The reported cases stand below by name. Over NCCL all once more with NCCL_P2P_DISABLE=1, which was tried against
+    the reported hang and did not help.
     """
     found = _worst(DDP_CASES, device, prepare)
     if _over_nccl(device):

@@ -50,9 +50,9 @@ _SCREEN_COLUMNS = {
         "forward_backward_tflop_per_second": "TFLOP/s", "status": "status",
     },
     "train": {
-        "size": "size", "attention": "attention", "cuda_graphs": "graphs", "tokens_per_second": "tokens/s",
-        "step_ms": "step ms", "peak_gib": "peak GiB", "executed_mfu": "MFU", "dense_equivalent_mfu": "dense-eq. MFU",
-        "status": "status",
+        "size": "size", "attention": "attention", "data": "data", "cuda_graphs": "graphs",
+        "tokens_per_second": "tokens/s", "step_ms": "step ms", "peak_gib": "peak GiB", "executed_mfu": "MFU",
+        "dense_equivalent_mfu": "dense-eq. MFU", "status": "status",
     },
     "decode": {
         "attention": "attention", "context_tokens": "past", "token_ms": "ms/token", "keys_per_step": "keys/step",

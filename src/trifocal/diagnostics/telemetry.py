@@ -227,10 +227,7 @@ def _documents_of_first(cu_seqlens: Tensor | None, tokens: Tensor) -> Documents 
         return None
     length = tokens.shape[1]
     inside = [border for border in cu_seqlens.tolist() if border < length]
-    documents = Documents.from_cu_seqlens(torch.tensor([*inside, length], dtype=torch.int32), length)
-    if tokens.is_cuda:
-        documents = Documents(*(part.pin_memory().to(tokens.device, non_blocking=True) for part in documents))
-    return documents
+    return Documents.from_cu_seqlens(torch.tensor([*inside, length], dtype=torch.int32), length).to(tokens.device)
 
 
 def _as_columns(value: Tensor) -> Tensor:

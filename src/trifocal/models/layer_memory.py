@@ -23,6 +23,7 @@ from typing import Literal
 from trifocal.models.config import ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
+from trifocal.nn.packed import WIDEST_HEAD
 
 FP32, INT32, BF16 = 4, 4, 2
 
@@ -40,8 +41,8 @@ class TrainingSetup:
         compiled: Whether layers are compiled, each forward and backward pass as a whole.
         device: Where it runs; a norm keeps more on a CPU.
         backend: What runs the sparse attention, resolved.
-        packed: Whether the rows of a micro-batch may be passed as one row of documents: the reference's tiles, and
-            a dense layer's mask, then have the side B * T.
+        packed: Whether the rows of a micro-batch may be passed as one row of documents: the reference's tiles then
+            have the side B * T.
         mode: How the model is spread over processes.
         shards: Processes that share one copy of the model under fsdp and hsdp.
         reshard_after_forward: Whether those give a block's weights back after its forward pass.
@@ -165,14 +166,17 @@ class LayerMemory:
         c, n, item = self.config, self.tokens, self.item
         heads_v = item * n * c.num_heads * c.value_dim
         queries = item * n * c.num_heads * c.head_dim
-        _, length = self.rows
         kept = self.residual + self.norm + self.normed + queries
         if c.attention == "dense":
+            outputs = heads_v + FP32 * n * c.num_heads
+            if self._varlen:
+                # Rotated keys; the values are columns of the one tensor that all projections of the input give.
+                return kept + outputs + item * n * (c.num_kv_groups * c.head_dim + self.projected_columns)
             # Keys and values are repeated for every head, and what the projections gave is not needed again.
             copies = item * n * c.num_heads * (c.head_dim + c.value_dim)
-            mask = item * length**2 if self.setup.packed else 0
+            mask = item * n * self.setup.sequence_length if self.setup.packed else 0
             scores = self.tile if self._dense_scores else 0
-            return kept + copies + heads_v + FP32 * n * c.num_heads + mask + scores
+            return kept + copies + outputs + mask + scores
         if self._saved_scores:
             # Of the branches the compiler keeps the fp32 copies that they multiply, and of the gates their logits too.
             copies = FP32 * n * (c.num_heads * c.head_dim + 2 * c.num_kv_groups * (c.head_dim + c.value_dim))
@@ -219,8 +223,10 @@ class LayerMemory:
 
     @property
     def tile(self) -> int:
-        """The reference's scores of all queries and all keys of a row, fp32."""
+        """The scores of all queries and all keys of a row, fp32; the dense twin cuts documents into rows again."""
         rows, length = self.rows
+        if self.config.attention == "dense":
+            rows, length = self.setup.micro_batch_size, self.setup.sequence_length
         return FP32 * rows * self.config.num_heads * length**2
 
     @property
@@ -236,6 +242,12 @@ class LayerMemory:
     def _dense_scores(self) -> bool:
         """Whether the dense twin's attention writes its scores: the CPU's kernel takes keys and values of one width."""
         return self.setup.device == "cpu" and self.config.head_dim != self.config.value_dim
+
+    @property
+    def _varlen(self) -> bool:
+        """Whether the dense twin runs FlashAttention on documents as they lie; see `trifocal.nn.packed`."""
+        setup, widest = self.setup, max(self.config.head_dim, self.config.value_dim)
+        return setup.packed and setup.device == "cuda" and setup.precision == "bf16" and widest <= WIDEST_HEAD
 
     @property
     def _choice_mask(self) -> int:

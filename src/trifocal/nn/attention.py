@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
+from trifocal.nn.packed import packed_attention
 from trifocal.nn.projection import project
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention
@@ -301,7 +302,7 @@ class DenseAttention(nn.Module):
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
 
-        Packed documents take a boolean mask of [T, T].
+        How packed documents are attended to: `trifocal.nn.packed`.
         """
         _check_input(x, self.q_proj.in_features)
         documents, positions = _locate(x, cu_seqlens, cache)
@@ -313,7 +314,8 @@ class DenseAttention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.o_proj(_dense_attention(q, k, v, documents).flatten(2))
+        o = _dense_attention(q, k, v) if documents is None else packed_attention(q, k, v, documents)
+        return self.o_proj(o.flatten(2))
 
     def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
         """As `NSAttention.rotary_tables`."""
@@ -323,7 +325,7 @@ class DenseAttention(nn.Module):
         return rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
 
 
-def _dense_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last T positions over S: q [B, T, H, D], k [B, S, G, D], v [B, S, G, V]."""
     num_queries, num_keys, num_groups = q.shape[1], k.shape[1], k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -335,9 +337,7 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | Non
     heads_per_group = q.shape[1] // num_groups
     k, v = k.repeat_interleave(heads_per_group, dim=1), v.repeat_interleave(heads_per_group, dim=1)
     mask = None
-    if documents is not None:
-        mask = (documents.ids[:, None] == documents.ids).tril()
-    elif num_queries < num_keys:
+    if num_queries < num_keys:
         # `is_causal` would align the first query with the first key; the queries are the last ones.
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
     o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
@@ -358,7 +358,7 @@ def _locate(
         raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {list(x.shape)}")
     documents = Documents.of(cu_seqlens, num_tokens)
     if not isinstance(cu_seqlens, Documents):
-        documents = Documents(*(part.to(x.device) for part in documents))
+        documents = documents.to(x.device)
     return documents, documents.positions
 
 

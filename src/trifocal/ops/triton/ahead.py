@@ -51,7 +51,7 @@ def compile_ahead(
         return
     q, gates, *branches = (_meta(x) for x in (q, gates, *branches))  # type: ignore[assignment]
     if documents is not None:
-        documents = Documents(*map(_meta, documents))
+        documents = Documents(*map(_meta, documents[:3]))
     with torch.no_grad(), only_compile(kind[0]):  # type: ignore[arg-type]
         _whole(q, branches, gates, geometry, scale, documents, places, backward)
     _compiled.add(kind)
