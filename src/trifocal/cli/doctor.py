@@ -13,6 +13,7 @@ from trifocal.cli.output import check_output
 from trifocal.doctor import examine
 from trifocal.doctor.report import show
 from trifocal.errors import UserError
+from trifocal.paths import user_path
 from trifocal.train.arguments import load_config, parse_arguments
 from trifocal.train.config import RunConfig
 
@@ -41,7 +42,7 @@ def run(args: Sequence[str]) -> int:
     options: DoctorArguments = parse_arguments(DoctorArguments, args, prog="trifocal doctor")
     check_output("" if options.json == "-" else options.json)
     configs = {path: load_config(path) for path in options.config} or presets()
-    folder = Path(options.run_directory)
+    folder = user_path(options.run_directory, "--run-directory")
     if options.config and options.run_directory == "runs":
         folder = Path(next(iter(configs.values())).run.directory)
     progress = Console(stderr=True)

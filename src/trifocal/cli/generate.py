@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -13,6 +12,7 @@ import tyro
 from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
+from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.checkpoint import find_checkpoint, load_model_weights
 from trifocal.train.config import RunConfig
@@ -70,9 +70,9 @@ def run(args: Sequence[str]) -> int:
             the model's weights are broken.
     """
     options: GenerateArguments = parse_arguments(GenerateArguments, args, prog="trifocal generate")
-    directory = Path(options.run_directory)
+    directory = user_path(options.run_directory, "RUN_DIR")
     config = load_run(directory)
-    command = f"trifocal generate {shlex.quote(str(directory))} --prompt {shlex.quote(options.prompt)}"
+    command = f"trifocal generate {shell_path(directory)} --prompt {shlex.quote(options.prompt)}"
     checkpoint = find_checkpoint(directory, options.checkpoint, command=command)
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     prompt = _encode_prompt(options, config, tokenizer)

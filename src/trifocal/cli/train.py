@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import tyro
 from trifocal.diagnostics.traces import AnomalyFound
 from trifocal.distributed import PeerLost, leave_at_once
 from trifocal.errors import UserError
+from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import check_flags, load_config, override, parse_arguments
 from trifocal.train.config import RunConfig
 from trifocal.train.launch import resume, resume_command, train
@@ -95,7 +95,7 @@ def _resume(paths: list[str], own: dict[str, str], overrides: list[str]) -> Trai
         raise UserError(f"--resume takes the run's own config; leave {paths[0]} out")
     if "overwrite" in own:
         raise UserError("--overwrite and --resume contradict each other")
-    directory = Path(own["resume"])
+    directory = user_path(own["resume"], "--resume")
     saved = load_run_to_resume(directory)
     config = override(saved, overrides)
     if config.run.directory != saved.run.directory and Path(config.run.directory).resolve() != directory.resolve():
@@ -107,7 +107,7 @@ def _summary(result: TrainResult) -> str:
     if not result.first:
         # Rank 0 speaks for all.
         return ""
-    directory = shlex.quote(str(result.directory))
+    directory = shell_path(result.directory)
     if not result.finished:
         return f"\nstopped at step {result.step}, which is saved; go on with:\n  {resume_command(result.directory)}"
     lines = [f"\nfinished {result.step} steps in {result.directory}"]

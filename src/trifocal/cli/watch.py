@@ -16,6 +16,7 @@ from trifocal.diagnostics.remote import RemoteRun, remote_address
 from trifocal.diagnostics.run import Run, read_run
 from trifocal.diagnostics.watch import Silences, render, verdicts
 from trifocal.errors import UserError
+from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments
 
 _OVER = {"finished", "failed", "dead"}
@@ -70,6 +71,6 @@ def run(args: Sequence[str]) -> int:
 def _reader(where: str, stack: ExitStack) -> Callable[[], Run]:
     remote = remote_address(where)
     if remote is None:
-        return lambda: read_run(Path(where), whole_heartbeats=False)
+        return lambda: read_run(user_path(where, "RUN_DIR"), whole_heartbeats=False)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trifocal-watch-")))
     return stack.enter_context(RemoteRun(*remote, folder)).read

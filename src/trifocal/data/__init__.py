@@ -4,7 +4,7 @@ from trifocal.data.config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
 from trifocal.data.retry import DataError
 from trifocal.data.sources import is_local
-from trifocal.data.tokenizers import Tokenizer, make_tokenizer
+from trifocal.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 
 __all__ = [
     "Batch",
@@ -14,6 +14,7 @@ __all__ = [
     "Loader",
     "Tokenizer",
     "is_local",
+    "load_tokenizer",
     "make_loader",
     "make_tokenizer",
     "merge_states",

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from trifocal.data.sources import fingerprint
 from trifocal.errors import UserError, nearest
 
+TOKENIZER_FILE = "tokenizer.json"
+CONFIG_FILE = "tokenizer_config.json"
 _HUB_NAMES = ("gpt2",)
 # What models call the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
@@ -43,6 +45,10 @@ class Tokenizer(Protocol):
         """UTF-8 bytes of text that tokens stand for: what bits per byte divides by. Separators count 0."""
         ...
 
+    def save(self, folder: Path) -> None:
+        """Write what `load_tokenizer` needs into a folder that exists."""
+        ...
+
 
 class ByteTokenizer:
     """Token `i` is byte `i` of the UTF-8 text; 256 is the separator."""
@@ -68,6 +74,10 @@ class ByteTokenizer:
         """How many ids are bytes."""
         array = np.asarray(ids)
         return int(np.count_nonzero((array >= 0) & (array < 256)))
+
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer_config.json`."""
+        (folder / CONFIG_FILE).write_text(json.dumps({"tokenizer_class": type(self).__name__}) + "\n")
 
 
 class HuggingFaceTokenizer:
@@ -122,6 +132,13 @@ class HuggingFaceTokenizer:
         array = np.asarray(ids).reshape(-1)
         return int(self._bytes_of_token[array[array >= 0]].sum())
 
+    def save(self, folder: Path) -> None:
+        """Write `tokenizer.json` and `tokenizer_config.json`, which transformers reads too."""
+        (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
+        eos_token = self._tokenizer.id_to_token(self.separator)
+        content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+        (folder / CONFIG_FILE).write_text(json.dumps(content) + "\n")
+
     def _count_bytes_of_tokens(self) -> NDArray[np.int64]:
         decoder = json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
         byte_level = '"ByteLevel"' in decoder
@@ -155,7 +172,7 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
         return ByteTokenizer()
     path = Path(name).expanduser()
     is_path = "/" in name or name.endswith(".json") or path.exists()
-    path = path / "tokenizer.json" if path.is_dir() else path
+    path = path / TOKENIZER_FILE if path.is_dir() else path
     if name not in _HUB_NAMES and not path.is_file():
         if is_path:
             raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
@@ -182,3 +199,22 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
             "use bytes, or give the path of a tokenizer.json"
         ) from error
     return HuggingFaceTokenizer(loaded, name, separator)
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save` wrote into a folder, such as the `weights` of a run.
+
+    Raises:
+        UserError: If there is none, or a file of it is broken.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        kind, separator = content["tokenizer_class"], content.get("eos_token") or ""
+    except OSError as error:
+        raise UserError(f"cannot read {path}, which names the model's tokenizer: {error.strerror}") from error
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} does not name a tokenizer_class") from error
+    if kind == ByteTokenizer.__name__:
+        return ByteTokenizer()
+    return make_tokenizer(str(folder / TOKENIZER_FILE), separator=separator)

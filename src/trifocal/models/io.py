@@ -14,17 +14,19 @@ from torch import Tensor
 from trifocal.errors import UserError
 from trifocal.models.config import ModelConfig
 from trifocal.models.decoder import DecoderLM
+from trifocal.paths import user_path
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 
 
-def save_weights(model: DecoderLM, folder: str | Path) -> None:
+def save_weights(model: DecoderLM, folder: str | Path, *, step: int | None = None) -> None:
     """Write weights and configuration; each file appears whole or not at all.
 
     Args:
         model: The model itself, without wrappers.
         folder: Made if it does not exist; files of the same names are replaced.
+        step: Optimizer steps done, for the metadata of `model.safetensors`; None leaves it out.
 
     Raises:
         OSError: If the disk does not take them.
@@ -36,12 +38,15 @@ def save_weights(model: DecoderLM, folder: str | Path) -> None:
     partial_config, partial_weights = folder / f".{CONFIG_FILE}.partial", folder / f".{WEIGHTS_FILE}.partial"
     partial_config.write_text(config_text, encoding="utf-8")
     try:
-        save_file(tensors, partial_weights, metadata={"format": "pt"})
+        metadata = {"format": "pt"} if step is None else {"format": "pt", "step": str(step)}
+        save_file(tensors, partial_weights, metadata=metadata)
     except SafetensorError as error:
         # An error of the library's own, which has the system's in its text alone.
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number), str(partial_weights)) from error
+    # The library makes it for its owner alone, whatever the umask.
+    partial_weights.chmod(partial_config.stat().st_mode)
     partial_config.replace(folder / CONFIG_FILE)
     partial_weights.replace(folder / WEIGHTS_FILE)
 
@@ -52,7 +57,7 @@ def load_model(folder: str | Path) -> DecoderLM:
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
-    folder = Path(folder)
+    folder = user_path(folder, "the folder of the weights")
     config = _read_config(folder / CONFIG_FILE)
     with torch.device("meta"):
         model = DecoderLM(config)
@@ -74,10 +79,10 @@ def _read_config(path: Path) -> ModelConfig:
 
 def _read_tensors(model: DecoderLM, path: Path) -> dict[str, Tensor]:
     """The tensors of a file that has exactly those of the model, in its shapes."""
-    if not path.is_file():
-        raise UserError(f"the model's weights {path} do not exist")
     tensors = {}
     try:
+        if not path.is_file():
+            raise UserError(f"the model's weights {path} do not exist")
         with safe_open(path, framework="pt") as file:
             unknown = set(file.keys())
             for name, parameter in model.state_dict().items():
@@ -91,6 +96,9 @@ def _read_tensors(model: DecoderLM, path: Path) -> dict[str, Tensor]:
                     )
                 unknown.discard(name)
                 tensors[name] = file.get_tensor(name)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise UserError(f"cannot read the model's weights {path}: {why}") from error
     except SafetensorError as error:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
     if unknown:

@@ -12,6 +12,7 @@ from typing import Any
 import tyro
 
 from trifocal.errors import UserError, nearest
+from trifocal.paths import user_path
 from trifocal.train.config import RunConfig
 from trifocal.train.toml import dotted_fields, from_table, read_toml
 
@@ -29,7 +30,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: If the file cannot be read, or a key, flag or value is not valid; names the nearest valid one.
     """
-    config = from_table(RunConfig, read_toml(Path(path)), str(path))
+    config = from_table(RunConfig, read_toml(user_path(path, "config file")), str(path))
     return override(config, overrides)
 
 

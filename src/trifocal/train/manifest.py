@@ -46,7 +46,7 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointDamaged: If a file is missing, cut or changed; names the file.
-        UserError: If the checkpoint was written by another version of the format.
+        UserError: If the checkpoint was written by another version of the format, or a file cannot be read.
     """
     try:
         wrapped = json.loads((path / MANIFEST).read_bytes())
@@ -54,6 +54,10 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
         intact = wrapped["sha256"] == _hash_json(manifest)
     except FileNotFoundError:
         raise CheckpointDamaged(f"{path / MANIFEST} is missing") from None
+    except IsADirectoryError:
+        raise CheckpointDamaged(f"{path / MANIFEST} is a folder") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path / MANIFEST}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError):
         raise CheckpointDamaged(f"{path / MANIFEST} is damaged") from None
     if not intact:
@@ -61,14 +65,20 @@ def verify_checkpoint(path: Path) -> dict[str, Any]:
     if manifest["format"] != FORMAT:
         raise UserError(f"{path} has checkpoint format {manifest['format']}, this version reads {FORMAT}")
     for name, expected in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            raise CheckpointDamaged(f"{file} is missing")
-        if file.stat().st_size != expected["bytes"]:
-            raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}")
-        if _hash(file) != expected["sha256"]:
-            raise CheckpointDamaged(f"{file} has changed since it was written (SHA-256 differs)")
+        try:
+            _verify_file(path / name, expected)
+        except OSError as error:
+            raise UserError(f"cannot read {path / name}: {error.strerror}") from error
     return dict(manifest)
+
+
+def _verify_file(file: Path, expected: dict[str, Any]) -> None:
+    if not file.is_file():
+        raise CheckpointDamaged(f"{file} is missing")
+    if file.stat().st_size != expected["bytes"]:
+        raise CheckpointDamaged(f"{file} has {file.stat().st_size} bytes instead of {expected['bytes']}")
+    if _hash(file) != expected["sha256"]:
+        raise CheckpointDamaged(f"{file} has changed since it was written (SHA-256 differs)")
 
 
 def is_intact(path: Path) -> bool:
