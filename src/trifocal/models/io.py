@@ -20,13 +20,12 @@ WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
 
 
-def save_weights(model: DecoderLM, folder: str | Path, *, step: int | None = None) -> None:
+def save_weights(model: DecoderLM, folder: str | Path) -> None:
     """Write weights and configuration; each file appears whole or not at all.
 
     Args:
         model: The model itself, without wrappers.
         folder: Made if it does not exist; files of the same names are replaced.
-        step: Optimizer steps done, for the metadata of `model.safetensors`; None leaves it out.
 
     Raises:
         OSError: If the disk does not take them.
@@ -38,8 +37,7 @@ def save_weights(model: DecoderLM, folder: str | Path, *, step: int | None = Non
     partial_config, partial_weights = folder / f".{CONFIG_FILE}.partial", folder / f".{WEIGHTS_FILE}.partial"
     partial_config.write_text(config_text, encoding="utf-8")
     try:
-        metadata = {"format": "pt"} if step is None else {"format": "pt", "step": str(step)}
-        save_file(tensors, partial_weights, metadata=metadata)
+        save_file(tensors, partial_weights, metadata={"format": "pt"})
     except SafetensorError as error:
         # An error of the library's own, which has the system's in its text alone.
         found = re.search(r"os error (\d+)", str(error))

@@ -111,8 +111,8 @@ def _lock(file: int, folder: Path) -> str:
         if time.monotonic() - begin >= (REMOTE_WAIT_SECONDS if remote else WAIT_SECONDS):
             who = f"process {process} on {host}" if process else "another process"
             raise UserError(
-                f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, end it first, or "
-                "choose another --run.directory"
+                f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, end it "
+                "first, or choose another --run.directory"
             )
         if remote and not told:
             told = True

@@ -369,7 +369,7 @@ class Trainer:
         except OSError as error:
             raise UserError(
                 f"step {self.step} is saved, but its weights could not be written to {folder}: {error}; what is there "
-                "is of an earlier step"
+                "is of an earlier step, or not whole"
             ) from error
 
     def _check_directory(self) -> None:
