@@ -49,7 +49,10 @@ class RunLock:
             return ""
         path = folder / LOCK_FILE
         while True:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except IsADirectoryError:
+                raise UserError(f"{path} is a folder, in place of the file that locks the run; delete it") from None
             try:
                 note = _lock(file, folder)
                 self._files.append(file)

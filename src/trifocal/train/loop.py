@@ -321,7 +321,7 @@ class Trainer:
 
     def _keep(self, what: str, write: Callable[[], None]) -> None:
         """Write what is good to have, in rank 0: a full disk costs it, never the run."""
-        if not self.processes.first:
+        if self.open_directory is None or not self.open_directory.is_there():
             return
         try:
             write()
