@@ -9,6 +9,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,11 @@ from tests.train.tiny import before_step, make_config, read_checkpoint, write_co
 from trifocal.cli import main
 from trifocal.data import load_tokenizer
 from trifocal.diagnostics import read_metrics
+from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import load_model
 from trifocal.train import load_config, resume, train
+from trifocal.train.start import restarted_run
 
 
 def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
@@ -96,6 +99,18 @@ def test_several_processes_stop_together_when_the_folder_is_moved(tmp_path: Path
     assert f"trifocal: {tmp_path / 'run'} was moved to {tmp_path / 'moved'} while its run trained" in errors
     assert "the checkpoint of step 2 is there" in errors and "loop.py" not in errors
     assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_does_not_begin_anew_where_its_run_is_gone(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    processes = Processes(launcher=store)
+    processes.begin()
+    assert store.check(["trifocal/begun"])
+    with pytest.raises(UserError, match=r"the run that torchrun began in .* is no longer there"):
+        restarted_run(replace(processes, restarted=True), tmp_path / "run")
+    processes.forget_begin()
+    assert not store.check(["trifocal/begun"])
+    assert restarted_run(processes, tmp_path / "run") == ""
 
 
 def step_of(weights: Path) -> int:

@@ -64,6 +64,8 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             return trainer.run([*notes, *filter(None, [note])], None, lock)
         except BaseException as error:
             nothing_learnt = created and trainer.step == 0 and isinstance(error, UserError | KeyboardInterrupt)
+            if nothing_learnt:
+                processes.forget_begin()
             _tidy_after_failure(directory, lock, delete_start=nothing_learnt)
             raise
 
