@@ -61,7 +61,7 @@ def run(args: Sequence[str]) -> int:
         print(text)
         return examination.exit_status
     if options.json:
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        user_path(options.json, "--json").write_text(text + "\n", encoding="utf-8")
     show(examination, Console(file=sys.stdout))
     if not configs:
         print("No presets here: name your own with --config FILE.toml, or run this where the folder configs/ is.")

@@ -1,8 +1,7 @@
 """Files that a command writes at its end."""
 
-from pathlib import Path
-
 from trifocal.errors import UserError
+from trifocal.paths import user_path
 
 
 def check_output(path: str) -> None:
@@ -17,8 +16,9 @@ def check_output(path: str) -> None:
     if not path:
         return
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with Path(path).open("a"):
+        file = user_path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a"):
             pass
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
