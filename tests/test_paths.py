@@ -13,7 +13,9 @@ from trifocal.paths import shell_path, user_path
 def test_home_is_expanded_at_the_beginning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
     assert user_path("~/runs/a") == user_path(Path("~/runs/a")) == Path("/home/ada/runs/a")
-    assert user_path("./~/a~") == Path("~/a~") and user_path("runs/~") == Path("runs/~")
+    assert user_path("runs/~") == Path("runs/~")
+    odd = user_path("./~/a~")
+    assert odd == Path.cwd() / "~" / "a~" and user_path(str(odd)) == odd
 
 
 @pytest.mark.parametrize(

@@ -24,10 +24,13 @@ def user_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
         raise UserError(f"{name} {given!r} is not UTF-8 text; rename that folder, or choose another") from None
     if "\0" in given:
         raise UserError(f"{name} {given!r} has a NUL character, which no file name may have")
-    path = Path(os.path.expanduser(given))  # noqa: PTH111 (that of pathlib raises RuntimeError for an unknown user)
-    if str(path).startswith("~"):
-        raise UserError(f"{name} {given}: there is no user {path.parts[0][1:]!r}; a folder of that name is ./{given}")
-    return path
+    expanded = os.path.expanduser(given)  # noqa: PTH111 (that of pathlib raises RuntimeError for an unknown user)
+    if expanded.startswith("~"):
+        user = expanded[1:].partition("/")[0]
+        raise UserError(f"{name} {given}: there is no user {user!r}; a folder of that name is ./{given}")
+    path = Path(expanded)
+    # Pathlib drops the "./" of "./~x", which must not be taken for a home folder when it is written and read again.
+    return path.absolute() if str(path).startswith("~") else path
 
 
 def shell_path(path: str | os.PathLike[str]) -> str:
