@@ -17,8 +17,8 @@ from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import check_flags, load_config, override, parse_arguments
 from trifocal.train.config import RunConfig
 from trifocal.train.launch import resume, resume_command, train
-from trifocal.train.loop import TrainResult
 from trifocal.train.nonfinite import NonFiniteError
+from trifocal.train.result import TrainResult
 from trifocal.train.run_directory import load_run_to_resume
 from trifocal.train.toml import dotted_fields
 

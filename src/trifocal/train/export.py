@@ -7,6 +7,8 @@ from trifocal.data import Tokenizer
 from trifocal.diagnostics.files import write_whole
 from trifocal.models import DecoderLM, save_weights
 
+WEIGHTS = "weights"
+"""In the folder of a run: the model of the last checkpoint, for use."""
 STEP_FILE = "trainer_state.json"
 
 

@@ -14,9 +14,10 @@ from trifocal.train.config import RunConfig
 from trifocal.train.evaluate import check_validation_text
 from trifocal.train.files import delete, mark_run
 from trifocal.train.lock import RunLock
-from trifocal.train.loop import Trainer, TrainResult
+from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.replaced_run import has_replaced, restore_replaced
+from trifocal.train.result import TrainResult
 from trifocal.train.run_directory import create_run_directory, load_run_to_resume
 from trifocal.train.start import check_same_start, restarted_run
 

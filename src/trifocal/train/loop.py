@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from trifocal.train.compiling import CompileNotes
 from trifocal.train.config import RunConfig
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluate import Evaluation
-from trifocal.train.export import export_weights
+from trifocal.train.export import WEIGHTS, export_weights
 from trifocal.train.graphs import make_graphs
 from trifocal.train.inputs import packed_documents
 from trifocal.train.lock import RunLock
@@ -31,6 +31,7 @@ from trifocal.train.optimizer import make_optimizer
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.records import open_records
 from trifocal.train.replaced_run import delete_replaced
+from trifocal.train.result import TrainResult
 from trifocal.train.run_directory import OpenDirectory, save_config
 from trifocal.train.saving import Saver
 from trifocal.train.schedule import is_due, learning_rate
@@ -38,32 +39,6 @@ from trifocal.train.spread import spread_model
 from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
 from trifocal.train.tracing import make_tracer
-
-WEIGHTS = "weights"
-"""In the folder of a run: the model of the last checkpoint, for use."""
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended.
-
-    Attributes:
-        directory: The run.
-        step: Optimizer steps done.
-        finished: Whether all steps are done; False after an interruption.
-        loss: The last training loss known, nats per token.
-        evaluation: The last evaluation of this process.
-        sample: The last sample of this process.
-        first: Whether this is rank 0, which speaks for all.
-    """
-
-    directory: Path
-    step: int
-    finished: bool
-    loss: float | None
-    evaluation: Evaluation | None
-    sample: str | None
-    first: bool = True
 
 
 class Trainer:
