@@ -260,7 +260,7 @@ def measure(config: RunConfig, steps: int, order: Sequence[tuple[str, str, str]]
     with RunLock() as lock:
         create_run_directory(config, lock, overwrite=True)
         trainer.prepare()
-        trainer.run([], None)
+        trainer.run([], None, lock)
     return trainer
 
 

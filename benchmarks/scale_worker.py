@@ -41,7 +41,7 @@ def train(config: RunConfig, processes: Processes) -> tuple[int, float]:
     trainer = Trainer(config, Path(config.run.directory), processes, tokenizer)
     with RunLock() as lock:
         processes.on_first(lambda: create_run_directory(config, lock, overwrite=True))
-        steps = trainer.run(notes, None).step
+        steps = trainer.run(notes, None, lock).step
     # What the allocator counts has nothing of the memory in which graphs keep activations.
     graphs = 0 if trainer.graphs is None else trainer.graphs.memory_bytes
     return steps, max(processes.gather(torch.cuda.max_memory_allocated() - before + graphs if on_gpu else 0))

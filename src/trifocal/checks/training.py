@@ -33,8 +33,8 @@ from trifocal.train.config import (
     TrainSection,
 )
 from trifocal.train.launch import resume, train
-from trifocal.train.loop import TrainResult
 from trifocal.train.optimizer import make_optimizer
+from trifocal.train.result import TrainResult
 from trifocal.train.step import train_step
 
 Train = Callable[[RunConfig], TrainResult]

@@ -17,6 +17,7 @@ from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
 from trifocal.bench.results import ResultFile, cell, cpu_name
 from trifocal.errors import UserError, unknown
+from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.preflight import check_writable, choose_device, existing_folder
 
@@ -83,14 +84,14 @@ def run(args: Sequence[str]) -> int:
         return 0 if args else 2
     options = parse(args)
     if isinstance(options, PlotOptions):
-        return _plot(Path(options.result))
+        return _plot(user_path(options.result, "RESULT"))
     name = args[0]
     title = f"trifocal bench {name}"
     on_cpu = choose_device(options.device).type == "cpu"
     file = ResultFile(
         options.name,
         title[0].upper() + title[1:],
-        folder=Path(options.output) if options.output else None,
+        folder=user_path(options.output, "--output") if options.output else None,
         device=cpu_name() if on_cpu else "",
         commit=options.commit,
         command=["trifocal", "bench", *args],

@@ -14,6 +14,7 @@ from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output
 from trifocal.doctor import examine
 from trifocal.doctor.report import show
+from trifocal.paths import user_path
 from trifocal.train.arguments import load_config, parse_arguments
 from trifocal.train.presets import presets
 
@@ -44,7 +45,7 @@ def run(args: Sequence[str]) -> int:
     configs = {path: load_config(path) for path in options.config}
     if not configs:
         configs = {name: load_config(path) for name, path in presets().items()}
-    folder = Path(options.run_directory)
+    folder = user_path(options.run_directory, "--run-directory")
     if options.config and options.run_directory == "runs":
         folder = Path(next(iter(configs.values())).run.directory)
     progress = SafeConsole(stderr=True)
@@ -63,6 +64,6 @@ def run(args: Sequence[str]) -> int:
         print(text)
         return examination.exit_status
     if options.json:
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        user_path(options.json, "--json").write_text(text + "\n", encoding="utf-8")
     show(examination, SafeConsole(file=sys.stdout))
     return examination.exit_status

@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -16,6 +15,7 @@ from trifocal.diagnostics.environment import host_memory_bytes
 from trifocal.errors import UserError
 from trifocal.generate import stream
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.config import RunConfig
 from trifocal.train.inputs import autocast
@@ -72,8 +72,9 @@ def run(args: Sequence[str]) -> int:
     """
     options: GenerateArguments = parse_arguments(GenerateArguments, args, prog="trifocal generate")
     prompt = _read_prompt(options.prompt)
-    command = f"trifocal generate {shlex.quote(options.path)} --prompt {shlex.quote(options.prompt)}"
-    with open_pretrained(Path(options.path), options.checkpoint, command=command) as found:
+    path = user_path(options.path, "PATH")
+    command = f"trifocal generate {shell_path(path)} --prompt {shlex.quote(options.prompt)}"
+    with open_pretrained(path, options.checkpoint, command=command) as found:
         tokenizer, config = found.tokenizer(), found.config()
         tokens = _encode_prompt(prompt, config, tokenizer)
         device = choose_device(options.device)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +15,12 @@ from trifocal.diagnostics.traces import AnomalyFound
 from trifocal.distributed import PeerLost, leave_at_once
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
+from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import HELP, load_config, override, read_flags, show_help
 from trifocal.train.config import RunConfig
 from trifocal.train.launch import resume, resume_command, train
-from trifocal.train.loop import TrainResult
 from trifocal.train.nonfinite import NonFiniteError
+from trifocal.train.result import TrainResult
 from trifocal.train.run_directory import load_run_to_resume
 
 _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}
@@ -80,7 +80,7 @@ def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) ->
         raise UserError(f"--resume takes the run's own config; leave {paths[0]} out")
     if "overwrite" in own:
         raise UserError("--overwrite and --resume contradict each other")
-    directory = Path(own["resume"])
+    directory = user_path(own["resume"], "--resume")
     saved = load_run_to_resume(directory)
     config = override(saved, overrides)
     if config.run.directory != saved.run.directory and Path(config.run.directory).resolve() != directory.resolve():
@@ -92,7 +92,7 @@ def _summary(result: TrainResult) -> str:
     if not result.first:
         # Rank 0 speaks for all.
         return ""
-    directory = shlex.quote(str(result.directory))
+    directory = shell_path(result.directory)
     number = result.skipped_documents
     skipped = f"\nskipped {number} bad document{'s'[: number != 1]} (data.on_bad_document)" if number else ""
     if not result.finished:

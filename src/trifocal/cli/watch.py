@@ -15,6 +15,7 @@ from trifocal.cli.console import SafeConsole
 from trifocal.diagnostics.run import read_run
 from trifocal.diagnostics.watch import Silences, render, verdicts
 from trifocal.errors import UserError
+from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments
 
 _OVER = {"finished", "failed", "dead"}
@@ -74,4 +75,4 @@ def _local(where: str) -> Path:
         home = "~/" if folder.startswith("~/") else ""
         command = f"trifocal watch {home}{shlex.quote(folder.removeprefix(home))}"
         raise UserError(f"to watch a run on another machine: ssh -t {host} {shlex.quote(command)}")
-    return Path(where)
+    return user_path(where, "RUN_DIR")

@@ -141,6 +141,7 @@ class Heartbeat:
         self._memory_is_old = True
         self._stop = threading.Event()
         self._process_start = process_start(os.getpid())
+        self._last_status = "finished"
         self._main_thread = threading.get_ident()
         self._older_threads = running_threads()
         self._thread = threading.Thread(target=self._run, name="trifocal-heartbeat", daemon=True)
@@ -209,11 +210,12 @@ class Heartbeat:
         """
         if self._stop.is_set():
             return
+        self._last_status = status
         self._stop.set()
-        if self._thread.ident is not None:
+        if self._thread.ident is None:
+            self._run()
+        else:
             self._thread.join()
-        with JsonLinesWriter(self.path) as writer:
-            self._beat(writer, status)
 
     def current_phase(self) -> tuple[str, float]:
         """The phase and the moment of the clock at which it began: together they name one entry into it."""
@@ -292,12 +294,13 @@ class Heartbeat:
             self._memory = memory_statistics(self._device)
 
     def _run(self) -> None:
+        # One open file to the end: the run's folder may be moved, and is not made anew for the last row.
         with JsonLinesWriter(self.path) as writer:
-            while True:
+            while not self._stop.is_set():
                 self._beat(writer, "running")
                 self._memory_is_old = True
-                if self._stop.wait(self.interval_seconds):
-                    return
+                self._stop.wait(self.interval_seconds)
+            self._beat(writer, self._last_status)
 
     def _beat(self, writer: JsonLinesWriter, status: str) -> None:
         try:

@@ -114,7 +114,8 @@ class Watchdog:
         folder = self.directory / "dumps" / f"{reason}_step_{row['step']:08}_rank{self._rank}_{stamp}"
         self._seen.add(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
             write_stacks(folder, self._rank)
             self._write_summary(folder, what, row)
         except OSError as error:

@@ -59,6 +59,11 @@ class Processes:
         if self.first and self.launcher is not None:
             self.launcher.set(_BEGUN, "")
 
+    def forget_begin(self) -> None:
+        """Take `begin` back: the run is about to be deleted, and the next start is a first one."""
+        if self.first and self.launcher is not None:
+            self.launcher.delete_key(_BEGUN)
+
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up the values of all processes, in double precision; whole numbers up to 2^53 stay exact."""
         if self.size == 1:

@@ -11,6 +11,7 @@ import tyro
 
 from trifocal.errors import UserError, unknown
 from trifocal.fields import checked, dotted_fields, from_table
+from trifocal.paths import user_path
 from trifocal.train.config import RunConfig
 from trifocal.train.toml import read_toml
 
@@ -31,7 +32,7 @@ def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
     Raises:
         UserError: If the file cannot be read, or a key, flag or value is not valid; names the nearest valid one.
     """
-    return override(from_table(RunConfig, read_toml(path), str(path)), overrides)
+    return override(from_table(RunConfig, read_toml(user_path(path, "config file")), str(path)), overrides)
 
 
 def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) -> RunConfig:

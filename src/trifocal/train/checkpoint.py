@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_map_only
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
+from trifocal.paths import shell_path
 from trifocal.train.checkpoint_reader import SafePlanner, SafeReader
-from trifocal.train.earlier_run import where_set_aside
 from trifocal.train.files import PARTIAL, flush_folder, remove_folder, rename_to_remove
 from trifocal.train.manifest import (
     FORMAT,
@@ -46,6 +46,7 @@ from trifocal.train.manifest import (
     verify_checkpoint,
     write_manifest,
 )
+from trifocal.train.replaced_run import where_replaced
 
 _PREFIX = "step_"
 # Fields of the model that change how it is computed, not what it is.
@@ -152,7 +153,10 @@ def write_checkpoint(
 
 def _make_room(partial: Path) -> None:
     remove_folder(partial)
-    (partial / "weights").mkdir(parents=True)
+    # The run's folder is not made: without it there is no run.
+    partial.parent.mkdir(exist_ok=True)
+    partial.mkdir()
+    (partial / "weights").mkdir()
 
 
 def _write(path: Path, text: str) -> None:
@@ -260,9 +264,9 @@ def _choose_checkpoint(root: Path, name: str) -> Path:
     if name and Path(name).name == name and (root / name / MANIFEST).exists():
         return root / name
     if not found:
-        begin = f"trifocal train {run_directory / 'config.toml'} --overwrite"
+        begin = f"trifocal train {shell_path(run_directory / 'config.toml')} --overwrite"
         raise UserError(
-            f"{run_directory} has no checkpoint yet{where_set_aside(run_directory)}; wait for its first one, or begin "
+            f"{run_directory} has no checkpoint yet{where_replaced(run_directory)}; wait for its first one, or begin "
             f"again with: {begin}"
         )
     if name and root / name not in found:

@@ -144,7 +144,8 @@ class Company:
             event("rank_lost", sentence, "error")
             row = heartbeat.snapshot()
             folder = directory / "dumps" / f"lost_step_{row['step']:08}"
-            folder.mkdir(parents=True, exist_ok=True)
+            folder.parent.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
             rank = self._processes.rank
             write_stacks(folder, rank)
             page = stall_summary(directory, folder, rank, f"stops: {sentence}", row, read_answers(folder))

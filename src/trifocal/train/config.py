@@ -13,6 +13,7 @@ from trifocal.diagnostics import SINKS
 from trifocal.diagnostics.traces import TRACES, UNBOUNDED
 from trifocal.fields import check_seconds, checked, dotted_fields
 from trifocal.models import ModelConfig
+from trifocal.paths import user_path
 
 MAX_TRACED_STEPS = 100
 """What keeps something of every step may not do so for ever."""
@@ -39,7 +40,7 @@ class RunSection:
     """Where the run lives, and on what it runs."""
 
     directory: str = "runs/unnamed"
-    """Folder of everything that the run writes; refused if it holds a run already."""
+    """Folder of everything that the run writes, `~` for the home folder; refused if it holds a run already."""
     seed: int = 1337
     """Seed of the initial weights and of every random choice of the trainer."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -49,6 +50,7 @@ class RunSection:
 
     def __post_init__(self) -> None:
         _require(bool(self.directory.strip()), "run.directory must name a folder, got an empty string")
+        object.__setattr__(self, "directory", str(user_path(self.directory, "run.directory")))
         _require(0 <= self.seed < 2**63, f"run.seed must lie in [0, 2^63), got {self.seed}")
 
 

@@ -2,11 +2,34 @@
 
 import os
 import shutil
+import uuid
 from pathlib import Path
 
 CONFIG_FILE = "config.toml"
+RUN_FILE = ".trifocal_run"
+"""In the folder of every run: a line that says so, and one that no other run has."""
+_RUN_LINE = "trifocal run, format 1\n"
 PARTIAL = "partial_"
 """How the names of what is not whole begin."""
+
+
+def mark_run(folder: Path) -> None:
+    """Mark a folder as that of a run, if it is not."""
+    if not is_run(folder):
+        (folder / RUN_FILE).write_text(f"{_RUN_LINE}{uuid.uuid4()}\n")
+
+
+def read_mark(folder: Path) -> str:
+    """What `mark_run` wrote; empty where there is nothing of the kind."""
+    try:
+        return (folder / RUN_FILE).read_text(errors="replace")
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return ""
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is marked as that of a run: nothing else is ever replaced or deleted."""
+    return read_mark(folder).startswith(_RUN_LINE)
 
 
 def delete(path: Path) -> None:

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,54 +13,32 @@ from trifocal.data import Loader, Tokenizer, make_loader, merge_states
 from trifocal.diagnostics import Heartbeat, Progress, Watchdog, write_backends
 from trifocal.distributed import Processes, whole_model
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM, save_weights
+from trifocal.models import DecoderLM
 from trifocal.train.checkpoint import set_aside_later
 from trifocal.train.company import Company
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.config import RunConfig
 from trifocal.train.determinism import deterministic_operations
-from trifocal.train.earlier_run import let_go
 from trifocal.train.evaluate import Evaluation
+from trifocal.train.export import WEIGHTS, export_weights
 from trifocal.train.graphs import make_graphs
 from trifocal.train.inputs import packed_documents
+from trifocal.train.lock import RunLock
 from trifocal.train.looks import Looks
 from trifocal.train.meter import Meter
 from trifocal.train.nonfinite import NonFiniteError, stop_non_finite
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.records import open_records
-from trifocal.train.run_directory import save_config
+from trifocal.train.replaced_run import delete_replaced
+from trifocal.train.result import TrainResult
+from trifocal.train.run_directory import OpenDirectory, save_config
 from trifocal.train.saving import Saver
 from trifocal.train.schedule import is_due, learning_rate
 from trifocal.train.spread import spread_model
 from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
 from trifocal.train.tracing import make_tracer
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended.
-
-    Attributes:
-        directory: The run.
-        step: Optimizer steps done.
-        finished: Whether all steps are done; False after an interruption.
-        loss: The last training loss known, nats per token.
-        evaluation: The last evaluation of this process.
-        sample: The last sample of this process.
-        first: Whether this is rank 0, which speaks for all.
-        skipped_documents: Bad documents that were skipped, by all processes; none of them counts twice.
-    """
-
-    directory: Path
-    step: int
-    finished: bool
-    loss: float | None
-    evaluation: Evaluation | None
-    sample: str | None
-    first: bool = True
-    skipped_documents: int = 0
 
 
 class Trainer:
@@ -109,8 +87,18 @@ class Trainer:
         # With the hub's branch as the commit that it found: the saved config names it, so that a resumed run reads it.
         self.config = replace(config, data=self.loader.config)
 
-    def run(self, notes: list[str], checkpoint: Path | None) -> TrainResult:
-        """Train to the last step or the first signal."""
+    def run(self, notes: list[str], checkpoint: Path | None, lock: RunLock) -> TrainResult:
+        """Train to the last step or the first signal.
+
+        Args:
+            notes: What is said when the run begins.
+            checkpoint: Where it goes on from; None for a new run.
+            lock: Of the run's folder, taken by rank 0.
+
+        Raises:
+            UserError: If the data fail, the last checkpoint cannot be written, or the run's folder is moved or deleted.
+        """
+        self.lock = lock
         config, directory, total = self.config, self.directory, self.config.train.steps
         self.came_from = checkpoint
         with ExitStack() as stack:
@@ -120,6 +108,7 @@ class Trainer:
                 self._restore(checkpoint)
             resume_step = self.step if checkpoint is not None else None
             rank, first = self.processes.rank, self.processes.first
+            self.open_directory = stack.enter_context(OpenDirectory(directory)) if first else None
             self.metrics = stack.enter_context(
                 open_records(config, directory, device=self.device, resume_step=resume_step, first=first)
             )
@@ -165,19 +154,18 @@ class Trainer:
                 pass
             if self.meter.steps == 0:
                 self._started()
-            self.saver.take_written(wait=True)
-            if self.saver.saved_step != self.step:
-                self._save(must_succeed=True)
+            self._end()
             skipped = set().union(*self.processes.gather(self.loader.bad_documents.skipped))
-            finished = self.step >= total
-            if finished and (whole := whole_model(self.model, self.processes)) is not None:
-                save_weights(whole, directory / "weights")
+        finished = self.step >= total
         return TrainResult(directory, self.step, finished, self.loss, self.evaluation, self.sample, first, len(skipped))
 
     def _step(self) -> bool:
         """Take a step, unless all processes are to stop before it."""
         config = self.config
         step = self.step + 1
+        if self.open_directory is not None and not self.open_directory.is_there():
+            # All stop together; `_check_directory` says why.
+            self.signals.received = "the run's folder is gone"
         rate = learning_rate(
             step,
             peak=config.optimizer.learning_rate,
@@ -265,10 +253,11 @@ class Trainer:
         """
 
         def replace_what_was() -> str:
+            self._check_directory()
             save_config(self.config, self.directory)
             if self.came_from is not None:
                 set_aside_later(self.came_from)
-            return let_go(self.directory)
+            return delete_replaced(self.directory, self.lock)
 
         with self.heartbeat.phase("wait"):
             self.processes.agree(None)
@@ -277,6 +266,8 @@ class Trainer:
         if left and self.processes.first:
             self._say("not_deleted", left, "warning")
         self.processes.begin()
+        if self.came_from is not None and (self.directory / WEIGHTS).is_dir() and self.step < self.config.train.steps:
+            self._say("note", f"{self.directory / WEIGHTS} is of an earlier step until this run ends")
 
     def _check_finite(self) -> None:
         """Stop if the last step was not finite. Its update was withheld on the device, its gradients are still there.
@@ -318,7 +309,7 @@ class Trainer:
 
     def _keep(self, what: str, write: Callable[[], None]) -> None:
         """Write what is good to have, in rank 0: a full disk costs it, never the run."""
-        if not self.processes.first:
+        if self.open_directory is None or not self.open_directory.is_there():
             return
         try:
             write()
@@ -338,11 +329,10 @@ class Trainer:
             alone = self.processes.size == 1
             if isinstance(error, NonFiniteError) or not (alone or isinstance(error, UserError)):
                 raise
-            self.saver.take_written(wait=True)
-            if self.step == self.saver.saved_step:
+            if self.meter.steps == 0:
                 raise
             try:
-                self._save(must_succeed=True)
+                self._end()
             except UserError as failed:
                 raise UserError(f"{error}; and {failed}") from error
             if not isinstance(error, UserError):
@@ -350,8 +340,33 @@ class Trainer:
                 raise
             raise type(error)(f"{error}; step {self.step} is saved") from error
 
+    def _end(self) -> None:
+        """Save the last step, if it is not saved yet, and export its weights."""
+        self.saver.take_written(wait=True)
+        if self.saver.saved_step != self.step:
+            self._save(must_succeed=True)
+        folder, whole = self.directory / WEIGHTS, whole_model(self.model, self.processes)
+
+        def export() -> None:
+            self._check_directory()
+            if whole is not None:
+                export_weights(whole, self.tokenizer, folder, step=self.step)
+
+        try:
+            self.processes.on_first(export)
+        except OSError as error:
+            raise UserError(
+                f"step {self.step} is saved, but its weights could not be written to {folder}: {error}; what is there "
+                "is of an earlier step, or not whole"
+            ) from error
+
+    def _check_directory(self) -> None:
+        if self.open_directory is not None:
+            self.open_directory.check(self.step, self.saver.saved_step)
+
     def _save(self, *, must_succeed: bool) -> None:
         self._check_finite()
+        self.processes.on_first(self._check_directory)
         with self.meter.paused(), self.heartbeat.phase("checkpoint"):
             self.saver.save(self.step, self._state, must_succeed=must_succeed)
 

@@ -81,7 +81,8 @@ def stop_non_finite(
     whole = whole_model(model, processes)
     where = f"dump in {folder}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         name = "batch.pt" if processes.size == 1 else f"batch_rank{processes.rank}.pt"
         torch.save([batch._asdict() for batch in result.batches], folder / name)
         if whole is not None:

@@ -20,6 +20,7 @@ from trifocal.diagnostics.report.attention_charts import BRANCHES
 from trifocal.diagnostics.run import Run
 from trifocal.diagnostics.verdict import judge
 from trifocal.models import ModelConfig, flops_per_token
+from trifocal.paths import shell_path
 
 Mark = Literal["good", "watch", "bad", "unknown"]
 
@@ -133,7 +134,8 @@ def _healthy(run: Run) -> Finding:
     if dumps and states & {"failed", "dead", "stalled"}:
         changes.append(f"Read {dumps[-1]}: it says what was stuck where.")
     if states & {"failed", "dead"}:
-        changes.append(f"Mend the cause, and go on from the last checkpoint: trifocal train --resume {run.directory}.")
+        command = f"trifocal train --resume {shell_path(run.directory)}"
+        changes.append(f"Mend the cause, and go on from the last checkpoint: {command}")
     for rank, rows in run.heartbeats.items():
         verdict = judge(rows[-1])
         if verdict.state in ("failed", "dead", "stalled"):

@@ -80,7 +80,7 @@ class AnomalyTrace(Trace):
         message = f"step {step}, micro-batch {self._moment.micro_batch}: {what}{called}; the update was not applied"
         path = self._directory / "traces" / f"anomaly_step_{step:08}_rank{self._rank}.txt"
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            path.parent.mkdir(exist_ok=True)
             path.write_text(f"{message}\n\n{error}\n\n{place}\n", encoding="utf-8")
         except OSError as failure:
             return AnomalyFound(f"{message}; the report could not be written: {failure}")

@@ -141,7 +141,8 @@ class Tracer:
         failed: OSError | None = None
         for trace in self._traces:
             try:
-                folder.mkdir(parents=True, exist_ok=True)
+                folder.parent.mkdir(exist_ok=True)
+                folder.mkdir(exist_ok=True)
                 trace.write(folder, self._rank)
             except OSError as error:
                 failed = error

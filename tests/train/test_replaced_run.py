@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,8 +21,9 @@ from trifocal.diagnostics import read_metrics
 from trifocal.errors import UserError
 from trifocal.train import NonFiniteError, resume, train
 from trifocal.train import lock as lock_module
-from trifocal.train.earlier_run import EARLIER_RUN, FAILED_START, let_go, put_back, set_aside
+from trifocal.train.files import mark_run
 from trifocal.train.lock import LOCK_FILE, RunLock
+from trifocal.train.replaced_run import delete_replaced, failed_path, replace_run, replaced_path, restore_replaced
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
 Tree = dict[str, bytes]
@@ -41,10 +43,14 @@ sys.exit(main(sys.argv[2:]))
 
 
 def tree(folder: Path) -> Tree:
-    """Every file of a run; not the lock, nor what a failed start has left."""
+    """Every file of a run; not the lock."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != LOCK_FILE)
-    found = {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-    return {name: content for name, content in found.items() if not name.startswith(FAILED_START)}
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def beside(run: Path) -> list[str]:
+    """What lies beside a run that belongs to another one."""
+    return [path.name for path in sorted(run.parent.iterdir()) if path.name.lstrip(".").startswith(f"{run.name}.")]
 
 
 @pytest.fixture
@@ -100,7 +106,7 @@ def test_a_wrong_setting_of_the_data_costs_nothing(config: Path) -> None:
         ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
         assert ended.returncode == 2 and says in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
         assert f"the run that was in {run} is there as before" in ended.stderr
-        assert tree(run) == before and not (run / FAILED_START).exists()
+        assert tree(run) == before and beside(run) == ["run.toml"]
     assert resume(run).step == 4
     assert main(["generate", str(run), "--prompt", "the", "--max-new-tokens", "2"]) == 0
 
@@ -114,11 +120,11 @@ def test_a_start_that_was_killed_is_undone_by_the_next(
         process = standing_still()
         process.send_signal(signal.SIGKILL)
         process.wait()
-        assert tree(run / EARLIER_RUN) == before
+        assert tree(replaced_path(run)) == before
         capsys.readouterr()
         assert main(["generate", str(run), "--prompt", "the"]) == 2
-        assert f"the run that was there before is in {run / EARLIER_RUN}" in capsys.readouterr().err
-        assert main(["generate", str(run / EARLIER_RUN), "--prompt", "the", "--max-new-tokens", "2"]) == 0
+        assert f"the run that was there before is in {replaced_path(run)}" in capsys.readouterr().err
+        assert main(["generate", str(replaced_path(run)), "--prompt", "the", "--max-new-tokens", "2"]) == 0
         if again == "resume":
             assert main(["train", "--resume", str(run)]) == 0
             before = tree(run)
@@ -132,8 +138,8 @@ def test_a_start_that_was_killed_is_undone_by_the_next(
         printed = capsys.readouterr()
         assert f"the run that was in {run} is there as before" in printed.err
         assert ("holds a run already" in printed.err) == (again == "refused")
-        assert (run / FAILED_START / "config.toml").exists() == (again == "refused")
-    assert not any((run / name).exists() for name in (EARLIER_RUN, FAILED_START))
+        assert (failed_path(run) / "config.toml").exists()
+        assert not replaced_path(run).exists()
 
 
 def test_another_process_leaves_both_runs_alone(
@@ -151,16 +157,15 @@ def test_another_process_leaves_both_runs_alone(
     ):
         with pytest.raises(UserError, match=f"is in use: process {process.pid} "):
             attempt()
-    assert tree(run / EARLIER_RUN) == before and tree(run).keys() == new
+    assert tree(replaced_path(run)) == before and tree(run).keys() == new
 
 
 def test_a_run_that_starts_well_leaves_nothing_of_the_other(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = config.with_name("run")
-    (run / "notes.txt").touch()
     before, seen = tree(run), []
 
     def look(step: int, arguments: dict[str, Any]) -> None:
-        seen.append(tree(run / EARLIER_RUN))
+        seen.append(tree(replaced_path(run)))
 
     before_step(monkeypatch, look)
     assert train(make_config(config.parent, *QUICK), overwrite=True).finished
@@ -174,8 +179,10 @@ def test_a_run_that_starts_well_leaves_nothing_of_the_other(config: Path, monkey
         "checkpoints",
         "dumps",
         "weights",
+        ".trifocal_run",
     }
     assert {path.name for path in run.iterdir()} == expected | {LOCK_FILE}
+    assert beside(run) == ["run.toml"]
 
 
 def test_a_first_step_that_fails_keeps_its_dump_and_gives_the_place_back(
@@ -191,26 +198,111 @@ def test_a_first_step_that_fails_keeps_its_dump_and_gives_the_place_back(
     with pytest.raises(NonFiniteError):
         train(make_config(config.parent, *QUICK), overwrite=True)
     assert (
-        f"is there as before: the first step of its replacement did not end; what the other one left is in {run}"
+        f"is there as before: the first step of its replacement did not end; what the other one left is in {run}.failed"
         in (capsys.readouterr().err)
     )
-    assert (run / FAILED_START / "dumps" / "step_00000001" / "summary.json").is_file()
+    assert (failed_path(run) / "dumps" / "step_00000001" / "summary.json").is_file()
     assert tree(run) == before
     monkeypatch.undo()
     assert train(make_config(config.parent, *QUICK), overwrite=True).finished
-    assert not (run / FAILED_START).exists()
+    assert not replaced_path(run).exists()
 
 
-def test_a_folder_of_that_name_without_a_run_is_not_taken_for_one(config: Path) -> None:
+def test_folders_of_these_names_that_are_no_runs_are_left_alone(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = config.with_name("run")
-    (run / EARLIER_RUN).mkdir()
-    (run / EARLIER_RUN / "thesis.tex").touch()
     before = tree(run)
+    for place in (replaced_path(run), failed_path(run)):
+        place.mkdir()
+        (place / "thesis.tex").touch()
     with pytest.raises(UserError, match="holds a run already"):
         train(make_config(config.parent))
-    with pytest.raises(UserError, match=r"cannot be moved aside, and stays as it was: .*not empty"):
+    with pytest.raises(UserError, match=r"stays as it was: it cannot be renamed to \S+/\.run\.replaced .*not empty"):
         train(make_config(config.parent, *QUICK), overwrite=True)
     assert tree(run) == before
+    (replaced_path(run) / "thesis.tex").unlink()
+
+    def fail(step: int, arguments: dict[str, Any]) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        before_step(patch, fail)
+        with pytest.raises(MemoryError):
+            train(make_config(config.parent, *QUICK), overwrite=True)
+    assert "could not be put back, and waits in" in capsys.readouterr().err
+    assert tree(replaced_path(run)) == before and (failed_path(run) / "thesis.tex").exists()
+    failed_path(run).rename(run.parent / "thesis")
+    assert resume(run).step == 4
+    assert tree(run).keys() == before.keys()
+
+
+def website(folder: Path) -> None:
+    """A folder of somebody's with a file of the name that a run's configuration has."""
+    (folder / "content").mkdir(parents=True)
+    (folder / "content" / "index.md").touch()
+    (folder / "config.toml").write_text('baseURL = "https://example.org/"\n')
+
+
+def with_notes(run: Path) -> None:
+    (run / "notes").mkdir()
+    (run / "thesis.tex").touch()
+
+
+def with_linked_checkpoints(run: Path) -> None:
+    (run / "checkpoints").rename(run.parent / "elsewhere")
+    (run / "checkpoints").symlink_to(run.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda run: (shutil.rmtree(run), website(run)), r"has no \.trifocal_run, by which a run is known.*--resume"),
+        (lambda run: (run / ".trifocal_run").write_text("mine"), r"has no \.trifocal_run"),
+        (lambda run: (run / ".trifocal_run").unlink(), r"of an older version, trifocal train --resume \S+/run adds"),
+        (with_notes, "beside the run it holds notes, thesis.tex; move that"),
+        (with_linked_checkpoints, r"beside the run it holds checkpoints \(a link\)"),
+    ],
+)
+def test_what_is_not_a_run_is_never_replaced(config: Path, make: Callable[[Path], Any], says: str) -> None:
+    run = config.with_name("run")
+    make(run)
+    before = tree(run)
+    with pytest.raises(UserError, match=says):
+        train(make_config(config.parent, *QUICK), overwrite=True)
+    assert tree(run) == before and beside(run) == ["run.toml"]
+
+
+def test_a_run_of_an_older_version_is_known_after_a_resume(config: Path) -> None:
+    run = config.with_name("run")
+    (run / ".trifocal_run").unlink()
+    assert resume(run).step == 4
+    assert train(make_config(config.parent, *QUICK), overwrite=True).finished
+
+
+def test_a_mount_point_and_the_folder_one_is_in_are_not_renamed(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = config.with_name("run")
+    before = tree(run)
+    new = make_config(config.parent, *QUICK)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_mount", lambda path: path == run)
+        with pytest.raises(UserError, match="it is a mount point, which cannot be renamed; choose another"):
+            train(new, overwrite=True)
+    with monkeypatch.context() as patch:
+        patch.chdir(run / "checkpoints")
+        with pytest.raises(UserError, match="it is the folder that you are in"):
+            train(new, overwrite=True)
+    assert tree(run) == before and beside(run) == ["run.toml"]
+
+
+def test_a_link_to_a_run_stays_one(config: Path) -> None:
+    run, volume = config.with_name("run"), config.with_name("volume")
+    volume.mkdir()
+    run.rename(volume / "real")
+    run.symlink_to(volume / "real")
+    assert train(make_config(config.parent, *QUICK), overwrite=True).finished
+    assert run.is_symlink() and len(read_metrics(volume / "real" / "metrics.jsonl", "train")) == 6
+    assert [path.name for path in volume.iterdir()] == ["real"]
 
 
 def test_ctrl_c_before_the_first_step_gives_the_place_back(
@@ -226,7 +318,7 @@ def test_ctrl_c_before_the_first_step_gives_the_place_back(
     monkeypatch.setattr("trifocal.train.loop.open_records", interrupt)
     assert main(["train", str(config), "--overwrite", *QUICK]) == 130
     assert f"the run that was in {run} is there as before" in capsys.readouterr().err
-    assert tree(run) == before and not (run / FAILED_START).exists()
+    assert tree(run) == before and beside(run) == ["run.toml"]
 
 
 class Killed(BaseException):
@@ -248,7 +340,7 @@ def killed_at(call: int) -> Iterator[list[int]]:
         return change
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("rename", "mkdir", "rmdir", "unlink"):
+        for name in ("rename", "replace", "mkdir", "rmdir", "unlink", "write_text"):
             patch.setattr(Path, name, counting(getattr(Path, name)))
         # Of a whole folder: its single steps leave nothing but a smaller one.
         patch.setattr("shutil.rmtree", counting(__import__("shutil").rmtree))
@@ -263,16 +355,17 @@ def test_it_may_be_killed_at_any_moment(tmp_path: Path, fails: bool) -> None:
     def replace(run: Path) -> None:
         with RunLock() as lock:
             lock.take(run)
-            put_back(run, lock)
-            set_aside(run, lock)
+            restore_replaced(run, lock)
+            replace_run(run, lock)
+            mark_run(run)
             (run / "config.toml").write_text("new")
-            (run / "dumps").mkdir()
-            (run / "dumps" / "new.txt").write_text("new")
             (run / "weights").mkdir()
             (run / "weights" / "w").write_text("new")
-            put_back(run, lock) if fails else let_go(run)
+            restore_replaced(run, lock) if fails else delete_replaced(run, lock)
 
     def make(run: Path) -> Tree:
+        run.mkdir()
+        mark_run(run)
         for name in ("config.toml", "metrics.jsonl", "checkpoints/step_00000004/w", "weights/w", "dumps/old.txt"):
             (run / name).parent.mkdir(parents=True, exist_ok=True)
             (run / name).write_text(f"old {name}")
@@ -284,7 +377,7 @@ def test_it_may_be_killed_at_any_moment(tmp_path: Path, fails: bool) -> None:
         calls[0] = 0
         replace(tmp_path / "count")
         changes = calls[0]
-    assert changes > 10
+    assert changes == (10 if fails else 9)
     for first in range(1, changes + 1):
         for second in range(1, changes + 1):
             run = tmp_path / f"{first}_{second}"
@@ -292,52 +385,64 @@ def test_it_may_be_killed_at_any_moment(tmp_path: Path, fails: bool) -> None:
             with killed_at(first):
                 replace(run)
             with RunLock() as lock, killed_at(second) as calls:
-                put_back(run, lock)
+                restore_replaced(run, lock)
             with RunLock() as lock:
-                put_back(run, lock)
+                restore_replaced(run, lock)
             found = tree(run)
             outcomes.add(found == old)
             if found != old:
                 assert not fails
-                assert found == {"config.toml": b"new", "weights/w": b"new", "dumps/new.txt": b"new"}
+                assert {**found, ".trifocal_run": b""} == {
+                    "config.toml": b"new",
+                    "weights/w": b"new",
+                    ".trifocal_run": b"",
+                }
             if calls[0] < second:
                 # The recovery was over before.
                 break
     assert outcomes == ({True} if fails else {True, False})
 
 
-def test_a_full_disk_and_a_file_that_cannot_be_moved_leave_it_whole(
+def test_a_full_disk_and_a_folder_that_cannot_be_renamed_leave_it_whole(
     config: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = config.with_name("run")
     before = tree(run)
     new = make_config(config.parent, *QUICK)
-    original_mkdir, original_rename = Path.mkdir, Path.rename
 
-    def no_room(path: Path, *arguments: Any, **options: Any) -> None:
-        if path.name.startswith(EARLIER_RUN):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        original_mkdir(path, *arguments, **options)
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    original = Path.rename
 
     def busy(path: Path, target: Path) -> Path:
-        # As a folder that another file system is mounted on.
-        if path.name == "metrics.jsonl":
+        if path == run:
             raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
-        return original_rename(path, target)
+        return original(path, target)
 
-    for name, replacement, says in (("mkdir", no_room, "No space left"), ("rename", busy, "busy: .*metrics.jsonl")):
+    back = "cannot make run.directory .*No space left.*; the run .* is there as before"
+    for place, replacement, says in (
+        ("pathlib.Path.rename", busy, "stays as it was: it cannot be renamed to .*busy"),
+        ("trifocal.train.run_directory.mark_run", full, back),
+        ("trifocal.train.run_directory.save_config", full, back),
+    ):
         with monkeypatch.context() as patch:
-            patch.setattr(Path, name, replacement)
-            with pytest.raises(UserError, match=f"cannot be moved aside, and stays as it was: .*{says}"):
+            patch.setattr(place, replacement)
+            with pytest.raises(UserError, match=says):
                 train(new, overwrite=True)
-        assert tree(run) == before and not list(run.glob(f"{EARLIER_RUN}*"))
+        assert tree(run) == before and beside(run) == ["run.toml"]
+
+
+def test_what_cannot_be_deleted_is_said_and_never_put_back(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = config.with_name("run")
     with monkeypatch.context() as patch:
-        patch.setattr("trifocal.train.run_directory.save_config", lambda *_: no_room(Path(EARLIER_RUN)))
-        with pytest.raises(
-            UserError, match=r"cannot make run.directory .*No space left.*; the run .* is there as before"
-        ):
-            train(new, overwrite=True)
-    assert tree(run) == before and not list(run.glob(f"{EARLIER_RUN}*"))
+        patch.setattr("trifocal.train.replaced_run.shutil.rmtree", lambda *_, **__: None)
+        assert train(make_config(config.parent, *QUICK), overwrite=True).finished
+    assert "/.run.deleting could not be deleted: nobody needs it any more; rm -r " in capsys.readouterr().out
+    assert resume(run).step == 6
+    assert beside(run) == ["run.toml"]
 
 
 @pytest.mark.parametrize("always", [True, False])
@@ -357,10 +462,10 @@ def test_torchrun_starts_again_and_never_takes_the_earlier_run_for_its_own(
     assert (ended.returncode == 0) != always, ended.stderr
     if always:
         with RunLock() as lock:
-            put_back(run, lock)
+            restore_replaced(run, lock)
         assert tree(run) == before
     else:
         rows = read_metrics(run / "metrics.jsonl")
         assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
         assert "resumed" not in [row.get("name") for row in rows]
-        assert not any((run / name).exists() for name in (EARLIER_RUN, FAILED_START))
+        assert not replaced_path(run).exists()
