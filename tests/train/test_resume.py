@@ -168,6 +168,27 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path) -> None:
         resume(tmp_path / "run", config=config)
 
 
+@pytest.mark.parametrize(
+    ("key", "name", "value", "of_groups"),
+    [
+        ("weight_decay", "weight_decay", 0.25, [0.25, 0.0]),
+        ("beta1", "betas", 0.5, [(0.5, 0.95), (0.5, 0.95)]),
+        ("beta2", "betas", 0.75, [(0.9, 0.75), (0.9, 0.75)]),
+        ("epsilon", "eps", 1e-3, [1e-3, 1e-3]),
+    ],
+)
+def test_a_resumed_run_takes_the_optimizer_s_hyperparameters_from_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, name: str, value: float, of_groups: list[Any]
+) -> None:
+    nothing = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
+    train(make_config(tmp_path, "--train.steps", "2", *nothing))
+    seen: list[Any] = []
+    before_step(monkeypatch, lambda _, given: seen.append([group[name] for group in given["optimizer"].param_groups]))
+    other = make_config(tmp_path, "--train.steps", "3", f"--optimizer.{key}", str(value), *nothing)
+    assert resume(tmp_path / "run", config=other).finished
+    assert seen == [of_groups]
+
+
 def test_a_moved_run_goes_on(tmp_path: Path) -> None:
     train(make_config(tmp_path))
     (tmp_path / "run").rename(tmp_path / "elsewhere")

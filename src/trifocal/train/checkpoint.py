@@ -232,10 +232,12 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a verified checkpoint into a model and its optimizer, in every process its part.
 
+    The optimizer takes the moments and keeps its hyperparameters: the configuration decides them, not the checkpoint.
+
     Args:
         path: What `find_checkpoint` returned.
         model: Takes the weights.
-        optimizer: Takes its state.
+        optimizer: Takes the moments of its parameters.
         model_config: What the model is.
         processes: This process among those of the run.
 
@@ -249,7 +251,10 @@ def load_checkpoint(
     _check_model(path, model_config)
     state = collect_state(model, optimizer)
     _load_weights(state, path / "weights")
+    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
+        group.update(values)
     rank = 0 if processes is None else processes.rank
     saved = sum(1 for _ in path.glob("rank*.json"))
     return dict(json.loads((path / f"rank{rank % saved}.json").read_text()))
