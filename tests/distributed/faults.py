@@ -47,7 +47,9 @@ def hyperparameters():
     original = loop.train_step
 
     def wrapped(*args, **kwargs):
-        groups = [[group[key] for key in ("weight_decay", "betas", "eps")] for group in kwargs["optimizer"].param_groups]
+        groups = [
+            [group[key] for key in ("weight_decay", "betas", "eps")] for group in kwargs["optimizer"].param_groups
+        ]
         Path(f"{os.environ['FAULT_FILE']}.rank{RANK}").write_text(json.dumps(groups))
         return original(*args, **kwargs)
 

@@ -30,7 +30,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             has ended, and stays if that fails.
 
     Returns:
-        How it ended; on SIGINT or SIGTERM with a checkpoint of the step that was under way.
+        How it ended; on SIGINT, SIGTERM or SIGHUP with a checkpoint of the step that was under way.
 
     Raises:
         UserError: If the run cannot end well, or its data are bad.

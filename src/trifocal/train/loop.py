@@ -11,6 +11,7 @@ import torch
 
 from trifocal.data import Loader, Tokenizer, make_loader, merge_states
 from trifocal.diagnostics import Heartbeat, Progress, Watchdog, write_backends
+from trifocal.diagnostics.standard_streams import LastingStreams
 from trifocal.distributed import Processes, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
@@ -117,9 +118,11 @@ class Trainer:
                 self._restore(checkpoint)
             resume_step = self.step if checkpoint is not None else None
             rank, first = self.processes.rank, self.processes.first
+            self.streams = stack.enter_context(LastingStreams())
             self.metrics = stack.enter_context(
                 open_records(config, directory, device=self.device, resume_step=resume_step, first=first)
             )
+            stack.callback(self._say_lost_streams)
             self.heartbeat = stack.enter_context(
                 Heartbeat(directory / "heartbeat", rank, config.log.heartbeat_seconds, device=self.device)
             )
@@ -211,8 +214,13 @@ class Trainer:
         self._after_step(self.pending)
         return True
 
+    def _say_lost_streams(self) -> None:
+        for sentence in self.streams.news():
+            self._event("output_lost", sentence, "warning")
+
     def _after_step(self, result: StepResult) -> None:
         """Log, evaluate, sample and save where it is time to; each of them first makes sure that the step was sound."""
+        self._say_lost_streams()
         config, step = self.config, self.step
         last = step == config.train.steps
         if self.meter.steps == 1:
