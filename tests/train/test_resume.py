@@ -13,6 +13,8 @@ import torch
 
 from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.diagnostics import read_metrics
+from trifocal.diagnostics.run import read_run
+from trifocal.diagnostics.verdict import judge
 from trifocal.errors import UserError
 from trifocal.train import RunConfig, load_config, resume, train
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
@@ -29,6 +31,11 @@ def rows(run: Path, kind: str) -> list[dict[str, Any]]:
         {name: value for name, value in row.items() if name in exact or not any(word in name for word in MEASURED)}
         for row in found
     ]
+
+
+def state(run: Path) -> str:
+    """The verdict on the run's process."""
+    return judge(read_run(run).heartbeats[0][-1]).state
 
 
 def assert_same_run(run: Path, other: Path, last: int = 9) -> None:
@@ -69,14 +76,17 @@ def test_two_interruptions_change_nothing(
         signal_at(patch, signal.SIGTERM, 3)
         result = train(config)
         assert (result.finished, result.step) == (False, 3)
+        assert state(tmp_path / "run") == "stopped"
     assert "SIGTERM: saving at the end of this step" in capfd.readouterr().err
     torch.rand(5), random.random(), np.random.rand()
     with monkeypatch.context() as patch:
         signal_at(patch, signal.SIGINT, 7)
         result = resume(tmp_path / "run")
         assert (result.finished, result.step) == (False, 7)
+        assert state(tmp_path / "run") == "stopped"
     result = resume(tmp_path / "run")
     assert (result.finished, result.step) == (True, 9)
+    assert state(tmp_path / "run") == "finished"
     assert_same_run(uninterrupted, tmp_path / "run")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

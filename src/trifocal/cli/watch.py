@@ -18,7 +18,7 @@ from trifocal.diagnostics.watch import Silences, render, verdicts
 from trifocal.errors import UserError
 from trifocal.train.arguments import parse_arguments
 
-_OVER = {"finished", "failed", "dead"}
+_OVER = {"finished", "stopped", "failed", "dead"}
 _TROUBLE = {"stalled", "failed", "dead"}
 
 

@@ -165,6 +165,8 @@ class Trainer:
             finished = self.step >= total
             if finished and (whole := whole_model(self.model, self.processes)) is not None:
                 save_weights(whole, directory / "weights")
+            if not finished:
+                self.heartbeat.close("stopped")
         return TrainResult(directory, self.step, finished, self.loss, self.evaluation, self.sample, first)
 
     def _step(self) -> bool:

@@ -126,6 +126,10 @@ def _healthy(run: Run) -> Finding:
         changes.append(f"Read {dumps[-1]}: it says what was stuck where.")
     if states & {"failed", "dead"}:
         changes.append(f"Mend the cause, and go on from the last checkpoint: trifocal train --resume {run.directory}.")
+    if "stopped" in states:
+        mark = "watch"
+        worries.append(f"it was stopped at step {run.last_step:,}")
+        changes.append(f"Go on to its last step: trifocal train --resume {run.directory}.")
     for rank, rows in run.heartbeats.items():
         verdict = judge(rows[-1])
         if verdict.state in ("failed", "dead", "stalled"):
