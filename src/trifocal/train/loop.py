@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -26,7 +26,7 @@ from trifocal.train.graphs import make_graphs
 from trifocal.train.inputs import packed_documents
 from trifocal.train.looks import Looks
 from trifocal.train.meter import Meter
-from trifocal.train.nonfinite import NonFiniteError, stop_non_finite
+from trifocal.train.nonfinite import NonFiniteError, stop_non_finite, weights_are_finite
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.records import open_records
@@ -85,6 +85,7 @@ class Trainer:
         # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
         self.split_rows = self.device.type == "cpu" and processes.size == 1 and not config.train.compile
         self.step = 0
+        self.result: StepResult | None = None
         self.pending: StepResult | None = None
         self.loss: float | None = None
         self.evaluation: Evaluation | None = None
@@ -193,7 +194,7 @@ class Trainer:
             # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
             documents = data.documents
         with self.compile_notes.step(step, documents) as forward_phase, self.tracer.step(step) as phases:
-            self.pending = train_step(
+            self.result = self.pending = train_step(
                 step,
                 data.batches,
                 loss_function=self.parallel.module,
@@ -285,11 +286,25 @@ class Trainer:
         """
         result, self.pending = self.pending, None
         if result is not None and not result.finite.wait():
-            error = stop_non_finite(
-                result, self.model, self.learning_rate, self.directory / "dumps", self.processes, self.parallel
-            )
-            self.metrics.event(result.step, "non_finite", str(error), severity="error")
-            raise error
+            self._stop_non_finite(result)
+
+    def _check_weights(self) -> None:
+        """Stop if the last update made weights that are not finite: no later step is there to show it."""
+        if self.result is not None and not weights_are_finite(self.model, self.processes):
+            self._stop_non_finite(self.result, of_weights=True)
+
+    def _stop_non_finite(self, result: StepResult, *, of_weights: bool = False) -> NoReturn:
+        error = stop_non_finite(
+            result,
+            self.model,
+            self.learning_rate,
+            self.directory / "dumps",
+            self.processes,
+            self.parallel,
+            of_weights=of_weights,
+        )
+        self.metrics.event(result.step, "non_finite", str(error), severity="error")
+        raise error
 
     def _log(self, result: StepResult) -> None:
         self.loss = result.loss.item()
@@ -349,6 +364,7 @@ class Trainer:
     def _save(self, *, must_succeed: bool) -> None:
         self._check_finite()
         with self.meter.paused(), self.heartbeat.phase("checkpoint"):
+            self._check_weights()
             self.saver.save(self.step, self._state, must_succeed=must_succeed)
 
     def _state(self) -> dict[str, Any]:
