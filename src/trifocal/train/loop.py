@@ -32,7 +32,7 @@ from trifocal.train.random_state import random_state, restore_random_state, seed
 from trifocal.train.records import open_records
 from trifocal.train.run_directory import save_config
 from trifocal.train.saving import Saver
-from trifocal.train.schedule import is_due, learning_rate
+from trifocal.train.schedule import is_due, learning_rate_of
 from trifocal.train.spread import spread_model
 from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
@@ -174,13 +174,7 @@ class Trainer:
         """Take a step, unless all processes are to stop before it."""
         config = self.config
         step = self.step + 1
-        rate = learning_rate(
-            step,
-            peak=config.optimizer.learning_rate,
-            warmup_steps=config.schedule.warmup_steps,
-            total_steps=config.train.steps,
-            minimum_factor=config.schedule.minimum_factor,
-        )
+        rate = learning_rate_of(config, step)
         with self._steps_kept():
             data = self.company.next_step(
                 self.loader, self.accumulation, self.signals, self.heartbeat, last=step == config.train.steps

@@ -105,7 +105,7 @@ def stop_non_finite(
     if of_weights:
         return NonFiniteError(
             f"step {result.step}: the update, with a learning rate of {learning_rate:g}, made weights that are not "
-            f"finite; first parameter: {bad[0]} ({len(bad)} in all); {last}; they are not saved as a checkpoint; {where}"
+            f"finite; first parameter: {bad[0]} ({len(bad)} in all); {last}; no checkpoint holds them; {where}"
         )
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
     first = f"first parameter with a non-finite gradient: {bad[0]}" if bad else "all gradients are finite"
