@@ -167,12 +167,18 @@ def test_a_resumed_run_that_begins_to_evaluate_needs_held_out_text(tmp_path: Pat
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")] == [1, 2]
 
 
-def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config(tmp_path)
     train(config)
     assert resume(tmp_path / "run").step == 6
+    assert "note: goes on from step 6 of 6, with the saved configuration" in capsys.readouterr().out
     longer = make_config(tmp_path, "--train.steps", "8")
     assert resume(tmp_path / "run", config=longer).step == 8
+    out = capsys.readouterr().out
+    assert "note: goes on from step 6 of 8; differs from the saved configuration: train.steps 6 -> 8\n" in out
+    assert "learning rate: 0.001 in step 6, 0.0016 in step 7; it jumps to 1.6 times; to let it rise in 2 steps" in out
+    taken = {row["step"]: row["learning_rate"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")}
+    assert (taken[6], taken[7]) == pytest.approx((0.001, 0.0016), rel=0.01)
     assert load_config(tmp_path / "run" / "config.toml").train.steps == 8
     with pytest.raises(UserError, match=r"of step 8, past train\.steps 6"):
         resume(tmp_path / "run", config=config)
@@ -210,8 +216,11 @@ def test_a_moved_run_goes_on(tmp_path: Path) -> None:
     ("flags", "expected"),
     [
         (("--model.mlp_dim", "48"), r"is of another model: mlp_dim is 32 there, 48 here"),
-        (("--train.sequence_length", "16"), "data position belongs to"),
-        (("--data.seed", "8"), "data position belongs to"),
+        (
+            ("--train.sequence_length", "16"),
+            r"data position belongs to \S+ rows of .*: train\.sequence_length 32 -> 16; resume with the saved values$",
+        ),
+        (("--data.seed", "8", "--data.prefetch_batches", "2"), r": data\.seed 1337 -> 8; resume with the saved"),
     ],
 )
 def test_a_checkpoint_of_another_model_or_other_data_is_refused(
@@ -223,6 +232,14 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(
     with pytest.raises(UserError, match=expected):
         resume(tmp_path / "run", config=other)
     assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+def test_files_that_have_changed_are_refused_as_such(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    train(config)
+    (tmp_path / "text" / "00.txt").write_text("Something else, and more of it than there was before.\n" * 9)
+    with pytest.raises(UserError, match=r"no key of config\.toml differs, so the files or the tokenizer are not those"):
+        resume(tmp_path / "run")
 
 
 def test_all_generators_come_back() -> None:

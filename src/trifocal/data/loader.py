@@ -24,10 +24,32 @@ from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError, nearest
 
 SPLITS = ("train", "validation")
+DATA_KEYS = (
+    "data.source",
+    "data.tokenizer",
+    "data.separator",
+    "data.seed",
+    "data.validation_fraction",
+    "data.shuffle_documents",
+    "data.shuffle_sequences",
+    "data.streams",
+    "data.text_document_bytes",
+    "data.include_site_packages",
+    "data.fineweb_repository",
+    "data.fineweb_name",
+    "data.fineweb_revision",
+    "data.fineweb_split",
+    "train.sequence_length",
+)
+"""Keys of a run's configuration that decide its rows, and may not change on the way."""
 _STATE_VERSION = 2
 _LATENCIES_KEPT = 1000
 
 _log = logging.getLogger("trifocal.data")
+
+
+class OtherDataError(UserError):
+    """A position in the data is of other data, or of other settings of them."""
 
 
 class Batch(NamedTuple):
@@ -150,19 +172,15 @@ class Loader:
         """Go to a position that `state_dict` gave, of this loader or of another over the same data.
 
         Raises:
-            UserError: If the state belongs to other data or other settings of them.
+            OtherDataError: If the state belongs to other data or other settings of them (`DATA_KEYS`).
+            UserError: If the state is of another version.
         """
         if state.get("version") != _STATE_VERSION:
             raise UserError(
                 f"data position of version {state.get('version')}; this version of trifocal reads {_STATE_VERSION}"
             )
         if state["fingerprint"] != self._fingerprint:
-            raise UserError(
-                f"the data position belongs to {state['source']}, this run reads {self._name}: the files, "
-                "data.tokenizer, data.seed, data.streams, data.validation_fraction, data.shuffle_documents, "
-                "data.shuffle_sequences, data.text_document_bytes or train.sequence_length differ; resume with those "
-                "of the first run"
-            )
+            raise OtherDataError(f"the data position belongs to other rows of {state['source']} than this run reads")
         self._stop_thread()
         positions = state["position"].get("streams", {"0": state["position"]})
         if missing := [i for i in self._streams if str(i) not in positions]:

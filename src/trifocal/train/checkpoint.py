@@ -52,6 +52,11 @@ def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"{_PREFIX}{step:08d}"
 
 
+def checkpoint_step(path: Path) -> int:
+    """The step of a checkpoint that `list_checkpoints` or `find_checkpoint` gave."""
+    return int(path.name.removeprefix(_PREFIX))
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """The checkpoints of a run, the oldest first; unfinished ones are not among them."""
     if not root.is_dir():

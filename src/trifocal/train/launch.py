@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+from trifocal.data import OtherDataError
 from trifocal.distributed import Processes, processes_started
 from trifocal.errors import UserError
-from trifocal.train.checkpoint import find_checkpoint
+from trifocal.train.checkpoint import checkpoint_step, find_checkpoint
 from trifocal.train.config import RunConfig
 from trifocal.train.earlier_run import is_set_aside, put_back
 from trifocal.train.evaluate import check_validation_text
@@ -17,7 +18,8 @@ from trifocal.train.files import delete
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer, TrainResult
 from trifocal.train.preflight import choose_device, preflight
-from trifocal.train.run_directory import create_run_directory, load_run_to_resume
+from trifocal.train.resuming import resume_notes, why_other_data
+from trifocal.train.run_directory import create_run_directory, load_run, load_run_to_resume
 from trifocal.train.start import check_same_start, restarted_run
 
 
@@ -133,4 +135,10 @@ def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Proc
     found = processes.on_first(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
     tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
     processes.on_first(lambda: check_validation_text(config, tokenizer))
-    return Trainer(config, directory, processes, tokenizer).run([*notes, *filter(None, [note])], found)
+    saved = processes.on_first(lambda: load_run(directory))
+    trainer = Trainer(config, directory, processes, tokenizer)
+    notes = [*resume_notes(saved, trainer.config, checkpoint_step(found)), *notes, *filter(None, [note])]
+    try:
+        return trainer.run(notes, found)
+    except OtherDataError as error:
+        raise UserError(f"{error}: {why_other_data(saved, trainer.config)}") from error
