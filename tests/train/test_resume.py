@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.diagnostics import read_metrics
 from trifocal.diagnostics.run import read_run
 from trifocal.diagnostics.verdict import judge
+from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.train import RunConfig, load_config, resume, train
+from trifocal.train.manifest import describe_files, verify_checkpoint, write_manifest
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 
 STEPS = ("--train.steps", "9")
@@ -61,6 +64,14 @@ def uninterrupted(tmp_path: Path) -> Path:
     config = make_config(tmp_path, *STEPS, name="whole")
     assert train(config).finished
     return tmp_path / "whole"
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(make_config(folder, "--train.steps", "2", "--evaluate.interval_steps", "0"))
+    return folder / "run"
 
 
 def signal_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, step: int) -> None:
@@ -232,6 +243,35 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(
     with pytest.raises(UserError, match=expected):
         resume(tmp_path / "run", config=other)
     assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("step"),
+        lambda state: state.pop("loss"),
+        lambda state: state.update(data=None),
+        lambda state: state["data"].pop("fingerprint"),
+        lambda state: state["data"].update(position=[1]),
+        lambda state: state["data"]["position"].clear(),
+        lambda state: state["random"].pop("python"),
+        lambda state: state["random"].update(torch="AAAA"),
+    ],
+)
+def test_a_position_that_cannot_be_read_is_one_line(tmp_path: Path, finished_run: Path, damage: Any) -> None:
+    """Intact by its manifest: another version wrote it, or somebody who knows the format."""
+    shutil.copytree(finished_run, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step_00000002"
+    state = json.loads((path / "rank0.json").read_text())
+    damage(state)
+    (path / "rank0.json").write_text(json.dumps(state))
+    manifest = verify_checkpoint(finished_run / "checkpoints" / "step_00000002")
+    found = describe_files(path, Processes())
+    manifest["files"]["rank0.json"] = found["rank0.json"]
+    write_manifest(path, manifest)
+    with pytest.raises(UserError, match=r"(position in|rank0\.json) .*cannot be read") as caught:
+        resume(tmp_path / "run")
+    assert "\n" not in str(caught.value)
 
 
 def test_files_that_have_changed_are_refused_as_such(tmp_path: Path) -> None:

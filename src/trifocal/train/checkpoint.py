@@ -252,6 +252,7 @@ def load_checkpoint(
 
     Raises:
         UserError: If the checkpoint holds another model; names what differs.
+        CheckpointDamaged: If the process state cannot be read.
     """
     _check_model(path, model_config)
     state = collect_state(model, optimizer)
@@ -260,9 +261,19 @@ def load_checkpoint(
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
     for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
         group.update(values)
-    rank = 0 if processes is None else processes.rank
+    return _process_state(path, 0 if processes is None else processes.rank)
+
+
+def _process_state(path: Path, rank: int) -> dict[str, Any]:
     saved = sum(1 for _ in path.glob("rank*.json"))
-    return dict(json.loads((path / f"rank{rank % saved}.json").read_text()))
+    file = path / f"rank{rank % max(saved, 1)}.json"
+    try:
+        state = json.loads(file.read_bytes())
+        if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+            raise ValueError("it holds no step")
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
+    return state
 
 
 def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfig) -> None:

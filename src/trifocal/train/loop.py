@@ -368,9 +368,11 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         state = self.saver.restore(path)
-        self.loader.load_state_dict(state["data"])
-        self.data_position = state["data"]
-        self.step, self.loss = state["step"], state["loss"]
+        with _process_state_read(path):
+            self.loader.load_state_dict(state["data"])
+            self.data_position = state["data"]
+            self.step, self.loss = state["step"], state["loss"]
+            restore_random_state(state["random"])
         self.restored_random_state = state["random"]
 
     def _make_loader(self) -> Loader:
@@ -401,3 +403,18 @@ class Trainer:
         self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
         if severity != "info" and not self.processes.first:
             print(f"rank {self.processes.rank}: {severity.upper()}: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _process_state_read(path: Path) -> Iterator[None]:
+    """Around what takes a process state apart that JSON and the manifest call intact, whoever has written it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"the position in {path} cannot be read ({what}): another version of Trifocal has written it, or it was "
+            "edited; go on from another checkpoint with --checkpoint"
+        ) from error
