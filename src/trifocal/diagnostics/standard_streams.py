@@ -99,7 +99,7 @@ def discard_lost_output() -> None:
     """
     for stream in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:
+            if stream is not None and not stream.closed:
                 stream.flush()
         except OSError:
             with Path(os.devnull).open("wb") as nowhere:
