@@ -525,6 +525,13 @@ def test_early_gradients_are_no_spikes(make_run: MakeRun) -> None:
     assert marks(run)[1] == "good"
 
 
+def test_a_stopped_run_is_not_a_finished_one(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    set_last_beat(run, status="stopped", step=300)
+    assert marks(run)[1] == "watch" and "It was stopped at step 300" in words(run)
+    assert f"Go on to its last step: trifocal train --resume {run}." in words(run)
+
+
 def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
     run = make_run(steps=300)
     totals = {"data": 500.0, "forward": 50.0, "backward": 50.0}

@@ -34,6 +34,7 @@ def test_a_row_of_an_earlier_version_is_judged_too() -> None:
 def test_finished_and_failed_stay_so_for_ever() -> None:
     assert verdict(1e6, status="finished")[0] == "finished"
     assert verdict(1e6, status="failed", step=7) == ("failed", "at step 7")
+    assert verdict(1e6, status="stopped", step=371) == ("stopped", "it was asked to stop, and saved step 371")
 
 
 def test_three_times_the_median_is_slow_and_names_phase_and_factor() -> None:

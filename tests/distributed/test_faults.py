@@ -65,12 +65,13 @@ def case(tmp_path: Path) -> Iterator[Case]:
         workers.kill()
 
 
-def test_sigterm_to_one_saves_and_ends_all_well(case: Case) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["sigterm", "sighup"])
+def test_a_signal_to_one_saves_and_ends_all_well(case: Case, number: signal.Signals) -> None:
     """Before step 3: step 3 ends, all agree before step 4, and that one is saved."""
     workers = case.start("wait_at_step", "--checkpoint.interval_steps", "0", mode="fsdp")
     workers.wait_for(case.fault_file)
     time.sleep(0.3)
-    workers.send(signal.SIGTERM, 1)
+    workers.send(number, 1)
     time.sleep(0.3)
     Path(f"{case.fault_file}.go").touch()
     ended = workers.join()

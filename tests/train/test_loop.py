@@ -205,6 +205,29 @@ def test_a_bad_gradient_in_the_last_step_is_not_saved(tmp_path: Path, monkeypatc
     assert not (tmp_path / "run" / "weights").exists()
 
 
+@pytest.mark.parametrize(("step", "interval"), [(6, "0"), (4, "2")], ids=["last", "checkpoint"])
+def test_an_update_that_makes_weights_infinite_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, interval: str
+) -> None:
+    """Loss and gradient of the step are finite; no evaluation and no later step sees the weights."""
+
+    def action(now: int, arguments: dict[str, Any]) -> None:
+        if now == step:
+            arguments["optimizer"].param_groups[0]["lr"] = math.inf
+
+    before_step(monkeypatch, action)
+    with pytest.raises(NonFiniteError, match=rf"step {step}: the update, with a .* made weights that are not finite; "):
+        train(make_config(tmp_path, "--checkpoint.interval_steps", interval, "--evaluate.interval_steps", "0"))
+    run = tmp_path / "run"
+    saved = sorted(path.name for path in run.glob("checkpoints/*"))
+    assert saved == ([] if step == 6 else ["step_00000002"])
+    assert not (run / "weights").exists()
+    summary = json.loads((run / "dumps" / f"step_{step:08}" / "summary.json").read_text())
+    assert "blocks.0.mlp.up_proj.weight" in summary["parameters_with_non_finite_value"]
+    event = read_metrics(run / "metrics.jsonl", "event")[-1]
+    assert (event["name"], event["severity"]) == ("non_finite", "error")
+
+
 def test_a_bad_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = DecoderLM.forward
     calls = []

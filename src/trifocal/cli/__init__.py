@@ -1,5 +1,6 @@
 """The command line. Each command is imported when it is called, so that `trifocal --help` answers at once."""
 
+import contextlib
 import errno
 import importlib
 import os
@@ -66,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"trifocal: {printable(' '.join(message.split()))}", file=sys.stderr)
+    # The status says it too, where nobody reads standard error.
+    with contextlib.suppress(OSError):
+        print(f"trifocal: {printable(' '.join(message.split()))}", file=sys.stderr)
     return status
 
 

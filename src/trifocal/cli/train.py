@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from trifocal.cli.output import printable
+from trifocal.diagnostics.standard_streams import LastingStreams, discard_lost_output, open_closed_descriptors
 from trifocal.diagnostics.traces import AnomalyFound
 from trifocal.distributed import PeerLost, leave_at_once
 from trifocal.errors import UserError
@@ -46,6 +47,15 @@ def run(args: Sequence[str]) -> int:
     Raises:
         UserError: If an argument, the config, the data or a checkpoint is bad.
     """
+    open_closed_descriptors()
+    try:
+        with LastingStreams():
+            return _run(args)
+    finally:
+        discard_lost_output()
+
+
+def _run(args: Sequence[str]) -> int:
     paths, overrides = read_flags(dotted_fields(RunConfig) | _OWN_FLAGS, args, switches=("overwrite",))
     if HELP & set(paths):
         show_help(TrainArguments, prog="trifocal train", use_underscores=True)

@@ -18,7 +18,7 @@ from trifocal.errors import UserError
 from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments
 
-_OVER = {"finished", "failed", "dead"}
+_OVER = {"finished", "stopped", "failed", "dead"}
 _TROUBLE = {"stalled", "failed", "dead"}
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -170,7 +170,7 @@ class Loader:
         """Go to a position that `state_dict` gave, of this loader or of another over the same data.
 
         Raises:
-            UserError: If the state belongs to other data or other settings of them.
+            UserError: If the state belongs to other data or other settings of them, or is of another version.
         """
         if state.get("version") != _STATE_VERSION:
             raise UserError(
@@ -181,8 +181,8 @@ class Loader:
         saved = state["settings"]
         if differ := [key for key in self._settings if saved.get(key) != self._settings[key]]:
             raise UserError(
-                f"the data position belongs to {state['source']}, this run reads {self._name}: {_differences(differ)}; "
-                "resume with what the first run had"
+                f"the data position belongs to {state['source']}, this run reads {self._name}: "
+                f"{_differences(differ, saved, self._settings)}; resume with the saved values"
             )
         if state["content"] != self._content:
             assert self._source is not None
@@ -262,8 +262,14 @@ class Loader:
         _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
 
 
-def _differences(keys: list[str]) -> str:
-    return f"{', '.join(keys)} {'differs' if len(keys) == 1 else 'differ'}"
+def _differences(keys: list[str], saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Keys of the configuration with both values; what has a fingerprint, by its name."""
+    shown = [f"{key} {saved[key]} -> {now[key]}" if _can_be_shown(key, saved) else f"{key} differ" for key in keys]
+    return ", ".join(shown)
+
+
+def _can_be_shown(key: str, saved: Mapping[str, Any]) -> bool:
+    return key in saved and key != "data.tokenizer" and " " not in key
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

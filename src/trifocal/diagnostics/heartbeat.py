@@ -9,7 +9,7 @@ One JSON object a line in `heartbeat/rank{rank}.jsonl`, one line every `interval
 | process_start | when that process started, in clock ticks since its machine did; null where /proc does not say |
 | parallel_mode | `none`, `ddp`, `fsdp` or `hsdp`: how this process shares the model with others |
 | interval_seconds | time between two rows; much longer silence means that the process is gone or frozen |
-| status | `running`; the last row says `finished` or `failed` |
+| status | `running`; the last row says `finished`, `stopped` (before the last step, as it was asked to) or `failed` |
 | step | optimizer steps done |
 | phase | one of PHASES; `wait` for the other processes, `other` between two of them |
 | phase_seconds | how long the phase has lasted so far |
@@ -206,7 +206,7 @@ class Heartbeat:
         """Stop the thread and write a last row.
 
         Args:
-            status: What the last row says: `finished` or `failed`.
+            status: What the last row says: `finished`, `stopped` or `failed`.
         """
         if self._stop.is_set():
             return

@@ -1,8 +1,8 @@
-"""Is a rank running, slow, stalled, finished or dead: judged from its heartbeat alone.
+"""Is a rank running, slow, stalled, finished, stopped or dead: judged from its heartbeat alone.
 
 | state | when |
 |---|---|
-| finished, failed | the last row says so |
+| finished, stopped, failed | the last row says so |
 | dead | rows are late and the process is gone (its number may be another's); 3 intervals and 10 s from another host |
 | stalled | the phase is older than the limit learned from the run, or the process is stopped, or exists and is silent |
 | slow | the phase lasts 3 times its median and 1 s longer, or its last 5 times were twice it, by a tenth of a step |
@@ -22,7 +22,7 @@ from trifocal.diagnostics.jsonl import Row
 from trifocal.diagnostics.proc import process_start, process_state
 from trifocal.diagnostics.progress import duration
 
-State = Literal["running", "slow", "stalled", "finished", "failed", "dead"]
+State = Literal["running", "slow", "stalled", "finished", "stopped", "failed", "dead"]
 
 LATE_INTERVALS = 2.0
 SILENT_INTERVALS = 3.0
@@ -57,6 +57,8 @@ def judge(row: Row, now: float | None = None) -> Verdict:
         The verdict.
     """
     now = time.time() if now is None else now
+    if row["status"] == "stopped":
+        return Verdict("stopped", f"it was asked to stop, and saved step {row['step']:,}")
     if row["status"] in ("finished", "failed"):
         return Verdict(row["status"], f"at step {row['step']:,}")
     silence = max(0.0, now - row["unix_time_seconds"])

@@ -20,6 +20,7 @@ from trifocal.diagnostics.verdict import Verdict, judge
 _COLOURS = {
     "running": "green",
     "finished": "green",
+    "stopped": "yellow",
     "slow": "yellow",
     "stalled": "bold red",
     "failed": "bold red",

@@ -58,6 +58,11 @@ def checkpoint_path(root: Path, step: int) -> Path:
     return root / f"{_PREFIX}{step:08d}"
 
 
+def checkpoint_step(path: Path) -> int:
+    """The step of a checkpoint that `list_checkpoints` or `find_checkpoint` gave."""
+    return int(path.name.removeprefix(_PREFIX))
+
+
 def list_checkpoints(root: Path) -> list[Path]:
     """The checkpoints of a run, the oldest first; unfinished ones are not among them."""
     if not root.is_dir():
@@ -310,10 +315,12 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a verified checkpoint into a model and its optimizer, in every process its part.
 
+    The optimizer takes the moments and keeps its hyperparameters: the configuration decides them, not the checkpoint.
+
     Args:
         path: What `find_checkpoint` returned.
         model: Takes the weights.
-        optimizer: Takes its state.
+        optimizer: Takes the moments of its parameters.
         model_config: What the model is.
         processes: This process among those of the run.
 
@@ -323,14 +330,28 @@ def load_checkpoint(
 
     Raises:
         UserError: If the checkpoint holds another model; names what differs.
+        CheckpointDamaged: If the process state cannot be read.
     """
     _check_model(path, model_config)
     state = collect_state(model, optimizer)
     _load_weights(state, path / "weights")
+    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    rank = 0 if processes is None else processes.rank
+    for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
+        group.update(values)
+    return _process_state(path, 0 if processes is None else processes.rank)
+
+
+def _process_state(path: Path, rank: int) -> dict[str, Any]:
     saved = sum(1 for _ in path.glob("rank*.json"))
-    return dict(json.loads((path / f"rank{rank % saved}.json").read_text()))
+    file = path / f"rank{rank % max(saved, 1)}.json"
+    try:
+        state = json.loads(file.read_bytes())
+        if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+            raise ValueError("it holds no step")
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
+    return state
 
 
 def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfig) -> None:

@@ -162,18 +162,31 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """Linear warm-up, then a cosine down to a floor that is reached in the last step."""
+    """Linear warm-up, then a cosine down to a floor that is reached in the last step; and, where a finished run goes on
+    to more steps, a second linear warm-up from the floor to the cosine."""
 
     warmup_steps: int = 100
     """Steps of linear warm-up from zero; the last of them has the peak learning rate. 0 starts at the peak."""
     minimum_factor: float = 0.1
     """Floor of the cosine, as a share of the peak learning rate."""
+    rewarmup_start: int = 0
+    """The step after which the learning rate rises once more from the floor: the one that a run goes on from."""
+    rewarmup_steps: int = 0
+    """Steps of this linear rise; the last of them has the cosine's learning rate. 0 follows the cosine alone."""
 
     def __post_init__(self) -> None:
         _require(self.warmup_steps >= 0, f"schedule.warmup_steps must be at least 0, got {self.warmup_steps}")
         _require(
             0 <= self.minimum_factor <= 1,
             f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}",
+        )
+        for name in ("rewarmup_start", "rewarmup_steps"):
+            value = getattr(self, name)
+            _require(value >= 0, f"schedule.{name} must be at least 0, got {value}")
+        _require(
+            self.rewarmup_steps == 0 or self.rewarmup_start >= self.warmup_steps,
+            f"schedule.rewarmup_start {self.rewarmup_start} lies in the first warm-up of {self.warmup_steps} steps; it "
+            "is the step that the run goes on from",
         )
 
 

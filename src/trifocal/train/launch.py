@@ -9,7 +9,7 @@ from pathlib import Path
 from trifocal.distributed import Processes, processes_started
 from trifocal.errors import UserError
 from trifocal.paths import shell_path, user_path
-from trifocal.train.checkpoint import find_checkpoint
+from trifocal.train.checkpoint import checkpoint_step, find_checkpoint
 from trifocal.train.config import RunConfig
 from trifocal.train.evaluate import check_validation_text
 from trifocal.train.files import delete, mark_run
@@ -18,7 +18,8 @@ from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.replaced_run import has_replaced, restore_replaced
 from trifocal.train.result import TrainResult
-from trifocal.train.run_directory import create_run_directory, load_run_to_resume
+from trifocal.train.resuming import resume_notes
+from trifocal.train.run_directory import create_run_directory, load_run, load_run_to_resume
 from trifocal.train.start import check_same_start, restarted_run
 
 
@@ -31,7 +32,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             has ended, and stays if that fails.
 
     Returns:
-        How it ended; on SIGINT or SIGTERM with a checkpoint of the step that was under way.
+        How it ended; on SIGINT, SIGTERM or SIGHUP with a checkpoint of the step that was under way.
 
     Raises:
         UserError: If the run cannot end well, or its data are bad.
@@ -139,4 +140,7 @@ def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Proc
     processes.on_first(lambda: mark_run(directory))
     tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
     processes.on_first(lambda: check_validation_text(config, tokenizer))
-    return Trainer(config, directory, processes, tokenizer).run([*notes, *filter(None, [note])], found, lock)
+    saved = processes.on_first(lambda: load_run(directory))
+    trainer = Trainer(config, directory, processes, tokenizer)
+    notes = [*resume_notes(saved, trainer.config, checkpoint_step(found)), *notes, *filter(None, [note])]
+    return trainer.run(notes, found, lock)

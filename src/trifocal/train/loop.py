@@ -5,12 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from trifocal.data import Loader, Tokenizer, make_loader, merge_states
 from trifocal.diagnostics import Heartbeat, Progress, Watchdog, write_backends
+from trifocal.diagnostics.standard_streams import LastingStreams
 from trifocal.distributed import Processes, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
@@ -26,7 +27,7 @@ from trifocal.train.inputs import packed_documents
 from trifocal.train.lock import RunLock
 from trifocal.train.looks import Looks
 from trifocal.train.meter import Meter
-from trifocal.train.nonfinite import NonFiniteError, stop_non_finite
+from trifocal.train.nonfinite import NonFiniteError, stop_non_finite, weights_are_finite
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.records import open_records
@@ -34,7 +35,7 @@ from trifocal.train.replaced_run import delete_replaced
 from trifocal.train.result import TrainResult
 from trifocal.train.run_directory import OpenDirectory, save_config
 from trifocal.train.saving import Saver
-from trifocal.train.schedule import is_due, learning_rate
+from trifocal.train.schedule import is_due, learning_rate_of
 from trifocal.train.spread import spread_model
 from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
@@ -64,6 +65,7 @@ class Trainer:
         # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
         self.split_rows = self.device.type == "cpu" and processes.size == 1 and not config.train.compile
         self.step = 0
+        self.result: StepResult | None = None
         self.pending: StepResult | None = None
         self.loss: float | None = None
         self.evaluation: Evaluation | None = None
@@ -109,9 +111,11 @@ class Trainer:
             resume_step = self.step if checkpoint is not None else None
             rank, first = self.processes.rank, self.processes.first
             self.open_directory = stack.enter_context(OpenDirectory(directory)) if first else None
+            self.streams = stack.enter_context(LastingStreams())
             self.metrics = stack.enter_context(
                 open_records(config, directory, device=self.device, resume_step=resume_step, first=first)
             )
+            stack.callback(self._say_lost_streams)
             self.heartbeat = stack.enter_context(
                 Heartbeat(
                     directory / "heartbeat",
@@ -156,7 +160,9 @@ class Trainer:
                 self._started()
             self._end()
             skipped = set().union(*self.processes.gather(self.loader.bad_documents.skipped))
-        finished = self.step >= total
+            finished = self.step >= total
+            if not finished:
+                self.heartbeat.close("stopped")
         return TrainResult(directory, self.step, finished, self.loss, self.evaluation, self.sample, first, len(skipped))
 
     def _step(self) -> bool:
@@ -166,13 +172,7 @@ class Trainer:
         if self.open_directory is not None and not self.open_directory.is_there():
             # All stop together; `_check_directory` says why.
             self.signals.received = "the run's folder is gone"
-        rate = learning_rate(
-            step,
-            peak=config.optimizer.learning_rate,
-            warmup_steps=config.schedule.warmup_steps,
-            total_steps=config.train.steps,
-            minimum_factor=config.schedule.minimum_factor,
-        )
+        rate = learning_rate_of(config, step)
         with self._steps_kept():
             data = self.company.next_step(
                 self.loader, self.accumulation, self.signals, self.heartbeat, last=step == config.train.steps
@@ -186,7 +186,7 @@ class Trainer:
             # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
             documents = data.documents
         with self.compile_notes.step(step, documents) as forward_phase, self.tracer.step(step) as phases:
-            self.pending = train_step(
+            self.result = self.pending = train_step(
                 step,
                 data.batches,
                 loss_function=self.parallel.module,
@@ -209,8 +209,13 @@ class Trainer:
         self._after_step(self.pending)
         return True
 
+    def _say_lost_streams(self) -> None:
+        for sentence in self.streams.news():
+            self._event("output_lost", sentence, "warning")
+
     def _after_step(self, result: StepResult) -> None:
         """Log, evaluate, sample and save where it is time to; each of them first makes sure that the step was sound."""
+        self._say_lost_streams()
         config, step = self.config, self.step
         last = step == config.train.steps
         if self.meter.steps == 1:
@@ -276,11 +281,25 @@ class Trainer:
         """
         result, self.pending = self.pending, None
         if result is not None and not result.finite.wait():
-            error = stop_non_finite(
-                result, self.model, self.learning_rate, self.directory / "dumps", self.processes, self.parallel
-            )
-            self.metrics.event(result.step, "non_finite", str(error), severity="error")
-            raise error
+            self._stop_non_finite(result)
+
+    def _check_weights(self) -> None:
+        """Stop if the last update made weights that are not finite: no later step is there to show it."""
+        if self.result is not None and not weights_are_finite(self.model, self.processes):
+            self._stop_non_finite(self.result, of_weights=True)
+
+    def _stop_non_finite(self, result: StepResult, *, of_weights: bool = False) -> NoReturn:
+        error = stop_non_finite(
+            result,
+            self.model,
+            self.learning_rate,
+            self.directory / "dumps",
+            self.processes,
+            self.parallel,
+            of_weights=of_weights,
+        )
+        self.metrics.event(result.step, "non_finite", str(error), severity="error")
+        raise error
 
     def _log(self, result: StepResult) -> None:
         self.loss = result.loss.item()
@@ -368,6 +387,7 @@ class Trainer:
         self._check_finite()
         self.processes.on_first(self._check_directory)
         with self.meter.paused(), self.heartbeat.phase("checkpoint"):
+            self._check_weights()
             self.saver.save(self.step, self._state, must_succeed=must_succeed)
 
     def _state(self) -> dict[str, Any]:
@@ -377,9 +397,11 @@ class Trainer:
 
     def _restore(self, path: Path) -> None:
         state = self.saver.restore(path)
-        self.loader.load_state_dict(state["data"])
-        self.data_position = state["data"]
-        self.step, self.loss = state["step"], state["loss"]
+        with _process_state_read(path):
+            self.loader.load_state_dict(state["data"])
+            self.data_position = state["data"]
+            self.step, self.loss = state["step"], state["loss"]
+            restore_random_state(state["random"])
         self.restored_random_state = state["random"]
 
     def _make_loader(self) -> Loader:
@@ -410,3 +432,18 @@ class Trainer:
         self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
         if severity != "info" and not self.processes.first:
             print(f"rank {self.processes.rank}: {severity.upper()}: {message}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _process_state_read(path: Path) -> Iterator[None]:
+    """Around what takes a process state apart that JSON and the manifest call intact, whoever has written it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"the position in {path} cannot be read ({what}): another version of Trifocal has written it, or it was "
+            "edited; go on from another checkpoint with --checkpoint"
+        ) from error

@@ -28,6 +28,7 @@ _STATES = {
     "dead": "bad",
     "stalled": "bad",
     "slow": "watch",
+    "stopped": "watch",
     "running": "good",
     "finished": "good",
 }

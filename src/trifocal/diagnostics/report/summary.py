@@ -136,6 +136,10 @@ def _healthy(run: Run) -> Finding:
     if states & {"failed", "dead"}:
         command = f"trifocal train --resume {shell_path(run.directory)}"
         changes.append(f"Mend the cause, and go on from the last checkpoint: {command}")
+    if "stopped" in states:
+        mark = "watch"
+        worries.append(f"it was stopped at step {run.last_step:,}")
+        changes.append(f"Go on to its last step: trifocal train --resume {shell_path(run.directory)}.")
     for rank, rows in run.heartbeats.items():
         verdict = judge(rows[-1])
         if verdict.state in ("failed", "dead", "stalled"):
