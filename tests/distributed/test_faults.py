@@ -20,7 +20,7 @@ from trifocal.errors import UserError
 from trifocal.train import load_config, resume
 from trifocal.train import train as train_here
 from trifocal.train.arguments import override
-from trifocal.train.checkpoint import list_checkpoints
+from trifocal.train.checkpoint_folders import list_checkpoints
 from trifocal.train.manifest import verify_checkpoint
 from trifocal.train.run_directory import load_run
 

@@ -20,15 +20,13 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.train import checkpoint as module
-from trifocal.train.checkpoint import (
+from trifocal.train.checkpoint import load_checkpoint, load_model_weights, save_checkpoint
+from trifocal.train.checkpoint_folders import (
     checkpoint_path,
     find_checkpoint,
     list_checkpoints,
-    load_checkpoint,
-    load_model_weights,
     open_checkpoint,
     prune_checkpoints,
-    save_checkpoint,
     set_aside_later,
 )
 from trifocal.train.config import OptimizerSection
@@ -264,7 +262,8 @@ READER = """
 import sys
 from pathlib import Path
 from tests.train.test_checkpoint import CONFIG, make_model
-from trifocal.train.checkpoint import load_model_weights, open_checkpoint
+from trifocal.train.checkpoint import load_model_weights
+from trifocal.train.checkpoint_folders import open_checkpoint
 model = make_model(1)[0]
 for _ in range(60):
     with open_checkpoint(Path(sys.argv[1]) / "checkpoints", command="") as path:

@@ -13,7 +13,7 @@ import pytest
 from tests.children import environment, free_port
 from tests.train.tiny import write_config
 from trifocal.diagnostics import read_metrics
-from trifocal.train.checkpoint import list_checkpoints
+from trifocal.train.checkpoint_folders import list_checkpoints
 from trifocal.train.manifest import verify_checkpoint
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")

@@ -21,7 +21,8 @@ from trifocal.data import Batch, DataConfig
 from trifocal.diagnostics import Heartbeat, read_metrics
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.train.checkpoint import checkpoint_path, load_checkpoint
+from trifocal.train.checkpoint import load_checkpoint
+from trifocal.train.checkpoint_folders import checkpoint_path
 from trifocal.train.config import (
     CheckpointSection,
     EvaluateSection,

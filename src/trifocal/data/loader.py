@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from trifocal.data.activity import Activity
 from trifocal.data.config import DataConfig
 from trifocal.data.factory import make_source
 from trifocal.data.packing import PackedStream, Row, RowStream, SyntheticStream
+from trifocal.data.position import POSITION_VERSION, check_position
 from trifocal.data.prefetch import Prefetcher
 from trifocal.data.shuffling import ShuffledStream
 from trifocal.data.sources import BadDocuments, Source, parse_source
@@ -26,7 +27,6 @@ from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError, nearest
 
 SPLITS = ("train", "validation")
-_STATE_VERSION = 3
 _LATENCIES_KEPT = 1000
 _CLOSING_SECONDS = 1.0
 
@@ -172,31 +172,8 @@ class Loader:
         Raises:
             UserError: If the state belongs to other data or other settings of them, or is of another version.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise UserError(
-                f"data position of version {state.get('version')}; this version of trifocal reads {_STATE_VERSION}. "
-                "Older ones lack the contents of the files, and count long texts' pieces otherwise: go on with the "
-                "version that saved the checkpoint, or start a new run"
-            )
-        saved = state["settings"]
-        if differ := [key for key in self._settings if saved.get(key) != self._settings[key]]:
-            raise UserError(
-                f"the data position belongs to {state['source']}, this run reads {self._name}: "
-                f"{_differences(differ, saved, self._settings)}; resume with the saved values"
-            )
-        if state["content"] != self._content:
-            assert self._source is not None
-            width = len(self._content) // len(self._source.shards)
-            changed = [
-                name
-                for index, name in enumerate(self._source.shards)
-                if state["content"][index * width :][:width] != self._content[index * width :][:width]
-            ]
-            more = f" and {len(changed) - 1} more files have" if len(changed) > 1 else " has"
-            raise UserError(
-                f"{changed[0]}{more} changed since the checkpoint was saved: {self._name} has files of the same names "
-                "and sizes, but other content; put the old files back, or start a new run with the new ones"
-            )
+        shards = [] if self._source is None else self._source.shards
+        check_position(state, name=self._name, settings=self._settings, content=self._content, shards=shards)
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
@@ -249,7 +226,7 @@ class Loader:
 
     def _describe(self, sample_index: int) -> dict[str, Any]:
         return {
-            "version": _STATE_VERSION,
+            "version": POSITION_VERSION,
             "source": self._name,
             "settings": self._settings,
             "sample_index": sample_index,
@@ -260,16 +237,6 @@ class Loader:
 
     def _log_stall(self, age_seconds: float, activity: str) -> None:
         _log.warning("data stall: no batch for %.0f s; the data thread is %s", age_seconds, activity)
-
-
-def _differences(keys: list[str], saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Keys of the configuration with both values; what has a fingerprint, by its name."""
-    shown = [f"{key} {saved[key]} -> {now[key]}" if _can_be_shown(key, saved) else f"{key} differ" for key in keys]
-    return ", ".join(shown)
-
-
-def _can_be_shown(key: str, saved: Mapping[str, Any]) -> bool:
-    return key in saved and key != "data.tokenizer" and " " not in key
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
-from trifocal.nn.packed import packed_attention
 from trifocal.nn.projection import project
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention
@@ -314,7 +313,13 @@ class DenseAttention(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(k, v)
-        o = _dense_attention(q, k, v) if documents is None else packed_attention(q, k, v, documents)
+        if documents is None:
+            o = _dense_attention(q, k, v)
+        else:
+            # Imported here, because PyTorch's varlen attention imports its compiler.
+            from trifocal.nn.packed import packed_attention
+
+            o = packed_attention(q, k, v, documents)
         return self.o_proj(o.flatten(2))
 
     def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:

@@ -9,7 +9,7 @@ from pathlib import Path
 from trifocal.distributed import Processes, processes_started
 from trifocal.errors import UserError
 from trifocal.paths import shell_path, user_path
-from trifocal.train.checkpoint import checkpoint_step, find_checkpoint
+from trifocal.train.checkpoint_folders import checkpoint_step, find_checkpoint
 from trifocal.train.config import RunConfig
 from trifocal.train.evaluate import check_validation_text
 from trifocal.train.files import delete, mark_run

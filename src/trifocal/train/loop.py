@@ -15,7 +15,7 @@ from trifocal.diagnostics.standard_streams import LastingStreams
 from trifocal.distributed import Processes, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
-from trifocal.train.checkpoint import set_aside_later
+from trifocal.train.checkpoint_folders import set_aside_later
 from trifocal.train.company import Company
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.config import RunConfig

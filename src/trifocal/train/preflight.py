@@ -13,7 +13,7 @@ from trifocal.diagnostics.traces import HOOKED, INSIDE_LAYERS
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.backends import resolve
-from trifocal.train.checkpoint import list_checkpoints
+from trifocal.train.checkpoint_folders import list_checkpoints
 from trifocal.train.config import RunConfig
 
 FIRST_TORCH_THAT_CRASHES = (2, 13)

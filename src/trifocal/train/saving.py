@@ -12,7 +12,8 @@ from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.background import BackgroundWriter, Written
-from trifocal.train.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
+from trifocal.train.checkpoint import load_checkpoint, save_checkpoint
+from trifocal.train.checkpoint_folders import prune_checkpoints
 from trifocal.train.config import RunConfig
 
 

@@ -12,7 +12,7 @@ from trifocal import __version__
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
-from trifocal.train.checkpoint import list_checkpoints
+from trifocal.train.checkpoint_folders import list_checkpoints
 from trifocal.train.config import RunConfig
 from trifocal.train.files import CONFIG_FILE
 
