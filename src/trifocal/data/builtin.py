@@ -51,14 +51,14 @@ class BuiltinSource:
         self.fingerprint = fingerprint("builtin", sizes)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """One document, or none where the file is not UTF-8 and bad documents are skipped."""
+        """One document, or none where the file is not UTF-8: a few packages hold such files on purpose."""
         if cursor is not None:
             return
         name = self.shards[shard]
         try:
             text = self._files[name].read_bytes().decode("utf-8")
         except UnicodeDecodeError as error:
-            self.bad.found(f"{self._files[name]} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}")
+            self.bad.skip(f"{self._files[name]} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}")
             return
         yield Document(name, text), (1,)
 

@@ -31,7 +31,8 @@ class Document(NamedTuple):
 
 
 class BadDocuments:
-    """What is done with documents that hold no readable text: `data.on_bad_document`, for all sources alike.
+    """What is done with documents that hold no readable text: `data.on_bad_document`, for all sources alike but
+    `builtin`, whose files nobody chose: it skips and counts them always.
 
     A document is bad if its text is missing (a null, no such field), no string, no UTF-8, or no JSON. An empty text is
     not bad: it has no tokens, and is passed over without a word. A file that is damaged as a whole always stops a run.
@@ -60,6 +61,10 @@ class BadDocuments:
         """
         if self._action == "stop":
             raise UserError(f'{message}; data.on_bad_document "skip" leaves such documents out and counts them')
+        self.skip(message)
+
+    def skip(self, message: str) -> None:
+        """Leave a bad document out and count it, whatever the setting is: for files that nobody chose."""
         self.first = self.first or message
         self.skipped.add(int.from_bytes(hashlib.blake2b(message.encode(), digest_size=8).digest(), "big"))
 
