@@ -39,13 +39,13 @@ from typing import Any, NamedTuple
 import torch
 
 from trifocal.bench.results import ResultFile, cpu_name
-from trifocal.diagnostics import Heartbeat, MetricsWriter, Progress, Watchdog
 from trifocal.distributed import Processes
+from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog
 from trifocal.train import load_config
-from trifocal.train.config import RunConfig
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
+from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import create_run_directory
 
 ROOT = Path(__file__).parent.parent

@@ -24,10 +24,10 @@ import torch
 
 from trifocal.bench.results import ResultFile
 from trifocal.data import Batch
-from trifocal.diagnostics import Heartbeat
 from trifocal.distributed import parallelise, processes_started
 from trifocal.doctor.needs import Machine, setup_of
 from trifocal.models import DecoderLM, training_memory
+from trifocal.runlog import Heartbeat
 from trifocal.train import load_config
 from trifocal.train.arguments import override
 from trifocal.train.graphs import MicroBatchGraphs

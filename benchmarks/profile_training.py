@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.bench.recorder import OK
-from trifocal.bench.train import TrainOptions, Worker
-from trifocal.bench.train_worker import TrainCase
+from trifocal.bench.training_speed import TrainOptions, Worker
+from trifocal.bench.training_worker import TrainCase
 from trifocal.models import ModelConfig
 from trifocal.ops import Geometry
 

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from trifocal.diagnostics import read_metrics
 from trifocal.distributed import Processes, leave_at_once, processes_started
 from trifocal.doctor.needs import Machine, setup_of
 from trifocal.models import training_memory
+from trifocal.runlog import read_metrics
 from trifocal.train import load_config
-from trifocal.train.config import RunConfig
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
+from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import create_run_directory
 
 GIB = 2**30

@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 
 from trifocal.bench.results import ResultFile
-from trifocal.diagnostics.jsonl import read_lines
-from trifocal.diagnostics.metrics import read_metrics
-from trifocal.train.config import LogSection
+from trifocal.runlog.jsonl import read_lines
+from trifocal.runlog.metrics import read_metrics
+from trifocal.train.run_config import LogSection
 
 ROOT = Path(__file__).parent.parent
 INTERVAL = LogSection().telemetry_interval_steps

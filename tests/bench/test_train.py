@@ -9,10 +9,11 @@ import torch
 
 from tests.bench.tiny import MODEL
 from tests.train.test_graphs import Repeater
-from trifocal.bench import train, train_worker
+from trifocal.bench import training_speed as train
+from trifocal.bench import training_worker as train_worker
 from trifocal.bench.recorder import Recorder, Refused
-from trifocal.bench.train import TrainOptions, bench_train, speedups
-from trifocal.bench.train_worker import TrainBench
+from trifocal.bench.training_speed import TrainOptions, bench_train, speedups
+from trifocal.bench.training_worker import TrainBench
 from trifocal.errors import UserError
 from trifocal.train import graphs
 

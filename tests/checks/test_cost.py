@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.checks import faults
-from trifocal.checks import cost
+from trifocal.checks import cost_checks as cost
 from trifocal.checks.seeds import SMALL, attention_inputs
 from trifocal.models import DecoderLM
 from trifocal.ops import nsa_attention
@@ -208,7 +208,7 @@ from unittest import mock
 
 import torch
 
-from trifocal.checks import cost
+from trifocal.checks import cost_checks as cost
 from trifocal.checks.seeds import MINIMAL
 from trifocal.ops.triton import ahead, interval, interval_backward, launch, selected_backward_masked
 

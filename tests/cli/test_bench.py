@@ -49,7 +49,7 @@ def test_what_failed_gives_status_1_and_stands_below_the_table(tmp_path, capsys,
     def broken(*args, **rules):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr("trifocal.bench.attention.nsa_attention", broken)
+    monkeypatch.setattr("trifocal.bench.attention_speed.nsa_attention", broken)
     assert main([*ATTENTION, "--output", str(tmp_path)]) == 1
     assert "\nfailed: RuntimeError: no kernel\n" in capsys.readouterr().out
 

@@ -11,8 +11,8 @@ from trifocal.checks.process_worker import Case, backward, whole
 from trifocal.checks.seeds import random_tokens, small_config
 from trifocal.distributed import Processes, parallelise, processes_started
 from trifocal.models import DecoderLM
-from trifocal.train.config import OptimizerSection
 from trifocal.train.optimizer import gradient_norm, make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 CPU = torch.device("cpu")
 LENGTH = 40

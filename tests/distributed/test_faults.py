@@ -15,8 +15,8 @@ import torch.distributed as dist
 from tests.children import ROOT, environment, free_port
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
-from trifocal.diagnostics import read_metrics
 from trifocal.errors import UserError
+from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume
 from trifocal.train import train as train_here
 from trifocal.train.arguments import override

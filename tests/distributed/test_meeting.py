@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from trifocal.distributed.meeting import meet
+from trifocal.distributed.rendezvous import meet
 from trifocal.errors import UserError
 
 

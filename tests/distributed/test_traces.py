@@ -10,9 +10,9 @@ from tests.distributed.test_faults import QUICK
 from tests.distributed.workers import train
 from tests.train.test_traces import table
 from tests.train.tiny import make_config, write_config
-from trifocal.diagnostics.jsonl import read_lines
-from trifocal.diagnostics.traces import TRACES
 from trifocal.models import DecoderLM
+from trifocal.runlog.jsonl import read_lines
+from trifocal.runlog.traces import TRACES
 
 ALL = {"ddp": (), "fsdp": (), "hsdp": ("--parallel.shards", "2")}
 

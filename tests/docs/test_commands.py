@@ -12,7 +12,7 @@ from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of
 from trifocal.cli import COMMANDS, bench
 from trifocal.fields import from_table
 from trifocal.train.arguments import load_config, override, parse_arguments
-from trifocal.train.config import RunConfig
+from trifocal.train.run_config import RunConfig
 
 CASES = [(name_of(page), line) for page in PAGES for line in commands(page)]
 # How the pages write something for the reader to fill in.

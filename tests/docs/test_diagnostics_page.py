@@ -10,22 +10,15 @@ import torch
 
 from tests.docs.pages import ROOT, text_of
 from tests.train.tiny import make_config
-from trifocal.diagnostics import (
-    AttentionTelemetry,
-    Heartbeat,
-    attention_picture,
-    attention_statistics,
-    heartbeat,
-    metrics,
-    read_metrics,
-    telemetry,
-    verdict,
-)
-from trifocal.diagnostics.heartbeat import PHASES
-from trifocal.diagnostics.sinks.thread import MAX_WAITING_ROWS
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.train import company, train
+from trifocal.runlog import Heartbeat, heartbeat, metrics, read_metrics, verdict
+from trifocal.runlog.heartbeat import PHASES
+from trifocal.runlog.sinks.thread import MAX_WAITING_ROWS
+from trifocal.telemetry import AttentionTelemetry, attention_picture
+from trifocal.telemetry import attention_telemetry as telemetry
+from trifocal.telemetry import statistics as attention_statistics
+from trifocal.train import coordinator, train
 
 PAGE = text_of(ROOT / "docs/diagnostics.md")
 
@@ -84,12 +77,14 @@ def test_alarms_and_their_thresholds():
 def test_every_event_is_explained_and_its_threshold_is_that_of_the_code():
     calls = r"(?:_say|_event|_report|say|event)\(\s*(?:[\w.]+,\s*)?\"(\w+)\""
     code = "".join(
-        path.read_text() for room in ("train", "diagnostics") for path in ROOT.glob(f"src/trifocal/{room}/**/*.py")
+        path.read_text()
+        for room in ("train", "runlog", "telemetry", "report")
+        for path in ROOT.glob(f"src/trifocal/{room}/**/*.py")
     )
     names = set(re.findall(calls, code))
     explained = {name: line for line in events_table() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
     assert set(explained) == names and len(names) > 12
-    slow = f"{company.SLOW_FACTOR:.0f} times as long .* {company.SLOW_SECONDS} s longer, at {company.SLOW_LOOKS} rows"
+    slow = f"{coordinator.SLOW_FACTOR:.0f} times as long .* {coordinator.SLOW_SECONDS} s longer, at {coordinator.SLOW_LOOKS} rows"
     assert re.search(slow, explained["rank_slow"])
     assert f"{MAX_WAITING_ROWS:,} rows" in explained["sink_failed"]
 

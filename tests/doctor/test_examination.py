@@ -10,9 +10,9 @@ from rich.console import Console
 
 from tests.train.tiny import write_config
 from trifocal.cli import main
-from trifocal.diagnostics import hardware
 from trifocal.doctor import Examination, Finding, examine, probes
-from trifocal.doctor.report import count, duration, show, size
+from trifocal.doctor.printing import count, duration, show, size
+from trifocal.runlog import hardware
 from trifocal.train import load_config
 
 COMPILE_PROBE = probes.CompileProbe

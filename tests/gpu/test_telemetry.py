@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trifocal import Geometry
-from trifocal.diagnostics import AttentionTelemetry
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.telemetry import AttentionTelemetry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

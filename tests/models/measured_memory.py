@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from trifocal.models import DecoderLM
 from trifocal.ops import Documents
-from trifocal.train.config import OptimizerSection
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 _SMALL_BYTES = 10_000_000
 

@@ -29,9 +29,9 @@ from trifocal.train.checkpoint_folders import (
     prune_checkpoints,
     set_aside_later,
 )
-from trifocal.train.config import OptimizerSection
 from trifocal.train.manifest import verify_checkpoint
 from trifocal.train.optimizer import make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 CONFIG = ModelConfig(
     vocab_size=20,

@@ -9,7 +9,7 @@ import torch
 from trifocal.data import Batch
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
-from trifocal.train.company import Company
+from trifocal.train.coordinator import Company
 from trifocal.train.stop import StopSignals
 
 CPU = torch.device("cpu")

@@ -18,11 +18,11 @@ from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from trifocal.cli.train import _summary
 from trifocal.data import DataConfig, DataError, Loader, make_tokenizer
 from trifocal.data.text import TextSource
-from trifocal.diagnostics import read_metrics
-from trifocal.diagnostics.attention_picture import read_picture
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, load_model
-from trifocal.train import NonFiniteError, load_config, looks, resume, saving, train
+from trifocal.runlog import read_metrics
+from trifocal.telemetry.attention_picture import read_picture
+from trifocal.train import NonFiniteError, evaluator, load_config, resume, saving, train
 from trifocal.train import loop as loop_module
 from trifocal.train.evaluate import evaluate, read_validation_batches
 
@@ -473,7 +473,7 @@ def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
     def too_much(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(looks, look, too_much)
+    monkeypatch.setattr(evaluator, look, too_much)
     flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--checkpoint.interval_steps", "2")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(make_config(tmp_path, *flags))

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.train.config import OptimizerSection
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 SMALL = ModelConfig(
     vocab_size=20,

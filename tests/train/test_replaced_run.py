@@ -17,13 +17,13 @@ import pytest
 from tests.children import ROOT, environment
 from tests.train.tiny import before_step, make_config, write_config
 from trifocal.cli import main
-from trifocal.diagnostics import read_metrics
 from trifocal.errors import UserError
+from trifocal.runlog import read_metrics
 from trifocal.train import NonFiniteError, resume, train
 from trifocal.train import lock as lock_module
-from trifocal.train.files import mark_run
 from trifocal.train.lock import LOCK_FILE, RunLock
 from trifocal.train.replaced_run import delete_replaced, failed_path, replace_run, replaced_path, restore_replaced
+from trifocal.train.run_files import mark_run
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
 Tree = dict[str, bytes]

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from tests.train.tiny import before_step, make_config, read_checkpoint
-from trifocal.diagnostics import read_metrics
-from trifocal.diagnostics.run import read_run
-from trifocal.diagnostics.verdict import judge
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
+from trifocal.runlog import read_metrics
+from trifocal.runlog.run import read_run
+from trifocal.runlog.verdict import judge
 from trifocal.train import RunConfig, load_config, resume, train
 from trifocal.train.manifest import describe_files, verify_checkpoint, write_manifest
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything

@@ -20,10 +20,10 @@ from tests.children import ROOT, environment
 from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
 from trifocal.cli import main
 from trifocal.data import load_tokenizer
-from trifocal.diagnostics import read_metrics
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import load_model
+from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train
 from trifocal.train.start import restarted_run
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from trifocal.train.config import ScheduleSection
+from trifocal.train.run_config import ScheduleSection
 from trifocal.train.schedule import learning_rate
 
 

@@ -14,12 +14,12 @@ import torch
 from tests.children import ROOT
 from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.cli import main
-from trifocal.diagnostics import read_metrics
-from trifocal.diagnostics.traces import TRACES, AnomalyFound
-from trifocal.diagnostics.traces.base import ModuleHooks, tensors_in
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.nn.block import SwiGLU
+from trifocal.runlog import read_metrics
+from trifocal.runlog.traces import TRACES, AnomalyFound
+from trifocal.runlog.traces.base import ModuleHooks, tensors_in
 from trifocal.train import TrainResult, resume, train
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--checkpoint.interval_steps", "0")
@@ -300,7 +300,7 @@ def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
     def full(path: Path, rows: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trifocal.diagnostics.traces.gradients.write_table", full)
+    monkeypatch.setattr("trifocal.runlog.traces.gradients.write_table", full)
     train(make_config(tmp_path, *QUICK, "--trace.what", "gradients,memory", "--trace.steps", "2:4"))
     assert "could not be written: [Errno 28] No space left on device; training goes on" in capsys.readouterr().out
     names = [row["name"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trifocal.checks.report import Measurement
+from trifocal.checks.measurement import Measurement
 from trifocal.checks.seeds import small_config
 from trifocal.nn import NSAttention, rotary_tables, rotate
 

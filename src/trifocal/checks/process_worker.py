@@ -1,6 +1,6 @@
 """What one of several processes measures for the checks: gradients and parameters against one process's.
 
-Started by `trifocal.checks.processes` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
+Started by `trifocal.checks.process_checks` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
 the same four rows: one process all of them, several processes an equal part each.
 """
 
@@ -19,8 +19,8 @@ from trifocal.checks.seeds import make_model, random_tokens, small_config
 from trifocal.distributed import Parallel, Processes, leave_at_once, parallelise, processes_started
 from trifocal.distributed.parallel import Mode
 from trifocal.models import DecoderLM
-from trifocal.train.config import OptimizerSection
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 LENGTH = 40
 ROWS_PER_PROCESS = 2

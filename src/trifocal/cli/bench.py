@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trifocal.bench import attention, comparison, decode, kernel_times, train
+from trifocal.bench import attention_speed, comparison, decoding_speed, kernel_times, training_speed
 from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
 from trifocal.bench.results import ResultFile, cell, cpu_name
@@ -31,9 +31,9 @@ class PlotOptions:
 
 
 BENCHES: dict[str, tuple[type, str]] = {
-    "attention": (attention.AttentionOptions, "the attention and its parts beside dense attention and others"),
-    "train": (train.TrainOptions, "training steps beside the dense twin's"),
-    "decode": (decode.DecodeOptions, "decoding over the length of the past, beside the dense twin's"),
+    "attention": (attention_speed.AttentionOptions, "the attention and its parts beside dense attention and others"),
+    "train": (training_speed.TrainOptions, "training steps beside the dense twin's"),
+    "decode": (decoding_speed.DecodeOptions, "decoding over the length of the past, beside the dense twin's"),
     "kernels": (kernel_times.KernelsOptions, "every kernel of an attention call on a GPU"),
     "plot": (PlotOptions, "draw an attention result again: RESULT.json"),
 }
@@ -114,19 +114,19 @@ def parse(args: Sequence[str]) -> Any:
     return parse_arguments(BENCHES[name][0], args[1:], prog=f"trifocal bench {name}")
 
 
-def _attention(options: attention.AttentionOptions, file: ResultFile) -> int:
+def _attention(options: attention_speed.AttentionOptions, file: ResultFile) -> int:
     def write() -> None:
         rows = bench.recorder.rows
         file.write(
             rows,
-            notes=attention.NOTES,
+            notes=attention_speed.NOTES,
             columns=_ATTENTION_COLUMNS,
             times_faster=comparison.speedups(rows),
             crossovers=comparison.crossovers(rows),
             first_calls=bench.first_calls,
         )
 
-    bench = attention.AttentionBench(options, _say, write)
+    bench = attention_speed.AttentionBench(options, _say, write)
     bench.run()
     rows = bench.recorder.rows
     _finish("attention", rows, file, times_faster=comparison.speedups(rows), crossovers=comparison.crossovers(rows))
@@ -135,22 +135,22 @@ def _attention(options: attention.AttentionOptions, file: ResultFile) -> int:
     return bench.recorder.exit_status
 
 
-def _train(options: train.TrainOptions, file: ResultFile) -> int:
+def _train(options: training_speed.TrainOptions, file: ResultFile) -> int:
     def write() -> None:
-        file.write(recorder.rows, notes=train.NOTES, over_dense=train.speedups(recorder.rows))
+        file.write(recorder.rows, notes=training_speed.NOTES, over_dense=training_speed.speedups(recorder.rows))
 
     recorder = Recorder(options.seconds, _say, write)
-    train.bench_train(options, recorder)
-    _finish("train", recorder.rows, file, over_dense=train.speedups(recorder.rows))
+    training_speed.bench_train(options, recorder)
+    _finish("train", recorder.rows, file, over_dense=training_speed.speedups(recorder.rows))
     return recorder.exit_status
 
 
-def _decode(options: decode.DecodeOptions, file: ResultFile) -> int:
+def _decode(options: decoding_speed.DecodeOptions, file: ResultFile) -> int:
     def write() -> None:
-        file.write(recorder.rows, notes=decode.NOTES)
+        file.write(recorder.rows, notes=decoding_speed.NOTES)
 
     recorder = Recorder(options.seconds, _say, write)
-    decode.bench_decode(options, recorder)
+    decoding_speed.bench_decode(options, recorder)
     _finish("decode", recorder.rows, file)
     return recorder.exit_status
 

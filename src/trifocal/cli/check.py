@@ -9,7 +9,7 @@ from typing import Literal
 from rich.console import Console
 
 from trifocal import checks
-from trifocal.checks.report import shown
+from trifocal.checks.measurement import shown
 from trifocal.cli.output import check_output
 from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments

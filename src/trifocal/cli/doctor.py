@@ -13,7 +13,7 @@ import tyro
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output
 from trifocal.doctor import examine
-from trifocal.doctor.report import show
+from trifocal.doctor.printing import show
 from trifocal.paths import user_path
 from trifocal.train.arguments import load_config, parse_arguments
 from trifocal.train.presets import presets

@@ -11,16 +11,16 @@ import tyro
 
 from trifocal.cli.output import printable
 from trifocal.data import Tokenizer
-from trifocal.diagnostics.environment import host_memory_bytes
 from trifocal.errors import UserError
 from trifocal.generate import stream
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.paths import shell_path, user_path
+from trifocal.runlog.environment import host_memory_bytes
 from trifocal.train.arguments import parse_arguments
-from trifocal.train.config import RunConfig
 from trifocal.train.inputs import autocast
 from trifocal.train.preflight import choose_device
 from trifocal.train.pretrained import open_pretrained
+from trifocal.train.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,9 @@ from typing import Annotated
 import tyro
 
 from trifocal.cli.output import printable
-from trifocal.diagnostics.report import write_report
 from trifocal.errors import UserError
 from trifocal.paths import user_path
+from trifocal.report import write_report
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.run_directory import load_run
 

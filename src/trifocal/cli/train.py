@@ -11,17 +11,17 @@ from typing import Annotated, Any
 import tyro
 
 from trifocal.cli.output import printable
-from trifocal.diagnostics.standard_streams import LastingStreams, discard_lost_output, open_closed_descriptors
-from trifocal.diagnostics.traces import AnomalyFound
 from trifocal.distributed import PeerLost, leave_at_once
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
+from trifocal.runlog.standard_streams import LastingStreams, discard_lost_output, open_closed_descriptors
+from trifocal.runlog.traces import AnomalyFound
 from trifocal.train.arguments import HELP, load_config, override, read_flags, show_help
-from trifocal.train.config import RunConfig
 from trifocal.train.launch import resume, resume_command, train
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.result import TrainResult
+from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import load_run_to_resume
 
 _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}

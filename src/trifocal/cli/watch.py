@@ -12,10 +12,10 @@ import tyro
 from rich.live import Live
 
 from trifocal.cli.console import SafeConsole
-from trifocal.diagnostics.run import read_run
-from trifocal.diagnostics.watch import Silences, render, verdicts
 from trifocal.errors import UserError
 from trifocal.paths import user_path
+from trifocal.report.live_view import Silences, render, verdicts
+from trifocal.runlog.run import read_run
 from trifocal.train.arguments import parse_arguments
 
 _OVER = {"finished", "stopped", "failed", "dead"}

@@ -7,7 +7,7 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from trifocal.data.files import content_hash
+from trifocal.data.local_files import content_hash
 from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from trifocal.data.activity import Activity
-from trifocal.data.config import DataConfig
+from trifocal.data.data_config import DataConfig
 from trifocal.data.sources import BadDocuments, Source, parse_source
 
 

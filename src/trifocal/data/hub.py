@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 from trifocal.data.activity import Activity, DataError
-from trifocal.data.config import DataConfig
-from trifocal.data.files import expand_home, sizes
+from trifocal.data.data_config import DataConfig
+from trifocal.data.local_files import expand_home, sizes
 from trifocal.data.messages import one_line
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.remote import HttpClient

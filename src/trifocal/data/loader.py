@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trifocal.data.activity import Activity
-from trifocal.data.config import DataConfig
+from trifocal.data.data_config import DataConfig
 from trifocal.data.factory import make_source
 from trifocal.data.packing import PackedStream, Row, RowStream, SyntheticStream
 from trifocal.data.position import POSITION_VERSION, check_position

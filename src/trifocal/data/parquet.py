@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trifocal.data.activity import Stopped
-from trifocal.data.files import content_hash, find_files, sizes
+from trifocal.data.local_files import content_hash, find_files, sizes
 from trifocal.data.messages import one_line
 from trifocal.data.remote import HttpClient, HttpFile
 from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint

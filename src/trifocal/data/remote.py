@@ -10,7 +10,7 @@ from typing import Any
 
 from trifocal._version import __version__
 from trifocal.data.activity import Activity, DataError
-from trifocal.data.config import DataConfig
+from trifocal.data.data_config import DataConfig
 from trifocal.data.messages import one_line
 from trifocal.errors import UserError
 

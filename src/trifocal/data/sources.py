@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trifocal.data.config import SOURCES
-from trifocal.data.files import check_name, expand_home
+from trifocal.data.data_config import SOURCES
+from trifocal.data.local_files import check_name, expand_home
 from trifocal.errors import UserError, nearest
 
 Cursor = tuple[int, ...]

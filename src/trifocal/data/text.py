@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from trifocal.data.files import COMPRESSED, DAMAGED, content_hash, find_files, open_file, sizes
+from trifocal.data.local_files import COMPRESSED, DAMAGED, content_hash, find_files, open_file, sizes
 from trifocal.data.messages import one_line
 from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.files import expand_home
+from trifocal.data.local_files import expand_home
 from trifocal.data.messages import one_line
 from trifocal.data.sources import fingerprint
 from trifocal.errors import UserError, nearest

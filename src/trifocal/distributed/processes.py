@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from trifocal.distributed.meeting import meet
+from trifocal.distributed.rendezvous import meet
 from trifocal.errors import UserError
 
 T = TypeVar("T")

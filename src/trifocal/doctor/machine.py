@@ -8,10 +8,10 @@ from pathlib import Path
 
 import torch
 
-from trifocal.diagnostics import environment
-from trifocal.diagnostics.native_stacks import find_py_spy
 from trifocal.doctor.findings import Finding, one_line
 from trifocal.ops.triton import OLDEST_CAPABILITY
+from trifocal.runlog import environment
+from trifocal.runlog.native_stacks import find_py_spy
 from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, crash_of_debug_level
 
 GIB = 2**30

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from trifocal.models.config import ModelConfig
+from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm, RotaryTables
 from trifocal.ops import Documents
 from trifocal.ops.validation import check_rank

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.models.config import ModelConfig
 from trifocal.models.decoder import DecoderLM
+from trifocal.models.model_config import ModelConfig
 from trifocal.paths import user_path
 
 WEIGHTS_FILE = "model.safetensors"

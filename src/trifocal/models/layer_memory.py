@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from trifocal.models.config import ModelConfig
+from trifocal.models.model_config import ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.nn.packed import WIDEST_HEAD

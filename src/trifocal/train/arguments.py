@@ -12,7 +12,7 @@ import tyro
 from trifocal.errors import UserError, unknown
 from trifocal.fields import checked, dotted_fields, from_table
 from trifocal.paths import user_path
-from trifocal.train.config import RunConfig
+from trifocal.train.run_config import RunConfig
 from trifocal.train.toml import read_toml
 
 HELP = {"-h", "--help"}

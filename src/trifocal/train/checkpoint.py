@@ -32,7 +32,6 @@ from trifocal.errors import UserError
 from trifocal.models import ModelConfig
 from trifocal.train.checkpoint_folders import checkpoint_path
 from trifocal.train.checkpoint_reader import SafePlanner, SafeReader
-from trifocal.train.files import PARTIAL, flush_folder, remove_folder
 from trifocal.train.manifest import (
     FORMAT,
     MANIFEST,
@@ -40,6 +39,7 @@ from trifocal.train.manifest import (
     describe_files,
     write_manifest,
 )
+from trifocal.train.run_files import PARTIAL, flush_folder, remove_folder
 
 # Fields of the model that change how it is computed, not what it is.
 _FREE_MODEL_FIELDS = frozenset({"backend"})

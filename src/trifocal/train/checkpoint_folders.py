@@ -9,9 +9,9 @@ from pathlib import Path
 
 from trifocal.errors import UserError
 from trifocal.paths import shell_path
-from trifocal.train.files import PARTIAL, rename_to_remove
 from trifocal.train.manifest import MANIFEST, CheckpointDamaged, is_intact, verify_checkpoint
 from trifocal.train.replaced_run import where_replaced
+from trifocal.train.run_files import PARTIAL, rename_to_remove
 
 _PREFIX = "step_"
 

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from trifocal.data import Tokenizer
-from trifocal.diagnostics.files import write_whole
 from trifocal.models import DecoderLM, save_weights
+from trifocal.runlog.whole_files import write_whole
 
 WEIGHTS = "weights"
 """In the folder of a run: the model of the last checkpoint, for use."""

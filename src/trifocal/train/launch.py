@@ -10,16 +10,16 @@ from trifocal.distributed import Processes, processes_started
 from trifocal.errors import UserError
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint_folders import checkpoint_step, find_checkpoint
-from trifocal.train.config import RunConfig
 from trifocal.train.evaluate import check_validation_text
-from trifocal.train.files import delete, mark_run
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.replaced_run import has_replaced, restore_replaced
 from trifocal.train.result import TrainResult
 from trifocal.train.resuming import resume_notes
+from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import create_run_directory, load_run, load_run_to_resume
+from trifocal.train.run_files import delete, mark_run
 from trifocal.train.start import check_same_start, restarted_run
 
 

@@ -10,33 +10,33 @@ from typing import Any, NoReturn
 import torch
 
 from trifocal.data import Loader, Tokenizer, make_loader, merge_states
-from trifocal.diagnostics import Heartbeat, Progress, Watchdog, write_backends
-from trifocal.diagnostics.standard_streams import LastingStreams
 from trifocal.distributed import Processes, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
+from trifocal.runlog import Heartbeat, Progress, Watchdog, write_backends
+from trifocal.runlog.standard_streams import LastingStreams
 from trifocal.train.checkpoint_folders import set_aside_later
-from trifocal.train.company import Company
 from trifocal.train.compiling import CompileNotes
-from trifocal.train.config import RunConfig
+from trifocal.train.coordinator import Company
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluate import Evaluation
+from trifocal.train.evaluator import Looks
 from trifocal.train.export import WEIGHTS, export_weights
 from trifocal.train.graphs import make_graphs
 from trifocal.train.inputs import packed_documents
 from trifocal.train.lock import RunLock
-from trifocal.train.looks import Looks
 from trifocal.train.meter import Meter
 from trifocal.train.nonfinite import NonFiniteError, stop_non_finite, weights_are_finite
 from trifocal.train.optimizer import make_optimizer
+from trifocal.train.parallelize import spread_model
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.records import open_records
 from trifocal.train.replaced_run import delete_replaced
 from trifocal.train.result import TrainResult
+from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import OpenDirectory, save_config
 from trifocal.train.saving import Saver
 from trifocal.train.schedule import is_due, learning_rate_of
-from trifocal.train.spread import spread_model
 from trifocal.train.step import StepResult, train_step
 from trifocal.train.stop import StopSignals
 from trifocal.train.tracing import make_tracer

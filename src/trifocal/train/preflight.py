@@ -8,13 +8,13 @@ from pathlib import Path
 import torch
 
 from trifocal.data import Tokenizer, make_tokenizer
-from trifocal.diagnostics import check_sinks, host_memory_bytes
-from trifocal.diagnostics.traces import HOOKED, INSIDE_LAYERS
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.backends import resolve
+from trifocal.runlog import check_sinks, host_memory_bytes
+from trifocal.runlog.traces import HOOKED, INSIDE_LAYERS
 from trifocal.train.checkpoint_folders import list_checkpoints
-from trifocal.train.config import RunConfig
+from trifocal.train.run_config import RunConfig
 
 FIRST_TORCH_THAT_CRASHES = (2, 13)
 """In its DistributedDataParallel over gloo, with TORCH_DISTRIBUTED_DEBUG=DETAIL; 2.12 was not tried."""

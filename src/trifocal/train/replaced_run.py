@@ -16,11 +16,11 @@ replaces a run holds the locks of both folders, so that no other start restores 
 import shutil
 from pathlib import Path
 
-from trifocal.diagnostics.files import partial_name
 from trifocal.errors import UserError
 from trifocal.paths import shell_path
-from trifocal.train.files import CONFIG_FILE, RUN_FILE, flush_folder, is_run
+from trifocal.runlog.whole_files import partial_name
 from trifocal.train.lock import LOCK_FILE, RunLock
+from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run
 
 
 def replaced_path(folder: Path) -> Path:

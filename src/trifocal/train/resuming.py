@@ -4,7 +4,7 @@ import operator
 from typing import Any
 
 from trifocal.fields import dotted_fields
-from trifocal.train.config import RunConfig
+from trifocal.train.run_config import RunConfig
 from trifocal.train.schedule import learning_rate_of
 
 # What `--resume` names by itself; the folder may have been moved.

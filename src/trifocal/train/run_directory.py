@@ -5,14 +5,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from trifocal.diagnostics.files import partial_name, write_whole
 from trifocal.errors import UserError
 from trifocal.fields import from_table
 from trifocal.paths import shell_path
-from trifocal.train.config import RunConfig
-from trifocal.train.files import CONFIG_FILE, RUN_FILE, flush_folder, is_run, mark_run, read_mark
+from trifocal.runlog.whole_files import partial_name, write_whole
 from trifocal.train.lock import LOCK_FILE, RunLock
 from trifocal.train.replaced_run import replace_run, restore_replaced, where_replaced, whole_run
+from trifocal.train.run_config import RunConfig
+from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run, mark_run, read_mark
 from trifocal.train.toml import read_toml, to_toml
 
 # What a start leaves that was killed before the run was there.

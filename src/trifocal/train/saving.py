@@ -14,7 +14,7 @@ from trifocal.models import DecoderLM
 from trifocal.train.background import BackgroundWriter, Written
 from trifocal.train.checkpoint import load_checkpoint, save_checkpoint
 from trifocal.train.checkpoint_folders import prune_checkpoints
-from trifocal.train.config import RunConfig
+from trifocal.train.run_config import RunConfig
 
 
 class Say(Protocol):

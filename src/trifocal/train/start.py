@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from trifocal import __version__
+from trifocal._version import __version__
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.train.checkpoint_folders import list_checkpoints
-from trifocal.train.config import RunConfig
-from trifocal.train.files import CONFIG_FILE
+from trifocal.train.run_config import RunConfig
+from trifocal.train.run_files import CONFIG_FILE
 
 
 def check_same_start(processes: Processes, config: RunConfig, **further: Any) -> None:

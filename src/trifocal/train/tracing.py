@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from trifocal.diagnostics.heartbeat import Phases
-from trifocal.diagnostics.traces import Tracer
 from trifocal.distributed import Parallel, Processes
 from trifocal.models import DecoderLM
-from trifocal.train.config import RunConfig
+from trifocal.runlog.heartbeat import Phases
+from trifocal.runlog.traces import Tracer
+from trifocal.train.run_config import RunConfig
 from trifocal.train.saving import Say
 
 
