@@ -217,10 +217,10 @@ class Measured(Trainer):
         """Telemetry and the attention picture, by themselves."""
         self.rare = {}
         batch = next(self.loader)
-        self.looks.read_validation_text()
+        self.evaluator.read_validation_text()
         looks = {
-            "telemetry": lambda: self.looks.measure_attention(self.step, batch, self.metrics),
-            "picture": lambda: self.looks.picture_attention(self.step),
+            "telemetry": lambda: self.evaluator.measure_attention(self.step, batch, self.metrics),
+            "picture": lambda: self.evaluator.picture_attention(self.step),
         }
         clock = time.process_time if self.device.type == "cpu" else time.perf_counter
         for name, look in looks.items():

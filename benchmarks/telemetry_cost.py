@@ -60,7 +60,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for config in arguments.configs:
         step, look = train(config, arguments.steps, INTERVAL // 10, 0, extra.split())
-        # Looks at the end alone: what is left are the pictures of ten evaluations.
+        # Evaluator at the end alone: what is left are the pictures of ten evaluations.
         _, picture = train(config, arguments.steps, arguments.steps, arguments.steps // 10, extra.split())
         rows.append(
             {

@@ -228,8 +228,8 @@ def graphs():
     """No fault: what GPUs record and replay is done anew each time, so that the rest of it runs on a CPU."""
     graphs_module.Recorder = _EagerRecorder
     torch.Tensor.pin_memory = lambda self: self
-    original = spread.parallelise
-    spread.parallelise = lambda *args, **options: original(*args, **options | {"exchange_after": True})
+    original = spread.parallelize
+    spread.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})
 
     def make_graphs(parallel, model, config, device):
         assert parallel.sharded or parallel.flat_gradients is not None

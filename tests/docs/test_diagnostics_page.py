@@ -75,7 +75,7 @@ def test_alarms_and_their_thresholds():
 
 
 def test_every_event_is_explained_and_its_threshold_is_that_of_the_code():
-    calls = r"(?:_say|_event|_report|say|event)\(\s*(?:[\w.]+,\s*)?\"(\w+)\""
+    calls = r"(?:_log_event|_event|_report|say|event)\(\s*(?:[\w.]+,\s*)?\"(\w+)\""
     code = "".join(
         path.read_text()
         for room in ("train", "runlog", "telemetry", "report")
@@ -84,7 +84,8 @@ def test_every_event_is_explained_and_its_threshold_is_that_of_the_code():
     names = set(re.findall(calls, code))
     explained = {name: line for line in events_table() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
     assert set(explained) == names and len(names) > 12
-    slow = f"{coordinator.SLOW_FACTOR:.0f} times as long .* {coordinator.SLOW_SECONDS} s longer, at {coordinator.SLOW_LOOKS} rows"
+    factor, seconds, rows = coordinator.SLOW_FACTOR, coordinator.SLOW_SECONDS, coordinator.SLOW_LOOKS
+    slow = f"{factor:.0f} times as long .* {seconds} s longer, at {rows} rows"
     assert re.search(slow, explained["rank_slow"])
     assert f"{MAX_WAITING_ROWS:,} rows" in explained["sink_failed"]
 

@@ -55,13 +55,9 @@ class Check:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check(
-        "full-coverage-fp32", (8,), "attention to everything is dense", attention_checks.full_coverage_float32
-    ),
+    Check("full-coverage-fp32", (8,), "attention to everything is dense", attention_checks.full_coverage_float32),
     Check("full-coverage-fp64", (8,), "the same, in float64", attention_checks.full_coverage_float64),
-    Check(
-        "oracle-fp64", (7, 8), "attention and gradients, in float64", attention_checks.float64_oracle
-    ),
+    Check("oracle-fp64", (7, 8), "attention and gradients, in float64", attention_checks.float64_oracle),
     Check("oracle-fp32", (8,), "attention and gradients, in float32", attention_checks.float32_oracle),
     Check("backend-parity", (8,), "the kernels give what the reference gives", attention_checks.backend_parity),
     Check("rope-distance", (11,), "scores depend on distance alone", positions.rope_distance),

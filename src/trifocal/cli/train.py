@@ -99,7 +99,7 @@ def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) ->
 
 
 def _summary(result: TrainResult) -> str:
-    if not result.first:
+    if not result.is_rank0:
         # Rank 0 speaks for all.
         return ""
     directory = shell_path(result.directory)

@@ -117,15 +117,15 @@ def write_checkpoint(
     final = checkpoint_path(root, step)
     partial = root / f"{PARTIAL}{final.name}"
     try:
-        processes.on_first(lambda: _make_room(partial))
-        processes.together(lambda: _save_weights(state, partial / "weights", processes))
+        processes.run_on_rank0(lambda: _make_room(partial))
+        processes.run_on_all(lambda: _save_weights(state, partial / "weights", processes))
         text = json.dumps(process_state)
-        processes.together(lambda: _write(partial / f"rank{processes.rank}.json", text))
+        processes.run_on_all(lambda: _write(partial / f"rank{processes.rank}.json", text))
         files = describe_files(partial, processes)
         manifest = {"format": FORMAT, "step": step, "model": model_config.to_dict(), "files": files}
-        processes.on_first(lambda: _complete(partial, final, manifest))
+        processes.run_on_rank0(lambda: _complete(partial, final, manifest))
     except BaseException:
-        if processes.first:
+        if processes.is_rank0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return final

@@ -52,7 +52,7 @@ class _Ahead(NamedTuple):
     documents: Callable[[], list[float]]
 
 
-class Company:
+class StepCoordinator:
     """Keeps the processes of a run in step; with a single process everything is immediate.
 
     Args:

@@ -20,8 +20,8 @@ from trifocal.train.inputs import autocast
 from trifocal.train.run_config import RunConfig
 
 
-class Looks:
-    """Looks at the model of a run. A sharded model takes all processes for that, any other rank 0 alone.
+class Evaluator:
+    """Evaluator at the model of a run. A sharded model takes all processes for that, any other rank 0 alone.
 
     Args:
         config: The run.
@@ -46,7 +46,7 @@ class Looks:
     ) -> None:
         self._config, self._directory, self._tokenizer = config, directory, tokenizer
         self._processes, self._device, self._model = processes, processes.device, model
-        self._takes_part = processes.first or parallel.sharded
+        self._takes_part = processes.is_rank0 or parallel.sharded
         self._keep = keep
         self._telemetry = AttentionTelemetry(model)
         self._batches: list[Batch] | None = None
@@ -61,7 +61,7 @@ class Looks:
             UserError: In every process, if the data fail in any.
         """
         if self._batches is None:
-            self._batches = self._processes.together(lambda: read_validation_batches(self._config, self._tokenizer))
+            self._batches = self._processes.run_on_all(lambda: read_validation_batches(self._config, self._tokenizer))
 
     def evaluate(self) -> Evaluation:
         """The loss on the validation batches, which were read before; all processes call this."""

@@ -41,15 +41,15 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
     directory = Path(config.run.directory)
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, overwrite=overwrite)
-        processes.on_first(lambda: _tell(restore_replaced(directory, lock)))
-        found = processes.on_first(lambda: restarted_run(processes, directory))
+        processes.run_on_rank0(lambda: _tell(restore_replaced(directory, lock)))
+        found = processes.run_on_rank0(lambda: restarted_run(processes, directory))
         if found == "resume":
             # torchrun gives the command of the first start again.
             return _resume(directory, "", config, processes, lock)
-        tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
+        tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or a run renamed aside.
         trainer = Trainer(config, directory, processes, tokenizer)
-        processes.on_first(lambda: check_validation_text(config, tokenizer))
+        processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
         overwrite = overwrite or found == "overwrite"
 
         def create() -> str:
@@ -61,7 +61,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
 
         created = False
         try:
-            note = processes.on_first(create)
+            note = processes.run_on_rank0(create)
             created = True
             return trainer.run([*notes, *filter(None, [note])], None, lock)
         except BaseException as error:
@@ -133,14 +133,14 @@ def _tidy_after_failure(directory: Path, lock: RunLock, *, delete_start: bool) -
 
 
 def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes, lock: RunLock) -> TrainResult:
-    note = processes.on_first(lambda: lock.take(directory))
-    processes.on_first(lambda: _tell(restore_replaced(directory, lock)))
-    found = processes.on_first(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
+    note = processes.run_on_rank0(lambda: lock.take(directory))
+    processes.run_on_rank0(lambda: _tell(restore_replaced(directory, lock)))
+    found = processes.run_on_rank0(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
     # A run of an older version has none.
-    processes.on_first(lambda: mark_run(directory))
-    tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
-    processes.on_first(lambda: check_validation_text(config, tokenizer))
-    saved = processes.on_first(lambda: load_run(directory))
+    processes.run_on_rank0(lambda: mark_run(directory))
+    tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
+    processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
+    saved = processes.run_on_rank0(lambda: load_run(directory))
     trainer = Trainer(config, directory, processes, tokenizer)
     notes = [*resume_notes(saved, trainer.config, checkpoint_step(found)), *notes, *filter(None, [note])]
     return trainer.run(notes, found, lock)

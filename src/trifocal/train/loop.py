@@ -17,10 +17,10 @@ from trifocal.runlog import Heartbeat, Progress, Watchdog, write_backends
 from trifocal.runlog.standard_streams import LastingStreams
 from trifocal.train.checkpoint_folders import set_aside_later
 from trifocal.train.compiling import CompileNotes
-from trifocal.train.coordinator import Company
+from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluate import Evaluation
-from trifocal.train.evaluator import Looks
+from trifocal.train.evaluator import Evaluator
 from trifocal.train.export import WEIGHTS, export_weights
 from trifocal.train.graphs import make_graphs
 from trifocal.train.inputs import packed_documents
@@ -28,7 +28,7 @@ from trifocal.train.lock import RunLock
 from trifocal.train.meter import Meter
 from trifocal.train.nonfinite import NonFiniteError, stop_non_finite, weights_are_finite
 from trifocal.train.optimizer import make_optimizer
-from trifocal.train.parallelize import spread_model
+from trifocal.train.parallelize import parallelize_model
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 from trifocal.train.records import open_records
 from trifocal.train.replaced_run import delete_replaced
@@ -55,12 +55,12 @@ class Trainer:
         self.model.to_empty(device=self.device)
         self.model.init_weights(config.run.seed)
         self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
-        self.parallel, self.mode_note = spread_model(self.model, config, processes)
+        self.parallel, self.mode_note = parallelize_model(self.model, config, processes)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile:
             self.model.compile_training()
         self.graphs, self.graphs_note = make_graphs(self.parallel, self.model, config.train, self.device)
-        self.compile_notes = CompileNotes(config.train.compile or self.graphs is not None, self._say)
+        self.compile_notes = CompileNotes(config.train.compile or self.graphs is not None, self._log_event)
         self.accumulation = config.train.global_batch_size // (config.train.micro_batch_size * processes.size)
         # One process on a CPU: elsewhere every call must have the same shape, or launches cost more than work.
         self.split_rows = self.device.type == "cpu" and processes.size == 1 and not config.train.compile
@@ -71,7 +71,7 @@ class Trainer:
         self.evaluation: Evaluation | None = None
         self.sample: str | None = None
         self.said_skipped = False
-        self.company = Company(processes)
+        self.coordinator = StepCoordinator(processes)
         self.saver = Saver(
             config,
             directory / "checkpoints",
@@ -79,12 +79,12 @@ class Trainer:
             self.model,
             self.optimizer,
             event=self._event,
-            say=self._say,
+            say=self._log_event,
         )
-        self.looks = Looks(
+        self.evaluator = Evaluator(
             config, directory, tokenizer, processes, model=self.model, parallel=self.parallel, keep=self._keep
         )
-        self.loader: Loader = processes.together(self._make_loader)
+        self.loader: Loader = processes.run_on_all(self._make_loader)
         self.data_position = self.loader.state_dict()
         # With the hub's branch as the commit that it found: the saved config names it, so that a resumed run reads it.
         self.config = replace(config, data=self.loader.config)
@@ -109,7 +109,7 @@ class Trainer:
             if checkpoint is not None:
                 self._restore(checkpoint)
             resume_step = self.step if checkpoint is not None else None
-            rank, first = self.processes.rank, self.processes.first
+            rank, first = self.processes.rank, self.processes.is_rank0
             self.open_directory = stack.enter_context(OpenDirectory(directory)) if first else None
             self.streams = stack.enter_context(LastingStreams())
             self.metrics = stack.enter_context(
@@ -134,7 +134,7 @@ class Trainer:
             if self.graphs is not None:
                 stack.callback(self.graphs.release)
             stack.enter_context(
-                self.company.watched(self.heartbeat, directory, config.parallel.silence_seconds, self._event)
+                self.coordinator.watched(self.heartbeat, directory, config.parallel.silence_seconds, self._event)
             )
             self.tracer = make_tracer(
                 config,
@@ -145,10 +145,10 @@ class Trainer:
                 optimizer=self.optimizer,
                 phases=self.heartbeat,
                 step=self.step,
-                say=self._say,
+                say=self._log_event,
             )
             for note in [*notes, *filter(None, [self.mode_note, self.graphs_note])]:
-                self._say("note", note)
+                self._log_event("note", note)
             stack.enter_context(self.tracer)
             self.heartbeat.update(step=self.step)
             # From here on the random generators are where the checkpoint left them.
@@ -174,7 +174,7 @@ class Trainer:
             self.signals.received = "the run's folder is gone"
         rate = learning_rate_of(config, step)
         with self._steps_kept():
-            data = self.company.next_step(
+            data = self.coordinator.next_step(
                 self.loader, self.accumulation, self.signals, self.heartbeat, last=step == config.train.steps
             )
         if data is None:
@@ -239,17 +239,17 @@ class Trainer:
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("evaluate"):
                 self._evaluate()
-            if self.looks.has_telemetry and config.log.telemetry_interval_steps:
+            if self.evaluator.has_telemetry and config.log.telemetry_interval_steps:
                 with self.meter.paused(), self.heartbeat.phase("telemetry"):
-                    self.looks.picture_attention(step)
-        if self.looks.has_telemetry and is_due(step, config.log.telemetry_interval_steps, last):
+                    self.evaluator.picture_attention(step)
+        if self.evaluator.has_telemetry and is_due(step, config.log.telemetry_interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("telemetry"):
-                self.looks.measure_attention(step, result.batches[0], self.metrics)
+                self.evaluator.measure_attention(step, result.batches[0], self.metrics)
         if is_due(step, config.log.sample_interval_steps, last):
             self._check_finite()
             with self.meter.paused(), self.heartbeat.phase("sample"):
-                self.sample = self.looks.sample(step)
+                self.sample = self.evaluator.sample(step)
 
     def _started(self) -> None:
         """The first step has ended in all processes: what this start replaces is not needed any more.
@@ -267,12 +267,12 @@ class Trainer:
         with self.heartbeat.phase("wait"):
             self.processes.agree(None)
         with self.meter.paused(), self.heartbeat.phase("checkpoint"):
-            left = self.processes.on_first(replace_what_was)
-        if left and self.processes.first:
-            self._say("not_deleted", left, "warning")
+            left = self.processes.run_on_rank0(replace_what_was)
+        if left and self.processes.is_rank0:
+            self._log_event("not_deleted", left, "warning")
         self.processes.begin()
         if self.came_from is not None and (self.directory / WEIGHTS).is_dir() and self.step < self.config.train.steps:
-            self._say("note", f"{self.directory / WEIGHTS} is of an earlier step until this run ends")
+            self._log_event("note", f"{self.directory / WEIGHTS} is of an earlier step until this run ends")
 
     def _check_finite(self) -> None:
         """Stop if the last step was not finite. Its update was withheld on the device, its gradients are still there.
@@ -309,16 +309,16 @@ class Trainer:
         self.metrics.write("train", self.step, loss=self.loss, skipped_documents=len(bad.skipped), **row)
         if bad.first and not self.said_skipped:
             self.said_skipped = True
-            self._say("documents_skipped", f"bad documents are skipped; the first: {bad.first}", "warning")
+            self._log_event("documents_skipped", f"bad documents are skipped; the first: {bad.first}", "warning")
         self.heartbeat.update(step=self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])
         self.progress.update(self.step, loss=self.loss, tokens_per_second=row["tokens_per_second"])
-        if self.processes.first:
-            for sentence in self.company.slow_news(self.heartbeat):
-                self._say("rank_slow", sentence, "warning")
+        if self.processes.is_rank0:
+            for sentence in self.coordinator.slow_news(self.heartbeat):
+                self._log_event("rank_slow", sentence, "warning")
 
     def _evaluate(self) -> None:
-        self.looks.read_validation_text()
-        self.evaluation = self.looks.evaluate()
+        self.evaluator.read_validation_text()
+        self.evaluation = self.evaluator.evaluate()
         self.metrics.write("evaluation", self.step, **self.evaluation.row())
         bits = self.evaluation.bits_per_byte
         self.progress.message(
@@ -333,7 +333,7 @@ class Trainer:
         try:
             write()
         except OSError as error:
-            self._say("write_failed", f"the {what} of step {self.step} could not be written: {error}", "warning")
+            self._log_event("write_failed", f"the {what} of step {self.step} could not be written: {error}", "warning")
 
     @contextmanager
     def _steps_kept(self) -> Iterator[None]:
@@ -372,7 +372,7 @@ class Trainer:
                 export_weights(whole, self.tokenizer, folder, step=self.step)
 
         try:
-            self.processes.on_first(export)
+            self.processes.run_on_rank0(export)
         except OSError as error:
             raise UserError(
                 f"step {self.step} is saved, but its weights could not be written to {folder}: {error}; what is there "
@@ -385,7 +385,7 @@ class Trainer:
 
     def _save(self, *, must_succeed: bool) -> None:
         self._check_finite()
-        self.processes.on_first(self._check_directory)
+        self.processes.run_on_rank0(self._check_directory)
         with self.meter.paused(), self.heartbeat.phase("checkpoint"):
             self._check_weights()
             self.saver.save(self.step, self._state, must_succeed=must_succeed)
@@ -419,18 +419,18 @@ class Trainer:
 
     def _report_stall(self, seconds: float, activity: str) -> None:
         message = f"data stall: no batch for {seconds:.0f} s; the data thread is {activity}"
-        self._say("data_stall", message, "warning", stall_seconds=seconds)
+        self._log_event("data_stall", message, "warning", stall_seconds=seconds)
 
     def _report_stalled_phase(self, message: str, folder: Path) -> None:
-        self._say("stalled", message, "warning")
+        self._log_event("stalled", message, "warning")
 
     def _event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
         self.metrics.event(self.step, name, message, severity=severity, **values)
 
-    def _say(self, name: str, message: str, severity: str = "info", **values: float) -> None:
+    def _log_event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
         self._event(name, message, severity, **values)
         self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
-        if severity != "info" and not self.processes.first:
+        if severity != "info" and not self.processes.is_rank0:
             print(f"rank {self.processes.rank}: {severity.upper()}: {message}", file=sys.stderr, flush=True)
 
 

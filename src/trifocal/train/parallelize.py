@@ -1,12 +1,12 @@
 """How a run's configuration spreads its model over its processes."""
 
-from trifocal.distributed import Parallel, Processes, choose_mode, parallelise
+from trifocal.distributed import Parallel, Processes, choose_mode, parallelize
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.run_config import RunConfig
 
 
-def spread_model(model: DecoderLM, config: RunConfig, processes: Processes) -> tuple[Parallel, str]:
+def parallelize_model(model: DecoderLM, config: RunConfig, processes: Processes) -> tuple[Parallel, str]:
     """Spread a model as `config.parallel` says.
 
     Args:
@@ -25,7 +25,7 @@ def spread_model(model: DecoderLM, config: RunConfig, processes: Processes) -> t
     if mode == "hsdp" and (section.shards or processes.local_size) == 1:
         why = "parallel.shards is 1" if section.shards else "each machine has one process, and parallel.shards is 0"
         raise UserError(f'{why}: hsdp would share nothing; take parallel.mode "fsdp" or "ddp", or more shards')
-    parallel = parallelise(
+    parallel = parallelize(
         model,
         processes,
         mode,

@@ -17,7 +17,7 @@ class TrainResult:
         loss: The last training loss known, nats per token.
         evaluation: The last evaluation of this process.
         sample: The last sample of this process.
-        first: Whether this is rank 0, which speaks for all.
+        is_rank0: Whether this is rank 0, which speaks for all.
         skipped_documents: Bad documents that were skipped, by all processes; none of them counts twice.
     """
 
@@ -27,5 +27,5 @@ class TrainResult:
     loss: float | None
     evaluation: Evaluation | None
     sample: str | None
-    first: bool = True
+    is_rank0: bool = True
     skipped_documents: int = 0

@@ -37,7 +37,7 @@ Window = tuple[int, int]
 
 
 class Tracer:
-    """Looks at the steps of some windows; a context manager around training.
+    """Evaluator at the steps of some windows; a context manager around training.
 
     Args:
         directory: The run; files go to `traces/steps_FIRST-LAST` in it.

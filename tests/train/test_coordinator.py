@@ -9,7 +9,7 @@ import torch
 from trifocal.data import Batch
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
-from trifocal.train.coordinator import Company
+from trifocal.train.coordinator import StepCoordinator
 from trifocal.train.stop import StopSignals
 
 CPU = torch.device("cpu")
@@ -72,12 +72,12 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     yield found
 
 
-def next_step(company: Company, loader: FakeLoader, signals: StopSignals, *, last: bool = False) -> Any:
+def next_step(company: StepCoordinator, loader: FakeLoader, signals: StopSignals, *, last: bool = False) -> Any:
     return company.next_step(loader, 1, signals, FakeHeartbeat(), last=last)  # type: ignore[arg-type]
 
 
 def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: list[str]) -> None:
-    company, loader, signals = Company(Processes(0, 2)), FakeLoader(events), StopSignals()
+    company, loader, signals = StepCoordinator(Processes(0, 2)), FakeLoader(events), StopSignals()
     for step in (1, 2, 3):
         data = next_step(company, loader, signals, last=step == 3)
         events.append(f"step {step}")
@@ -91,7 +91,7 @@ def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: li
 
 
 def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events: list[str]) -> None:
-    company, loader, signals = Company(Processes(0, 2)), FakeLoader(events), StopSignals()
+    company, loader, signals = StepCoordinator(Processes(0, 2)), FakeLoader(events), StopSignals()
     assert next_step(company, loader, signals) is not None
     # Step 1 is running, and what is said of step 2 is on its way.
     signals.received = "SIGTERM"
@@ -102,14 +102,14 @@ def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events: list[st
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_signal_before_the_first_step_waits_for_it(events: list[str], size: int) -> None:
     """A run that is stopped has a step to save."""
-    company, loader, signals = Company(Processes(0, size)), FakeLoader(events), StopSignals()
+    company, loader, signals = StepCoordinator(Processes(0, size)), FakeLoader(events), StopSignals()
     signals.received = "SIGTERM"
     assert next_step(company, loader, signals) is not None
     assert next_step(company, loader, signals) is None
 
 
 def test_data_that_fail_are_reported_before_their_own_step(events: list[str]) -> None:
-    company, loader, signals = Company(Processes(0, 2)), FakeLoader(events, fail_at=2), StopSignals()
+    company, loader, signals = StepCoordinator(Processes(0, 2)), FakeLoader(events, fail_at=2), StopSignals()
     assert next_step(company, loader, signals).position == {"read": 1}
     with pytest.raises(UserError, match="no more"):
         next_step(company, loader, signals)
