@@ -41,7 +41,7 @@ def tables_of_fields() -> list[set[str]]:
 @pytest.fixture(scope="module")
 def rows():
     geometry = Geometry(8, 4, 8, 4, 1, 2, 16)
-    sizes = {"vocab_size": 64, "dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_groups": 2, "mlp_dim": 64}
+    sizes = {"vocab_size": 64, "dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 64}
     model = DecoderLM(ModelConfig(**sizes, head_dim=8, value_dim=8, geometry=geometry))
     model.init_weights(0)
     return AttentionTelemetry(model).measure(torch.arange(100)[None] % 64)

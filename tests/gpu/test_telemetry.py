@@ -13,7 +13,7 @@ LENGTH = 2048
 
 
 def make_telemetry(backend):
-    sizes = {"dim": 256, "num_heads": 4, "num_kv_groups": 2, "head_dim": 64, "value_dim": 64, "mlp_dim": 512}
+    sizes = {"dim": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "mlp_dim": 512}
     config = ModelConfig(vocab_size=257, num_layers=2, geometry=Geometry(), backend=backend, **sizes)
     model = DecoderLM(config).cuda()
     model.init_weights(0)

@@ -26,7 +26,7 @@ def test_from_toml() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 6, "num_kv_groups": 4}, "num_heads must be a multiple of model.num_kv_groups, got 6 and 4"),
+        ({"num_heads": 6, "num_kv_heads": 4}, "num_heads must be a multiple of model.num_kv_heads, got 6 and 4"),
         ({"head_dim": 5}, "head_dim must be even for rotary positions, got 5"),
         ({"vocab_size": 0}, "model.vocab_size must be a positive integer, got 0"),
         ({"dim": 12.5}, "model.dim must be a positive integer, got 12.5"),

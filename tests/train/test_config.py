@@ -85,7 +85,7 @@ def test_the_presets_are_the_seed_configurations() -> None:
     small, minimal = preset("showcase"), preset("minimal")
     for config in (small, minimal):
         model, geometry = config.model, config.model.geometry
-        assert (model.dim, model.num_heads, model.num_kv_groups, model.head_dim, model.value_dim) == (128, 8, 2, 16, 16)
+        assert (model.dim, model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim) == (128, 8, 2, 16, 16)
         sizes = dataclasses.astuple(geometry)
         assert (*sizes[:4], sizes[6]) == (16, 8, 32, 8, 64)
         assert config.train.sequence_length == 128
@@ -95,7 +95,7 @@ def test_the_presets_are_the_seed_configurations() -> None:
 
     production = preset("m7c_125m")
     model, train = production.model, production.train
-    assert (model.dim, model.num_layers, model.num_heads, model.num_kv_groups) == (768, 12, 12, 2)
+    assert (model.dim, model.num_layers, model.num_heads, model.num_kv_heads) == (768, 12, 12, 2)
     assert (model.head_dim, model.value_dim) == (64, 64)
     assert dataclasses.astuple(model.geometry) == (32, 16, 64, 16, 1, 2, 512)
     assert (train.precision, train.activation_checkpointing, train.sequence_length) == ("bf16", "all", 2048)
@@ -117,7 +117,7 @@ def test_the_presets_are_the_seed_configurations() -> None:
     assert (wide.train.sequence_length, wide.parallel.mode) == (8192, "fsdp")
 
     paper = preset("paper_layer").model
-    assert (paper.dim, paper.num_heads, paper.num_kv_groups, paper.head_dim, paper.value_dim) == (2560, 64, 4, 192, 128)
+    assert (paper.dim, paper.num_heads, paper.num_kv_heads, paper.head_dim, paper.value_dim) == (2560, 64, 4, 192, 128)
     assert paper.geometry == model.geometry
 
 
@@ -176,7 +176,7 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
         (("steps = 6", "steps = 0"), "train.steps must be at least 1, got 0"),
         (('device = "cpu"', 'device = "gpu"'), "run.device must be one of 'auto', 'cpu', 'cuda', got 'gpu'"),
         (("window_size = 8", "window_size = 0"), "Geometry.window_size must be at least 1"),
-        (("num_heads = 4", "num_heads = 5"), "model.num_heads must be a multiple of model.num_kv_groups"),
+        (("num_heads = 4", "num_heads = 5"), "model.num_heads must be a multiple of model.num_kv_heads"),
         (("seed = 7", "seed = "), "is not valid TOML"),
         (("[train]", "train = 3\n[x]"), "train must be a table, got 3"),
     ],

@@ -94,7 +94,7 @@ def _row(
 ) -> dict[str, Any]:
     if not made:
         if config.attention == "nsa":
-            sizes = (config.num_heads, config.num_kv_groups, config.head_dim, config.value_dim)
+            sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
             shape = AttentionShape("model", 1, 1, *sizes)
             check_parity(shape, config.geometry, device, DTYPES[options.precision], config.backend)
         model = DecoderLM(config)
@@ -111,7 +111,7 @@ def work_per_step(config: ModelConfig, options: DecodeOptions, context: int) -> 
         keys = context + 1
     element = DTYPES[options.precision].itemsize
     width = config.head_dim + config.value_dim
-    cache = options.batch * config.num_layers * keys * config.num_kv_groups * width * element
+    cache = options.batch * config.num_layers * keys * config.num_kv_heads * width * element
     attention = 2 * config.num_layers * config.num_heads * width * keys
     # Every weight multiplies once, but for the look-up in the embedding.
     weights = 2 * (parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.dim))

@@ -178,7 +178,7 @@ def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _refusal(options: TrainOptions, recorder: Recorder) -> str:
     """Why the sparse rows must not be timed; empty when they may."""
     model = options.model
-    shape = AttentionShape("model", 1, 1, model.num_heads, model.num_kv_groups, model.head_dim, model.value_dim)
+    shape = AttentionShape("model", 1, 1, model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim)
     try:
         share = check_parity(
             shape, model.geometry, choose_device(options.device), DTYPES[options.precision], model.backend

@@ -135,7 +135,7 @@ def _check_memory(
     """Refuse what cannot fit: an allocation that the system only promises would end the process later."""
     has = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
     bytes_per_number = 2 if precision == "bf16" else 4
-    cached = config.num_layers * config.num_kv_groups * (config.head_dim + config.value_dim) * bytes_per_number
+    cached = config.num_layers * config.num_kv_heads * (config.head_dim + config.value_dim) * bytes_per_number
     at_once = min(options.prefill_chunk_size or prompt_length, prompt_length) * (config.dim + config.mlp_dim)
     tokens = prompt_length + options.max_new_tokens
     needs = options.samples * (tokens * (8 + cached) + at_once * bytes_per_number + 4 * config.vocab_size)

@@ -283,7 +283,7 @@ def _attention(config: ModelConfig) -> NSAttention | DenseAttention:
     sizes: dict[str, Any] = {
         "dim": config.dim,
         "num_heads": config.num_heads,
-        "num_kv_groups": config.num_kv_groups,
+        "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "value_dim": config.value_dim,
         "rope_theta": config.rope_theta,

@@ -24,7 +24,7 @@ class ModelConfig:
         dim: E, width of the residual stream.
         num_layers: Decoder blocks.
         num_heads: H, query heads.
-        num_kv_groups: G, groups of heads that share keys, values and chosen blocks; divides `num_heads`.
+        num_kv_heads: G, groups of heads that share keys, values and chosen blocks; divides `num_heads`.
         head_dim: D of queries and keys; even.
         value_dim: V of values.
         mlp_dim: Hidden width of the SwiGLU.
@@ -46,7 +46,7 @@ class ModelConfig:
     dim: int = 768
     num_layers: int = 12
     num_heads: int = 12
-    num_kv_groups: int = 2
+    num_kv_heads: int = 2
     head_dim: int = 64
     value_dim: int = 64
     mlp_dim: int = 2048
@@ -66,7 +66,7 @@ class ModelConfig:
             "dim",
             "num_layers",
             "num_heads",
-            "num_kv_groups",
+            "num_kv_heads",
             "head_dim",
             "value_dim",
             "mlp_dim",
@@ -92,10 +92,10 @@ class ModelConfig:
                 raise UserError(f"model.{name} must be a positive number, got {value!r}")
         if not isinstance(self.geometry, Geometry):
             raise UserError(f"model.geometry must be a Geometry, got {type(self.geometry).__name__}")
-        if self.num_heads % self.num_kv_groups:
+        if self.num_heads % self.num_kv_heads:
             raise UserError(
-                "model.num_heads must be a multiple of model.num_kv_groups, "
-                f"got {self.num_heads} and {self.num_kv_groups}"
+                "model.num_heads must be a multiple of model.num_kv_heads, "
+                f"got {self.num_heads} and {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise UserError(f"model.head_dim must be even for rotary positions, got {self.head_dim}")

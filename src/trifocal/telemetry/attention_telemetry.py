@@ -116,7 +116,7 @@ class AttentionTelemetry:
         num_tokens = tokens.shape[1]
         if len(texts) != num_tokens or not self.layers:
             raise ValueError(f"expected {num_tokens} texts and an NSA layer, got {len(texts)} and {len(self.layers)}")
-        geometry, num_groups = self.layers[0].geometry, self.layers[0].num_kv_groups
+        geometry, num_groups = self.layers[0].geometry, self.layers[0].num_kv_heads
         cells = len(self.layers) * num_groups * geometry.num_selection_blocks(num_tokens)
         queries = evenly_spaced(num_tokens, picture_queries(num_tokens, cells), tokens.device)
         documents = _documents_of_first(cu_seqlens, tokens)

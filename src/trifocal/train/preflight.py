@@ -184,7 +184,7 @@ def attention_backend(config: RunConfig, device: torch.device) -> str:
     model = config.model
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
-    v = torch.empty(1, 1, model.num_kv_groups, model.value_dim, dtype=dtype, device=device)
+    v = torch.empty(1, 1, model.num_kv_heads, model.value_dim, dtype=dtype, device=device)
     return resolve("preflight", model.backend, q, v, model.geometry)
 
 
@@ -268,7 +268,7 @@ def _check_host_memory(config: RunConfig) -> None:
             f"this machine's {memory / 1e9:.1f} GB; lower train.micro_batch_size"
         )
     num_selected = model.geometry.num_selected_blocks
-    chosen = tokens * model.num_kv_groups * num_selected * BYTES_PER_CHOICE
+    chosen = tokens * model.num_kv_heads * num_selected * BYTES_PER_CHOICE
     if model.attention == "nsa" and chosen > memory:
         raise UserError(
             f"the choice of {num_selected} blocks for every token takes {chosen / 1e9:.1f} GB, and this machine has "
@@ -284,7 +284,7 @@ def _check_host_memory(config: RunConfig) -> None:
     if config.log.sample_interval_steps:
         # The keys and values of one branch alone.
         needed = (
-            config.log.sample_tokens * model.num_layers * model.num_kv_groups * (model.head_dim + model.value_dim) * 2
+            config.log.sample_tokens * model.num_layers * model.num_kv_heads * (model.head_dim + model.value_dim) * 2
         )
         if needed > memory:
             raise UserError(
