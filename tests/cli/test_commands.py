@@ -174,7 +174,7 @@ def test_train_refuses_bad_input(
             "1 x 10,000,000,001 tokens need at least",
         ),
         (["generate", "RUN", "--prompt", "x", "--samples", str(10**10)], "lower --samples or --max-new-tokens"),
-        (["generate", "RUN", "--prompt", "x", "--samples", str(10**30)], "lower --samples or --max-new-tokens"),
+        (["generate", "RUN", "--prompt", "x", "--samples", str(10**30)], "--samples must fit 64 bits"),
         (["generate", "RUN", "--prompt", "x", "--top-p", "0"], "--top-p must lie in (0, 1], got 0.0"),
         (["generate", "RUN", "--prompt", "x", "--top-k", "-1"], "--top-k must be at least 0, got -1"),
         (["generate", "RUN", "--prompt", "x", "--seed", str(2**64)], f"--seed must fit 64 bits, got {2**64}"),

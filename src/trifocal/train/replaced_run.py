@@ -154,7 +154,8 @@ def delete_replaced(folder: Path, lock: RunLock) -> str:
 def _beside(folder: Path, pattern: str) -> Path:
     # Of the folder itself, where a link leads to it: only there one rename is enough.
     real = folder.resolve()
-    return real.with_name(pattern.format(real.name))
+    # Not `with_name`, which refuses `/`.
+    return real.parent / pattern.format(real.name)
 
 
 def _deleting_path(folder: Path) -> Path:
