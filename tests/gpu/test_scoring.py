@@ -71,8 +71,8 @@ def draw(case: Case, *, equal_keys: bool = False) -> tuple[Tensor, Tensor, Tenso
 
 def importance_parts(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """`own` and `carried` of all queries, NaN where the kernel wrote nothing; zero where nothing can be carried."""
+    from trifocal.ops.hopper.scoring import launch_hopper_importance
     from trifocal.ops.triton.scoring import LINE, LOG2_E, choose_hopper
-    from trifocal.ops.triton.scoring_hopper import launch_hopper_importance
 
     configuration = choose_hopper(q, k, case.geometry, None)
     assert configuration is not None, "the portable kernel would run"

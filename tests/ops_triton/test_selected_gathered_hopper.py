@@ -15,8 +15,8 @@ BLOCK, PIECE, TOKENS, GROUPS, PLACES = 64, 64, 300, 2, 4
 @pytest.mark.parametrize("rep", [4, 16])
 @pytest.mark.parametrize("lengths", [None, (100, 1, 199)])
 def test_pieces_cover_every_slot_once(lengths, rep):
+    from trifocal.ops.hopper.selected_backward_warp_specialized import _piece_table
     from trifocal.ops.triton.choice_index import build_choice_index
-    from trifocal.ops.triton.selected_gathered_hopper import _piece_table
     from trifocal.ops.triton.selected_problem import SelectedProblem
 
     generator = torch.Generator().manual_seed(0)

@@ -6,6 +6,7 @@ whatever R is, and no row is padding except behind the last query.
 """
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.triton.launch import next_power_of_2, own_device
+
+# Exponentials are to base 2: scores are multiplied by this.
+LOG2_E = math.log2(math.e)
+LOG2_E_KERNEL = tl.constexpr(LOG2_E)
+LN_2 = tl.constexpr(math.log(2.0))
+# A running maximum starts at a finite low, so that no guard against inf - inf is needed.
+LOWEST = tl.constexpr(-1.0e30)
 
 
 class Tile(NamedTuple):

@@ -19,18 +19,17 @@ costs a few instructions a tile, pointers cost registers. Keys are [1, 1, keys, 
 
 Masked keys and values never reach a product: pointers load them as zeros, and past the end so does the copy engine.
 
-The same three kernels exist a second time for Hopper (`interval_hopper`, `interval_hopper_d_q`,
-`interval_hopper_d_k_d_v`); `choose_hopper` says when they run.
+The same three kernels exist a second time for Hopper (`hopper.interval_forward`, `interval_d_q` and
+`interval_dkdv`); `choose_hopper` says when they run.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import Widths, is_hopper, load_tile, multiprocessors, tma_fits
+from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, Widths, is_hopper, load_tile, multiprocessors, tma_fits
 from trifocal.ops.triton.launch import Descriptor, cdiv, describe_tiles
 
 # fmt: off
@@ -153,6 +152,13 @@ def load_rows(
         tile = load_tile(base, offsets, query >= 0, FIRST, PART, SIZE, False)
     return tile
 
+
+@triton.jit
+def log2_sum(pointers):
+    """Log-sum-exp in base 2; +inf where nothing is seen, so that every probability of the row comes out as 0."""
+    lse = tl.load(pointers)
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E_KERNEL)
+
 # fmt: on
 
 
@@ -220,7 +226,7 @@ class IntervalProblem(NamedTuple):
     @property
     def score_scale(self) -> float:
         """Factor on the scores in base 2."""
-        return self.scale * math.log2(math.e)
+        return self.scale * LOG2_E
 
     @property
     def gate_strides(self) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """The forward kernel of interval attention; see `interval`."""
 
-import math
 from typing import Any
 
 import torch
@@ -9,6 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.triton.common import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
     Tile,
     choose_tile,
     split_width,
@@ -26,10 +28,6 @@ from trifocal.ops.triton.interval import (
     place_rows_of_program,
 )
 from trifocal.ops.triton.launch import Kernel, cdiv
-
-# The running maximum starts at a finite low, so that no guard against inf - inf is needed.
-LOWEST = tl.constexpr(-1.0e30)
-LN_2 = tl.constexpr(math.log(2.0))
 
 # fmt: off
 
@@ -162,7 +160,7 @@ def launch_forward(
     if tile is None and hopper is None:
         hopper = choose_hopper("forward", branch, q, k, v)
     if hopper is not None:
-        from trifocal.ops.triton.interval_hopper import launch_hopper_forward
+        from trifocal.ops.hopper.interval_forward import launch_hopper_forward
 
         return launch_hopper_forward(q, k, v, scale, branch, **hopper)
     tile = tile or choose_tile("forward", q, v, window=branch.window_size > 0)
@@ -186,7 +184,7 @@ def launch_forward(
         num_queries,
         branch.query_shift,
         branch.window_size,
-        scale * math.log2(math.e),
+        scale * LOG2_E,
         num_groups,
         rep,
         *d_width,

@@ -16,8 +16,8 @@ the block before (`carried`), so that no tile needs its neighbour.
 Choice. The bits of non-negative floats order like integers: halving finds the largest threshold that n values
 reach, exactly; of the values equal to it, the lower indices are taken.
 
-Both kernels exist a second time for Hopper: `scoring_hopper` runs for many queries of tensors that fit it, as
-`choose_hopper` says, `scoring_hopper_choice` wherever documents are not packed.
+Both kernels exist a second time for Hopper: `hopper.scoring` runs for many queries of tensors that fit it, as
+`choose_hopper` says, `hopper.choice` wherever documents are not packed.
 """
 
 import torch
@@ -29,6 +29,8 @@ from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
 from trifocal.ops.triton.choice_index import documents_or
 from trifocal.ops.triton.common import (
+    LOG2_E,
+    LOG2_E_KERNEL,
     Tile,
     architecture,
     is_hopper,
@@ -40,7 +42,6 @@ from trifocal.ops.triton.common import (
 )
 from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
 
-LOG2_E = 1.4426950408889634
 # Bytes of importance that are kept at a time.
 BUFFER_BYTES = 2**28
 # Compressed blocks of one selection block that a tile holds; geometries with more are summed in parts.
@@ -134,7 +135,7 @@ def importance_kernel(
                     if D_2 > 0:
                         q_2 = load_tile(q_head, q_offsets, exists, D_1, D_2, D, True)
                         scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-                    p += tl.exp2(scores * score_scale - (lse_of_head * 1.4426950408889634)[:, None])
+                    p += tl.exp2(scores * score_scale - (lse_of_head * LOG2_E_KERNEL)[:, None])
                 last_token = compressed * STRIDE + (COMPRESSION - 1)
                 visible = column_exists[None, :] & (last_token[None, :] <= position[:, None])
                 p = tl.where(visible, p, 0.0)
@@ -314,7 +315,7 @@ def select_blocks_forward(
             num_blocks if documents is not None else min(num_blocks, geometry.num_selection_blocks(shift + end_query))
         )
         if reachable > places and importance_by_hand is not None:
-            from trifocal.ops.triton.scoring_hopper import launch_hopper_importance
+            from trifocal.ops.hopper.scoring import launch_hopper_importance
 
             launch_hopper_importance(
                 q, k_cmp, lse, own, carried, geometry, first_query, end_query, shift, reachable, block_lines,
@@ -337,7 +338,7 @@ def select_blocks_forward(
                 QUERIES=tile.rows, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         if choice_by_hand and reachable <= MOST_BLOCKS_OF_WARP:
-            from trifocal.ops.triton.scoring_hopper_choice import launch_choice_by_warp
+            from trifocal.ops.hopper.choice import launch_choice_by_warp
 
             launch_choice_by_warp(
                 own, carried, selected_blocks, geometry, first_query, end_query, shift, reachable, block_lines

@@ -29,13 +29,20 @@ from trifocal.ops.triton.choice_index import (
     row_token,
     split_blocks,
 )
-from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
+from trifocal.ops.triton.common import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    Tile,
+    load_tile,
+    split_width,
+    store_tile,
+    strides,
+    unit_stride,
+)
 from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
 from trifocal.ops.triton.selected_tiles import fits_by_hand, forward_tile, sizes_by_hand
 
-LOWEST = tl.constexpr(-1.0e30)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = 1.4426950408889634
 # Larger blocks are cut into equal parts of at most this many tokens, each with a slot of its own.
 LARGEST_BLOCK = 64
 # Partial results of this many bytes are kept at a time.
@@ -546,7 +553,7 @@ def selected_forward(
     lse_slots = torch.empty(slots_of_chunk * rep, dtype=torch.float32, device=q.device)
     gathered, configuration = gathered_forward_kernel, {**shape, "ROWS": tile.rows, "maxnreg": tile.registers}
     if by_hand:
-        from trifocal.ops.triton.selected_hopper import gathered_forward_hopper_kernel
+        from trifocal.ops.hopper.selected_forward import gathered_forward_hopper_kernel
 
         gathered, configuration = gathered_forward_hopper_kernel, sizes_by_hand(shape)
     for chunk in range(index.num_chunks):

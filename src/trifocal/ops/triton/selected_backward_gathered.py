@@ -197,7 +197,7 @@ def gathered_backward(
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (p.k, p.v))
 
     if by_hand and rep >= FEWEST_HEADS_BY_ROLES and 64 % rep == 0 and tma_fits(q, p.k, p.v, p.d_o):
-        from trifocal.ops.triton.selected_gathered_hopper import backward_by_roles
+        from trifocal.ops.hopper.selected_backward_warp_specialized import backward_by_roles
 
         compute = backward_by_roles(problem, index, d_q_slots, d_k_parts, d_v_parts)
     else:
@@ -227,7 +227,7 @@ def _kernel_of_pieces(
     )  # fmt: skip
     kernel, constants = gathered_backward_kernel, {**problem.constants(), "ROWS": tile.rows, "maxnreg": tile.registers}
     if by_hand:
-        from trifocal.ops.triton.selected_hopper import gathered_backward_hopper_kernel
+        from trifocal.ops.hopper.selected_backward_block_major import gathered_backward_hopper_kernel
 
         kernel, constants = gathered_backward_hopper_kernel, sizes_by_hand(problem.constants())
 

@@ -315,7 +315,7 @@ def _launch_d_k_d_v(
         sums = tuple(torch.empty(parts, *x.shape, dtype=torch.float32, device=x.device) for x in (p.k, p.v))
     kernel, constants = masked_d_kv_kernel, p.constants()
     if by_hand:
-        from trifocal.ops.triton.selected_hopper import masked_d_kv_hopper_kernel
+        from trifocal.ops.hopper.selected_backward_masked import masked_d_kv_hopper_kernel
 
         kernel, constants = masked_d_kv_hopper_kernel, sizes_by_hand(constants)
     else:

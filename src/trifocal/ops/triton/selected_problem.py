@@ -8,11 +8,8 @@ from torch import Tensor
 
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.choice_index import documents_or
-from trifocal.ops.triton.common import Widths, split_width, strides
+from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, Widths, split_width, strides
 from trifocal.ops.triton.launch import next_power_of_2
-
-LOG2_E = 1.4426950408889634
-LOG2_E_KERNEL = tl.constexpr(LOG2_E)
 
 
 class SelectedProblem(NamedTuple):

@@ -39,9 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from trifocal.ops.hopper.common import tile_descriptor
 from trifocal.ops.triton.choice_index import ChoiceIndex, block_place
 from trifocal.ops.triton.common import multiprocessors
-from trifocal.ops.triton.interval_hopper import tile_descriptor
 from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
 from trifocal.ops.triton.selected_problem import SelectedProblem
 

@@ -13,10 +13,7 @@ first. Order of keys per tile: the tiles that need a mask, then the others. From
 v of the range, o and lse out.
 """
 
-import math
-
 import torch
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -28,90 +25,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trifocal.ops.triton.common import Widths, multiprocessors, split_width
-from trifocal.ops.triton.interval import Branch, full_tiles, visible_keys
-from trifocal.ops.triton.launch import Descriptor, Kernel, cdiv, describe_tiles
-
-LOWEST = tl.constexpr(-1.0e30)
-LN_2 = tl.constexpr(math.log(2.0))
-PART_ROWS = tl.constexpr(64)
-# Made once: it takes as long as the rest of a descriptor, on the host.
-TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+from trifocal.ops.hopper.common import (
+    PART_ROWS,
+    allocate_tiles,
+    copy_tile,
+    multiply,
+    part_descriptors,
+    split_heads,
+    tile_descriptor,
+)
+from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows, tail_descriptors
+from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, multiprocessors, split_width
+from trifocal.ops.triton.interval import Branch, visible_keys
+from trifocal.ops.triton.launch import Kernel, cdiv
 
 # fmt: off
-
-@gluon.jit
-def place_tile(
-    slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
-):
-    """Batch, group, first query, first key and key tiles of the slot-th tile of rows: how many, which of them are full.
-
-    Up to TAIL keys behind the last whole tile are left to a tile of that size.
-    """
-    QUERIES: gl.constexpr = 2 * PART_ROWS // REP
-    first_query = (row_tiles - 1 - slot // batch_groups) * QUERIES
-    batch = (slot % batch_groups) // GROUPS
-    group = slot % GROUPS
-    last_query = gl.minimum(first_query + QUERIES, num_queries) - 1
-    begin, full_end = visible_keys(
-        first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    full_begin, end = visible_keys(
-        last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    if TAIL > 0:
-        tail_begin = begin + gl.maximum((end - begin) // KEYS, 1) * KEYS
-        if end - tail_begin <= TAIL:
-            end = gl.minimum(end, tail_begin)
-    tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
-    return batch, group, first_query, begin, gl.maximum(tiles, 1), first_full, last_full
-
-
-@gluon.jit
-def first_key_of(number, begin, tiles, first_full, last_full, KEYS: gl.constexpr):
-    """First key of the number-th tile: those that need a mask come first."""
-    masked = tiles - (last_full - first_full)
-    place = number
-    if number >= masked:
-        place = number - masked + first_full
-    elif number >= first_full:
-        place = number - first_full + last_full
-    return begin + place * KEYS
-
-
-@gluon.jit
-def copy_tile(sources, batch, row, head, ready, tiles, place, D_1: gl.constexpr, D_2: gl.constexpr):
-    """Ask for one tile of q or k, all columns: a second part, if there is one, lies in shared memory by itself."""
-    tma.async_copy_global_to_shared(sources[0], [batch, row, head, 0], ready, tiles[0].index(place))
-    if D_2 > 0:
-        tma.async_copy_global_to_shared(sources[1], [batch, row, head, D_1], ready, tiles[1].index(place))
-
-
-@gluon.jit
-def multiply(
-    a_tiles, a_place, b_tiles, b_place, zeros,
-    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr,
-):
-    """Begin a tile of q and k's product, or k's and q's."""
-    a = a_tiles[0].index(a_place).reshape([A_ROWS, D_1])
-    b = b_tiles[0].index(b_place).reshape([B_ROWS, D_1])
-    product = warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if D_2 > 0:
-        a_2 = a_tiles[1].index(a_place).reshape([A_ROWS, D_2])
-        b_2 = b_tiles[1].index(b_place).reshape([B_ROWS, D_2])
-        product = warpgroup_mma(a_2, b_2.permute((1, 0)), product, is_async=True)
-    return product
-
-
-@gluon.jit
-def allocate_tiles(source, source_2, COUNT: gl.constexpr, D_2: gl.constexpr):
-    """Shared memory for tiles of both parts; without a second part, the first stands in for it."""
-    tiles = gl.allocate_shared_memory(source.dtype, [COUNT] + source.block_type.shape, source.layout)
-    tiles_2 = tiles
-    if D_2 > 0:
-        tiles_2 = gl.allocate_shared_memory(source.dtype, [COUNT] + source_2.block_type.shape, source.layout)
-    return tiles, tiles_2
-
 
 @gluon.jit
 def load_forward(
@@ -189,21 +117,6 @@ def settle(x):
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p membar.cta; mov.b32 $0, $1; }",
         "=f,f", [x], gl.float32, False, 1)
-
-
-@gluon.jit
-def store_rows(
-    target, values, rows_left, GROUPS: gl.constexpr, REP: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr,
-    ADD: gl.constexpr, LAYOUT: gl.constexpr,
-):
-    """Store COLUMNS of the rows of a part of a tile, as many as are left; with ADD, added to what is there."""
-    row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
-    place = ((row // REP) * (GROUPS * REP) + row % REP) * SIZE
-    pointers = target + place[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
-    keep = (row < rows_left)[:, None]
-    if ADD:
-        values += gl.load(pointers, mask=keep, other=0.0).to(gl.float32)
-    gl.store(pointers, values.to(target.dtype.element_ty), mask=keep)
 
 
 @gluon.jit
@@ -340,33 +253,6 @@ def attend_rows(
     tma.store_wait(0)
 
 
-@gluon.jit
-def make_barriers(STAGES: gl.constexpr):
-    """Barriers of a loader and two row parts: of each buffer, that it is filled, and that every reader is done with it.
-
-    Each part has its own queries; keys, values and the tail are read by both.
-    """
-    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tail_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(tail_ready, count=1)
-    mbarrier.init(tail_free, count=2)
-    for part in gl.static_range(2):
-        mbarrier.init(q_ready.index(part), count=1)
-        mbarrier.init(q_free.index(part), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_ready.index(stage), count=1)
-        mbarrier.init(k_free.index(stage), count=2)
-        mbarrier.init(v_ready.index(stage), count=1)
-        mbarrier.init(v_free.index(stage), count=2)
-    return q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free
-
-
 @Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
 def hopper_forward_kernel(
@@ -408,34 +294,6 @@ def hopper_forward_kernel(
 # fmt: on
 
 
-def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> Descriptor:
-    """A descriptor of x [B, positions, heads, columns] in tiles of so many."""
-    return describe_tiles(x, x.shape, x.stride(), (1, positions, heads, columns), TILE_LAYOUT)
-
-
-def split_heads(heads: int) -> tuple[int, int]:
-    """Cut the heads of a group into shares whose size is a power of two: heads of a share, and shares.
-
-    A tile of rows holds whole queries of one share. Six heads are three shares of two: as many groups more, which read
-    the same keys.
-    """
-    rep = heads & -heads
-    return rep, heads // rep
-
-
-def part_descriptors(x: Tensor, positions: int, heads: int, width: Widths) -> tuple[Descriptor, Descriptor | None]:
-    """Descriptors of both parts of x's columns; None where there is no second, since each costs the host time."""
-    first = tile_descriptor(x, positions, heads, width.part_1)
-    return first, tile_descriptor(x, positions, heads, width.part_2) if width.part_2 else None
-
-
-def tail_descriptors(k: Tensor, v: Tensor, tail: int, width: Widths) -> tuple[Descriptor | None, ...]:
-    """Descriptors of the narrow tiles of keys, in both parts, and values; None where a kernel has none."""
-    if not tail:
-        return None, None, None
-    return *part_descriptors(k, tail, 1, width), tile_descriptor(v, tail, 1, v.shape[3])
-
-
 def launch_hopper_forward(
     q: Tensor,
     k: Tensor,
@@ -474,7 +332,7 @@ def launch_hopper_forward(
         num_queries,
         branch.query_shift,
         branch.window_size,
-        scale * math.log2(math.e),
+        scale * LOG2_E,
         num_groups,
         rep,
         width.part_1,

@@ -1,4 +1,4 @@
-"""d_k and d_v of interval attention for Hopper, in Gluon; see `interval_hopper` for how programs are divided.
+"""d_k and d_v of interval attention for Hopper, in Gluon; see `hopper.interval_forward` for how programs are divided.
 
 A program holds a tile of 128 keys and values in shared memory, each half of its warps d_k and d_v of 64 of them in
 registers, and loops over tiles of 64 rows of q and d_o (32 where keys are wider than 128), share after share of the
@@ -21,10 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trifocal.ops.triton.common import Tile, split_width
-from trifocal.ops.triton.interval import IntervalProblem, seeing_queries
-from trifocal.ops.triton.interval_backward import LOG2_E, add_parts, empty_parts
-from trifocal.ops.triton.interval_hopper import (
+from trifocal.ops.hopper.common import (
     PART_ROWS,
     allocate_tiles,
     copy_tile,
@@ -33,6 +30,9 @@ from trifocal.ops.triton.interval_hopper import (
     split_heads,
     tile_descriptor,
 )
+from trifocal.ops.triton.common import LOG2_E_KERNEL, Tile, split_width
+from trifocal.ops.triton.interval import IntervalProblem, seeing_queries
+from trifocal.ops.triton.interval_parts import add_parts, empty_parts
 from trifocal.ops.triton.launch import Descriptor, Kernel, cdiv, describe_tiles
 
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -62,7 +62,7 @@ def row_numbers_kernel(
     target = numbers + tl.program_id(1).to(tl.int64) * row_stride + row
     plane = tl.num_programs(1).to(tl.int64) * row_stride
     value = tl.load(lse + source, mask=keep, other=0.0)
-    tl.store(target, tl.where(value == float("-inf"), float("inf"), value * LOG2_E), mask=keep)
+    tl.store(target, tl.where(value == float("-inf"), float("inf"), value * LOG2_E_KERNEL), mask=keep)
     tl.store(target + plane, tl.load(delta + source, mask=keep, other=0.0), mask=keep)
     if GATED:
         place = batch.to(tl.int64) * gate_batch_stride + query.to(tl.int64) * gate_time_stride + head * gate_head_stride

@@ -23,11 +23,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.triton.common import multiprocessors, split_width, strides
-from trifocal.ops.triton.interval_hopper import allocate_tiles, copy_tile, multiply, part_descriptors
+from trifocal.ops.hopper.common import allocate_tiles, copy_tile, multiply, part_descriptors
+from trifocal.ops.triton.common import LOG2_E_KERNEL, multiprocessors, split_width, strides
 from trifocal.ops.triton.launch import Kernel, cdiv
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 QUERIES = gl.constexpr(64)
 # Compressed keys of one part of a program.
 KEYS = gl.constexpr(128)
@@ -138,7 +137,7 @@ def settle(y):
 @gluon.jit
 def add_head(p, scores, lse_of_head, score_scale):
     """Add the probabilities of one head, before anything that stands behind in the program."""
-    probabilities = gl.exp2(scores * score_scale - (lse_of_head * LOG2_E)[:, None])
+    probabilities = gl.exp2(scores * score_scale - (lse_of_head * LOG2_E_KERNEL)[:, None])
     settle(probabilities)
     return p + probabilities
 

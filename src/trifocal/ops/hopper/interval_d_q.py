@@ -1,4 +1,4 @@
-"""d_q of interval attention for Hopper, in Gluon; see `interval_hopper` for how programs are divided.
+"""d_q of interval attention for Hopper, in Gluon; see `hopper.interval_forward` for how programs are divided.
 
 As forward: each half of the warps holds 64 rows of q, d_o and d_q, and both loop over the key tiles of their range,
 which the loader brings. From memory, per tile of rows: q and d_o once, k and v of the range, d_q out, and in when it
@@ -15,23 +15,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trifocal.ops.triton.common import multiprocessors, split_width
-from trifocal.ops.triton.interval import IntervalProblem, visible_keys
-from trifocal.ops.triton.interval_backward import LOG2_E
-from trifocal.ops.triton.interval_hopper import (
+from trifocal.ops.hopper.common import (
     PART_ROWS,
     allocate_tiles,
     copy_tile,
-    first_key_of,
-    make_barriers,
     multiply,
     part_descriptors,
-    place_tile,
     split_heads,
-    store_rows,
-    tail_descriptors,
     tile_descriptor,
 )
+from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows, tail_descriptors
+from trifocal.ops.triton.common import LOG2_E_KERNEL, multiprocessors, split_width
+from trifocal.ops.triton.interval import IntervalProblem, visible_keys
 from trifocal.ops.triton.launch import Kernel, cdiv
 
 # fmt: off
@@ -174,7 +169,7 @@ def sum_rows(
             row_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
         place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * REP) + head
         row_lse = gl.load(lse + place)
-        row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
+        row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E_KERNEL)
         row_delta = gl.load(delta + place)
         row_gate = row_delta
         if GATED:

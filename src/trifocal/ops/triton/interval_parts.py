@@ -1,0 +1,70 @@
+"""Parts of d_k and d_v of interval attention: the rows of a key tile split over several programs, and their sums.
+
+The compressed branch has few key tiles, which very different numbers of queries see. Without parts one program would
+take far longer than the others.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifocal.ops.triton.common import Tile, multiprocessors
+from trifocal.ops.triton.interval import IntervalProblem
+from trifocal.ops.triton.launch import Kernel, cdiv
+
+
+@triton.jit
+def _sum_parts(parts_of_x, d_x, parts, count, SIZE: tl.constexpr):
+    """Add parts [parts, count] in order."""
+    place = tl.program_id(0).to(tl.int64) * SIZE + tl.arange(0, SIZE)
+    keep = place < count
+    value = tl.zeros([SIZE], tl.float32)
+    for _ in tl.range(0, parts):
+        value += tl.load(parts_of_x + place, mask=keep, other=0.0)
+        parts_of_x += count
+    tl.store(d_x + place, value.to(d_x.dtype.element_ty), mask=keep)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["parts"])
+def sum_parts_kernel(d_k_parts, d_v_parts, d_k, d_v, parts, d_k_count, d_v_count, SIZE: tl.constexpr):
+    """SIZE numbers of d_k, or d_v, from their parts. Bytes: the parts in, the sums out, once."""
+    if tl.program_id(1) == 0:
+        _sum_parts(d_k_parts, d_k, parts, d_k_count, SIZE)
+    else:
+        _sum_parts(d_v_parts, d_v, parts, d_v_count, SIZE)
+
+
+def empty_parts(problem: IntervalProblem, key_tiles: int, tile: Tile, parts: int | None) -> tuple[Tensor, Tensor, int]:
+    """Memory for d_k and d_v, and how many parts: of the compressed branch fp32 sums to add up, [parts, B, S, G, *]."""
+    q, k, v = problem.q, problem.k, problem.v
+    if problem.branch.window_size > 0:
+        return k.new_empty(k.shape), v.new_empty(v.shape), 1
+    parts = parts or choose_parts(q, key_tiles * q.shape[0] * k.shape[2], problem.rep, tile)
+    d_k, d_v = (x.new_empty(parts, *x.shape, dtype=torch.float32) for x in (k, v))
+    return d_k, d_v, parts
+
+
+def add_parts(problem: IntervalProblem, d_k_parts: Tensor, d_v_parts: Tensor) -> tuple[Tensor, Tensor]:
+    """d_k and d_v of what `empty_parts` gave memory for."""
+    k, v = problem.k, problem.v
+    if problem.branch.window_size > 0:
+        return d_k_parts, d_v_parts
+    d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
+    d_k_count, d_v_count = d_k.numel(), d_v.numel()
+    if d_k_count:
+        sum_parts_kernel[cdiv(max(d_k_count, d_v_count), 512), 2](
+            d_k_parts, d_v_parts, d_k, d_v, d_k_parts.shape[0], d_k_count, d_v_count, SIZE=512
+        )
+    return d_k, d_v
+
+
+def choose_parts(q: Tensor, programs: int, heads_per_group: int, tile: Tile) -> int:
+    """Into how many programs the rows of a key tile are split, so that no multiprocessor waits long for another.
+
+    Sixteen programs a multiprocessor, half of them long; but each with at least four tiles of rows, and no more
+    than 32, since each writes sums of its own.
+    """
+    wanted = cdiv(16 * multiprocessors(q.device), max(1, programs))
+    return max(1, min(32, wanted, q.shape[1] * heads_per_group // (4 * tile.rows)))
