@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 # Widths that no other test has, so that nothing is compiled yet.
 CASES = (
     Case("in the mask's order", PAPER, 640, 24, 2, 80, 96),
-    Case("keys outside", PAPER, 9000, 16, 1, 128, 96),
+    Case("block-major", PAPER, 9000, 16, 1, 128, 96),
     Case("packed documents", PAPER, 900, 24, 2, 112, 80, lengths=(500, 17, 383)),
 )
 

@@ -9,7 +9,7 @@ import pytest
 
 CASES = {
     "in the mask's order": (512, False, False),
-    "keys outside": (16384, False, False),
+    "block-major": (16384, False, False),
     "packed documents": (1024, True, False),
     "a given choice": (512, False, True),
 }
@@ -70,7 +70,7 @@ def test_all_are_compiled_and_none_is_launched(found, case):
     for part in ("forward_kernel", "combine_forward", "combine_backward", "d_q_kernel", "d_k_d_v_kernel"):
         assert any(part in name for name in names), (part, names)
     assert any(name.startswith("choice") for name in names) == (case != "a given choice")
-    assert any("gathered" in name for name in names) == (case == "keys outside")
+    assert any("gathered" in name for name in names) == (case == "block-major")
     # The second call is of a kind that is ready.
     assert sum("combine_forward" in name for name in names) == 1
 

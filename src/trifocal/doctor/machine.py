@@ -11,7 +11,7 @@ import torch
 from trifocal.diagnostics import environment
 from trifocal.diagnostics.native_stacks import find_py_spy
 from trifocal.doctor.findings import Finding, one_line
-from trifocal.ops.triton import OLDEST_CAPABILITY
+from trifocal.ops.dispatch import OLDEST_CAPABILITY
 
 GIB = 2**30
 OLDEST_TORCH = (2, 11)

@@ -5,7 +5,7 @@ import math
 from torch import Tensor
 
 from trifocal.ops import fused, operators, reference
-from trifocal.ops.backends import resolve
+from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
 from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
 from trifocal.ops.validation import (

@@ -257,7 +257,7 @@ def selected_attention(
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse over the tokens of the chosen blocks; lse is not differentiable."""
-    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_forward import selected_forward
 
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):

@@ -12,7 +12,7 @@ from trifocal.diagnostics import check_sinks, host_memory_bytes
 from trifocal.diagnostics.traces import HOOKED, INSIDE_LAYERS
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
-from trifocal.ops.backends import resolve
+from trifocal.ops.dispatch import resolve
 from trifocal.train.checkpoint import list_checkpoints
 from trifocal.train.config import RunConfig
 

@@ -12,7 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.triton.launch import Kernel, next_power_of_2
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import next_power_of_2
 
 LINE = gl.constexpr(16)
 INFINITY_BITS = gl.constexpr(0x7F800000)
@@ -102,7 +103,7 @@ def choice_by_warp_kernel(
 # fmt: on
 
 
-def launch_choice_by_warp(
+def launch_choice(
     own: Tensor,
     carried: Tensor,
     selected_blocks: Tensor,
@@ -121,7 +122,7 @@ def launch_choice_by_warp(
         geometry: Block sizes, in tokens.
         first_query, end_query: The chunk.
         query_shift: Position of query 0.
-        reachable: Blocks that the last query of the chunk can choose from, at most `scoring.MOST_BLOCKS_OF_WARP`.
+        reachable: Blocks that the last query of the chunk can choose from, at most `dispatch.MOST_BLOCKS_OF_WARP`.
         block_lines: Lines of blocks in a row of importance.
     """
     batch, num_queries, groups, places = selected_blocks.shape

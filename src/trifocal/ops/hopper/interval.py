@@ -6,9 +6,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from trifocal.ops.hopper.common import PART_ROWS, part_descriptors, tile_descriptor
-from trifocal.ops.triton.common import Widths
 from trifocal.ops.triton.interval import full_tiles, visible_keys
 from trifocal.ops.triton.launch import Descriptor
+from trifocal.ops.triton.tiles import Widths
 
 # fmt: off
 

@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from trifocal.ops import devices
 from trifocal.ops.hopper.common import (
     PART_ROWS,
     allocate_tiles,
@@ -25,9 +26,10 @@ from trifocal.ops.hopper.common import (
     tile_descriptor,
 )
 from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows, tail_descriptors
-from trifocal.ops.triton.common import LOG2_E_KERNEL, multiprocessors, split_width
+from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.interval import IntervalProblem, visible_keys
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 # fmt: off
 
@@ -267,10 +269,8 @@ def hopper_d_q_kernel(
 # fmt: on
 
 
-def launch_hopper_d_q(
-    problem: IntervalProblem, d_q: Tensor | None = None, keys: int = 64, stages: int = 2, tail: int = 0
-) -> Tensor:
-    """As `launch_d_q`."""
+def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int, tail: int = 0) -> Tensor:
+    """As `triton.interval_d_q.launch_d_q`."""
     d_o, q, k, v, lse, delta, gate, scale, branch = problem
     batch, num_queries = q.shape[:2]
     width, value_dim = split_width(q.shape[3]), v.shape[3]
@@ -282,7 +282,7 @@ def launch_hopper_d_q(
     add = d_q is not None
     if d_q is None:
         d_q = q.new_empty(q.shape)
-    hopper_d_q_kernel[(min(slots, multiprocessors(q.device)),)](
+    hopper_d_q_kernel[(min(slots, devices.multiprocessors(q.device)),)](
         *part_descriptors(q, queries, rep, width),
         *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
@@ -313,7 +313,7 @@ def launch_hopper_d_q(
         ADD=add,
         KEYS=keys,
         TAIL=tail,
-        STAGES=stages,
+        STAGES=2,
         SHARE=share,
         num_warps=4,
         maxnreg=168,

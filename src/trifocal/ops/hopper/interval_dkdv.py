@@ -30,10 +30,11 @@ from trifocal.ops.hopper.common import (
     split_heads,
     tile_descriptor,
 )
-from trifocal.ops.triton.common import LOG2_E_KERNEL, Tile, split_width
+from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.interval import IntervalProblem, seeing_queries
 from trifocal.ops.triton.interval_parts import add_parts, empty_parts
-from trifocal.ops.triton.launch import Descriptor, Kernel, cdiv, describe_tiles
+from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
@@ -381,25 +382,17 @@ def _row_numbers(problem: IntervalProblem, rep: int, tile: int) -> tuple[Descrip
     return tuple(describe_tiles(x, (batch, shares, rows), x.stride(), (1, 1, tile), LINE_LAYOUT) for x in numbers)
 
 
-def launch_hopper_d_k_d_v(
-    problem: IntervalProblem,
-    parts: int | None = None,
-    rows: int | None = None,
-    stages: int = 2,
-    ahead: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """As `launch_d_k_d_v`."""
+def launch_dkdv(problem: IntervalProblem, rows: int, stages: int, ahead: bool = False) -> tuple[Tensor, Tensor]:
+    """As `triton.interval_dkdv.launch_dkdv`."""
     d_o, q, k, v, _, _, _, scale, branch = problem
     batch, num_queries = q.shape[:2]
     num_keys, num_groups = k.shape[1:3]
     width, value_dim = split_width(q.shape[3]), v.shape[3]
     rep, shares = split_heads(problem.rep)
-    # Wider keys leave registers for fewer rows.
-    rows = rows or (32 if width.part_2 else 64)
     queries = rows // rep
     keys = 2 * PART_ROWS.value
     key_tiles = cdiv(num_keys, keys)
-    d_k, d_v, parts = empty_parts(problem, key_tiles, Tile(rows, keys, 12, stages), parts)
+    d_k, d_v, parts = empty_parts(problem, key_tiles, rows)
     hopper_d_k_d_v_kernel[key_tiles * parts, batch * num_groups](
         *part_descriptors(q, queries, rep, width),
         *part_descriptors(k, keys // 2, 1, width),

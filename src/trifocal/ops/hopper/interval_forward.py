@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from trifocal.ops import devices
 from trifocal.ops.hopper.common import (
     PART_ROWS,
     allocate_tiles,
@@ -35,9 +36,10 @@ from trifocal.ops.hopper.common import (
     tile_descriptor,
 )
 from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows, tail_descriptors
-from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, multiprocessors, split_width
+from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST
 from trifocal.ops.triton.interval import Branch, visible_keys
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 # fmt: off
 
@@ -294,17 +296,16 @@ def hopper_forward_kernel(
 # fmt: on
 
 
-def launch_hopper_forward(
+def launch_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     scale: float,
     branch: Branch,
-    keys: int = 128,
-    stages: int = 2,
+    keys: int,
     tail: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """As `launch_forward`."""
+    """As `triton.interval_forward.launch_forward`."""
     batch, num_queries, num_heads, _ = q.shape
     value_dim = v.shape[3]
     width = split_width(q.shape[3])
@@ -315,7 +316,7 @@ def launch_hopper_forward(
     queries = PART_ROWS.value // rep
     row_tiles = cdiv(num_queries, 2 * queries)
     slots = row_tiles * batch * num_groups
-    hopper_forward_kernel[(min(slots, multiprocessors(q.device)),)](
+    hopper_forward_kernel[(min(slots, devices.multiprocessors(q.device)),)](
         *part_descriptors(q, queries, rep, width),
         *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
@@ -341,7 +342,7 @@ def launch_hopper_forward(
         **branch.constants(),
         KEYS=keys,
         TAIL=tail,
-        STAGES=stages,
+        STAGES=2,
         SHARE=share,
         num_warps=4,
         maxnreg=168,

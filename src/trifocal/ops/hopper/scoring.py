@@ -22,10 +22,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from trifocal.ops import devices
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.hopper.common import allocate_tiles, copy_tile, multiply, part_descriptors
-from trifocal.ops.triton.common import LOG2_E_KERNEL, multiprocessors, split_width, strides
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.common import LOG2_E_KERNEL, strides
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 QUERIES = gl.constexpr(64)
 # Compressed keys of one part of a program.
@@ -312,7 +314,7 @@ def importance_hopper_kernel(
 # fmt: on
 
 
-def launch_hopper_importance(
+def launch_importance(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor,
@@ -348,7 +350,7 @@ def launch_hopper_importance(
     stacks = cdiv(end_query - first_query, stack * QUERIES.value)
     pairs = cdiv(reachable * taps, 2 * KEYS.value)
     units = stacks * pairs * batch * groups
-    importance_hopper_kernel[(min(units, multiprocessors(q.device)),)](
+    importance_hopper_kernel[(min(units, devices.multiprocessors(q.device)),)](
         *part_descriptors(q, QUERIES.value, 1, width),
         *part_descriptors(k_cmp, KEYS.value, 1, width),
         lse,

@@ -39,9 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from trifocal.ops import devices
 from trifocal.ops.hopper.common import tile_descriptor
 from trifocal.ops.triton.choice_index import ChoiceIndex, block_place
-from trifocal.ops.triton.common import multiprocessors
 from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
 from trifocal.ops.triton.selected_problem import SelectedProblem
 
@@ -403,7 +403,7 @@ def _piece_table(problem: SelectedProblem, index: ChoiceIndex) -> Tensor:
     return table
 
 
-def backward_by_roles(
+def block_major_backward_of_chunk(
     problem: SelectedProblem, index: ChoiceIndex, d_q_slots: Tensor, d_k_parts: Tensor, d_v_parts: Tensor
 ) -> Callable[[int], None]:
     """What computes d_q of one chunk's slots and d_k, d_v of its pieces, all but for the factor `scale`."""
@@ -421,7 +421,7 @@ def backward_by_roles(
     row_numbers = p.rows()[-3:]
 
     def compute(chunk: int) -> None:
-        gathered_backward_roles_kernel[(2 * multiprocessors(p.q.device),)](
+        gathered_backward_roles_kernel[(2 * devices.multiprocessors(p.q.device),)](
             *sources, *row_numbers, d_k_parts, d_v_parts, index.slots, index.first_pieces, table,
             num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, p.score_scale,
             GROUPS=groups, REP=rep, SLOTS_OF_ROW=groups * p.places, D=dim, V=value_dim, BLOCK=p.block_size,

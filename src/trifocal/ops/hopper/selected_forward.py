@@ -2,7 +2,7 @@
 
 The same loop orders, work and results as the portable kernels of the same names in `selected.py`,
 `selected_backward_gathered.py` and `selected_backward_masked.py`, for 16-bit types, widths of 64 and 128, blocks of 64
-tokens and groups of up to 64 heads; everything else takes the portable kernel (`selected_tiles.fits_by_hand`).
+tokens and groups of up to 64 heads; everything else takes the portable kernel (`dispatch.selected_on_hopper`).
 
 What the portable kernel leaves: its compiler asks for the next tile's queries at the end of an iteration and waits for
 them at the beginning of the next, so every tile pays the whole latency of memory. Here they are asked for as soon as

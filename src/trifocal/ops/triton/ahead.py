@@ -11,7 +11,7 @@ from trifocal.ops.triton.core import Branches, attention_backward
 from trifocal.ops.triton.launch import only_compile
 from trifocal.ops.triton.mean_compression import mean_compress_backward
 from trifocal.ops.triton.scoring import select_blocks_forward
-from trifocal.ops.triton.selected import selected_forward
+from trifocal.ops.triton.selected_forward import selected_forward
 from trifocal.ops.triton.window import window_forward
 
 _compiled: set[tuple[object, ...]] = set()

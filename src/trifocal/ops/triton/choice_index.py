@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.layout import Documents
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv
 
 
 class ChoiceIndex(NamedTuple):

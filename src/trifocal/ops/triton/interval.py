@@ -20,17 +20,18 @@ costs a few instructions a tile, pointers cost registers. Keys are [1, 1, keys, 
 Masked keys and values never reach a product: pointers load them as zeros, and past the end so does the copy engine.
 
 The same three kernels exist a second time for Hopper (`hopper.interval_forward`, `interval_d_q` and
-`interval_dkdv`); `choose_hopper` says when they run.
+`interval_dkdv`); `dispatch.interval_on_hopper` says when they run.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, Widths, is_hopper, load_tile, multiprocessors, tma_fits
-from trifocal.ops.triton.launch import Descriptor, cdiv, describe_tiles
+from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, load_tile
+from trifocal.ops.triton.launch import Descriptor, describe_tiles
+from trifocal.ops.triton.tiles import Widths
 
 # fmt: off
 
@@ -185,13 +186,23 @@ class Branch(NamedTuple):
     query_begin: Tensor | None = None
     query_end: Tensor | None = None
 
+    @property
+    def is_window(self) -> bool:
+        """Whether this is the window branch."""
+        return self.window_size > 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether documents are packed."""
+        return self.ids is not None
+
     def constants(self) -> dict[str, int | bool]:
         """What kernels are compiled for."""
         return {
-            "COMPRESSED": self.window_size == 0,
+            "COMPRESSED": not self.is_window,
             "BLOCK": self.block,
             "STRIDE": self.stride,
-            "PACKED": self.ids is not None,
+            "PACKED": self.is_packed,
         }
 
 
@@ -266,44 +277,3 @@ def _descriptors(
     first = describe_tiles(x, shape, strides, (*tile, widths.part_1))
     second = describe_tiles(x, shape, strides, (*tile, widths.part_2)) if widths.part_2 else None
     return first, second
-
-
-# What the kernels written for Hopper are launched with, by kernel, whether it is the window's, and columns of q: the
-# fastest of several on an H200 (`trifocal bench kernels`). At 64 columns the portable kernels, of which
-# several programs share a multiprocessor, are as fast or faster, but for the window's d_k and d_v.
-_HOPPER: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
-    ("forward", False): {128: {"keys": 128}, 192: {"keys": 128}},
-    ("forward", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64, "tail": 16}},
-    ("d_q", False): {128: {"keys": 64}, 192: {"keys": 64}},
-    ("d_q", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64}},
-    ("d_k_d_v", False): {128: {"stages": 3, "ahead": True}, 192: {"stages": 2}},
-    ("d_k_d_v", True): {64: {"stages": 3, "ahead": True}, 128: {"stages": 2}, 192: {"stages": 2}},
-}
-
-
-def choose_hopper(
-    kernel: str, branch: Branch, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
-) -> dict[str, Any] | None:
-    """The configuration of the Hopper kernel for these tensors, or None where the portable kernel is to run.
-
-    They take any number of heads a group up to 64, up to 32 at 192 wide, in shares that divide a tile (`split_heads`).
-    The copy engine must be able to read all. In packed documents, the compressed slots that no document fills would
-    reach the products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
-    """
-    window, heads = branch.window_size > 0, q.shape[2] // k.shape[2]
-    if kernel == "d_k_d_v" and window:
-        programs = cdiv(k.shape[1], 128) * k.shape[0] * k.shape[2]
-        if programs < 0.75 * multiprocessors(q.device):
-            return None
-    configuration = _HOPPER[kernel, window].get(q.shape[-1])
-    fits = (
-        configuration is not None
-        and is_hopper(q.device)
-        and heads <= 64
-        and (heads <= 32 or q.shape[-1] <= 128)
-        and v.shape[-1] in (64, 128)
-        and q.shape[1] * heads >= 128
-        and (window or branch.ids is None)
-        and tma_fits(q, k, v, *others)
-    )
-    return configuration if fits else None

@@ -1,22 +1,21 @@
 """The d_q kernel of interval attention; see `interval`."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import Tile, choose_tile, load_tile, split_width, store_tile, strides, tma_fits
+from trifocal.ops import dispatch
+from trifocal.ops.triton.common import load_tile, store_tile, strides
 from trifocal.ops.triton.interval import (
     IntervalProblem,
-    choose_hopper,
     key_sources,
     load_keys,
     load_rows,
     log2_sum,
     place_rows_of_program,
 )
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 # fmt: off
 
@@ -140,33 +139,25 @@ def interval_d_q_kernel(
 # fmt: on
 
 
-def launch_d_q(
-    problem: IntervalProblem,
-    d_q: Tensor | None = None,
-    tile: Tile | None = None,
-    tma: bool | None = None,
-    hopper: dict[str, Any] | None = None,
-) -> Tensor:
-    """The first part of `launch_backward`."""
+def launch_d_q(problem: IntervalProblem, d_q: Tensor | None = None) -> Tensor:
+    """The first part of `interval_backward.launch_backward`."""
     d_o, q, k, v, lse, delta, gate, scale, branch = problem
-    if tile is None and hopper is None:
-        hopper = choose_hopper("d_q", branch, q, k, v, d_o)
-    if hopper is not None:
-        from trifocal.ops.hopper.interval_d_q import launch_hopper_d_q
-
-        return launch_hopper_d_q(problem, d_q, **hopper)
+    window, packed = branch.is_window, branch.is_packed
+    configuration = dispatch.interval_on_hopper("d_q", q, k, v, d_o, window=window, packed=packed)
+    if configuration is not None:
+        return dispatch.hopper("interval_d_q").launch_d_q(problem, d_q, **configuration)
     batch, num_queries = q.shape[:2]
     num_groups, rep = k.shape[2], problem.rep
-    tile = tile or choose_tile("d_q", q, v, window=branch.window_size > 0)
-    tma = tma_fits(k, v) if tma is None else tma
+    tile = dispatch.interval_tile("d_q", q, v, window=window)
+    tma = dispatch.tma_fits(k, v)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     add = d_q is not None
     if d_q is None:
         d_q = q.new_empty(q.shape)
-    interval_d_q_kernel[cdiv(num_queries * rep, tile.rows), batch * num_groups](
+    interval_d_q_kernel[cdiv(num_queries * rep, tile.BLOCK_M), batch * num_groups](
         q,
-        *key_sources(k, d_width, tile.keys, tma),
-        *key_sources(v, v_width, tile.keys, tma),
+        *key_sources(k, d_width, tile.BLOCK_N, tma),
+        *key_sources(v, v_width, tile.BLOCK_N, tma),
         d_o,
         lse,
         delta,
@@ -191,8 +182,8 @@ def launch_d_q(
         *v_width,
         **problem.constants(),
         ADD=add,
-        ROWS=tile.rows,
-        KEYS=tile.keys,
+        ROWS=tile.BLOCK_M,
+        KEYS=tile.BLOCK_N,
         TMA=tma,
         num_warps=tile.warps,
         num_stages=tile.stages,

@@ -1,25 +1,13 @@
 """The d_k, d_v kernel of interval attention; see `interval`."""
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import (
-    Tile,
-    add_product,
-    choose_tile,
-    load_tile,
-    nothing_lost,
-    split_width,
-    store_tile,
-    strides,
-    tma_fits,
-)
+from trifocal.ops import dispatch
+from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile, strides
 from trifocal.ops.triton.interval import (
     IntervalProblem,
-    choose_hopper,
     full_tiles,
     load_rows,
     log2_sum,
@@ -28,7 +16,8 @@ from trifocal.ops.triton.interval import (
     seeing_queries,
 )
 from trifocal.ops.triton.interval_parts import add_parts, empty_parts
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 # fmt: off
 
@@ -185,36 +174,27 @@ def interval_d_k_d_v_kernel(
 # fmt: on
 
 
-def launch_d_k_d_v(
-    problem: IntervalProblem,
-    tile: Tile | None = None,
-    parts: int | None = None,
-    tma: bool | None = None,
-    hopper: dict[str, Any] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The second part of `launch_backward`."""
+def launch_dkdv(problem: IntervalProblem) -> tuple[Tensor, Tensor]:
+    """The second part of `interval_backward.launch_backward`."""
     d_o, q, k, v, lse, delta, gate, scale, branch = problem
-    if tile is None and hopper is None:
-        hopper = choose_hopper("d_k_d_v", branch, q, k, v, d_o)
-    if hopper is not None:
-        from trifocal.ops.hopper.interval_dkdv import launch_hopper_d_k_d_v
-
-        return launch_hopper_d_k_d_v(problem, parts, **hopper)
+    window, packed = branch.is_window, branch.is_packed
+    configuration = dispatch.interval_on_hopper("dkdv", q, k, v, d_o, window=window, packed=packed)
+    if configuration is not None:
+        return dispatch.hopper("interval_dkdv").launch_dkdv(problem, **configuration)
     batch, num_queries = q.shape[:2]
     num_keys, num_groups = k.shape[1:3]
     rep = problem.rep
-    tile = tile or choose_tile("d_k_d_v", q, v, window=branch.window_size > 0)
-    if tma is None:
-        tma = tile.rows % rep == 0 and rep & (rep - 1) == 0 and tma_fits(q, d_o)
+    tile = dispatch.interval_tile("dkdv", q, v, window=window)
+    tma = tile.BLOCK_M % rep == 0 and rep & (rep - 1) == 0 and dispatch.tma_fits(q, d_o)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
-    tiles = cdiv(num_keys, tile.keys)
-    d_k, d_v, parts = empty_parts(problem, tiles, tile, parts)
+    tiles = cdiv(num_keys, tile.BLOCK_N)
+    d_k, d_v, parts = empty_parts(problem, tiles, tile.BLOCK_M)
     if num_keys:
         interval_d_k_d_v_kernel[tiles * parts, batch * num_groups](
-            *row_sources(q, d_width, tile.rows, num_groups, tma),
+            *row_sources(q, d_width, tile.BLOCK_M, num_groups, tma),
             k,
             v,
-            *row_sources(d_o, v_width, tile.rows, num_groups, tma),
+            *row_sources(d_o, v_width, tile.BLOCK_M, num_groups, tma),
             lse,
             delta,
             gate,
@@ -240,8 +220,8 @@ def launch_d_k_d_v(
             *d_width,
             *v_width,
             **problem.constants(),
-            ROWS=tile.rows,
-            KEYS=tile.keys,
+            ROWS=tile.BLOCK_M,
+            KEYS=tile.BLOCK_N,
             TMA=tma,
             num_warps=tile.warps,
             num_stages=tile.stages,

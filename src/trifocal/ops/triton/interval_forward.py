@@ -1,33 +1,21 @@
 """The forward kernel of interval attention; see `interval`."""
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import (
-    LN_2,
-    LOG2_E,
-    LOWEST,
-    Tile,
-    choose_tile,
-    split_width,
-    store_tile,
-    strides,
-    tma_fits,
-    unit_stride,
-)
+from trifocal.ops import dispatch
+from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, store_tile, strides, unit_stride
 from trifocal.ops.triton.interval import (
     Branch,
-    choose_hopper,
     key_sources,
     load_keys,
     load_rows,
     place_rows_of_program,
 )
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 # fmt: off
 
@@ -137,9 +125,6 @@ def launch_forward(
     v: Tensor,
     scale: float,
     branch: Branch,
-    tile: Tile | None = None,
-    tma: bool | None = None,
-    hopper: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend.
 
@@ -148,8 +133,6 @@ def launch_forward(
         k, v: Keys and values, [B, S, G, D] and [B, S, G, V]; S may be 0.
         scale: Factor on the scores.
         branch: What a query sees.
-        tile, tma: Configuration instead of the table's, for measurements.
-        hopper: Configuration of the Hopper kernel instead of the table's.
 
     Returns:
         o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log, -inf where nothing is seen.
@@ -157,22 +140,19 @@ def launch_forward(
     batch, num_queries, num_heads, _ = q.shape
     num_groups = k.shape[2]
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    if tile is None and hopper is None:
-        hopper = choose_hopper("forward", branch, q, k, v)
-    if hopper is not None:
-        from trifocal.ops.hopper.interval_forward import launch_hopper_forward
-
-        return launch_hopper_forward(q, k, v, scale, branch, **hopper)
-    tile = tile or choose_tile("forward", q, v, window=branch.window_size > 0)
-    tma = tma_fits(k, v) if tma is None else tma
+    configuration = dispatch.interval_on_hopper("forward", q, k, v, window=branch.is_window, packed=branch.is_packed)
+    if configuration is not None:
+        return dispatch.hopper("interval_forward").launch_forward(q, k, v, scale, branch, **configuration)
+    tile = dispatch.interval_tile("forward", q, v, window=branch.is_window)
+    tma = dispatch.tma_fits(k, v)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     o = q.new_empty(batch, num_queries, num_heads, v_width.size)
     lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
     rep = num_heads // num_groups
-    interval_forward_kernel[cdiv(num_queries * rep, tile.rows), batch * num_groups](
+    interval_forward_kernel[cdiv(num_queries * rep, tile.BLOCK_M), batch * num_groups](
         q,
-        *key_sources(k, d_width, tile.keys, tma),
-        *key_sources(v, v_width, tile.keys, tma),
+        *key_sources(k, d_width, tile.BLOCK_N, tma),
+        *key_sources(v, v_width, tile.BLOCK_N, tma),
         o,
         lse,
         branch.ids,
@@ -190,8 +170,8 @@ def launch_forward(
         *d_width,
         *v_width,
         **branch.constants(),
-        ROWS=tile.rows,
-        KEYS=tile.keys,
+        ROWS=tile.BLOCK_M,
+        KEYS=tile.BLOCK_N,
         TMA=tma,
         num_warps=tile.warps,
         num_stages=tile.stages,

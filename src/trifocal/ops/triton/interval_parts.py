@@ -9,9 +9,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import Tile, multiprocessors
+from trifocal.ops import dispatch
 from trifocal.ops.triton.interval import IntervalProblem
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv
 
 
 @triton.jit
@@ -36,12 +37,12 @@ def sum_parts_kernel(d_k_parts, d_v_parts, d_k, d_v, parts, d_k_count, d_v_count
         _sum_parts(d_v_parts, d_v, parts, d_v_count, SIZE)
 
 
-def empty_parts(problem: IntervalProblem, key_tiles: int, tile: Tile, parts: int | None) -> tuple[Tensor, Tensor, int]:
+def empty_parts(problem: IntervalProblem, key_tiles: int, rows: int) -> tuple[Tensor, Tensor, int]:
     """Memory for d_k and d_v, and how many parts: of the compressed branch fp32 sums to add up, [parts, B, S, G, *]."""
     q, k, v = problem.q, problem.k, problem.v
-    if problem.branch.window_size > 0:
+    if problem.branch.is_window:
         return k.new_empty(k.shape), v.new_empty(v.shape), 1
-    parts = parts or choose_parts(q, key_tiles * q.shape[0] * k.shape[2], problem.rep, tile)
+    parts = dispatch.interval_parts(q, key_tiles * q.shape[0] * k.shape[2], problem.rep, rows)
     d_k, d_v = (x.new_empty(parts, *x.shape, dtype=torch.float32) for x in (k, v))
     return d_k, d_v, parts
 
@@ -49,7 +50,7 @@ def empty_parts(problem: IntervalProblem, key_tiles: int, tile: Tile, parts: int
 def add_parts(problem: IntervalProblem, d_k_parts: Tensor, d_v_parts: Tensor) -> tuple[Tensor, Tensor]:
     """d_k and d_v of what `empty_parts` gave memory for."""
     k, v = problem.k, problem.v
-    if problem.branch.window_size > 0:
+    if problem.branch.is_window:
         return d_k_parts, d_v_parts
     d_k, d_v = k.new_empty(k.shape), v.new_empty(v.shape)
     d_k_count, d_v_count = d_k.numel(), d_v.numel()
@@ -58,13 +59,3 @@ def add_parts(problem: IntervalProblem, d_k_parts: Tensor, d_v_parts: Tensor) ->
             d_k_parts, d_v_parts, d_k, d_v, d_k_parts.shape[0], d_k_count, d_v_count, SIZE=512
         )
     return d_k, d_v
-
-
-def choose_parts(q: Tensor, programs: int, heads_per_group: int, tile: Tile) -> int:
-    """Into how many programs the rows of a key tile are split, so that no multiprocessor waits long for another.
-
-    Sixteen programs a multiprocessor, half of them long; but each with at least four tiles of rows, and no more
-    than 32, since each writes sums of its own.
-    """
-    wanted = cdiv(16 * multiprocessors(q.device), max(1, programs))
-    return max(1, min(32, wanted, q.shape[1] * heads_per_group // (4 * tile.rows)))

@@ -16,7 +16,6 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,13 +26,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from trifocal.ops import devices
+
 Descriptor = GluonDescriptor | TensorDescriptor
 _DESCRIPTORS = {GluonDescriptor, TensorDescriptor}
 
 _MOST_WORKERS = 16
 # Kinds of arguments that one kernel remembers. More come only of sizes that no two calls share.
 _MOST_KINDS = 4096
-_compiled_for: ContextVar[torch.device | None] = ContextVar("compiled_for", default=None)
 
 
 class Kernel:
@@ -55,7 +55,7 @@ class Kernel:
             self._free = tuple(n for n, name in enumerate(function.arg_names) if name in function.do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        if _compiled_for.get() is not None:
+        if devices.is_compiling():
             return functools.partial(self.function.warmup, grid=grid)
         if self._kinds is None or _watched():
             return self.function[grid]  # type: ignore[no-any-return]
@@ -98,16 +98,6 @@ def _watched() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
-def cdiv(numerator: int, denominator: int) -> int:
-    """The quotient of two positive numbers, rounded up. Triton's can be called in kernels too and takes 3 µs."""
-    return -(-numerator // denominator)
-
-
-def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not under a positive number; quick as `cdiv` is."""
-    return 1 << (number - 1).bit_length()
-
-
 def describe_tiles(
     x: Tensor,
     shape: Sequence[int],
@@ -138,7 +128,7 @@ def describe_tiles(
 def only_compile(device: torch.device) -> Iterator[None]:
     """Compile every kernel that is launched inside, all at the same time, and launch none.
 
-    Tensors inside are of the meta device, which `own_device` takes for the given one. What is launched then with the
+    Tensors inside are of the meta device, which `devices.own_device` takes for the given one. A later launch with the
     same types, strides and alignments finds its kernel ready.
 
     Args:
@@ -147,15 +137,14 @@ def only_compile(device: torch.device) -> Iterator[None]:
     Raises:
         Exception: What the compiler raises.
     """
-    token = _compiled_for.set(device)
     workers = min(_MOST_WORKERS, os.cpu_count() or 1)
-    try:
-        with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-            with triton.AsyncCompileMode(pool) as mode:
-                yield
-            _load([future.result() for future in mode.future_kernels.values()], pool)
-    finally:
-        _compiled_for.reset(token)
+    with (
+        devices.compiling_for(device),
+        ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
+    ):
+        with triton.AsyncCompileMode(pool) as mode:
+            yield
+        _load([future.result() for future in mode.future_kernels.values()], pool)
 
 
 def _load(kernels: Sequence[Any], pool: ThreadPoolExecutor) -> None:
@@ -168,8 +157,3 @@ def _load(kernels: Sequence[Any], pool: ThreadPoolExecutor) -> None:
     """
     list(pool.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), kernels))
     list(map(operator.attrgetter("run"), kernels))
-
-
-def own_device(device: torch.device) -> torch.device:
-    """The device itself; for the meta device the one that is compiled for, if any."""
-    return (_compiled_for.get() or device) if device.type == "meta" else device

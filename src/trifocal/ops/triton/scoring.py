@@ -17,7 +17,7 @@ Choice. The bits of non-negative floats order like integers: halving finds the l
 reach, exactly; of the values equal to it, the lower indices are taken.
 
 Both kernels exist a second time for Hopper: `hopper.scoring` runs for many queries of tensors that fit it, as
-`choose_hopper` says, `hopper.choice` wherever documents are not packed.
+`dispatch` says, `hopper.choice` wherever documents are not packed.
 """
 
 import torch
@@ -25,34 +25,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
 from trifocal.ops.triton.choice_index import documents_or
 from trifocal.ops.triton.common import (
     LOG2_E,
     LOG2_E_KERNEL,
-    Tile,
-    architecture,
-    is_hopper,
     load_tile,
-    split_width,
     strides,
-    tma_fits,
     unit_stride,
 )
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, next_power_of_2, split_width
 
-# Bytes of importance that are kept at a time.
-BUFFER_BYTES = 2**28
 # Compressed blocks of one selection block that a tile holds; geometries with more are summed in parts.
 MOST_TAPS = 64
 # Rows of importance are a multiple of this, so that they are read in whole vectors.
 LINE = tl.constexpr(16)
-# Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: with so many the other
-# gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
-MOST_QUERIES_OF_PORTABLE = 8192
-# Selection blocks up to which the choice kernel in Gluon runs: one warp holds a row.
-MOST_BLOCKS_OF_WARP = 2048
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -217,34 +207,6 @@ def choice_kernel(
     tl.store(out + pad, tl.full([ROWS, PLACES_PAD], -1, tl.int32), mask=empty)
 
 
-# What the Hopper kernel is launched with, by columns of q, as measured on an H200: see
-# `scoring_hopper.launch_hopper_importance`.
-_HOPPER: dict[int, dict[str, int]] = {128: {"k_stages": 2, "stack": 1}, 192: {"k_stages": 1, "stack": 2}}
-
-
-def choose_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, documents: Documents | None) -> dict[str, int] | None:
-    """The configuration of the Hopper kernel for these tensors, or None where the portable kernel is to run.
-
-    The copy engine must be able to read q and k, and a tile of 128 keys to hold whole selection blocks.
-    """
-    taps, remainder = divmod(geometry.selection_block_size, geometry.compression_stride)
-    heads = q.shape[2] // k_cmp.shape[2]
-    fits = (
-        is_hopper(q.device)
-        and q.shape[3] in _HOPPER
-        and heads in (4, 8, 16, 32, 64)
-        and q.shape[1] >= 64
-        and documents is None
-        and remainder == 0
-        and taps in (2, 4, 8, 16, 32, 64)
-        and tma_fits(q, k_cmp)
-    )
-    if not fits:
-        return None
-    options = _HOPPER[q.shape[3]]
-    return {**options, "stack": max(options["stack"], 8 // heads)}
-
-
 def select_blocks_forward(
     q: Tensor,
     k_cmp: Tensor,
@@ -253,10 +215,6 @@ def select_blocks_forward(
     num_keys: int,
     scale: float,
     documents: Documents | None,
-    *,
-    tile: Tile | None = None,
-    hopper: bool | None = None,
-    buffer_bytes: int = BUFFER_BYTES,
 ) -> Tensor:
     """Choose the selection blocks of every query and group.
 
@@ -268,9 +226,6 @@ def select_blocks_forward(
         num_keys: Tokens, S.
         scale: Factor on the scores.
         documents: Packed documents; None for one sequence a batch entry.
-        tile: A configuration of the portable kernel instead of the device's: queries, compressed blocks, warps, stages.
-        hopper: Whether Hopper kernels run wherever they can, or nowhere, instead of the rules.
-        buffer_bytes: Importance that may be held at a time.
 
     Returns:
         Block indices, [B, T, G, N], int32, ascending; -1 pads.
@@ -293,19 +248,22 @@ def select_blocks_forward(
     taps = next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
     parts = max(1, taps // MOST_TAPS)
     taps //= parts
-    long = tile is None and batch * num_queries > MOST_QUERIES_OF_PORTABLE
-    importance_by_hand = choose_hopper(q, k_cmp, geometry, documents) if hopper or (hopper is None and long) else None
-    choice_by_hand = hopper is not False and is_hopper(q.device) and documents is None
-    tile = tile or _importance_tile(q.dtype, rep, widths.padded, architecture(q.device) == "hopper")
-    blocks_of_tile = max(1, tile.keys // taps)
+    packed = documents is not None
+    on_hopper = dispatch.importance_on_hopper(q, k_cmp, geometry, packed=packed)
+    tile = dispatch.importance_tile(q, rep)
+    blocks_of_tile = max(1, tile.BLOCK_N // taps)
 
     num_blocks = geometry.num_selection_blocks(num_keys)
     block_lines = cdiv(num_blocks, LINE.value)
     row_bytes = 2 * 4 * batch * groups * block_lines * LINE.value
     scored = num_blocks > places
-    chunk_queries = num_queries if not scored else min(num_queries, max(tile.rows, buffer_bytes // row_bytes))
+    chunk_queries = (
+        num_queries
+        if not scored
+        else min(num_queries, max(tile.BLOCK_M, dispatch.IMPORTANCE_BUFFER_BYTES // row_bytes))
+    )
     if chunk_queries < num_queries:
-        chunk_queries = chunk_queries // tile.rows * tile.rows
+        chunk_queries = chunk_queries // tile.BLOCK_M * tile.BLOCK_M
     size = chunk_queries * row_bytes // 8 if scored else 1
     own, carried = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
     for first_query in range(0, num_queries, chunk_queries):
@@ -314,12 +272,10 @@ def select_blocks_forward(
         reachable = (
             num_blocks if documents is not None else min(num_blocks, geometry.num_selection_blocks(shift + end_query))
         )
-        if reachable > places and importance_by_hand is not None:
-            from trifocal.ops.hopper.scoring import launch_hopper_importance
-
-            launch_hopper_importance(
+        if reachable > places and on_hopper is not None:
+            dispatch.hopper("scoring").launch_importance(
                 q, k_cmp, lse, own, carried, geometry, first_query, end_query, shift, reachable, block_lines,
-                scale * LOG2_E, **importance_by_hand,
+                scale * LOG2_E, **on_hopper,
             )  # fmt: skip
         elif reachable > places:
             column_tiles = cdiv(reachable, blocks_of_tile)
@@ -327,7 +283,7 @@ def select_blocks_forward(
             tiles_of_program = max(1, min(8 // rep, column_tiles))
             grid = (
                 cdiv(column_tiles, tiles_of_program),
-                cdiv(end_query - first_query, tile.rows),
+                cdiv(end_query - first_query, tile.BLOCK_M),
                 batch * groups,
             )
             importance_kernel[grid](
@@ -335,12 +291,10 @@ def select_blocks_forward(
                 *strides(q), *strides(k_cmp), *strides(lse),
                 first_query, end_query, shift, block_lines, num_compressed, tiles_of_program, scale * LOG2_E,
                 **sizes, REP=rep, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
-                QUERIES=tile.rows, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
+                QUERIES=tile.BLOCK_M, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
-        if choice_by_hand and reachable <= MOST_BLOCKS_OF_WARP:
-            from trifocal.ops.hopper.choice import launch_choice_by_warp
-
-            launch_choice_by_warp(
+        if dispatch.choice_on_hopper(q, reachable, packed=packed):
+            dispatch.hopper("choice").launch_choice(
                 own, carried, selected_blocks, geometry, first_query, end_query, shift, reachable, block_lines
             )
             continue
@@ -355,12 +309,3 @@ def select_blocks_forward(
             num_warps=max(1, min(8, columns // 1024)),
         )  # fmt: skip
     return selected_blocks
-
-
-def _importance_tile(dtype: torch.dtype, rep: int, dim: int, hopper: bool) -> Tile:
-    """Fixed configurations; `keys` counts compressed blocks."""
-    if dtype == torch.float32:
-        return Tile(rows=32, keys=32, warps=4, stages=1)
-    if dim > 128 or not hopper:
-        return Tile(rows=64, keys=64, warps=4, stages=2)
-    return Tile(rows=64, keys=128 if rep > 2 else 64, warps=4, stages=3 if rep > 4 else 2)

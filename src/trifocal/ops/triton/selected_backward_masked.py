@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops import devices, dispatch
 from trifocal.ops.triton.choice_index import choice_bits, part_of_block
-from trifocal.ops.triton.common import Tile, add_product, load_tile, multiprocessors, nothing_lost, store_tile
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
-from trifocal.ops.triton.selected import blocks_of_document, blocks_of_word, place_tile
+from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.selected_forward import blocks_of_document, blocks_of_word, hopper_sizes, place_tile
 from trifocal.ops.triton.selected_problem import SelectedProblem, row_numbers
-from trifocal.ops.triton.selected_tiles import masked_d_q_tile, masked_tile, part_of_queries, sizes_by_hand
+from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -268,34 +269,29 @@ def sum_parts_of_blocks_kernel(
         _sum_parts_of_rows(d_v_parts, d_v, row, exists, begin, end, count, ROWS, V, V_PAD)
 
 
-def masked_backward(
-    problem: SelectedProblem, *, tile: Tile | None, tile_d_q: Tile | None, by_hand: bool, part_queries: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """d_q, d_k and d_v; arguments as for `selected_backward`."""
+def masked_backward(problem: SelectedProblem) -> tuple[Tensor, Tensor, Tensor]:
+    """d_q, d_k and d_v."""
     bits = choice_bits(problem.selected_blocks, problem.block_size, problem.k.shape[1], problem.documents)
-    d_q = _launch_d_q(problem, bits, tile_d_q)
-    return d_q, *_launch_d_k_d_v(problem, bits, tile, by_hand, part_queries)
+    return _launch_d_q(problem, bits), *_launch_dkdv(problem, bits)
 
 
-def _launch_d_q(problem: SelectedProblem, bits: Tensor, tile: Tile | None) -> Tensor:
-    q, (widths, value_widths) = problem.q, problem.widths
-    tile = tile or masked_d_q_tile(q.dtype, widths.padded, value_widths.padded)
+def _launch_d_q(problem: SelectedProblem, bits: Tensor) -> Tensor:
+    q = problem.q
+    tile = dispatch.selected_tile("masked d_q", q, problem.v, problem.rep, on_hopper=False)
     d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    masked_d_q_kernel[(q.shape[0] * problem.k.shape[2], cdiv(q.shape[1] * problem.rep, tile.rows))](
+    masked_d_q_kernel[(q.shape[0] * problem.k.shape[2], cdiv(q.shape[1] * problem.rep, tile.BLOCK_M))](
         *problem.rows(), d_q, bits, *problem.documents_or_lse(), *problem.sizes(),
         bits.shape[2], problem.score_scale, problem.scale,
-        **problem.constants(), ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        **problem.constants(), ROWS=tile.BLOCK_M, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
     return d_q
 
 
-def _launch_d_k_d_v(
-    problem: SelectedProblem, bits: Tensor, tile: Tile | None, by_hand: bool, part_queries: int | None
-) -> tuple[Tensor, Tensor]:
+def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor]:
     p, rep = problem, problem.rep
-    (batch, num_queries), (num_keys, groups, value_dim) = p.q.shape[:2], p.v.shape[1:]
-    dim, (widths, value_widths) = p.q.shape[3], p.widths
-    tile = tile or masked_tile(p.q.dtype, rep, widths.padded, value_widths.padded, by_hand)
+    (batch, num_queries), (num_keys, groups, value_dim), dim = p.q.shape[:2], p.v.shape[1:], p.q.shape[3]
+    on_hopper = dispatch.selected_on_hopper("masked dkdv", p.q, p.k, p.v, p.d_o, q_per_kv=rep, block_size=p.block_size)
+    tile = dispatch.selected_tile("masked dkdv", p.q, p.v, rep, on_hopper=on_hopper)
     ids, _, cu_seqlens = p.documents_or_lse()
     num_blocks, block_documents = cdiv(num_keys, p.block_size), p.lse
     if p.documents is not None:
@@ -305,8 +301,8 @@ def _launch_d_k_d_v(
         first_blocks = cu_seqlens[:-1] // p.block_size + every_document
         every_block = torch.arange(num_blocks, dtype=torch.int32, device=p.q.device)
         block_documents = torch.searchsorted(first_blocks, every_block, right=True, out_int32=True) - 1
-    part_queries = part_queries or part_of_queries(
-        num_queries, rep, batch * groups * num_blocks, multiprocessors(p.q.device)
+    part_queries = dispatch.masked_part_queries(
+        num_queries, rep, batch * groups * num_blocks, devices.multiprocessors(p.q.device)
     )
     parts = cdiv(num_queries, part_queries)
     d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
@@ -314,12 +310,11 @@ def _launch_d_k_d_v(
     if parts > 1:
         sums = tuple(torch.empty(parts, *x.shape, dtype=torch.float32, device=x.device) for x in (p.k, p.v))
     kernel, constants = masked_d_kv_kernel, p.constants()
-    if by_hand:
-        from trifocal.ops.hopper.selected_backward_masked import masked_d_kv_hopper_kernel
-
-        kernel, constants = masked_d_kv_hopper_kernel, sizes_by_hand(constants)
+    if on_hopper:
+        kernel = dispatch.hopper("selected_backward_masked").masked_d_kv_hopper_kernel
+        constants = hopper_sizes(constants)
     else:
-        constants["ROWS"] = tile.rows
+        constants["ROWS"] = tile.BLOCK_M
     kernel[(batch * groups, num_blocks * parts)](
         *p.rows(), *sums, bits, block_documents, cu_seqlens, *p.sizes(),
         bits.shape[2], num_blocks, part_queries, p.score_scale, p.scale,

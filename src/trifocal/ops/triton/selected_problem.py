@@ -8,8 +8,8 @@ from torch import Tensor
 
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.choice_index import documents_or
-from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, Widths, split_width, strides
-from trifocal.ops.triton.launch import next_power_of_2
+from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, strides
+from trifocal.ops.triton.tiles import Widths, next_power_of_2, split_width
 
 
 class SelectedProblem(NamedTuple):

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.choice_index import (
@@ -29,30 +30,12 @@ from trifocal.ops.triton.choice_index import (
     row_token,
     split_blocks,
 )
-from trifocal.ops.triton.common import (
-    LN_2,
-    LOG2_E,
-    LOWEST,
-    Tile,
-    load_tile,
-    split_width,
-    store_tile,
-    strides,
-    unit_stride,
-)
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
-from trifocal.ops.triton.selected_tiles import fits_by_hand, forward_tile, sizes_by_hand
+from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, load_tile, store_tile, strides, unit_stride
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, next_power_of_2, split_width
 
 # Larger blocks are cut into equal parts of at most this many tokens, each with a slot of its own.
 LARGEST_BLOCK = 64
-# Partial results of this many bytes are kept at a time.
-BUFFER_BYTES = 2**31
-# Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
-# backward only up to fewer, but for packed documents, whose blocks are mostly other documents' and cost nothing.
-MASKED_UP_TO = 4
-MASKED_BACKWARD_UP_TO = 2
-# With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
-FEWEST_SHARERS = 2
 
 
 @triton.jit
@@ -445,24 +428,6 @@ def query_forward_kernel(
     _finish_rows(o, lse, o_1, o_2, running_max, running_sum, exists, row_group * REP + head, V, V_1, V_2)
 
 
-def choose_order(
-    num_queries: int, num_keys: int, places: int, block_size: int, *, backward: bool = False, packed: bool = False
-) -> str:
-    """The loop order for a shape: `"masked"`, `"query"` or `"gathered"`.
-
-    A pair of a tile of rows and a block costs the masked order less (per multiprocessor, 128 wide, 16 heads a group,
-    µs: forward 0.65 against 1.6, backward 2.6 against 2.5), but there are more of them: at length T, in blocks,
-    (T + 1) / 2 a query instead of at most n. So forward changes at 4 n blocks or so, backward at n or 2 n, the later
-    one for what the index costs besides. How many programs there are does not matter: both orders cut long ones.
-    """
-    num_blocks = cdiv(num_keys, block_size)
-    sharers = num_queries * min(places, num_blocks) / num_blocks
-    if sharers < FEWEST_SHARERS:
-        return "query"
-    up_to = MASKED_BACKWARD_UP_TO if backward and not packed else MASKED_UP_TO
-    return "masked" if num_blocks <= up_to * places else "gathered"
-
-
 def selected_forward(
     q: Tensor,
     k: Tensor,
@@ -471,11 +436,6 @@ def selected_forward(
     geometry: Geometry,
     scale: float,
     documents: Documents | None,
-    *,
-    order: str | None = None,
-    tile: Tile | None = None,
-    buffer_bytes: int = BUFFER_BYTES,
-    by_hand: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tokens of the chosen blocks.
 
@@ -487,10 +447,6 @@ def selected_forward(
         geometry: Block sizes, in tokens.
         scale: Factor on the scores.
         documents: Packed documents; None for one sequence a batch entry.
-        order: A loop order instead of the one that the shape asks for.
-        tile: A configuration instead of the device's; `keys` is how many slots a piece has.
-        buffer_bytes: Partial results that keys-outside may hold at a time.
-        by_hand: Whether keys-outside runs the kernel scheduled by hand for Hopper; None: where it can.
 
     Returns:
         o, [B, T, H, V], in the type of q, and lse, [B, T, H], natural log, fp32; zeros and -inf where a query sees
@@ -507,7 +463,7 @@ def selected_forward(
     if places == 0:
         o = q.new_zeros(batch, num_queries, num_heads, value_dim)
         return o, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    order = order or choose_order(num_queries, num_keys, places, block_size)
+    order = dispatch.selected_order(num_queries, num_keys, places, block_size)
     rep = num_heads // groups
     widths, value_widths = split_width(q.shape[-1]), split_width(value_dim)
     o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
@@ -521,11 +477,10 @@ def selected_forward(
     shift = num_queries, num_keys - num_queries, num_keys
     # Zero would turn what is masked into NaN; this is as good, exp2(1e-30 x) being 1.
     score_scale = max(scale * LOG2_E, 1e-30)
-    by_hand = (
-        order == "gathered" and by_hand is not False and fits_by_hand(order, q, k, v, rep=rep, block_size=block_size)
-    )
-    tile = tile or forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded, by_hand)
-    if order == "query":
+    kernel = f"{order} forward"
+    on_hopper = dispatch.selected_on_hopper(kernel, q, k, v, q_per_kv=rep, block_size=block_size)
+    tile = dispatch.selected_tile(kernel, q, v, rep, on_hopper=on_hopper)
+    if order == "query_major":
         ids, positions, cu_seqlens = documents_or(documents, lse)
         query_forward_kernel[(batch * num_queries * groups,)](
             q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens, *all_strides, *shift, score_scale,
@@ -536,31 +491,32 @@ def selected_forward(
     ids, positions, cu_seqlens = documents_or(documents, lse)
     if order == "masked":
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
-        masked_forward_kernel[(batch * groups, cdiv(num_queries * rep, tile.rows))](
+        masked_forward_kernel[(batch * groups, cdiv(num_queries * rep, tile.BLOCK_M))](
             q, k, v, o, lse, bits, ids, positions, cu_seqlens, *all_strides, *shift, bits.shape[2], score_scale,
-            **shape, ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+            **shape, ROWS=tile.BLOCK_M, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         return o, lse
 
     row_slots = groups * places
     rows = batch * num_queries
-    chunk_rows = rows_of_chunk(row_slots * rep * value_dim * q.element_size(), rows, buffer_bytes)
+    chunk_rows = rows_of_chunk(row_slots * rep * value_dim * q.element_size(), rows)
     index = build_choice_index(
-        selected_blocks, block_size, num_keys, documents, chunk_rows=chunk_rows, piece_slots=tile.keys
+        selected_blocks, block_size, num_keys, documents, chunk_rows=chunk_rows, piece_slots=tile.piece_slots
     )
     slots_of_chunk = index.chunk_rows * row_slots
     o_slots = torch.empty(slots_of_chunk * rep, value_dim, dtype=q.dtype, device=q.device)
     lse_slots = torch.empty(slots_of_chunk * rep, dtype=torch.float32, device=q.device)
-    gathered, configuration = gathered_forward_kernel, {**shape, "ROWS": tile.rows, "maxnreg": tile.registers}
-    if by_hand:
-        from trifocal.ops.hopper.selected_forward import gathered_forward_hopper_kernel
-
-        gathered, configuration = gathered_forward_hopper_kernel, sizes_by_hand(shape)
+    gathered, configuration = gathered_forward_kernel, {**shape, "ROWS": tile.BLOCK_M, "maxnreg": tile.registers}
+    if on_hopper:
+        gathered, configuration = (
+            dispatch.hopper("selected_forward").gathered_forward_hopper_kernel,
+            hopper_sizes(shape),
+        )
     for chunk in range(index.num_chunks):
         gathered[(index.pieces_per_chunk,)](
             q, k, v, o_slots, lse_slots, index.slots, index.starts, index.first_pieces, index.piece_keys,
             ids, positions, cu_seqlens, *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks,
-            index.keys_per_chunk, score_scale, **configuration, PLACES=places, PIECE=tile.keys,
+            index.keys_per_chunk, score_scale, **configuration, PLACES=places, PIECE=tile.piece_slots,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         first_row = chunk * index.chunk_rows
@@ -569,9 +525,15 @@ def selected_forward(
     return o, lse
 
 
-def rows_of_chunk(bytes_of_row: int, rows: int, buffer_bytes: int) -> int:
+def rows_of_chunk(bytes_of_row: int, rows: int) -> int:
     """Rows whose partial results fit into the buffer: a multiple of 64, at least 64, or all of them."""
-    return min(rows, max(64, buffer_bytes // bytes_of_row // 64 * 64))
+    return min(rows, max(64, dispatch.SELECTED_BUFFER_BYTES // bytes_of_row // 64 * 64))
+
+
+def hopper_sizes(shape: dict[str, int]) -> dict[str, int]:
+    """The compile-time sizes that the Hopper kernels take, of those of the portable ones."""
+    parts = ("D_1", "D_2", "V_1", "V_2", "KEYS")
+    return {name: size for name, size in shape.items() if name not in parts}
 
 
 def reduce_slots(
@@ -586,17 +548,16 @@ def reduce_slots(
     factor: float,
     rep: int,
     places: int,
-    tile: Tile | None = None,
 ) -> None:
     """Add the slots of a chunk's rows into `out` [B, T, H, *]: weighted by `lse_slots`, or plainly without them."""
     width = out.shape[-1]
     columns = next_power_of_2(width)
-    tile = tile or Tile(rows=max(4, 2048 // columns), keys=4, warps=4, stages=1)
+    rows = max(4, 2048 // columns)
     groups = out.shape[2] // rep
     placeholder = parts
-    reduce_slots_kernel[(cdiv((end_row - first_row) * out.shape[2], tile.rows),)](
+    reduce_slots_kernel[(cdiv((end_row - first_row) * out.shape[2], rows),)](
         parts, placeholder if lse_slots is None else lse_slots, keys, out, placeholder if lse is None else lse,
         first_row, end_row, unused, factor,
-        GROUPS=groups, REP=rep, PLACES=places, V=width, V_PAD=columns, ROWS=tile.rows,
-        WEIGHTED=lse_slots is not None, UNROLL=tile.keys, num_warps=tile.warps,
+        GROUPS=groups, REP=rep, PLACES=places, V=width, V_PAD=columns, ROWS=rows,
+        WEIGHTED=lse_slots is not None, UNROLL=4, num_warps=4,
     )  # fmt: skip

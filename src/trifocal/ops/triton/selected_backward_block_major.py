@@ -11,21 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops import dispatch
 from trifocal.ops.triton.choice_index import ChoiceIndex, block_place, build_choice_index, find_piece
-from trifocal.ops.triton.common import (
-    Tile,
-    add_product,
-    architecture,
-    load_tile,
-    nothing_lost,
-    store_tile,
-    strides,
-    tma_fits,
-)
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
-from trifocal.ops.triton.selected import load_slots, reduce_slots, rows_of_chunk
+from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile, strides
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.selected_forward import hopper_sizes, load_slots, reduce_slots, rows_of_chunk
 from trifocal.ops.triton.selected_problem import SelectedProblem, row_numbers
-from trifocal.ops.triton.selected_tiles import FEWEST_HEADS_BY_ROLES, gathered_tile, partial_d_q_type, sizes_by_hand
+from trifocal.ops.triton.tiles import SelectedTile, cdiv, next_power_of_2
 
 
 @Kernel
@@ -172,20 +164,19 @@ def reduce_pieces_kernel(
         tl.store(target, (total * factor).to(d_x.dtype.element_ty), mask=exists)
 
 
-def gathered_backward(
-    problem: SelectedProblem, *, tile: Tile | None, by_hand: bool, buffer_bytes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """d_q, d_k and d_v; arguments as for `selected_backward`."""
+def block_major_backward(problem: SelectedProblem, order: str) -> tuple[Tensor, Tensor, Tensor]:
+    """d_q, d_k and d_v; the query-major order has no backward of its own and takes this one."""
     p, q, rep = problem, problem.q, problem.rep
     rows, dim, (num_keys, groups, value_dim) = q.shape[0] * q.shape[1], q.shape[3], p.v.shape[1:]
-    widths, value_widths = p.widths
-    hopper = architecture(q.device) == "hopper"
-    tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand, hopper)
+    on_hopper = dispatch.selected_on_hopper(
+        f"{order} backward", q, p.k, p.v, p.d_o, q_per_kv=rep, block_size=p.block_size
+    )
+    tile = dispatch.selected_tile("block_major backward", q, p.v, rep, on_hopper=on_hopper)
     row_slots = groups * p.places
-    d_q_type = partial_d_q_type(q.dtype, p.places, by_hand)
+    d_q_type = dispatch.partial_d_q_type(q.dtype, p.places, on_hopper=on_hopper)
     index = build_choice_index(
         p.selected_blocks, p.block_size, num_keys, p.documents,
-        chunk_rows=rows_of_chunk(row_slots * rep * dim * d_q_type.itemsize, rows, buffer_bytes), piece_slots=tile.keys,
+        chunk_rows=rows_of_chunk(row_slots * rep * dim * d_q_type.itemsize, rows), piece_slots=tile.piece_slots,
     )  # fmt: skip
     d_q_slots = torch.empty(index.chunk_rows * row_slots * rep, dim, dtype=d_q_type, device=q.device)
     parts_of_keys = index.pieces_per_chunk * p.block_size
@@ -196,12 +187,11 @@ def gathered_backward(
     several = index.num_chunks > 1
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (p.k, p.v))
 
-    if by_hand and rep >= FEWEST_HEADS_BY_ROLES and 64 % rep == 0 and tma_fits(q, p.k, p.v, p.d_o):
-        from trifocal.ops.hopper.selected_backward_warp_specialized import backward_by_roles
-
-        compute = backward_by_roles(problem, index, d_q_slots, d_k_parts, d_v_parts)
+    if on_hopper and dispatch.block_major_backward_is_warp_specialized(rep, q, p.k, p.v, p.d_o):
+        kernels = dispatch.hopper("selected_backward_warp_specialized")
+        compute = kernels.block_major_backward_of_chunk(problem, index, d_q_slots, d_k_parts, d_v_parts)
     else:
-        compute = _kernel_of_pieces(p, index, tile, by_hand, d_q_slots, d_k_parts, d_v_parts)
+        compute = _kernel_of_pieces(p, index, tile, on_hopper, d_q_slots, d_k_parts, d_v_parts)
     for chunk in range(index.num_chunks):
         compute(chunk)
         first_row = chunk * index.chunk_rows
@@ -217,7 +207,7 @@ def gathered_backward(
 
 
 def _kernel_of_pieces(
-    problem: SelectedProblem, index: ChoiceIndex, tile: Tile, by_hand: bool, *targets: Tensor
+    problem: SelectedProblem, index: ChoiceIndex, tile: SelectedTile, on_hopper: bool, *targets: Tensor
 ) -> Callable[[int], None]:
     """What computes d_q of one chunk's slots and d_k, d_v of its pieces, all but for the factor `scale`."""
     # The same for every chunk.
@@ -225,16 +215,18 @@ def _kernel_of_pieces(
         *problem.rows(), *targets, index.slots, index.starts, index.first_pieces, index.piece_keys,
         *problem.documents_or_lse(), *problem.sizes(),
     )  # fmt: skip
-    kernel, constants = gathered_backward_kernel, {**problem.constants(), "ROWS": tile.rows, "maxnreg": tile.registers}
-    if by_hand:
-        from trifocal.ops.hopper.selected_backward_block_major import gathered_backward_hopper_kernel
-
-        kernel, constants = gathered_backward_hopper_kernel, sizes_by_hand(problem.constants())
+    kernel, constants = (
+        gathered_backward_kernel,
+        {**problem.constants(), "ROWS": tile.BLOCK_M, "maxnreg": tile.registers},
+    )
+    if on_hopper:
+        kernel = dispatch.hopper("selected_backward_block_major").gathered_backward_hopper_kernel
+        constants = hopper_sizes(problem.constants())
 
     def compute(chunk: int) -> None:
         kernel[(index.pieces_per_chunk,)](
             *arguments, chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, problem.score_scale,
-            **constants, PLACES=problem.places, PIECE=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            **constants, PLACES=problem.places, PIECE=tile.piece_slots, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
 
     return compute
