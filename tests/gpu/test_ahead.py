@@ -28,7 +28,7 @@ def compiled() -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 def test_nothing_is_left_to_compile(case):
-    from trifocal.ops.triton.ahead import compile_ahead
+    from trifocal.ops.pipeline import compile_ahead
 
     inputs = draw(case, torch.bfloat16)
     leaves = inputs.leaves()

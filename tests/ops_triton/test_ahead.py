@@ -25,7 +25,7 @@ def asked_for(length: int, packed: bool, given: bool) -> list[tuple[str, bool]]:
     from tests.ops_triton.compilation import _record
     from trifocal.ops.geometry import Geometry
     from trifocal.ops.layout import Documents
-    from trifocal.ops.triton.ahead import compile_ahead
+    from trifocal.ops.pipeline import compile_ahead
 
     def empty(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, device="meta", dtype=dtype)

@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 
 _compiled_for: ContextVar[torch.device | None] = ContextVar("compiled_for", default=None)
-_properties = functools.cache(torch.cuda.get_device_properties)
+_properties: Callable[..., Any] = functools.cache(torch.cuda.get_device_properties)
 _capability = functools.cache(torch.cuda.get_device_capability)
 
 

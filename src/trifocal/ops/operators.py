@@ -6,7 +6,7 @@ is an operator too. Bodies are the Triton kernels, imported when they first run;
 and is watched by telemetry, is one operator for both backends.
 
 The stages of the whole attention are these operators too, called without gradients, in front of one boundary of
-autograd: `trifocal.ops.fused`.
+autograd: `trifocal.ops.pipeline`.
 
 Geometry travels as a list of its sizes, documents as their three tensors or three times None.
 """
