@@ -219,14 +219,14 @@ def test_every_group_size(heads):
     assert max(errors.values()) <= bound, (errors, bound)
 
 
-@pytest.mark.parametrize("places", [0, 4])
+@pytest.mark.parametrize("num_selected", [0, 4])
 @pytest.mark.parametrize("block", [64, 256], ids=["whole blocks", "blocks in parts"])
 @pytest.mark.parametrize("queries", [1, 300, 5000], ids=["query-major", "masked", "block-major"])
-def test_an_index_of_no_block_selects_nothing_whatever_its_size(queries, block, places):
+def test_an_index_of_no_block_selects_nothing_whatever_its_size(queries, block, num_selected):
     """In 32 bits 2**32 is 0, and 2**30 is 0 where a block has four parts; a choice may have no place at all."""
     case = Case("no block", Geometry(32, 16, block), queries, 8, 2, 64, 64, keys=5000 if queries == 1 else 0)
     inputs = draw(case, torch.bfloat16)
-    numbers = torch.tensor([2**32, 2**30, -(2**63), 2**63 - 1], device="cuda")[:places]
+    numbers = torch.tensor([2**32, 2**30, -(2**63), 2**63 - 1], device="cuda")[:num_selected]
     sizes = (1, queries, 2)
     nothing = torch.full((*sizes, 1), -1, dtype=torch.int32, device="cuda")
     got, pads = (run(case, inputs, chosen) for chosen in (numbers.expand(*sizes, -1), nothing))

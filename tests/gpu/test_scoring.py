@@ -79,7 +79,7 @@ def draw(case: Case, *, equal_keys: bool = False) -> tuple[Tensor, Tensor, Tenso
 
 
 def importance_parts(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`own` and `carried` of all queries, NaN where the kernel wrote nothing; zero where nothing can be carried."""
+    """`direct` and `overflow` of all queries, NaN where the kernel wrote nothing; zero where no block reaches over."""
     from trifocal.ops.hopper.scoring import launch_importance
     from trifocal.ops.triton.common import LOG2_E
     from trifocal.ops.triton.scoring import LINE
@@ -89,16 +89,16 @@ def importance_parts(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> tuple[Ten
     blocks = case.geometry.num_selection_blocks(case.num_keys)
     lines = -(-blocks // LINE.value)
     sizes = (case.batch, case.queries, case.groups, lines * LINE.value)
-    own, carried = (torch.full(sizes, torch.nan, device="cuda") for _ in range(2))
+    direct, overflow = (torch.full(sizes, torch.nan, device="cuda") for _ in range(2))
     shift = case.num_keys - case.queries
     launch_importance(
-        q, k, lse, own, carried, case.geometry, 0, case.queries, shift, blocks, lines, case.dim**-0.5 * LOG2_E,
+        q, k, lse, direct, overflow, case.geometry, 0, case.queries, shift, blocks, lines, case.dim**-0.5 * LOG2_E,
         **configuration,
     )  # fmt: skip
     if case.geometry.compression_block_size == case.geometry.compression_stride:
-        assert carried.isnan().all()
-        carried.zero_()
-    return own[..., :blocks], carried[..., :blocks]
+        assert overflow.isnan().all()
+        overflow.zero_()
+    return direct[..., :blocks], overflow[..., :blocks]
 
 
 def candidates(case: Case) -> Tensor:
@@ -109,9 +109,9 @@ def candidates(case: Case) -> Tensor:
     return (blocks < count[:, None]) & (count > case.geometry.num_selected_blocks)[:, None]
 
 
-def added(own: Tensor, carried: Tensor) -> Tensor:
-    """Importance: nothing is carried into the first block."""
-    return torch.cat((own[..., :1], own[..., 1:] + carried[..., 1:]), -1)
+def added(direct: Tensor, overflow: Tensor) -> Tensor:
+    """Importance: nothing reaches over into the first block."""
+    return torch.cat((direct[..., :1], direct[..., 1:] + overflow[..., 1:]), -1)
 
 
 def exact_importance(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
@@ -164,12 +164,12 @@ def test_the_choice_is_the_rule_on_the_same_importance(
     chosen = select_blocks_forward(q, k, lse, rules, case.num_keys, case.dim**-0.5, None)
     importance = added(*importance_parts(case, q, k, lse))
     position = torch.arange(case.num_keys - case.queries, case.num_keys, device="cuda")
-    own = (position // rules.selection_block_size)[:, None, None]
+    home = (position // rules.selection_block_size)[:, None, None]
     block = torch.arange(importance.shape[-1], device="cuda")
     importance = importance.nan_to_num(0.0)
-    forced = (block < rules.num_initial_blocks) | (block > own - rules.num_local_blocks)
+    forced = (block < rules.num_initial_blocks) | (block > home - rules.num_local_blocks)
     importance = importance.masked_fill(forced, torch.inf)
-    importance = importance.masked_fill(block > own, -torch.inf)
+    importance = importance.masked_fill(block > home, -torch.inf)
     ranked, order = importance.sort(dim=-1, descending=True, stable=True)
     ranked, order = (x[..., : rules.num_selected_blocks] for x in (ranked, order))
     order = order.masked_fill(ranked == -torch.inf, len(block)).sort(-1).values
@@ -192,9 +192,9 @@ def test_both_importance_kernels_choose_the_same(case: Case, monkeypatch: pytest
 def test_equal_keys_make_equal_blocks() -> None:
     """In every bit, or ties would not go to the lower index."""
     case = Case("ties", PAPER, 2300, 16, 1, 128)
-    own, carried = importance_parts(case, *draw(case, equal_keys=True))
+    direct, overflow = importance_parts(case, *draw(case, equal_keys=True))
     query = 2299
     whole = (query + 1 - PAPER.compression_block_size) // PAPER.selection_block_size
     assert whole > 32
-    for part in (own[0, query, 0, :whole], carried[0, query, 0, 1:whole]):
+    for part in (direct[0, query, 0, :whole], overflow[0, query, 0, 1:whole]):
         assert (part == part[0]).all(), part

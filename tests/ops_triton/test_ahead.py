@@ -67,10 +67,10 @@ def found():
 def test_all_are_compiled_and_none_is_launched(found, case):
     names = [name for name, _ in found[case]]
     assert all(only_compiled for _, only_compiled in found[case])
-    for part in ("forward_kernel", "combine_forward", "combine_backward", "d_q_kernel", "d_k_d_v_kernel"):
+    for part in ("interval_forward", "combine_forward", "combine_backward", "interval_d_q", "interval_dkdv"):
         assert any(part in name for name in names), (part, names)
     assert any(name.startswith("choice") for name in names) == (case != "a given choice")
-    assert any("gathered" in name for name in names) == (case == "block-major")
+    assert any("block_major" in name for name in names) == (case == "block-major")
     # The second call is of a kind that is ready.
     assert sum("combine_forward" in name for name in names) == 1
 

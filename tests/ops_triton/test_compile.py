@@ -93,9 +93,9 @@ def calls():
         result += [
             ("cmp 128", architecture, lambda: attention(64, 4, 128, 128, "cmp")),
             ("win 64", architecture, lambda: attention(12, 2, 64, 64, "win")),
-            ("slc 128, keys outside", architecture, lambda: selected(64, 4, 128, 128, "block_major")),
+            ("slc 128, block-major", architecture, lambda: selected(64, 4, 128, 128, "block_major")),
             ("slc 64, masked, parts", architecture, lambda: selected(12, 2, 64, 64, "masked", part_queries=192)),
-            ("slc 128, by query", architecture, lambda: selected(64, 4, 128, 128, "query_major")),
+            ("slc 128, query-major", architecture, lambda: selected(64, 4, 128, 128, "query_major")),
             ("scoring", architecture, lambda: scoring(64, 4, 128)),
             ("compression 64", architecture, lambda: compression(64)),
             ("compression 128 packed", architecture, lambda: compression(128, packed=True)),
@@ -109,7 +109,7 @@ def calls():
         ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "block_major", packed=True)),
         ("slc 64 packed, masked", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True)),
         ("slc 128, masked", "hopper", lambda: selected(64, 4, 128, 128, "masked", part_queries=192)),
-        ("slc 64, keys outside, six heads", "hopper", lambda: selected(12, 2, 64, 64, "block_major")),
+        ("slc 64, block-major, six heads", "hopper", lambda: selected(12, 2, 64, 64, "block_major")),
         ("slc 64/128 packed", "hopper", lambda: selected(16, 2, 64, 128, "block_major", packed=True)),
         ("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "block_major")),
         ("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "block_major", torch.float32)),
@@ -131,9 +131,9 @@ def rows():
 
 def test_every_kernel_is_compiled(rows):
     kernels = {(row["kernel"], row["architecture"]) for row in rows}
-    names = ("interval_forward_kernel", "interval_d_q_kernel", "interval_d_k_d_v_kernel", "sum_parts_kernel")
+    names = ("interval_forward_kernel", "interval_d_q_kernel", "interval_dkdv_kernel", "sum_parts_kernel")
     names += (
-        "query_forward_kernel",
+        "query_major_forward_kernel",
         "masked_forward_kernel",
         "masked_d_q_kernel",
         "importance_kernel",
@@ -142,24 +142,29 @@ def test_every_kernel_is_compiled(rows):
     names += ("mean_compress_kernel", "mean_compress_backward_kernel", "place_slots_kernel")
     names += ("reduce_slots_kernel", "reduce_pieces_kernel", "sum_parts_of_blocks_kernel")
     assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
-    written_for_hopper = ("hopper_forward_kernel", "hopper_d_q_kernel", "hopper_d_k_d_v_kernel", "row_numbers_kernel")
+    written_for_hopper = (
+        "interval_forward_hopper_kernel",
+        "interval_d_q_hopper_kernel",
+        "interval_dkdv_hopper_kernel",
+        "row_numbers_kernel",
+    )
     assert {(name, "hopper") for name in written_for_hopper} <= kernels
     assert not {(name, "ampere") for name in written_for_hopper} & kernels
     for call in ("cmp 128, one head", "win 128, six heads"):
         assert set(written_for_hopper) <= {row["kernel"] for row in rows if row["call"] == call}
     assert set(written_for_hopper[2:]) <= {row["kernel"] for row in rows if row["call"] == "win 64"}
-    assert ("gathered_backward_roles_kernel", "hopper") in kernels
-    assert {("importance_hopper_kernel", "hopper"), ("choice_by_warp_kernel", "hopper")} <= kernels
-    by_hand = ("gathered_forward", "gathered_backward", "masked_d_kv")
-    assert {(f"{name}_hopper_kernel", "hopper") for name in by_hand} <= kernels
-    assert {(f"{name}_kernel", "ampere") for name in by_hand} <= kernels
-    six_heads = {row["kernel"] for row in rows if row["call"] == "slc 64, keys outside, six heads"}
-    assert {"gathered_forward_hopper_kernel", "gathered_backward_hopper_kernel"} <= six_heads
+    assert ("block_major_backward_warp_specialized_kernel", "hopper") in kernels
+    assert {("importance_hopper_kernel", "hopper"), ("choice_hopper_kernel", "hopper")} <= kernels
+    written_twice = ("block_major_forward", "block_major_backward", "masked_dkdv")
+    assert {(f"{name}_hopper_kernel", "hopper") for name in written_twice} <= kernels
+    assert {(f"{name}_kernel", "ampere") for name in written_twice} <= kernels
+    six_heads = {row["kernel"] for row in rows if row["call"] == "slc 64, block-major, six heads"}
+    assert {"block_major_forward_hopper_kernel", "block_major_backward_hopper_kernel"} <= six_heads
 
 
 def test_scoring_of_few_queries_is_portable_but_for_the_choice(rows):
     kernels = {row["kernel"] for row in rows if row["call"] == "scoring of few queries"}
-    assert kernels == {"importance_kernel", "choice_by_warp_kernel"}
+    assert kernels == {"importance_kernel", "choice_hopper_kernel"}
 
 
 def test_shared_memory_fits(rows):

@@ -45,7 +45,7 @@ CASES = (
     Case("more taps than a tile holds", 20, 300, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("everything forced", 60, 60, geometry=geometry(8, 4, 16, 3, 1, 2, 11)),
     Case("chunks of queries", 150, 150, 2, 2, buffer_bytes=1),
-    Case("nothing to choose: fewer blocks than places", 40, 40),
+    Case("nothing to choose: fewer blocks than may be selected", 40, 40),
     Case("no compressed block", 7, 7),
 )
 

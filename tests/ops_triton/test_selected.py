@@ -36,16 +36,16 @@ class Case:
     batch: int = 1
     geometry: object = SMALL
     lengths: tuple[int, ...] | None = None
-    places: int = 3
+    num_selected: int = 3
 
 
 CASES = (
     Case("three heads a group, two batch entries, dims that fill no tile", 37, 37, 6, 2, 24, 40, batch=2),
     Case("fewer queries than keys, dims of two parts", 21, 60, 4, 1, 48, 16),
     Case("packed: long, 1 token, exactly a block, a block and one", 59, 59, 4, 2, lengths=(25, 1, 16, 17)),
-    Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, places=2),
-    Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, places=2),
-    Case("more places than there are blocks", 20, 20, places=5),
+    Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, num_selected=2),
+    Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, num_selected=2),
+    Case("more may be selected than there are blocks", 20, 20, num_selected=5),
 )
 ORDERS = ("block_major", "masked", "query_major")
 
@@ -58,7 +58,7 @@ def draw(case: Case, seed: int = 0):
     v = torch.randn(case.batch, case.keys, case.groups, case.value_dim, generator=generator)
     d_o = torch.randn(case.batch, case.queries, case.heads, case.value_dim, generator=generator)
     blocks = case.geometry.num_selection_blocks(case.keys)
-    shape = (case.batch, case.queries, case.groups, case.places)
+    shape = (case.batch, case.queries, case.groups, case.num_selected)
     chosen = torch.randint(-1, blocks + 1, shape, generator=generator, dtype=torch.int32)
     return q, k, v, d_o, chosen
 
@@ -205,7 +205,7 @@ def test_programs_are_cut_where_there_are_few() -> None:
         Case("fewer queries than keys", 37, 90, 4, 1, 48, 16),
         Case("many batch entries and groups", 50, 50, 3, 3, batch=3),
         Case("packed: long, 1 token, exactly a block, a block and one", 70, 70, 4, 2, lengths=(36, 1, 16, 17)),
-        Case("blocks of no power of two, one head a group", 50, 100, 2, 2, geometry=NO_POWER, places=2),
+        Case("blocks of no power of two, one head a group", 50, 100, 2, 2, geometry=NO_POWER, num_selected=2),
     ],
     ids=lambda case: case.why,
 )

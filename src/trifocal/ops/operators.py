@@ -22,7 +22,7 @@ from trifocal.ops import reference
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 
-# What operators take strides as they come from: without it the compiler makes each of them a copy of q of its own.
+# Operators accept any strides. Without this tag the compiler copies q once for each of them.
 ANY_STRIDES = (torch.Tag.flexible_layout,)
 
 DocumentTensors = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -62,8 +62,8 @@ def split_heads(heads: int) -> tuple[int, int]:
     A tile of rows holds whole queries of one share. Six heads are three shares of two: as many groups more, which read
     the same keys.
     """
-    rep = heads & -heads
-    return rep, heads // rep
+    q_per_kv = heads & -heads
+    return q_per_kv, heads // q_per_kv
 
 
 def part_descriptors(x: Tensor, positions: int, heads: int, width: Widths) -> tuple[Descriptor, Descriptor | None]:

@@ -15,14 +15,14 @@ from trifocal.ops.triton.tiles import Widths
 @gluon.jit
 def place_tile(
     slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
 ):
     """Batch, group, first query, first key and key tiles of the slot-th tile of rows: how many, which of them are full.
 
     Up to TAIL keys behind the last whole tile are left to a tile of that size.
     """
-    QUERIES: gl.constexpr = 2 * PART_ROWS // REP
+    QUERIES: gl.constexpr = 2 * PART_ROWS // Q_PER_KV
     first_query = (row_tiles - 1 - slot // batch_groups) * QUERIES
     batch = (slot % batch_groups) // GROUPS
     group = slot % GROUPS
@@ -80,12 +80,12 @@ def make_barriers(STAGES: gl.constexpr):
 
 @gluon.jit
 def store_rows(
-    target, values, rows_left, GROUPS: gl.constexpr, REP: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr,
+    target, values, rows_left, GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr,
     ADD: gl.constexpr, LAYOUT: gl.constexpr,
 ):
     """Store COLUMNS of the rows of a part of a tile, as many as are left; with ADD, added to what is there."""
     row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
-    place = ((row // REP) * (GROUPS * REP) + row % REP) * SIZE
+    place = ((row // Q_PER_KV) * (GROUPS * Q_PER_KV) + row % Q_PER_KV) * SIZE
     pointers = target + place[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
     keep = (row < rows_left)[:, None]
     if ADD:

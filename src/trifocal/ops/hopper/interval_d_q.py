@@ -36,7 +36,7 @@ from trifocal.ops.triton.tiles import cdiv, split_width
 @gluon.jit
 def load_keys_of_rows(
     descriptors, buffers, barriers, masks, counts,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
@@ -46,14 +46,14 @@ def load_keys_of_rows(
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
-    QUERIES: gl.constexpr = PART_ROWS // REP
+    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
     COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
         if TAIL > 0:
             mbarrier.wait(tail_free, (visit & 1) ^ 1)
             mbarrier.expect(tail_ready, TAIL * COLUMN_BYTES + v_tail_source.block_type.nbytes)
@@ -73,9 +73,9 @@ def load_keys_of_rows(
                     ready = q_ready.index(part)
                     mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
                     mbarrier.expect(ready, PART_ROWS * COLUMN_BYTES + d_o_source.block_type.nbytes)
-                    copy_tile(q_sources, batch, query, group * REP, ready, q_tiles, part, D_1, D_2)
+                    copy_tile(q_sources, batch, query, group * Q_PER_KV, ready, q_tiles, part, D_1, D_2)
                     tma.async_copy_global_to_shared(
-                        d_o_source, [batch, query, group * REP, 0], ready, d_o_tiles.index(part))
+                        d_o_source, [batch, query, group * Q_PER_KV, 0], ready, d_o_tiles.index(part))
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -141,7 +141,7 @@ def gather_rows(
 def sum_rows(
     PART: gl.constexpr, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
     scale, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
     ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):
@@ -150,7 +150,7 @@ def sum_rows(
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
     OUTPUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    QUERIES: gl.constexpr = PART_ROWS // REP
+    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
     q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
@@ -161,15 +161,15 @@ def sum_rows(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
         masked = tiles - (last_full - first_full)
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
-        row_query = gl.minimum(first_query + row // REP, num_queries - 1)
-        head = group * REP + row % REP
+        row_query = gl.minimum(first_query + row // Q_PER_KV, num_queries - 1)
+        head = group * Q_PER_KV + row % Q_PER_KV
         row_begin, row_end = visible_keys(
             row_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-        place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * REP) + head
+        place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * Q_PER_KV) + head
         row_lse = gl.load(lse + place)
         row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E_KERNEL)
         row_delta = gl.load(delta + place)
@@ -212,11 +212,11 @@ def sum_rows(
             PART, D_1, D_2, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT, OUTPUT_2)
         mbarrier.arrive(q_free.index(PART), count=1)
         D: gl.constexpr = D_1 + D_2
-        target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * REP * D
-        rows_left = (num_queries - first_query) * REP
-        store_rows(target, d_q * scale, rows_left, GROUPS, REP, D, D_1, ADD, OUTPUT)
+        target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV * D
+        rows_left = (num_queries - first_query) * Q_PER_KV
+        store_rows(target, d_q * scale, rows_left, GROUPS, Q_PER_KV, D, D_1, ADD, OUTPUT)
         if D_2 > 0:
-            store_rows(target + D_1, d_q_2 * scale, rows_left, GROUPS, REP, D, D_2, ADD, OUTPUT_2)
+            store_rows(target + D_1, d_q_2 * scale, rows_left, GROUPS, Q_PER_KV, D, D_2, ADD, OUTPUT_2)
         visit += 1
 
 
@@ -225,12 +225,12 @@ def sum_rows(
     "num_queries", "query_shift", "window_size", "slots", "row_tiles",
     "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
-def hopper_d_q_kernel(
+def interval_d_q_hopper_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, k_tail_source, k_tail_source_2, v_tail_source,
     lse, delta, gate, d_q_target, ids, positions, first_blocks,
     gate_batch_stride, gate_time_stride, gate_head_stride,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr,
@@ -257,12 +257,12 @@ def hopper_d_q_kernel(
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES,
+                             GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES,
                              SHARE)),
     ], [4, 1], [240, 24])
 
@@ -274,19 +274,19 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int, tail: in
     d_o, q, k, v, lse, delta, gate, scale, branch = problem
     batch, num_queries = q.shape[:2]
     width, value_dim = split_width(q.shape[3]), v.shape[3]
-    rep, share = split_heads(problem.rep)
+    q_per_kv, share = split_heads(problem.q_per_kv)
     num_groups = k.shape[2] * share
-    queries = PART_ROWS.value // rep
+    queries = PART_ROWS.value // q_per_kv
     row_tiles = cdiv(num_queries, 2 * queries)
     slots = row_tiles * batch * num_groups
     add = d_q is not None
     if d_q is None:
         d_q = q.new_empty(q.shape)
-    hopper_d_q_kernel[(min(slots, devices.multiprocessors(q.device)),)](
-        *part_descriptors(q, queries, rep, width),
+    interval_d_q_hopper_kernel[(min(slots, devices.multiprocessors(q.device)),)](
+        *part_descriptors(q, queries, q_per_kv, width),
         *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
-        tile_descriptor(d_o, queries, rep, value_dim),
+        tile_descriptor(d_o, queries, q_per_kv, value_dim),
         *tail_descriptors(k, v, tail, width),
         lse,
         delta,
@@ -305,7 +305,7 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int, tail: in
         scale,
         problem.score_scale,
         num_groups,
-        rep,
+        q_per_kv,
         width.part_1,
         width.part_2,
         value_dim,

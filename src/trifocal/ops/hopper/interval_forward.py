@@ -46,7 +46,7 @@ from trifocal.ops.triton.tiles import cdiv, split_width
 @gluon.jit
 def load_forward(
     descriptors, buffers, barriers, masks, counts,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
@@ -56,7 +56,7 @@ def load_forward(
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
-    QUERIES: gl.constexpr = PART_ROWS // REP
+    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
     Q_BYTES: gl.constexpr = PART_ROWS * (D_1 + D_2) * 2
     K_BYTES: gl.constexpr = KEYS * (D_1 + D_2) * 2
     count = 0
@@ -64,7 +64,7 @@ def load_forward(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
         if TAIL > 0:
             mbarrier.wait(tail_free, (visit & 1) ^ 1)
             mbarrier.expect(tail_ready, TAIL * (D_1 + D_2) * 2 + v_tail_source.block_type.nbytes)
@@ -83,7 +83,7 @@ def load_forward(
                     mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
                     mbarrier.expect(q_ready.index(part), Q_BYTES)
                     query = first_query + part * QUERIES
-                    copy_tile(q_sources, batch, query, group * REP, q_ready.index(part), q_tiles, part, D_1, D_2)
+                    copy_tile(q_sources, batch, query, group * Q_PER_KV, q_ready.index(part), q_tiles, part, D_1, D_2)
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -111,10 +111,10 @@ def weigh(scores, running_max, running_sum, score_scale):
 
 @gluon.jit
 def settle(x):
-    """x itself, no sooner than it is known: what stands behind in the program stays behind.
+    """Return x, and let no later statement of the program start before x is computed.
 
     The assembler moves a wait for products in front of arithmetic that should run beside them. It moves nothing
-    across a fence; this one is never executed, since x is no negative number.
+    across a fence. This fence is never executed, since x is not negative.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.f32 p, $1, 0f00000000; @p membar.cta; mov.b32 $0, $1; }",
@@ -155,7 +155,7 @@ def attend_tiles(
 @gluon.jit
 def attend_rows(
     PART: gl.constexpr, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr,
     TAIL: gl.constexpr, STAGES: gl.constexpr,
 ):
@@ -163,7 +163,7 @@ def attend_rows(
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    QUERIES: gl.constexpr = PART_ROWS // REP
+    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
     q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail = buffers
     q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
@@ -173,11 +173,11 @@ def attend_rows(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
         masked = tiles - (last_full - first_full)
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
-        row_query = first_query + row // REP
+        row_query = first_query + row // Q_PER_KV
         row_begin, row_end = visible_keys(
             gl.minimum(row_query, num_queries - 1), query_shift, window_size, ids, positions, first_blocks,
             COMPRESSED, BLOCK, STRIDE, PACKED)
@@ -235,33 +235,34 @@ def attend_rows(
         sees = running_sum > 0
         inverse = gl.where(sees, 1.0 / gl.where(sees, running_sum, 1.0), 0.0)
         natural = gl.where(sees, (running_max + gl.log2(gl.where(sees, running_sum, 1.0))) * LN_2, float("-inf"))
-        place = ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * REP
-        gl.store(lse + place + ((row // REP) * (GROUPS * REP) + row % REP), natural, mask=row_query < num_queries)
+        place = ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV
+        gl.store(lse + place + ((row // Q_PER_KV) * (GROUPS * Q_PER_KV) + row % Q_PER_KV), natural,
+            mask=row_query < num_queries)
         o = warpgroup_mma_wait(0, [o])
         mbarrier.arrive(v_free.index(before), count=1)
         column_inverse = gl.convert_layout(inverse, gl.SliceLayout(1, OUTPUT))[:, None]
         o = gl.where(column_inverse > 0, o * column_inverse, 0.0)
         if D_2 > 0:
             # Wide tiles leave no room for o in shared memory.
-            rows_left = (num_queries - first_query) * REP
-            store_rows(o_pointer + place * V, o, rows_left, GROUPS, REP, V, V, False, OUTPUT)
+            rows_left = (num_queries - first_query) * Q_PER_KV
+            store_rows(o_pointer + place * V, o, rows_left, GROUPS, Q_PER_KV, V, V, False, OUTPUT)
         else:
             tma.store_wait(0)
             o_tile = o_tiles.index(PART)
             o_tile.reshape([PART_ROWS, V]).store(o.to(o_tiles.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(o_target, [batch, first_query, group * REP, 0], o_tile)
+            tma.async_copy_shared_to_global(o_target, [batch, first_query, group * Q_PER_KV, 0], o_tile)
         visit += 1
     tma.store_wait(0)
 
 
 @Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
-def hopper_forward_kernel(
+def interval_forward_hopper_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, k_tail_source, k_tail_source_2, v_tail_source, o_target,
     o_pointer, lse, ids, positions, first_blocks,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
@@ -285,11 +286,11 @@ def hopper_forward_kernel(
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
         (attend_rows, (0, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES)),
+                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES)),
         (attend_rows, (1, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
-                       GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES)),
+                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES)),
         (load_forward, (descriptors, buffers, barriers, masks, counts,
-                        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES,
+                        GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES,
                         SHARE)),
     ], [4, 1], [240, 24])
 
@@ -309,19 +310,19 @@ def launch_forward(
     batch, num_queries, num_heads, _ = q.shape
     value_dim = v.shape[3]
     width = split_width(q.shape[3])
-    rep, share = split_heads(num_heads // k.shape[2])
+    q_per_kv, share = split_heads(num_heads // k.shape[2])
     num_groups = k.shape[2] * share
     o = q.new_empty(batch, num_queries, num_heads, value_dim)
     lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
-    queries = PART_ROWS.value // rep
+    queries = PART_ROWS.value // q_per_kv
     row_tiles = cdiv(num_queries, 2 * queries)
     slots = row_tiles * batch * num_groups
-    hopper_forward_kernel[(min(slots, devices.multiprocessors(q.device)),)](
-        *part_descriptors(q, queries, rep, width),
+    interval_forward_hopper_kernel[(min(slots, devices.multiprocessors(q.device)),)](
+        *part_descriptors(q, queries, q_per_kv, width),
         *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
         *tail_descriptors(k, v, tail, width),
-        tile_descriptor(o, queries, rep, value_dim),
+        tile_descriptor(o, queries, q_per_kv, value_dim),
         o,
         lse,
         branch.ids,
@@ -335,7 +336,7 @@ def launch_forward(
         branch.window_size,
         scale * LOG2_E,
         num_groups,
-        rep,
+        q_per_kv,
         width.part_1,
         width.part_2,
         value_dim,

@@ -8,12 +8,12 @@ from trifocal.ops.triton.common import LOG2_E_KERNEL
 
 
 @gluon.jit
-def exists_in(row, first, end, REP: gl.constexpr):
+def exists_in(row, first, end, Q_PER_KV: gl.constexpr):
     """Whether rows of a tile have a slot: not behind the last, nor behind the last that fits into the tile."""
-    STEP: gl.constexpr = 64 // REP
-    exists = first + row // REP < end
-    if STEP * REP < 64:
-        exists = exists & (row < STEP * REP)
+    STEP: gl.constexpr = 64 // Q_PER_KV
+    exists = first + row // Q_PER_KV < end
+    if STEP * Q_PER_KV < 64:
+        exists = exists & (row < STEP * Q_PER_KV)
     return exists
 
 

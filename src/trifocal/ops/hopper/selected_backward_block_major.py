@@ -20,7 +20,7 @@ from trifocal.ops.triton.launch import Kernel
         "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
     ]
 )  # fmt: skip
-def gathered_backward_hopper_kernel(
+def block_major_backward_hopper_kernel(
     q, k, v, d_o, lse, delta, gate, d_q_slots, d_k_parts, d_v_parts,
     slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
@@ -28,13 +28,13 @@ def gathered_backward_hopper_kernel(
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
     num_queries, query_shift, num_keys, chunk, chunk_rows, num_blocks, keys_per_chunk, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, PLACES: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, NUM_SELECTED: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     BLOCK: gl.constexpr, PIECE: gl.constexpr, PACKED: gl.constexpr, GATED: gl.constexpr,
 ):  # fmt: skip
     """One piece: d_q of its slots and its part of d_k and d_v, all but for the factor `scale`."""
     ROWS: gl.constexpr = 64
-    SLOTS_OF_ROW: gl.constexpr = GROUPS * PLACES
-    STEP: gl.constexpr = ROWS // REP
+    SLOTS_OF_ROW: gl.constexpr = GROUPS * NUM_SELECTED
+    STEP: gl.constexpr = ROWS // Q_PER_KV
     TYPE: gl.constexpr = q.dtype.element_ty
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_d: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -58,8 +58,8 @@ def gathered_backward_hopper_kernel(
         )
         first_slot_of_chunk = chunk * chunk_rows * SLOTS_OF_ROW
         first_row = batch * num_queries
-        q += batch.to(gl.int64) * q_batch_stride + group * REP * q_head_stride
-        d_o += batch.to(gl.int64) * d_batch_stride + group * REP * d_head_stride
+        q += batch.to(gl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
+        d_o += batch.to(gl.int64) * d_batch_stride + group * Q_PER_KV * d_head_stride
         k += batch.to(gl.int64) * k_batch_stride + first_token.to(gl.int64) * k_time_stride + group * k_head_stride
         v += batch.to(gl.int64) * v_batch_stride + first_token.to(gl.int64) * v_time_stride + group * v_head_stride
 
@@ -73,11 +73,11 @@ def gathered_backward_hopper_kernel(
         # Rows behind the last slot take its queries again, and add nothing.
         tiles_q = gl.allocate_shared_memory(TYPE, [2, ROWS, D], shared_d)
         tiles_d_o = gl.allocate_shared_memory(TYPE, [2, ROWS, V], shared_v)
-        slot_d = gl.load(slots + gl.minimum(begin + row_d // REP, last)).to(gl.int32)
-        slot_v = gl.load(slots + gl.minimum(begin + row_v // REP, last)).to(gl.int32)
+        slot_d = gl.load(slots + gl.minimum(begin + row_d // Q_PER_KV, last)).to(gl.int32)
+        slot_v = gl.load(slots + gl.minimum(begin + row_v // Q_PER_KV, last)).to(gl.int32)
         query_d, query_v = slot_d // SLOTS_OF_ROW - first_row, slot_v // SLOTS_OF_ROW - first_row
-        ask_for(q, query_d, row_d % REP, tiles_q.index(0), columns_d, q_time_stride, q_head_stride)
-        ask_for(d_o, query_v, row_v % REP, tiles_d_o.index(0), columns_v, d_time_stride, d_head_stride)
+        ask_for(q, query_d, row_d % Q_PER_KV, tiles_q.index(0), columns_d, q_time_stride, q_head_stride)
+        ask_for(d_o, query_v, row_v % Q_PER_KV, tiles_d_o.index(0), columns_v, d_time_stride, d_head_stride)
 
         shared_k = gl.allocate_shared_memory(TYPE, [BLOCK, D], shared_d)
         shared_values = gl.allocate_shared_memory(TYPE, [BLOCK, V], shared_v)
@@ -92,17 +92,19 @@ def gathered_backward_hopper_kernel(
         d_k = gl.zeros([BLOCK, D], gl.float32, of_d)
         d_v = gl.zeros([BLOCK, V], gl.float32, of_v)
         key_position = first_position + gl.arange(0, BLOCK, gl.SliceLayout(0, of_scores))
-        slot_s = gl.load(slots + gl.minimum(begin + row_s // REP, last)).to(gl.int32)
+        slot_s = gl.load(slots + gl.minimum(begin + row_s // Q_PER_KV, last)).to(gl.int32)
         first_query_slot = gl.load(slots + begin).to(gl.int32)
-        place_s = ((slot_s // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * REP + row_s % REP
-        lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place_s, exists_in(row_s, begin, end, REP), GATED)
+        place_s = ((slot_s // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * Q_PER_KV + row_s % Q_PER_KV
+        lse_2, delta_row, gate_row = row_numbers(
+            lse, delta, gate, place_s, exists_in(row_s, begin, end, Q_PER_KV), GATED
+        )
         turn = 0
         for first in range(begin, end, STEP):
-            slot_next_d = gl.load(slots + gl.minimum(first + STEP + row_d // REP, last)).to(gl.int32)
+            slot_next_d = gl.load(slots + gl.minimum(first + STEP + row_d // Q_PER_KV, last)).to(gl.int32)
             slot_next_v = slot_next_d
             if D != V:
-                slot_next_v = gl.load(slots + gl.minimum(first + STEP + row_v // REP, last)).to(gl.int32)
-            slot_next_s = gl.load(slots + gl.minimum(first + STEP + row_s // REP, last)).to(gl.int32)
+                slot_next_v = gl.load(slots + gl.minimum(first + STEP + row_v // Q_PER_KV, last)).to(gl.int32)
+            slot_next_s = gl.load(slots + gl.minimum(first + STEP + row_s // Q_PER_KV, last)).to(gl.int32)
             position = first_query_slot // SLOTS_OF_ROW - first_row + query_shift
             if PACKED:
                 position = gl.load(positions + position)
@@ -114,8 +116,8 @@ def gathered_backward_hopper_kernel(
             scores = warpgroup_mma(queries, shared_k.permute((1, 0)), zeros, use_acc=False, is_async=True)
             d_p = warpgroup_mma(d_o_tile, shared_values.permute((1, 0)), zeros, use_acc=False, is_async=True)
             query_d, query_v = slot_next_d // SLOTS_OF_ROW - first_row, slot_next_v // SLOTS_OF_ROW - first_row
-            ask_for(q, query_d, row_d % REP, tiles_q.index(turn ^ 1), columns_d, q_time_stride, q_head_stride)
-            ask_for(d_o, query_v, row_v % REP, tiles_d_o.index(turn ^ 1), columns_v, d_time_stride, d_head_stride)
+            ask_for(q, query_d, row_d % Q_PER_KV, tiles_q.index(turn ^ 1), columns_d, q_time_stride, q_head_stride)
+            ask_for(d_o, query_v, row_v % Q_PER_KV, tiles_d_o.index(turn ^ 1), columns_v, d_time_stride, d_head_stride)
             scores = warpgroup_mma_wait(1, [scores, queries, shared_k])[0]
             # Slots come in the order of their queries: behind the block's own queries all keys are in the past.
             if position < first_position + (BLOCK - 1):
@@ -138,16 +140,16 @@ def gathered_backward_hopper_kernel(
             )
             d_v = warpgroup_mma(shared_p_tile.permute((1, 0)), d_o_tile, d_v, is_async=True)
             d_k = warpgroup_mma(shared_d_scores.permute((1, 0)), queries, d_k, is_async=True)
-            place_s = ((slot_next_s // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * REP + row_s % REP
-            next_exists = exists_in(row_s, first + STEP, end, REP)
+            place_s = ((slot_next_s // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * Q_PER_KV + row_s % Q_PER_KV
+            next_exists = exists_in(row_s, first + STEP, end, Q_PER_KV)
             lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place_s, next_exists, GATED)
             d_q, d_k, d_v = warpgroup_mma_wait(
                 0, [d_q, d_k, d_v, queries, d_o_tile, shared_k, shared_p_tile, shared_d_scores]
             )[:3]
             # The queries' own tile serves to lay d_q out for wide stores.
             queries.store(d_q.to(TYPE))
-            place = (slot_d - first_slot_of_chunk) * REP + row_d % REP
-            exists_d = exists_in(row_d, first, end, REP)
+            place = (slot_d - first_slot_of_chunk) * Q_PER_KV + row_d % Q_PER_KV
+            exists_d = exists_in(row_d, first, end, Q_PER_KV)
             gl.store(d_q_slots + place[:, None] * D + columns_d[None, :], queries.load(wide_d), mask=exists_d[:, None])
             slot_d = slot_next_d
             slot_s = slot_next_s

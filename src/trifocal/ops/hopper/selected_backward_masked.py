@@ -16,14 +16,14 @@ from trifocal.ops.triton.launch import Kernel
 
 @Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words", "num_blocks", "part_queries"])
-def masked_d_kv_hopper_kernel(
+def masked_dkdv_hopper_kernel(
     q, k, v, d_o, lse, delta, gate, d_k, d_v, bits, block_documents, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
     num_queries, query_shift, num_keys, num_words, num_blocks, part_queries, score_scale, scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     BLOCK: gl.constexpr, PACKED: gl.constexpr, GATED: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """d_k and d_v of one block, over the rows of all queries behind it; the blocks with most queries start first.
@@ -59,8 +59,8 @@ def masked_d_kv_hopper_kernel(
     begin_query = gl.maximum(gl.maximum(first_token - query_shift, 0), begin_query)
     end_query = gl.minimum(document_end - query_shift, end_query)
     if (first_token < document_end) & ((begin_query < end_query) | (not SPLIT)):
-        q += batch * q_batch_stride + group * REP * q_head_stride
-        d_o += batch * d_batch_stride + group * REP * d_head_stride
+        q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
+        d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
         k += batch * k_batch_stride + first_token.to(gl.int64) * k_time_stride + group * k_head_stride
         v += batch * v_batch_stride + first_token.to(gl.int64) * v_time_stride + group * v_head_stride
         row_d = gl.arange(0, ROWS, d_rows)
@@ -68,15 +68,15 @@ def masked_d_kv_hopper_kernel(
         row_s = gl.arange(0, ROWS, score_rows)
         columns_d = gl.arange(0, D, gl.SliceLayout(0, wide_d))
         columns_v = gl.arange(0, V, gl.SliceLayout(0, wide_v))
-        end_row = end_query * REP
+        end_row = end_query * Q_PER_KV
         # Rows behind the last take its queries again, and add nothing.
         last = end_row - 1
         tiles_q = gl.allocate_shared_memory(TYPE, [2, ROWS, D], shared_d)
         tiles_d_o = gl.allocate_shared_memory(TYPE, [2, ROWS, V], shared_v)
-        ask_d = gl.minimum(begin_query * REP + row_d, last)
-        ask_v = gl.minimum(begin_query * REP + row_v, last)
-        ask_for(q, ask_d // REP, ask_d % REP, tiles_q.index(0), columns_d, q_time_stride, q_head_stride)
-        ask_for(d_o, ask_v // REP, ask_v % REP, tiles_d_o.index(0), columns_v, d_time_stride, d_head_stride)
+        ask_d = gl.minimum(begin_query * Q_PER_KV + row_d, last)
+        ask_v = gl.minimum(begin_query * Q_PER_KV + row_v, last)
+        ask_for(q, ask_d // Q_PER_KV, ask_d % Q_PER_KV, tiles_q.index(0), columns_d, q_time_stride, q_head_stride)
+        ask_for(d_o, ask_v // Q_PER_KV, ask_v % Q_PER_KV, tiles_d_o.index(0), columns_v, d_time_stride, d_head_stride)
 
         shared_k = gl.allocate_shared_memory(TYPE, [BLOCK, D], shared_d)
         shared_values = gl.allocate_shared_memory(TYPE, [BLOCK, V], shared_v)
@@ -90,14 +90,14 @@ def masked_d_kv_hopper_kernel(
         total_v = gl.zeros([BLOCK, V], gl.float32, of_v)
         key_token = first_token + gl.arange(0, BLOCK, gl.SliceLayout(0, of_scores))
         words = bits + (gl.program_id(0).to(gl.int64) * num_words + block // 32) * num_queries
-        first_place = batch * num_queries * (GROUPS * REP) + group * REP
-        row = gl.minimum(begin_query * REP + row_s, last)
-        word = gl.load(words + row // REP)
-        place = first_place + row // REP * (GROUPS * REP) + row % REP
-        exists = (((word >> (block & 31)) & 1) != 0) & (begin_query * REP + row_s < end_row)
+        first_place = batch * num_queries * (GROUPS * Q_PER_KV) + group * Q_PER_KV
+        row = gl.minimum(begin_query * Q_PER_KV + row_s, last)
+        word = gl.load(words + row // Q_PER_KV)
+        place = first_place + row // Q_PER_KV * (GROUPS * Q_PER_KV) + row % Q_PER_KV
+        exists = (((word >> (block & 31)) & 1) != 0) & (begin_query * Q_PER_KV + row_s < end_row)
         lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
         turn = 0
-        for first in range(begin_query * REP, end_row, ROWS):
+        for first in range(begin_query * Q_PER_KV, end_row, ROWS):
             async_copy.wait_group(0)
             queries = tiles_q.index(turn)
             d_o_tile = tiles_d_o.index(turn)
@@ -106,12 +106,22 @@ def masked_d_kv_hopper_kernel(
             d_p = warpgroup_mma(d_o_tile, shared_values.permute((1, 0)), zeros, use_acc=False, is_async=True)
             ask_d = gl.minimum(first + ROWS + row_d, last)
             ask_v = gl.minimum(first + ROWS + row_v, last)
-            ask_for(q, ask_d // REP, ask_d % REP, tiles_q.index(turn ^ 1), columns_d, q_time_stride, q_head_stride)
-            ask_for(d_o, ask_v // REP, ask_v % REP, tiles_d_o.index(turn ^ 1), columns_v, d_time_stride, d_head_stride)
+            ask_for(
+                q, ask_d // Q_PER_KV, ask_d % Q_PER_KV, tiles_q.index(turn ^ 1), columns_d, q_time_stride, q_head_stride
+            )
+            ask_for(
+                d_o,
+                ask_v // Q_PER_KV,
+                ask_v % Q_PER_KV,
+                tiles_d_o.index(turn ^ 1),
+                columns_v,
+                d_time_stride,
+                d_head_stride,
+            )
             scores = warpgroup_mma_wait(1, [scores, queries, shared_k])[0]
-            if first // REP + query_shift < first_token + (BLOCK - 1):
+            if first // Q_PER_KV + query_shift < first_token + (BLOCK - 1):
                 # A query of the block's own document sits as far behind the key as its token does.
-                token = (first + row_s) // REP + query_shift
+                token = (first + row_s) // Q_PER_KV + query_shift
                 scores = gl.where(key_token[None, :] <= token[:, None], scores, float("-inf"))
             p = gl.exp2(scores * score_scale - lse_2[:, None])
             if GATED:
@@ -124,8 +134,8 @@ def masked_d_kv_hopper_kernel(
             total_v = warpgroup_mma(shared_p_tile.permute((1, 0)), d_o_tile, total_v, is_async=True)
             total_k = warpgroup_mma(shared_d_scores.permute((1, 0)), queries, total_k, is_async=True)
             row = gl.minimum(first + ROWS + row_s, last)
-            word = gl.load(words + row // REP)
-            place = first_place + row // REP * (GROUPS * REP) + row % REP
+            word = gl.load(words + row // Q_PER_KV)
+            place = first_place + row // Q_PER_KV * (GROUPS * Q_PER_KV) + row % Q_PER_KV
             exists = (((word >> (block & 31)) & 1) != 0) & (first + ROWS + row_s < end_row)
             lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
             total_k, total_v = warpgroup_mma_wait(

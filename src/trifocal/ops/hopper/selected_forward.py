@@ -1,8 +1,8 @@
-"""Selected attention scheduled by hand for Hopper: keys-outside, and d_k, d_v of the masked order.
+"""Selected attention for Hopper, in Gluon: the block-major order, and d_k, d_v of the masked order.
 
-The same loop orders, work and results as the portable kernels of the same names in `selected.py`,
-`selected_backward_gathered.py` and `selected_backward_masked.py`, for 16-bit types, widths of 64 and 128, blocks of 64
-tokens and groups of up to 64 heads; everything else takes the portable kernel (`dispatch.selected_on_hopper`).
+These kernels, here and in `selected_backward_block_major.py` and `selected_backward_masked.py`, have the same loop
+orders, work and results as the portable ones in the files of the same names. They take 16-bit types, widths of 64 and
+128, blocks of 64 tokens and groups of up to 64 heads (`dispatch.selected_on_hopper`).
 
 What the portable kernel leaves: its compiler asks for the next tile's queries at the end of an iteration and waits for
 them at the beginning of the next, so every tile pays the whole latency of memory. Here they are asked for as soon as
@@ -37,21 +37,21 @@ from trifocal.ops.triton.launch import Kernel
         "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
     ]
 )  # fmt: skip
-def gathered_forward_hopper_kernel(
+def block_major_forward_hopper_kernel(
     q, k, v, o_slots, lse_slots, slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     num_queries, query_shift, num_keys, chunk, chunk_rows, num_blocks, keys_per_chunk, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, PLACES: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, NUM_SELECTED: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     BLOCK: gl.constexpr, PIECE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     """Partial o and lse (base 2) of the slots of one piece, 64 rows (slot, head of the group) at a time."""
     ROWS: gl.constexpr = 64
-    SLOTS_OF_ROW: gl.constexpr = GROUPS * PLACES
-    STEP: gl.constexpr = ROWS // REP
+    SLOTS_OF_ROW: gl.constexpr = GROUPS * NUM_SELECTED
+    STEP: gl.constexpr = ROWS // Q_PER_KV
     # With many slots in a tile their addresses are what costs; with few, lines of memory that are not written at once.
-    DIRECT: gl.constexpr = REP < 8
+    DIRECT: gl.constexpr = Q_PER_KV < 8
     TYPE: gl.constexpr = q.dtype.element_ty
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
@@ -76,7 +76,7 @@ def gathered_forward_hopper_kernel(
         )
         first_slot_of_chunk = chunk * chunk_rows * SLOTS_OF_ROW
         first_row = batch * num_queries
-        q += batch.to(gl.int64) * q_batch_stride + group * REP * q_head_stride
+        q += batch.to(gl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
         k += batch.to(gl.int64) * k_batch_stride + first_token.to(gl.int64) * k_time_stride + group * k_head_stride
         v += batch.to(gl.int64) * v_batch_stride + first_token.to(gl.int64) * v_time_stride + group * v_head_stride
 
@@ -90,10 +90,10 @@ def gathered_forward_hopper_kernel(
 
         # Rows behind the last slot take its queries again, and are not stored.
         tiles = gl.allocate_shared_memory(TYPE, [2, ROWS, D], shared_d)
-        slot_d = gl.load(slots + gl.minimum(begin + row_d // REP, last)).to(gl.int32)
+        slot_d = gl.load(slots + gl.minimum(begin + row_d // Q_PER_KV, last)).to(gl.int32)
         query = slot_d // SLOTS_OF_ROW - first_row
-        ask_for(q, query, row_d % REP, tiles.index(0), columns_d, q_time_stride, q_head_stride)
-        slot_d = gl.load(slots + gl.minimum(begin + STEP + row_d // REP, last)).to(gl.int32)
+        ask_for(q, query, row_d % Q_PER_KV, tiles.index(0), columns_d, q_time_stride, q_head_stride)
+        slot_d = gl.load(slots + gl.minimum(begin + STEP + row_d // Q_PER_KV, last)).to(gl.int32)
 
         shared_k = gl.allocate_shared_memory(TYPE, [BLOCK, D], shared_d)
         shared_values = gl.allocate_shared_memory(TYPE, [BLOCK, V], shared_v)
@@ -108,15 +108,15 @@ def gathered_forward_hopper_kernel(
         turn = 0
         for first in range(begin, end, STEP):
             async_copy.wait_group(0)
-            slot_s = gl.load(slots + gl.minimum(first + row_s // REP, last)).to(gl.int32)
+            slot_s = gl.load(slots + gl.minimum(first + row_s // Q_PER_KV, last)).to(gl.int32)
             if not DIRECT:
-                slot_o = gl.load(slots + gl.minimum(first + row_o // REP, last)).to(gl.int32)
+                slot_o = gl.load(slots + gl.minimum(first + row_o // Q_PER_KV, last)).to(gl.int32)
             queries = tiles.index(turn)
             no_scores = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
             scores = warpgroup_mma(queries, shared_k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
             query = slot_d // SLOTS_OF_ROW - first_row
-            ask_for(q, query, row_d % REP, tiles.index(turn ^ 1), columns_d, q_time_stride, q_head_stride)
-            slot_d = gl.load(slots + gl.minimum(first + 2 * STEP + row_d // REP, last)).to(gl.int32)
+            ask_for(q, query, row_d % Q_PER_KV, tiles.index(turn ^ 1), columns_d, q_time_stride, q_head_stride)
+            slot_d = gl.load(slots + gl.minimum(first + 2 * STEP + row_d // Q_PER_KV, last)).to(gl.int32)
             position = first_query_slot // SLOTS_OF_ROW - first_row + query_shift
             if PACKED:
                 position = gl.load(positions + position)
@@ -136,16 +136,16 @@ def gathered_forward_hopper_kernel(
             o = warpgroup_mma(
                 gl.convert_layout(p.to(TYPE), of_p), shared_values, no_o, use_acc=False, is_async=True
             )  # fmt: skip
-            place_s = (slot_s - first_slot_of_chunk) * REP + row_s % REP
-            exists_s = exists_in(row_s, first, end, REP)
+            place_s = (slot_s - first_slot_of_chunk) * Q_PER_KV + row_s % Q_PER_KV
+            exists_s = exists_in(row_s, first, end, Q_PER_KV)
             gl.store(lse_slots + place_s, top + gl.log2(total), mask=exists_s)
             inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, of_o))
             if DIRECT:
                 place_o = gl.convert_layout(place_s, store_rows, assert_trivial=True)
                 exists_o = gl.convert_layout(exists_s, store_rows, assert_trivial=True)
             else:
-                place_o = (slot_o - first_slot_of_chunk) * REP + row_o % REP
-                exists_o = exists_in(row_o, first, end, REP)
+                place_o = (slot_o - first_slot_of_chunk) * Q_PER_KV + row_o % Q_PER_KV
+                exists_o = exists_in(row_o, first, end, Q_PER_KV)
             o = warpgroup_mma_wait(0, [o, shared_values])[0]
             o = (o * inverse[:, None]).to(TYPE)
             o = gl.convert_layout(neighbours(o) if DIRECT else o, of_store, assert_trivial=DIRECT)

@@ -90,16 +90,16 @@ def full_tiles(begin, end, full_begin, full_end, SIZE: tl.constexpr):
 
 
 @triton.jit
-def place_rows(row, num_queries, REP: tl.constexpr):
+def place_rows(row, num_queries, Q_PER_KV: tl.constexpr):
     """Query and head of rows; rows behind the last query stand in for it."""
-    query = row // REP
-    return tl.minimum(query, num_queries - 1), row - query * REP
+    query = row // Q_PER_KV
+    return tl.minimum(query, num_queries - 1), row - query * Q_PER_KV
 
 
 @triton.jit
 def place_rows_of_program(
     num_queries, query_shift, window_size, ids, positions, first_blocks,
-    GROUPS: tl.constexpr, REP: tl.constexpr, COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     PACKED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """This program's tile of rows, the keys that each sees, and the key tiles: all of them, and the first and number
@@ -107,10 +107,10 @@ def place_rows_of_program(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     batch = tl.program_id(1) // GROUPS
     group = tl.program_id(1) % GROUPS
-    first_query = first_row // REP
-    last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
+    first_query = first_row // Q_PER_KV
+    last_query = tl.minimum((first_row + ROWS - 1) // Q_PER_KV, num_queries - 1)
     row = first_row + tl.arange(0, ROWS)
-    query, head = place_rows(row, num_queries, REP)
+    query, head = place_rows(row, num_queries, Q_PER_KV)
     row_begin, row_end = visible_keys(
         query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
     begin, full_end = visible_keys(
@@ -142,7 +142,7 @@ def load_keys(
 @triton.jit
 def load_rows(
     source, batch, group, first_query, query, head, time_stride, head_stride, FIRST: tl.constexpr, PART: tl.constexpr,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, REP: tl.constexpr, TMA: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, Q_PER_KV: tl.constexpr, TMA: tl.constexpr,
 ):
     """Load PART columns, from FIRST on, of a tile of rows. `source` as in `load_keys`."""
     if TMA:
@@ -197,7 +197,7 @@ class Branch(NamedTuple):
         return self.ids is not None
 
     def constants(self) -> dict[str, int | bool]:
-        """What kernels are compiled for."""
+        """Compile-time constants of the kernels."""
         return {
             "COMPRESSED": not self.is_window,
             "BLOCK": self.block,
@@ -207,7 +207,7 @@ class Branch(NamedTuple):
 
 
 class IntervalProblem(NamedTuple):
-    """What backward is given.
+    """The inputs of backward.
 
     Attributes:
         d_o: Gradient of the branch's output or, with a gate, of the mixed output, [B, T, H, V].
@@ -230,7 +230,7 @@ class IntervalProblem(NamedTuple):
     branch: Branch
 
     @property
-    def rep(self) -> int:
+    def q_per_kv(self) -> int:
         """Heads of a group."""
         return self.q.shape[2] // self.k.shape[2]
 
@@ -245,7 +245,7 @@ class IntervalProblem(NamedTuple):
         return (0, 0, 0) if self.gate is None else self.gate.stride()
 
     def constants(self) -> dict[str, int | bool]:
-        """What kernels are compiled for."""
+        """Compile-time constants of the kernels."""
         return {**self.branch.constants(), "GATED": self.gate is not None}
 
 
@@ -264,11 +264,11 @@ def row_sources(x: Tensor, widths: Widths, rows: int, groups: int, tma: bool) ->
     if not tma:
         return x, x
     batch, length, heads, _ = x.shape
-    rep = heads // groups
+    q_per_kv = heads // groups
     batch_stride, time_stride, head_stride, _ = x.stride()
-    shape = (batch, groups, length, rep, widths.size)
-    strides = (batch_stride, rep * head_stride, time_stride, head_stride, 1)
-    return _descriptors(x, shape, strides, (1, 1, rows // rep, rep), widths)
+    shape = (batch, groups, length, q_per_kv, widths.size)
+    strides = (batch_stride, q_per_kv * head_stride, time_stride, head_stride, 1)
+    return _descriptors(x, shape, strides, (1, 1, rows // q_per_kv, q_per_kv), widths)
 
 
 def _descriptors(

@@ -20,7 +20,7 @@ from trifocal.ops.triton.tiles import cdiv, split_width
 # fmt: off
 
 @triton.jit
-def _gather_d_q(
+def _sum_d_q(
     d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, lse, delta, gate, k_source_1, k_source_2, v_source_1, v_source_2,
     batch, group, k_stride, v_stride, key_origin, key_limit, row_begin, row_end, count, split, jump, score_scale,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
@@ -71,7 +71,7 @@ def interval_d_q_kernel(
     d_o_batch_stride, d_o_time_stride, d_o_head_stride,
     gate_batch_stride, gate_time_stride, gate_head_stride,
     num_queries, query_shift, window_size, scale, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
@@ -80,51 +80,51 @@ def interval_d_q_kernel(
     batch, group, first_query, row, query, head, row_begin, row_end, begin, end, tiles, first_full, full = (
         place_rows_of_program(
             num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
 
     if not TMA:
         k_source_1 += batch.to(tl.int64) * k_batch_stride + group * k_head_stride
         k_source_2 += batch.to(tl.int64) * k_batch_stride + group * k_head_stride
         v_source_1 += batch.to(tl.int64) * v_batch_stride + group * v_head_stride
         v_source_2 += batch.to(tl.int64) * v_batch_stride + group * v_head_stride
-    q += batch.to(tl.int64) * q_batch_stride + group * REP * q_head_stride
-    d_o += batch.to(tl.int64) * d_o_batch_stride + group * REP * d_o_head_stride
+    q += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
+    d_o += batch.to(tl.int64) * d_o_batch_stride + group * Q_PER_KV * d_o_head_stride
     q_1 = load_rows(
-        q, batch, group, first_query, query, head, q_time_stride, q_head_stride, 0, D_1, D, ROWS, REP, False)
+        q, batch, group, first_query, query, head, q_time_stride, q_head_stride, 0, D_1, D, ROWS, Q_PER_KV, False)
     d_o_1 = load_rows(
-        d_o, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride, 0, V_1, V, ROWS, REP, False)
+        d_o, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride, 0, V_1, V, ROWS, Q_PER_KV, False)
     q_2, d_o_2 = q_1, d_o_1
     if D_2 > 0:
         q_2 = load_rows(
-            q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, REP, False)
+            q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, Q_PER_KV, False)
     if V_2 > 0:
         d_o_2 = load_rows(
             d_o, batch, group, first_query, query, head, d_o_time_stride, d_o_head_stride,
-            V_1, V_2, V, ROWS, REP, False)
-    first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * REP
-    place = (query - first_query) * (GROUPS * REP) + head
+            V_1, V_2, V, ROWS, Q_PER_KV, False)
+    first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV
+    place = (query - first_query) * (GROUPS * Q_PER_KV) + head
     row_lse = log2_sum(lse + first_place + place)
     row_delta = tl.load(delta + first_place + place)
     row_gate = row_delta
     if GATED:
-        gate += batch.to(tl.int64) * gate_batch_stride + group * REP * gate_head_stride
+        gate += batch.to(tl.int64) * gate_batch_stride + group * Q_PER_KV * gate_head_stride
         row_gate = tl.load(gate + query.to(tl.int64) * gate_time_stride + head * gate_head_stride).to(tl.float32)
 
     d_q_1 = tl.zeros([ROWS, D_1], tl.float32)
     d_q_2 = row_delta
     if D_2 > 0:
         d_q_2 = tl.zeros([ROWS, D_2], tl.float32)
-    d_q_1, d_q_2 = _gather_d_q(
+    d_q_1, d_q_2 = _sum_d_q(
         d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, row_lse, row_delta, row_gate,
         k_source_1, k_source_2, v_source_1, v_source_2, batch, group, k_time_stride, v_time_stride,
         begin, end, row_begin, row_end, full, 0, first_full, score_scale,
         D, D_1, D_2, V, V_1, V_2, KEYS, False, PACKED, GATED, TMA)
-    d_q_1, d_q_2 = _gather_d_q(
+    d_q_1, d_q_2 = _sum_d_q(
         d_q_1, d_q_2, q_1, q_2, d_o_1, d_o_2, row_lse, row_delta, row_gate,
         k_source_1, k_source_2, v_source_1, v_source_2, batch, group, k_time_stride, v_time_stride,
         begin, end, row_begin, row_end, tiles - full, first_full, full, score_scale,
         D, D_1, D_2, V, V_1, V_2, KEYS, True, PACKED, GATED, TMA)
-    keep = row < num_queries * REP
+    keep = row < num_queries * Q_PER_KV
     d_q += first_place * D
     d_q_1 *= scale
     if ADD:
@@ -147,14 +147,14 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None = None) -> Tensor:
     if configuration is not None:
         return dispatch.hopper("interval_d_q").launch_d_q(problem, d_q, **configuration)
     batch, num_queries = q.shape[:2]
-    num_groups, rep = k.shape[2], problem.rep
+    num_groups, q_per_kv = k.shape[2], problem.q_per_kv
     tile = dispatch.interval_tile("d_q", q, v, window=window)
     tma = dispatch.tma_fits(k, v)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     add = d_q is not None
     if d_q is None:
         d_q = q.new_empty(q.shape)
-    interval_d_q_kernel[cdiv(num_queries * rep, tile.BLOCK_M), batch * num_groups](
+    interval_d_q_kernel[cdiv(num_queries * q_per_kv, tile.BLOCK_M), batch * num_groups](
         q,
         *key_sources(k, d_width, tile.BLOCK_N, tma),
         *key_sources(v, v_width, tile.BLOCK_N, tma),
@@ -177,7 +177,7 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None = None) -> Tensor:
         scale,
         problem.score_scale,
         num_groups,
-        rep,
+        q_per_kv,
         *d_width,
         *v_width,
         **problem.constants(),

@@ -65,7 +65,7 @@ def interval_forward_kernel(
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     num_queries, query_shift, window_size, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
@@ -74,20 +74,20 @@ def interval_forward_kernel(
     batch, group, first_query, row, query, head, row_begin, row_end, begin, end, tiles, first_full, full = (
         place_rows_of_program(
             num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
 
     if not TMA:
         k_source_1 += batch.to(tl.int64) * k_batch_stride + group * k_head_stride
         k_source_2 += batch.to(tl.int64) * k_batch_stride + group * k_head_stride
         v_source_1 += batch.to(tl.int64) * v_batch_stride + group * v_head_stride
         v_source_2 += batch.to(tl.int64) * v_batch_stride + group * v_head_stride
-    q += batch.to(tl.int64) * q_batch_stride + group * REP * q_head_stride
+    q += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
     q_1 = load_rows(
-        q, batch, group, first_query, query, head, q_time_stride, q_head_stride, 0, D_1, D, ROWS, REP, False)
+        q, batch, group, first_query, query, head, q_time_stride, q_head_stride, 0, D_1, D, ROWS, Q_PER_KV, False)
     q_2 = q_1
     if D_2 > 0:
         q_2 = load_rows(
-            q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, REP, False)
+            q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, Q_PER_KV, False)
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     o_1 = tl.zeros([ROWS, V_1], tl.float32)
@@ -105,10 +105,10 @@ def interval_forward_kernel(
 
     sees = running_sum > 0
     inverse = tl.where(sees, 1.0 / tl.where(sees, running_sum, 1.0), 0.0)
-    keep = row < num_queries * REP
+    keep = row < num_queries * Q_PER_KV
     # o and lse are contiguous, so one number places a row: ((batch * T + query) * G + group) * R + head.
-    first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * REP
-    place = (query - first_query) * (GROUPS * REP) + head
+    first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV
+    place = (query - first_query) * (GROUPS * Q_PER_KV) + head
     o += first_place * V
     store_tile(o, place * V, keep, o_1 * inverse[:, None], 0, V_1, V)
     if V_2 > 0:
@@ -148,8 +148,8 @@ def launch_forward(
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     o = q.new_empty(batch, num_queries, num_heads, v_width.size)
     lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
-    rep = num_heads // num_groups
-    interval_forward_kernel[cdiv(num_queries * rep, tile.BLOCK_M), batch * num_groups](
+    q_per_kv = num_heads // num_groups
+    interval_forward_kernel[cdiv(num_queries * q_per_kv, tile.BLOCK_M), batch * num_groups](
         q,
         *key_sources(k, d_width, tile.BLOCK_N, tma),
         *key_sources(v, v_width, tile.BLOCK_N, tma),
@@ -166,7 +166,7 @@ def launch_forward(
         branch.window_size,
         scale * LOG2_E,
         num_groups,
-        rep,
+        q_per_kv,
         *d_width,
         *v_width,
         **branch.constants(),

@@ -42,7 +42,7 @@ def empty_parts(problem: IntervalProblem, key_tiles: int, rows: int) -> tuple[Te
     q, k, v = problem.q, problem.k, problem.v
     if problem.branch.is_window:
         return k.new_empty(k.shape), v.new_empty(v.shape), 1
-    parts = dispatch.interval_parts(q, key_tiles * q.shape[0] * k.shape[2], problem.rep, rows)
+    parts = dispatch.interval_parts(q, key_tiles * q.shape[0] * k.shape[2], problem.q_per_kv, rows)
     d_k, d_v = (x.new_empty(parts, *x.shape, dtype=torch.float32) for x in (k, v))
     return d_k, d_v, parts
 

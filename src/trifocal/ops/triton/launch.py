@@ -1,4 +1,4 @@
-"""Launching kernels: quickly where they were launched before, and all that a call needs compiled at the same time.
+"""Launching kernels: fast after the first time; and compiling all kernels that a call needs at the same time.
 
 A kernel is compiled when it is first launched, and most of its seconds are spent outside of Python: in the compiler's
 passes, the assembler, and a C compiler that makes its launcher. One after another they keep a first call waiting on a
@@ -93,7 +93,7 @@ class Kernel:
 
 
 def _watched() -> bool:
-    """Whether somebody wants to be called at launches: instead of Triton's chains of hooks, or in one."""
+    """Whether a profiler has installed a hook for launches, in Triton's chain of hooks or in its place."""
     enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 

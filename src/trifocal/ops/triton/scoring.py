@@ -10,8 +10,8 @@ Two kernels, over chunks of queries so that memory stays bounded at any length:
 Importance. A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two.
 The sum over heads, `acc += exp2(q_h k - lse_h)`, needs no exchange between threads; the mask, the same for
 every head, comes after it. A compressed block overlaps the selection block that it starts in, and at most the
-next: each selection block's importance is written in two parts, what starts in it (`own`) and what reaches over from
-the block before (`carried`), so that no tile needs its neighbour.
+next: each selection block's importance is written in two parts, what starts in it (`direct`) and what reaches over from
+the block before (`overflow`), so that no tile needs its neighbour.
 
 Choice. The bits of non-negative floats order like integers: halving finds the largest threshold that n values
 reach, exactly; of the values equal to it, the lower indices are taken.
@@ -51,18 +51,19 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
     do_not_specialize=["first_query", "end_query", "query_shift", "block_lines", "num_compressed", "column_tiles"]
 )
 def importance_kernel(
-    q, k_cmp, lse, own, carried, ids, positions, first_compressed,
+    q, k_cmp, lse, direct, overflow, ids, positions, first_compressed,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     lse_batch_stride, lse_time_stride, lse_head_stride,
     first_query, end_query, query_shift, block_lines, num_compressed, column_tiles, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
-    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, PLACES: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr,
     TAPS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Importance of `column_tiles` tiles of selection blocks for one tile of queries.
 
-    `own` and `carried` are [B, queries of the chunk, G, num_blocks], with blocks in whole lines. Queries that may take
+    `direct` and `overflow` are [B, queries of the chunk, G, num_blocks],
+    with blocks in whole lines. Queries that may take
     all their candidates need no importance; tiles of such queries do nothing.
     """
     COLUMNS: tl.constexpr = BLOCKS * TAPS
@@ -81,9 +82,9 @@ def importance_kernel(
         last_document = tl.max(document_of_query)
     else:
         position = token
-    q += batch * q_batch_stride + group * REP * q_head_stride
+    q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
     k_cmp += batch * k_batch_stride + group * k_head_stride
-    lse += batch * lse_batch_stride + group * REP * lse_head_stride
+    lse += batch * lse_batch_stride + group * Q_PER_KV * lse_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride
     lse_offsets = query.to(tl.int64) * lse_time_stride
     out_row = (batch * (end_query - first_query) + (query - first_query)) * GROUPS + group
@@ -101,11 +102,11 @@ def importance_kernel(
         candidates = tl.max(tl.where(in_document, position // SELECTION + 1, 0))
         first_tile = tl.program_id(0) * column_tiles
         end_tile = tl.minimum(first_tile + column_tiles, tl.cdiv(candidates, BLOCKS))
-        end_tile = tl.where(candidates > PLACES, end_tile, first_tile)
+        end_tile = tl.where(candidates > NUM_SELECTED, end_tile, first_tile)
         for tile in range(first_tile, end_tile):
             first_block = tile * BLOCKS
-            own_sum = tl.zeros([QUERIES, BLOCKS], tl.float32)
-            carried_sum = own_sum
+            direct_sum = tl.zeros([QUERIES, BLOCKS], tl.float32)
+            overflow_sum = direct_sum
             for part in tl.static_range(PARTS):
                 tap = part * TAPS + column % TAPS
                 compressed = (first_block + block_of_column) * (SELECTION // STRIDE) + tap
@@ -116,7 +117,7 @@ def importance_kernel(
                 if D_2 > 0:
                     k_2 = load_tile(k_cmp, k_offsets, column_exists, D_1, D_2, D, True)
                 p = tl.zeros([QUERIES, COLUMNS], tl.float32)
-                for head in tl.range(0, REP):
+                for head in tl.range(0, Q_PER_KV):
                     # Asked for before the products, it is there when they are.
                     lse_of_head = tl.load(lse + lse_offsets + head * lse_head_stride, mask=exists, other=0.0)
                     q_head = q + head * q_head_stride
@@ -130,25 +131,27 @@ def importance_kernel(
                 visible = column_exists[None, :] & (last_token[None, :] <= position[:, None])
                 p = tl.where(visible, p, 0.0)
                 # Overlaps in units of the stride: with the block that the compressed one starts in, and the next.
-                own_weight = tl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(tl.float32) / STRIDE
-                own_sum += tl.sum(tl.reshape(p * own_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
+                direct_weight = tl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(tl.float32) / STRIDE
+                direct_sum += tl.sum(tl.reshape(p * direct_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
                 if COMPRESSION > STRIDE:
-                    next_weight = COMPRESSION / STRIDE - own_weight
-                    carried_sum += tl.sum(tl.reshape(p * next_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
+                    overflow_weight = COMPRESSION / STRIDE - direct_weight
+                    overflow_sum += tl.sum(tl.reshape(p * overflow_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
             block = first_block + tl.arange(0, BLOCKS)
             out = out_row[:, None].to(tl.int64) * num_blocks + block[None, :]
-            tl.store(own + out, own_sum, mask=in_document[:, None] & (block < num_blocks)[None, :])
+            tl.store(direct + out, direct_sum, mask=in_document[:, None] & (block < num_blocks)[None, :])
             if COMPRESSION > STRIDE:
-                tl.store(carried + out + 1, carried_sum, mask=in_document[:, None] & (block + 1 < num_blocks)[None, :])
+                tl.store(
+                    overflow + out + 1, overflow_sum, mask=in_document[:, None] & (block + 1 < num_blocks)[None, :]
+                )
 
 
 @Kernel
 @triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines", "rows"])
 def choice_kernel(
-    own, carried, selected_blocks, positions,
+    direct, overflow, selected_blocks, positions,
     first_query, end_query, num_queries, query_shift, block_lines, rows,
     GROUPS: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
-    PLACES: tl.constexpr, PLACES_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     PACKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The choice of some rows (batch, query of the chunk, group) from the importance of all their blocks."""
@@ -166,15 +169,15 @@ def choice_kernel(
     is_candidate = block < candidates[:, None]
     forced = is_candidate & ((block < INITIAL) | (block >= candidates[:, None] - LOCAL))
     free = is_candidate & (forced == 0)
-    total = tl.minimum(candidates, PLACES)
+    total = tl.minimum(candidates, NUM_SELECTED)
     wanted = total - tl.sum(forced.to(tl.int32), 1)
 
     # Whole lines are read; what no tile wrote is dropped before it is used.
     place = row[:, None] * num_blocks + block
-    needed = (block // LINE < tl.cdiv(candidates, LINE)[:, None]) & (candidates > PLACES)[:, None]
-    importance = tl.where(free, tl.load(own + place, mask=needed, other=0.0), 0.0)
+    needed = (block // LINE < tl.cdiv(candidates, LINE)[:, None]) & (candidates > NUM_SELECTED)[:, None]
+    importance = tl.where(free, tl.load(direct + place, mask=needed, other=0.0), 0.0)
     if COMPRESSION > STRIDE:
-        importance += tl.where(free & (block > 0), tl.load(carried + place, mask=needed, other=0.0), 0.0)
+        importance += tl.where(free & (block > 0), tl.load(overflow + place, mask=needed, other=0.0), 0.0)
     bits = tl.minimum(tl.maximum(importance.to(tl.int32, bitcast=True), 0), INFINITY_BITS)
     bits = tl.where(free, bits, -1)
 
@@ -200,11 +203,11 @@ def choice_kernel(
     slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
     # Rows of all chunks: [B, T, G].
     batch = row // GROUPS // chunk_queries
-    out = selected_blocks + ((batch * num_queries + query) * GROUPS + row % GROUPS)[:, None] * PLACES
+    out = selected_blocks + ((batch * num_queries + query) * GROUPS + row % GROUPS)[:, None] * NUM_SELECTED
     tl.store(out + slot, tl.broadcast_to(block, [ROWS, BLOCKS]), mask=chosen & exists[:, None])
-    pad = tl.arange(0, PLACES_PAD)[None, :]
-    empty = exists[:, None] & (pad >= total[:, None]) & (pad < PLACES)
-    tl.store(out + pad, tl.full([ROWS, PLACES_PAD], -1, tl.int32), mask=empty)
+    pad = tl.arange(0, NUM_SELECTED_PAD)[None, :]
+    empty = exists[:, None] & (pad >= total[:, None]) & (pad < NUM_SELECTED)
+    tl.store(out + pad, tl.full([ROWS, NUM_SELECTED_PAD], -1, tl.int32), mask=empty)
 
 
 def select_blocks_forward(
@@ -233,13 +236,13 @@ def select_blocks_forward(
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
     batch, num_queries, num_heads, dim = q.shape
     num_compressed, groups = k_cmp.shape[1:3]
-    rep, widths = num_heads // groups, split_width(dim)
-    places = geometry.num_selected_blocks
-    selected_blocks = torch.empty(batch, num_queries, groups, places, dtype=torch.int32, device=q.device)
+    q_per_kv, widths = num_heads // groups, split_width(dim)
+    num_selected = geometry.num_selected_blocks
+    selected_blocks = torch.empty(batch, num_queries, groups, num_selected, dtype=torch.int32, device=q.device)
     shift = num_keys - num_queries
     sizes = {
         "GROUPS": groups, "COMPRESSION": geometry.compression_block_size, "STRIDE": geometry.compression_stride,
-        "SELECTION": geometry.selection_block_size, "PLACES": places, "PACKED": documents is not None,
+        "SELECTION": geometry.selection_block_size, "NUM_SELECTED": num_selected, "PACKED": documents is not None,
     }  # fmt: skip
     ids, positions, _ = documents_or(documents, selected_blocks)
     first_compressed = selected_blocks
@@ -250,13 +253,13 @@ def select_blocks_forward(
     taps //= parts
     packed = documents is not None
     on_hopper = dispatch.importance_on_hopper(q, k_cmp, geometry, packed=packed)
-    tile = dispatch.importance_tile(q, rep)
+    tile = dispatch.importance_tile(q, q_per_kv)
     blocks_of_tile = max(1, tile.BLOCK_N // taps)
 
     num_blocks = geometry.num_selection_blocks(num_keys)
     block_lines = cdiv(num_blocks, LINE.value)
     row_bytes = 2 * 4 * batch * groups * block_lines * LINE.value
-    scored = num_blocks > places
+    scored = num_blocks > num_selected
     chunk_queries = (
         num_queries
         if not scored
@@ -265,46 +268,46 @@ def select_blocks_forward(
     if chunk_queries < num_queries:
         chunk_queries = chunk_queries // tile.BLOCK_M * tile.BLOCK_M
     size = chunk_queries * row_bytes // 8 if scored else 1
-    own, carried = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
+    direct, overflow = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
     for first_query in range(0, num_queries, chunk_queries):
         end_query = min(first_query + chunk_queries, num_queries)
         # Blocks that the chunk's last query can choose from; a document's own count is not known here.
         reachable = (
             num_blocks if documents is not None else min(num_blocks, geometry.num_selection_blocks(shift + end_query))
         )
-        if reachable > places and on_hopper is not None:
+        if reachable > num_selected and on_hopper is not None:
             dispatch.hopper("scoring").launch_importance(
-                q, k_cmp, lse, own, carried, geometry, first_query, end_query, shift, reachable, block_lines,
+                q, k_cmp, lse, direct, overflow, geometry, first_query, end_query, shift, reachable, block_lines,
                 scale * LOG2_E, **on_hopper,
             )  # fmt: skip
-        elif reachable > places:
+        elif reachable > num_selected:
             column_tiles = cdiv(reachable, blocks_of_tile)
             # A program with few heads takes several tiles, or it would end before its loads are under way.
-            tiles_of_program = max(1, min(8 // rep, column_tiles))
+            tiles_of_program = max(1, min(8 // q_per_kv, column_tiles))
             grid = (
                 cdiv(column_tiles, tiles_of_program),
                 cdiv(end_query - first_query, tile.BLOCK_M),
                 batch * groups,
             )
             importance_kernel[grid](
-                q, k_cmp, lse, own, carried, ids, positions, first_compressed,
+                q, k_cmp, lse, direct, overflow, ids, positions, first_compressed,
                 *strides(q), *strides(k_cmp), *strides(lse),
                 first_query, end_query, shift, block_lines, num_compressed, tiles_of_program, scale * LOG2_E,
-                **sizes, REP=rep, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
+                **sizes, Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
                 QUERIES=tile.BLOCK_M, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
         if dispatch.choice_on_hopper(q, reachable, packed=packed):
             dispatch.hopper("choice").launch_choice(
-                own, carried, selected_blocks, geometry, first_query, end_query, shift, reachable, block_lines
+                direct, overflow, selected_blocks, geometry, first_query, end_query, shift, reachable, block_lines
             )
             continue
         rows = batch * (end_query - first_query) * groups
         columns = max(16, next_power_of_2(reachable))
         rows_of_program = max(1, 256 // columns)
         choice_kernel[(cdiv(rows, rows_of_program),)](
-            own, carried, selected_blocks, positions,
+            direct, overflow, selected_blocks, positions,
             first_query, end_query, num_queries, shift, block_lines, rows,
-            **sizes, PLACES_PAD=next_power_of_2(places), INITIAL=geometry.num_initial_blocks,
+            **sizes, NUM_SELECTED_PAD=next_power_of_2(num_selected), INITIAL=geometry.num_initial_blocks,
             LOCAL=geometry.num_local_blocks, ROWS=rows_of_program, BLOCKS=columns,
             num_warps=max(1, min(8, columns // 1024)),
         )  # fmt: skip

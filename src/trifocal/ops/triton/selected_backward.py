@@ -2,19 +2,19 @@
 
 | order | kernel | a program holds | it loops over | out |
 |---|---|---|---|---|
-| keys outside | gathered | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece; d_q of each slot |
+| block-major | backward | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece; d_q of each slot |
 | | reduction | a row's d_q | its slots, in order | d_q |
 | | reduction | a block's d_k, d_v | its pieces, in order | d_k, d_v |
-| masked tiles | d_q | a tile of queries, q, d_o, d_q | blocks | d_q |
+| masked | d_q | a tile of queries, q, d_o, d_q | blocks | d_q |
 | | d_k, d_v | a block's k, v, d_k, d_v | all later queries, all heads of the group | d_k, d_v |
 | | or, of few programs | the same | those of one part of the queries | d_k, d_v of the part |
 | | addition | some keys' d_k or d_v | their parts, in order | d_k, d_v |
 
 No atomics, every sum has one order. A piece is bounded, so the first block, which everyone chose, is many programs'
-work; its pieces meet in the reduction.
+work; the reduction adds its pieces up.
 
-`gate` is what multiplies o in the mixed output: backward takes the gradient of the mixture and the gate instead
-of their product.
+`gate` multiplies o in the mixed output: backward takes the gradient of the mixture and the gate instead of their
+product.
 """
 
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Backward of the selected branch, masked tiles: dense tiles of neighbouring queries over all blocks that one of them
+"""Backward of the selected branch, masked: dense tiles of neighbouring queries over all blocks that one of them
 chose.
 
 One kernel holds a tile of queries and makes d_q, the other a block of keys and makes d_k and d_v; of few programs the
@@ -68,20 +68,20 @@ def masked_d_q_kernel(
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
     num_queries, query_shift, num_keys, num_words, score_scale, scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """d_q of one tile of rows, in the order of the forward kernel."""
     batch_group, query, head, exists, position, document_of_row, first_document, last_document = place_tile(
-        num_queries, query_shift, ids, positions, REP, PACKED, ROWS
+        num_queries, query_shift, ids, positions, Q_PER_KV, PACKED, ROWS
     )
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
-    place = (batch * num_queries + query) * (GROUPS * REP) + group * REP + head
+    place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
     lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
-    q += batch * q_batch_stride + group * REP * q_head_stride
-    d_o += batch * d_batch_stride + group * REP * d_head_stride
+    q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
+    d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
@@ -125,14 +125,14 @@ def masked_d_q_kernel(
 
 @Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words", "num_blocks", "part_queries"])
-def masked_d_kv_kernel(
+def masked_dkdv_kernel(
     q, k, v, d_o, lse, delta, gate, d_k, d_v, bits, block_documents, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
     num_queries, query_shift, num_keys, num_words, num_blocks, part_queries, score_scale, scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -159,8 +159,8 @@ def masked_d_kv_kernel(
     if (first_token < document_end) & ((begin_query < end_query) | (not SPLIT)):
         in_block = tl.arange(0, KEYS)
         key_exists = (in_block < BLOCK) & (first_token + in_block < document_end)
-        q += batch * q_batch_stride + group * REP * q_head_stride
-        d_o += batch * d_batch_stride + group * REP * d_head_stride
+        q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
+        d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
         k += batch * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
         k_1 = load_tile(k, in_block * k_time_stride, key_exists, 0, D_1, D, True)
@@ -180,16 +180,16 @@ def masked_d_kv_kernel(
         lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
         lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
         word_place = (tl.program_id(0).to(tl.int64) * num_words + block // 32) * num_queries
-        end_row = end_query * REP
-        for first_row in tl.range(begin_query * REP, end_row, ROWS):
+        end_row = end_query * Q_PER_KV
+        for first_row in tl.range(begin_query * Q_PER_KV, end_row, ROWS):
             row = first_row + tl.arange(0, ROWS)
-            query = row // REP
-            head = row % REP
+            query = row // Q_PER_KV
+            head = row % Q_PER_KV
             in_tile = row < end_row
             query = tl.where(in_tile, query, begin_query)
             word = tl.load(bits + word_place + query, mask=in_tile, other=0)
             exists = ((word >> (block & 31)) & 1) != 0
-            place = (batch * num_queries + query) * (GROUPS * REP) + group * REP + head
+            place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
             lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
@@ -277,9 +277,9 @@ def masked_backward(problem: SelectedProblem) -> tuple[Tensor, Tensor, Tensor]:
 
 def _launch_d_q(problem: SelectedProblem, bits: Tensor) -> Tensor:
     q = problem.q
-    tile = dispatch.selected_tile("masked d_q", q, problem.v, problem.rep, on_hopper=False)
+    tile = dispatch.selected_tile("masked d_q", q, problem.v, problem.q_per_kv, on_hopper=False)
     d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    masked_d_q_kernel[(q.shape[0] * problem.k.shape[2], cdiv(q.shape[1] * problem.rep, tile.BLOCK_M))](
+    masked_d_q_kernel[(q.shape[0] * problem.k.shape[2], cdiv(q.shape[1] * problem.q_per_kv, tile.BLOCK_M))](
         *problem.rows(), d_q, bits, *problem.documents_or_lse(), *problem.sizes(),
         bits.shape[2], problem.score_scale, problem.scale,
         **problem.constants(), ROWS=tile.BLOCK_M, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
@@ -288,10 +288,12 @@ def _launch_d_q(problem: SelectedProblem, bits: Tensor) -> Tensor:
 
 
 def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor]:
-    p, rep = problem, problem.rep
+    p, q_per_kv = problem, problem.q_per_kv
     (batch, num_queries), (num_keys, groups, value_dim), dim = p.q.shape[:2], p.v.shape[1:], p.q.shape[3]
-    on_hopper = dispatch.selected_on_hopper("masked dkdv", p.q, p.k, p.v, p.d_o, q_per_kv=rep, block_size=p.block_size)
-    tile = dispatch.selected_tile("masked dkdv", p.q, p.v, rep, on_hopper=on_hopper)
+    on_hopper = dispatch.selected_on_hopper(
+        "masked dkdv", p.q, p.k, p.v, p.d_o, q_per_kv=q_per_kv, block_size=p.block_size
+    )
+    tile = dispatch.selected_tile("masked dkdv", p.q, p.v, q_per_kv, on_hopper=on_hopper)
     ids, _, cu_seqlens = p.documents_or_lse()
     num_blocks, block_documents = cdiv(num_keys, p.block_size), p.lse
     if p.documents is not None:
@@ -302,16 +304,16 @@ def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor
         every_block = torch.arange(num_blocks, dtype=torch.int32, device=p.q.device)
         block_documents = torch.searchsorted(first_blocks, every_block, right=True, out_int32=True) - 1
     part_queries = dispatch.masked_part_queries(
-        num_queries, rep, batch * groups * num_blocks, devices.multiprocessors(p.q.device)
+        num_queries, q_per_kv, batch * groups * num_blocks, devices.multiprocessors(p.q.device)
     )
     parts = cdiv(num_queries, part_queries)
     d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
     sums = d_k, d_v
     if parts > 1:
         sums = tuple(torch.empty(parts, *x.shape, dtype=torch.float32, device=x.device) for x in (p.k, p.v))
-    kernel, constants = masked_d_kv_kernel, p.constants()
+    kernel, constants = masked_dkdv_kernel, p.constants()
     if on_hopper:
-        kernel = dispatch.hopper("selected_backward_masked").masked_d_kv_hopper_kernel
+        kernel = dispatch.hopper("selected_backward_masked").masked_dkdv_hopper_kernel
         constants = hopper_sizes(constants)
     else:
         constants["ROWS"] = tile.BLOCK_M

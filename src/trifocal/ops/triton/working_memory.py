@@ -55,21 +55,21 @@ def backward_working_bytes(
     """Most that a stage of the backward pass allocates for itself; arguments as in `forward_working_bytes`."""
     choice = _Choice(geometry, batch, length, groups)
     numbers = _FP32 * batch * length * heads
-    rep = heads // groups
+    q_per_kv = heads // groups
     if not choice.is_block_major(backward=True):
-        parts = cdiv(length, dispatch.masked_part_queries(length, rep, choice.keys, MULTIPROCESSORS))
+        parts = cdiv(length, dispatch.masked_part_queries(length, q_per_kv, choice.keys, MULTIPROCESSORS))
         sums = parts * _FP32 * batch * length * groups * (dim + value_dim) if parts > 1 else 0
         return numbers + choice.bits + sums
     dtype = torch.float32 if item == _FP32 else torch.bfloat16
-    item = dispatch.partial_d_q_type(dtype, choice.places, on_hopper=False).itemsize
-    slots = choice.slots_of_chunk(rep * dim * item)
+    item = dispatch.partial_d_q_type(dtype, choice.num_selected, on_hopper=False).itemsize
+    slots = choice.slots_of_chunk(q_per_kv * dim * item)
     columns = split_width(dim).padded, split_width(value_dim).padded
     # Which of the two kernels runs depends on strides too; the one with smaller pieces has more of them.
-    portable = tiles.selected_tile("block_major backward", dtype, rep, *columns, "hopper")
-    on_hopper = hopper_tiles.selected_tile("block_major backward", rep, max(columns))
+    portable = tiles.selected_tile("block_major backward", dtype, q_per_kv, *columns, "hopper")
+    on_hopper = hopper_tiles.selected_tile("block_major backward", q_per_kv, max(columns))
     piece = min(portable.piece_slots, on_hopper.piece_slots)
     pieces = choice.pieces_of_chunk(slots, piece)
-    partial = slots * rep * dim * item + pieces * choice.block * _FP32 * (dim + value_dim)
+    partial = slots * q_per_kv * dim * item + pieces * choice.block * _FP32 * (dim + value_dim)
     chunks = cdiv(choice.num_slots, slots)
     if chunks > 1:
         # Sums of d_k and d_v over the chunks.
@@ -83,8 +83,8 @@ class _Choice:
     def __init__(self, geometry: Geometry, batch: int, length: int, groups: int) -> None:
         parts = parts_of_block(geometry.selection_block_size, LARGEST_BLOCK)
         self.block = geometry.selection_block_size // parts
-        self.places = geometry.num_selected_blocks * parts
-        self.rows, self.row_slots = batch * length, groups * self.places
+        self.num_selected = geometry.num_selected_blocks * parts
+        self.rows, self.row_slots = batch * length, groups * self.num_selected
         self.num_slots = self.rows * self.row_slots
         num_blocks = cdiv(length, self.block)
         self.keys = batch * groups * num_blocks
@@ -94,7 +94,7 @@ class _Choice:
     def is_block_major(self, backward: bool = False) -> bool:
         """Whether the order is block-major."""
         return (
-            dispatch.selected_order(self.length, self.length, self.places, self.block, backward=backward)
+            dispatch.selected_order(self.length, self.length, self.num_selected, self.block, backward=backward)
             == "block_major"
         )
 
