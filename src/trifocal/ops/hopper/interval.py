@@ -1,14 +1,11 @@
 """What forward and d_q of interval attention share on Hopper: tiles of rows, their key tiles, barriers."""
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from trifocal.ops.hopper.common import PART_ROWS, part_descriptors, tile_descriptor
+from trifocal.ops.hopper.common import PART_ROWS
 from trifocal.ops.triton.interval import full_tiles, visible_keys
-from trifocal.ops.triton.launch import Descriptor
-from trifocal.ops.triton.tiles import Widths
 
 # fmt: off
 
@@ -16,12 +13,9 @@ from trifocal.ops.triton.tiles import Widths
 def place_tile(
     slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    PACKED: gl.constexpr, KEYS: gl.constexpr,
 ):
-    """Batch, group, first query, first key and key tiles of the slot-th tile of rows: how many, which of them are full.
-
-    Up to TAIL keys behind the last whole tile are left to a tile of that size.
-    """
+    """Batch, group, first query and first key of the slot-th tile of rows; its key tiles: how many, which are full."""
     QUERIES: gl.constexpr = 2 * PART_ROWS // Q_PER_KV
     first_query = (row_tiles - 1 - slot // batch_groups) * QUERIES
     batch = (slot % batch_groups) // GROUPS
@@ -31,10 +25,6 @@ def place_tile(
         first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
     full_begin, end = visible_keys(
         last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-    if TAIL > 0:
-        tail_begin = begin + gl.maximum((end - begin) // KEYS, 1) * KEYS
-        if end - tail_begin <= TAIL:
-            end = gl.minimum(end, tail_begin)
     tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
     return batch, group, first_query, begin, gl.maximum(tiles, 1), first_full, last_full
 
@@ -55,7 +45,7 @@ def first_key_of(number, begin, tiles, first_full, last_full, KEYS: gl.constexpr
 def make_barriers(STAGES: gl.constexpr):
     """Barriers of a loader and two row parts: of each buffer, that it is filled, and that every reader is done with it.
 
-    Each part has its own queries; keys, values and the tail are read by both.
+    Each part has its own queries; keys and values are read by both.
     """
     q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -63,10 +53,6 @@ def make_barriers(STAGES: gl.constexpr):
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    tail_ready = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    tail_free = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(tail_ready, count=1)
-    mbarrier.init(tail_free, count=2)
     for part in gl.static_range(2):
         mbarrier.init(q_ready.index(part), count=1)
         mbarrier.init(q_free.index(part), count=1)
@@ -75,7 +61,7 @@ def make_barriers(STAGES: gl.constexpr):
         mbarrier.init(k_free.index(stage), count=2)
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=2)
-    return q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free
+    return q_ready, q_free, k_ready, k_free, v_ready, v_free
 
 
 @gluon.jit
@@ -93,10 +79,3 @@ def store_rows(
     gl.store(pointers, values.to(target.dtype.element_ty), mask=keep)
 
 # fmt: on
-
-
-def tail_descriptors(k: Tensor, v: Tensor, tail: int, width: Widths) -> tuple[Descriptor | None, ...]:
-    """Descriptors of the narrow tiles of keys, in both parts, and values; None where a kernel has none."""
-    if not tail:
-        return None, None, None
-    return *part_descriptors(k, tail, 1, width), tile_descriptor(v, tail, 1, v.shape[3])

@@ -25,7 +25,7 @@ from trifocal.ops.hopper.common import (
     split_heads,
     tile_descriptor,
 )
-from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows, tail_descriptors
+from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.interval import IntervalProblem, visible_keys
 from trifocal.ops.triton.launch import Kernel
@@ -37,13 +37,13 @@ from trifocal.ops.triton.tiles import cdiv, split_width
 def load_keys_of_rows(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
-    """The loader of d_q: keys and values of the tail and k of the first tile, q and d_o, then v and k by turns."""
-    q_sources, k_sources, v_source, d_o_source, k_tail_sources, v_tail_source = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
+    """The loader of d_q: k of the first tile, q and d_o, then v and k by turns."""
+    q_sources, k_sources, v_source, d_o_source = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
@@ -53,13 +53,7 @@ def load_keys_of_rows(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
-        if TAIL > 0:
-            mbarrier.wait(tail_free, (visit & 1) ^ 1)
-            mbarrier.expect(tail_ready, TAIL * COLUMN_BYTES + v_tail_source.block_type.nbytes)
-            tail_key = begin + tiles * KEYS
-            copy_tile(k_tail_sources, batch, tail_key, group // SHARE, tail_ready, k_tail, 0, D_1, D_2)
-            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group // SHARE, 0], tail_ready, v_tail)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
         for number in range(tiles):
             first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             stage = count % STAGES
@@ -143,7 +137,7 @@ def sum_rows(
     scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -151,8 +145,8 @@ def sum_rows(
     OUTPUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
-    q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     gate_batch_stride, gate_time_stride, gate_head_stride = gate_strides
@@ -161,7 +155,7 @@ def sum_rows(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
         masked = tiles - (last_full - first_full)
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
@@ -183,25 +177,6 @@ def sum_rows(
             d_q_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_2)
         d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
         mbarrier.wait(q_ready.index(PART), visit & 1)
-        if TAIL > 0:
-            TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
-            TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
-            mbarrier.wait(tail_ready, visit & 1)
-            zeros = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
-            scores = multiply(q_tiles, PART, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
-            d_p = warpgroup_mma(
-                d_o_tile, v_tail.reshape([TAIL, V]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores, d_p = warpgroup_mma_wait(0, [scores, d_p])
-            p = gl.exp2(scores * score_scale - gl.convert_layout(row_lse, TAIL_ROW)[:, None])
-            if GATED:
-                p = p * gl.convert_layout(row_gate, TAIL_ROW)[:, None]
-            d_scores = p * (d_p - gl.convert_layout(row_delta, TAIL_ROW)[:, None])
-            key = begin + tiles * KEYS + gl.arange(0, TAIL, gl.SliceLayout(0, TAIL_SCORES))
-            visible = (key[None, :] >= gl.convert_layout(row_begin, TAIL_ROW)[:, None]) & (
-                key[None, :] < gl.convert_layout(row_end, TAIL_ROW)[:, None])
-            d_scores = gl.where(visible, d_scores, 0.0).to(v_tiles.dtype)
-            d_q, d_q_2 = add_keys(d_q, d_q_2, d_scores, k_tail, 0, TAIL, D_1, D_2, OUTPUT, OUTPUT_2)
-            mbarrier.arrive(tail_free, count=1)
         d_q, d_q_2, count = gather_rows(
             d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
             v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
@@ -226,13 +201,13 @@ def sum_rows(
     "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
 def interval_d_q_hopper_kernel(
-    q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, k_tail_source, k_tail_source_2, v_tail_source,
+    q_source, q_source_2, k_source, k_source_2, v_source, d_o_source,
     lse, delta, gate, d_q_target, ids, positions, first_blocks,
     gate_batch_stride, gate_time_stride, gate_head_stride,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
@@ -241,15 +216,8 @@ def interval_d_q_hopper_kernel(
         d_o_source.dtype, [2] + d_o_source.block_type.shape, d_o_source.layout)
     k_tiles = allocate_tiles(k_source, k_source_2, STAGES, D_2)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
-    k_tail = k_tiles
-    v_tail = v_tiles
-    if TAIL > 0:
-        k_tail = allocate_tiles(k_tail_source, k_tail_source_2, 1, D_2)
-        v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
-    descriptors = (
-        (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, (k_tail_source, k_tail_source_2),
-        v_tail_source)
-    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail)
+    descriptors = ((q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles)
     barriers = make_barriers(STAGES)
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
@@ -257,19 +225,19 @@ def interval_d_q_hopper_kernel(
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, STAGES)),
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, STAGES)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES,
+                             GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES,
                              SHARE)),
     ], [4, 1], [240, 24])
 
 # fmt: on
 
 
-def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int, tail: int = 0) -> Tensor:
+def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int) -> Tensor:
     """As `triton.interval_d_q.launch_d_q`."""
     d_o, q, k, v, lse, delta, gate, scale, branch = problem
     batch, num_queries = q.shape[:2]
@@ -287,7 +255,6 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int, tail: in
         *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
         tile_descriptor(d_o, queries, q_per_kv, value_dim),
-        *tail_descriptors(k, v, tail, width),
         lse,
         delta,
         gate,
@@ -312,7 +279,6 @@ def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int, tail: in
         **problem.constants(),
         ADD=add,
         KEYS=keys,
-        TAIL=tail,
         STAGES=2,
         SHARE=share,
         num_warps=4,

@@ -35,7 +35,7 @@ from trifocal.ops.hopper.common import (
     split_heads,
     tile_descriptor,
 )
-from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows, tail_descriptors
+from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows
 from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST
 from trifocal.ops.triton.interval import Branch, visible_keys
 from trifocal.ops.triton.launch import Kernel
@@ -47,13 +47,13 @@ from trifocal.ops.triton.tiles import cdiv, split_width
 def load_forward(
     descriptors, buffers, barriers, masks, counts,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
-    """The loader: keys and values of the tail and k of the first tile, q, then v and k by turns."""
-    q_sources, k_sources, v_source, k_tail_sources, v_tail_source = descriptors
-    q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
+    """The loader: k of the first tile, q, then v and k by turns."""
+    q_sources, k_sources, v_source = descriptors
+    q_tiles, k_tiles, v_tiles, o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
@@ -64,13 +64,7 @@ def load_forward(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
-        if TAIL > 0:
-            mbarrier.wait(tail_free, (visit & 1) ^ 1)
-            mbarrier.expect(tail_ready, TAIL * (D_1 + D_2) * 2 + v_tail_source.block_type.nbytes)
-            tail_key = begin + tiles * KEYS
-            copy_tile(k_tail_sources, batch, tail_key, group // SHARE, tail_ready, k_tail, 0, D_1, D_2)
-            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group // SHARE, 0], tail_ready, v_tail)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
         for number in range(tiles):
             first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             stage = count % STAGES
@@ -157,15 +151,15 @@ def attend_rows(
     PART: gl.constexpr, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, KEYS: gl.constexpr,
-    TAIL: gl.constexpr, STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """o and lse of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
-    q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
+    q_tiles, k_tiles, v_tiles, o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     count = 0
@@ -173,7 +167,7 @@ def attend_rows(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
         masked = tiles - (last_full - first_full)
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
@@ -186,38 +180,15 @@ def attend_rows(
         running_max = gl.full([PART_ROWS], LOWEST, gl.float32, ROW)
         running_sum = gl.zeros([PART_ROWS], gl.float32, ROW)
         mbarrier.wait(q_ready.index(PART), visit & 1)
-        if TAIL > 0:
-            TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
-            TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
-            mbarrier.wait(tail_ready, visit & 1)
-            zeros = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
-            tail_scores = multiply(q_tiles, PART, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
         stage = count % STAGES
         mbarrier.wait(k_ready.index(stage), count // STAGES & 1)
         zeros = gl.zeros([PART_ROWS, KEYS], gl.float32, SCORES)
         scores = multiply(q_tiles, PART, k_tiles, stage, zeros, PART_ROWS, KEYS, D_1, D_2)
-        if TAIL > 0:
-            tail_scores = warpgroup_mma_wait(1 if D_2 == 0 else 2, [tail_scores])
-            tail_scores = hide(
-                tail_scores, begin + tiles * KEYS, gl.convert_layout(row_begin, TAIL_ROW),
-                gl.convert_layout(row_end, TAIL_ROW), TAIL, TAIL_SCORES)
-            tail_p, tail_max, tail_sum, tail_decay = weigh(
-                tail_scores, gl.convert_layout(running_max, TAIL_ROW), gl.convert_layout(running_sum, TAIL_ROW),
-                score_scale)
-            running_max = gl.convert_layout(tail_max, ROW)
-            running_sum = gl.convert_layout(tail_sum, ROW)
-            tail_operand = gl.convert_layout(tail_p.to(v_tiles.dtype), gl.DotOperandLayout(0, OUTPUT, 2))
-            o = warpgroup_mma(tail_operand, v_tail.reshape([TAIL, V]), o, use_acc=False, is_async=True)
-            scores, o = warpgroup_mma_wait(0, [scores, o])
-            mbarrier.arrive(tail_free, count=1)
-        else:
-            scores = warpgroup_mma_wait(0, [scores])
+        scores = warpgroup_mma_wait(0, [scores])
         mbarrier.arrive(k_free.index(stage), count=1)
         first_key = first_key_of(0, begin, tiles, first_full, last_full, KEYS)
         scores = hide(scores, first_key, row_begin, row_end, KEYS, SCORES)
         p, running_max, running_sum, decay = weigh(scores, running_max, running_sum, score_scale)
-        if TAIL > 0:
-            o = o * gl.convert_layout(decay, gl.SliceLayout(1, OUTPUT))[:, None]
         count += 1
         o, p, running_max, running_sum, count = attend_tiles(
             o, p, running_max, running_sum, q_tiles, PART, k_tiles, v_tiles, k_ready, k_free, v_ready, v_free,
@@ -259,12 +230,12 @@ def attend_rows(
 @Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "window_size", "slots", "row_tiles"])
 def interval_forward_hopper_kernel(
-    q_source, q_source_2, k_source, k_source_2, v_source, k_tail_source, k_tail_source_2, v_tail_source, o_target,
+    q_source, q_source_2, k_source, k_source_2, v_source, o_target,
     o_pointer, lse, ids, positions, first_blocks,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, score_scale,
     GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
+    KEYS: gl.constexpr, STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
     """o and lse of every tile of rows that falls to this program."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2, D_2)
@@ -273,24 +244,18 @@ def interval_forward_hopper_kernel(
     o_tiles = v_tiles
     if D_2 == 0:
         o_tiles = gl.allocate_shared_memory(o_target.dtype, [2] + o_target.block_type.shape, o_target.layout)
-    k_tail = k_tiles
-    v_tail = v_tiles
-    if TAIL > 0:
-        k_tail = allocate_tiles(k_tail_source, k_tail_source_2, 1, D_2)
-        v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
-    descriptors = (
-        (q_source, q_source_2), (k_source, k_source_2), v_source, (k_tail_source, k_tail_source_2), v_tail_source)
-    buffers = (q_tiles, k_tiles, v_tiles, o_tiles, k_tail, v_tail)
+    descriptors = ((q_source, q_source_2), (k_source, k_source_2), v_source)
+    buffers = (q_tiles, k_tiles, v_tiles, o_tiles)
     barriers = make_barriers(STAGES)
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
     gl.warp_specialize([
         (attend_rows, (0, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
-                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES)),
+                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, STAGES)),
         (attend_rows, (1, o_target, o_pointer, lse, buffers, barriers, masks, counts, score_scale,
-                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, TAIL, STAGES)),
+                       GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, KEYS, STAGES)),
         (load_forward, (descriptors, buffers, barriers, masks, counts,
-                        GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES,
+                        GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES,
                         SHARE)),
     ], [4, 1], [240, 24])
 
@@ -304,7 +269,6 @@ def launch_forward(
     scale: float,
     branch: Branch,
     keys: int,
-    tail: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """As `triton.interval_forward.launch_forward`."""
     batch, num_queries, num_heads, _ = q.shape
@@ -321,7 +285,6 @@ def launch_forward(
         *part_descriptors(q, queries, q_per_kv, width),
         *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
-        *tail_descriptors(k, v, tail, width),
         tile_descriptor(o, queries, q_per_kv, value_dim),
         o,
         lse,
@@ -342,7 +305,6 @@ def launch_forward(
         value_dim,
         **branch.constants(),
         KEYS=keys,
-        TAIL=tail,
         STAGES=2,
         SHARE=share,
         num_warps=4,

@@ -18,11 +18,11 @@ def exists_in(row, first, end, Q_PER_KV: gl.constexpr):
 
 
 @gluon.jit
-def load_block(x, shared, in_block, num_rows, row_stride, columns, FOR_NEIGHBOURS: gl.constexpr = False):
+def load_block(x, shared, in_block, num_rows, row_stride, columns):
     """Copy the rows of a block into shared memory; zero behind the last."""
     pointers = x + in_block[:, None] * row_stride + columns[None, :]
     values = gl.load(pointers, mask=(in_block < num_rows)[:, None], other=0.0)
-    shared.store(neighbours(values) if FOR_NEIGHBOURS else values)
+    shared.store(values)
 
 
 @gluon.jit
@@ -43,30 +43,3 @@ def row_numbers(lse, delta, gate, place, exists, GATED: gl.constexpr):
     if GATED:
         gate_row = gl.load(gate + place).to(gl.float32)
     return lse_2, delta_row, gate_row
-
-
-@gluon.jit
-def neighbours(x):
-    """The columns of x in another order, in which a product's accumulator has 8 neighbours of x's in each thread.
-
-    Of the columns of a product a thread holds 8 i + 2 c and 8 i + 2 c + 1 for every i, c being its place in a quad. In
-    this order those of four i were columns 32 j + 8 c to 32 j + 8 c + 7 of x. Doing it again undoes it: so the right
-    factor's columns are put into this order once a block, and the product leaves for memory 16 bytes at a time, without
-    a way through shared memory.
-    """
-    rows: gl.constexpr = x.shape[0]
-    columns: gl.constexpr = x.shape[1]
-    quads = x.reshape([rows, columns // 32, 4, 4, 2]).permute([0, 1, 3, 2, 4])
-    return quads.reshape([rows, columns])
-
-
-@gluon.constexpr_function
-def neighbours_layout(columns):
-    """The layout of `neighbours` of an accumulator [64, columns], by register, lane and warp."""
-    return gl.DistributedLinearLayout(
-        reg_bases=[[0, 1], [0, 2], [0, 4], [8, 0], *([0, 2**n] for n in range(5, columns.bit_length() - 1))],
-        lane_bases=[[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]],
-        warp_bases=[[16, 0], [32, 0]],
-        block_bases=[],
-        shape=[64, columns],
-    )

@@ -11,7 +11,7 @@ multiprocessor, and one's matrix products run under another's softmax. Only tile
 positions are masked.
 
 Shared memory: k and v of the block, two tiles of queries (and of d_o); d_q of a tile is laid out for wide stores in the
-tile of queries that made it. Forward's tile of o needs none where a group is small, see `neighbours`.
+tile of queries that made it.
 
 How many rows a warp copies at a time was measured: more rows need fewer addresses, fewer rows fill longer lines.
 """
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trifocal.ops.hopper.selected import ask_for, exists_in, load_block, neighbours, neighbours_layout
+from trifocal.ops.hopper.selected import ask_for, exists_in, load_block
 from trifocal.ops.triton.choice_index import block_place, find_piece
 from trifocal.ops.triton.common import LOWEST
 from trifocal.ops.triton.launch import Kernel
@@ -50,19 +50,14 @@ def block_major_forward_hopper_kernel(
     ROWS: gl.constexpr = 64
     SLOTS_OF_ROW: gl.constexpr = GROUPS * NUM_SELECTED
     STEP: gl.constexpr = ROWS // Q_PER_KV
-    # With many slots in a tile their addresses are what costs; with few, lines of memory that are not written at once.
-    DIRECT: gl.constexpr = Q_PER_KV < 8
     TYPE: gl.constexpr = q.dtype.element_ty
     of_scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     of_o: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, V, 16])
     of_p: gl.constexpr = gl.DotOperandLayout(0, of_o, 2)
-    rows_d: gl.constexpr = 512 // D if DIRECT else 256 // D
-    wide_d: gl.constexpr = gl.BlockedLayout([1, 8], [rows_d, 32 // rows_d], [4, 1], [1, 0])
+    wide_d: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     wide_v: gl.constexpr = gl.BlockedLayout([1, 8], [256 // V, V // 8], [4, 1], [1, 0])
     d_rows: gl.constexpr = gl.SliceLayout(1, wide_d)
     v_rows: gl.constexpr = gl.SliceLayout(1, wide_v)
-    of_store: gl.constexpr = neighbours_layout(V) if DIRECT else wide_v
-    store_rows: gl.constexpr = gl.SliceLayout(1, of_store)
     score_rows: gl.constexpr = gl.SliceLayout(1, of_scores)
     shared_d: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], TYPE)
     shared_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], TYPE)
@@ -84,8 +79,7 @@ def block_major_forward_hopper_kernel(
         columns_d = gl.arange(0, D, gl.SliceLayout(0, wide_d))
         columns_v = gl.arange(0, V, gl.SliceLayout(0, wide_v))
         row_s = gl.arange(0, ROWS, score_rows)
-        row_o = gl.arange(0, ROWS, store_rows)
-        columns_o = gl.arange(0, V, gl.SliceLayout(0, of_store))
+        row_o = gl.arange(0, ROWS, v_rows)
         last = end - 1
 
         # Rows behind the last slot take its queries again, and are not stored.
@@ -100,7 +94,7 @@ def block_major_forward_hopper_kernel(
         key_d = gl.arange(0, BLOCK, d_rows)
         key_v = gl.arange(0, BLOCK, v_rows)
         load_block(k, shared_k, key_d, num_keys - first_token, k_time_stride, columns_d)
-        load_block(v, shared_values, key_v, num_keys - first_token, v_time_stride, columns_v, DIRECT)
+        load_block(v, shared_values, key_v, num_keys - first_token, v_time_stride, columns_v)
         fence_async_shared()
 
         key_position = first_position + gl.arange(0, BLOCK, gl.SliceLayout(0, of_scores))
@@ -109,8 +103,7 @@ def block_major_forward_hopper_kernel(
         for first in range(begin, end, STEP):
             async_copy.wait_group(0)
             slot_s = gl.load(slots + gl.minimum(first + row_s // Q_PER_KV, last)).to(gl.int32)
-            if not DIRECT:
-                slot_o = gl.load(slots + gl.minimum(first + row_o // Q_PER_KV, last)).to(gl.int32)
+            slot_o = gl.load(slots + gl.minimum(first + row_o // Q_PER_KV, last)).to(gl.int32)
             queries = tiles.index(turn)
             no_scores = gl.zeros([ROWS, BLOCK], gl.float32, of_scores)
             scores = warpgroup_mma(queries, shared_k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -140,15 +133,11 @@ def block_major_forward_hopper_kernel(
             exists_s = exists_in(row_s, first, end, Q_PER_KV)
             gl.store(lse_slots + place_s, top + gl.log2(total), mask=exists_s)
             inverse = gl.convert_layout(1.0 / total, gl.SliceLayout(1, of_o))
-            if DIRECT:
-                place_o = gl.convert_layout(place_s, store_rows, assert_trivial=True)
-                exists_o = gl.convert_layout(exists_s, store_rows, assert_trivial=True)
-            else:
-                place_o = (slot_o - first_slot_of_chunk) * Q_PER_KV + row_o % Q_PER_KV
-                exists_o = exists_in(row_o, first, end, Q_PER_KV)
+            place_o = (slot_o - first_slot_of_chunk) * Q_PER_KV + row_o % Q_PER_KV
+            exists_o = exists_in(row_o, first, end, Q_PER_KV)
             o = warpgroup_mma_wait(0, [o, shared_values])[0]
             o = (o * inverse[:, None]).to(TYPE)
-            o = gl.convert_layout(neighbours(o) if DIRECT else o, of_store, assert_trivial=DIRECT)
-            gl.store(o_slots + place_o[:, None] * V + columns_o[None, :], o, mask=exists_o[:, None])
+            o = gl.convert_layout(o, wide_v)
+            gl.store(o_slots + place_o[:, None] * V + columns_v[None, :], o, mask=exists_o[:, None])
             turn = turn ^ 1
         async_copy.wait_group(0)

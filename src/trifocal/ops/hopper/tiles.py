@@ -10,9 +10,9 @@ from trifocal.ops.triton.tiles import SelectedTile
 # window's d_k and d_v. Wider keys leave registers for fewer rows.
 INTERVAL: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
     ("forward", False): {128: {"keys": 128}, 192: {"keys": 128}},
-    ("forward", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64, "tail": 16}},
+    ("forward", True): {128: {"keys": 64}, 192: {"keys": 64}},
     ("d_q", False): {128: {"keys": 64}, 192: {"keys": 64}},
-    ("d_q", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64}},
+    ("d_q", True): {128: {"keys": 64}, 192: {"keys": 64}},
     ("dkdv", False): {128: {"rows": 64, "stages": 3, "ahead": True}, 192: {"rows": 32, "stages": 2}},
     ("dkdv", True): {
         64: {"rows": 64, "stages": 3, "ahead": True},
