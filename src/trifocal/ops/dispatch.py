@@ -166,8 +166,8 @@ def _reason(
     return None
 
 
-# Compiled graphs take the answer as a constant: it depends on what they are compiled for, and on nothing that they
-# compute. This is all that `torch.compiler.assume_constant_result` does, after importing the compiler.
+# Compiled graphs take the answer as a constant: it depends on types and shapes, and on no computed number. Setting this
+# attribute is all that `torch.compiler.assume_constant_result` does, after importing the compiler.
 _reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -208,7 +208,7 @@ def tma_fits(*tensors: Tensor) -> bool:
         if x.dtype == torch.float32 or x.numel() == 0 or x.data_ptr() % 16:
             return False
         size = x.element_size()
-        # A loop, since a generator takes longer than what it would go through; short calls wait for this.
+        # A loop: a generator takes longer than its three steps, and short calls wait for this.
         for stride in x.stride()[:-1]:
             if stride * size % 16:
                 return False
@@ -226,7 +226,7 @@ def interval_on_hopper(
 
     Args:
         kernel: `"forward"`, `"d_q"` or `"dkdv"`.
-        q, k, v, *others: What the kernel reads, [B, *, heads, D or V].
+        q, k, v, *others: Tensors that the kernel reads, [B, *, heads, D or V].
         window: Whether the branch is the window's.
         packed: Whether documents are packed.
     """
@@ -312,7 +312,7 @@ def selected_order(
     A pair of a tile of rows and a block costs the masked order less (per multiprocessor, 128 wide, 16 heads a group,
     µs: forward 0.65 against 1.6, backward 2.6 against 2.5), but there are more of them: at length T, in blocks,
     (T + 1) / 2 a query instead of at most n. So forward changes at 4 n blocks or so, backward at n or 2 n, the later
-    one for what the index costs besides. The number of programs does not matter: both orders cut long ones.
+    because the index has its own cost. The number of programs does not matter: both orders cut long ones.
     """
     num_blocks = cdiv(num_keys, block_size)
     sharers = num_queries * min(num_selected, num_blocks) / num_blocks

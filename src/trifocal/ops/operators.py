@@ -1,4 +1,4 @@
-"""The operators that the dispatcher sees: `torch.ops.trifocal.*`, with what compilers and checkpoint policies need.
+"""The operators that the dispatcher sees: `torch.ops.trifocal.*`, with all that compilers and checkpoint policies need.
 
 An operator is opaque: `torch.compile` neither looks into it nor breaks the graph at it, and a policy of activation
 checkpointing can keep its result. So each has a fake implementation, which gives shapes alone, and a backward that
@@ -50,7 +50,7 @@ def tensors_of(documents: Documents | None) -> DocumentTensors:
 
 
 def documents_of(cu_seqlens: Tensor | None, ids: Tensor | None, positions: Tensor | None) -> Documents | None:
-    """Documents from what operators take; None when there are none."""
+    """Documents from an operator's arguments; None when there are none."""
     if cu_seqlens is None or ids is None or positions is None:
         return None
     return Documents(cu_seqlens, ids, positions)

@@ -273,7 +273,7 @@ def combine_branches(
     ids: Tensor | None,
     positions: Tensor | None,
 ) -> Tensor:
-    """Mix the branches' outputs. What only backward needs is an argument too: gradients flow to it from here."""
+    """Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
     from trifocal.ops.triton.combine import combine_forward
 
     with torch.cuda.device_of(q):

@@ -1,8 +1,8 @@
-"""The choice kernel of scoring in Gluon; see `scoring` for what it computes, and how the threshold is found.
+"""The choice kernel of scoring in Gluon; see `triton.scoring` for its task and the search for the threshold.
 
 The portable kernel is bound by instructions, 4,600 for a row of 1,024 blocks: half of them count, scan and store a row
-whose neighbouring blocks lie in different lanes. Here a warp holds one row so that every lane has consecutive blocks:
-ranks are sums within a lane and one scan over 32 of them, and what belongs to the row is one number, not a vector.
+with neighbouring blocks in different lanes. Here a warp holds one row so that every lane has consecutive blocks:
+ranks are sums within a lane and one scan over 32 of them, and the row's own figures are numbers, not vectors.
 
 From memory, per row: importance in, in whole vectors (laid out anew in shared memory); the choice out.
 """
@@ -20,7 +20,7 @@ INFINITY_BITS = gl.constexpr(0x7F800000)
 # In bits of fp32, a factor of two.
 OCTAVE = gl.constexpr(1 << 23)
 LONGEST_LEAP = gl.constexpr(1 << 30)
-# Each lane has whole vectors of what is loaded.
+# Each lane loads whole vectors.
 FEWEST_BLOCKS = 128
 
 # fmt: off
@@ -52,7 +52,7 @@ def choice_hopper_kernel(
     num_forced = gl.minimum(candidates, INITIAL + LOCAL)
     wanted = total - num_forced
 
-    # Whole lines are read; what no tile wrote is dropped before it is used.
+    # Whole lines are read; numbers that no tile wrote are dropped before they are used.
     column = gl.arange(0, BLOCKS, LOADED)
     place = row.to(gl.int64) * num_blocks
     needed = (column // LINE < (candidates + LINE - 1) // LINE) & (candidates > NUM_SELECTED)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share: descriptors, tiles in shared memory and their products, shares of a group's heads."""
+"""Shared by the Hopper kernels: descriptors, tiles in shared memory and their products, shares of a group's heads."""
 
 from torch import Tensor
 from triton.experimental import gluon
@@ -57,7 +57,7 @@ def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> Desc
 
 
 def split_heads(heads: int) -> tuple[int, int]:
-    """Cut the heads of a group into shares whose size is a power of two: heads of a share, and shares.
+    """Cut the heads of a group into shares of a power of two: heads of a share, and shares.
 
     A tile of rows holds whole queries of one share. Six heads are three shares of two: as many groups more, which read
     the same keys.

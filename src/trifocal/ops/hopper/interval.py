@@ -1,4 +1,4 @@
-"""What forward and d_q of interval attention share on Hopper: tiles of rows, their key tiles, barriers."""
+"""Shared by forward and d_q of interval attention on Hopper: tiles of rows, their key tiles, barriers."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -69,7 +69,7 @@ def store_rows(
     target, values, rows_left, GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr,
     ADD: gl.constexpr, LAYOUT: gl.constexpr,
 ):
-    """Store COLUMNS of the rows of a part of a tile, as many as are left; with ADD, added to what is there."""
+    """Store COLUMNS of the rows of a part of a tile, as many as are left; with ADD, added to the old values."""
     row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
     place = ((row // Q_PER_KV) * (GROUPS * Q_PER_KV) + row % Q_PER_KV) * SIZE
     pointers = target + place[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]

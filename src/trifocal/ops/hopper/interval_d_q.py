@@ -103,7 +103,7 @@ def gather_rows(
     KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
     OUTPUT_2: gl.constexpr,
 ):
-    """Add what key tiles number start to stop give to d_q."""
+    """Add the shares of key tiles number start to stop to d_q."""
     for number in range(start, stop):
         stage = count % STAGES
         phase = count // STAGES & 1
@@ -210,7 +210,7 @@ def interval_d_q_hopper_kernel(
     GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
-    """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
+    """d_q of every tile of rows that falls to this program; with ADD, added to the old values of d_q."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2, D_2)
     d_o_tiles = gl.allocate_shared_memory(
         d_o_source.dtype, [2] + d_o_source.block_type.shape, d_o_source.layout)

@@ -50,7 +50,7 @@ def row_numbers_kernel(
     rows, row_stride, num_queries,
     HEADS: tl.constexpr, Q_PER_KV: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr,
 ):
-    """What the copy engine reads of rows, [3, B, shares, rows]: lse in base 2, +inf where nothing is seen; delta; gate.
+    """Row numbers for the copy engine, [3, B, shares, rows]: lse in base 2, +inf where nothing is seen; delta; gate.
 
     A row is a query and a head of one share, so that the rows of a tile lie side by side.
     """
@@ -161,7 +161,7 @@ def gather_keys(
     MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr, OUTPUT_D_2: gl.constexpr,
     OUTPUT_V: gl.constexpr,
 ):
-    """Add what tiles of rows number start to stop of a share, which begins at tile `base`, give to d_k and d_v."""
+    """Add to d_k and d_v from tiles of rows, number start to stop of a share of heads that begins at `base`."""
     q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -360,7 +360,7 @@ def interval_dkdv_hopper_kernel(
 
 
 def _row_numbers(problem: IntervalProblem, q_per_kv: int, tile: int) -> tuple[Descriptor, ...]:
-    """Descriptors, in lines of a tile, of base-2 lse, delta and the gate, whose rows lie share by share."""
+    """Descriptors, in lines of a tile, of base-2 lse, delta and the gate; their rows lie share by share."""
     batch, num_queries, num_heads = problem.lse.shape
     shares, rows = num_heads // q_per_kv, num_queries * q_per_kv
     # The copy engine wants multiples of 16 bytes.

@@ -1,4 +1,4 @@
-"""The forward kernel of interval attention for Hopper, in Gluon; see `interval` for what it computes.
+"""The forward kernel of interval attention for Hopper, in Gluon; `triton.interval` explains its task.
 
 The portable kernel leaves more than a third of the matrix units' limit unused there: one program's warps all multiply
 or all exponentiate at a time. Here a program has three parts that run side by side:
@@ -96,7 +96,7 @@ def hide(scores, first_key, row_begin, row_end, KEYS: gl.constexpr, LAYOUT: gl.c
 
 @gluon.jit
 def weigh(scores, running_max, running_sum, score_scale):
-    """One step of the running softmax: probabilities, maximum, sum, and what everything so far shrinks by."""
+    """One step of the running softmax: probabilities, maximum, sum, and the factor on everything so far."""
     new_max = gl.maximum(running_max, gl.max(scores, 1) * score_scale)
     p = gl.exp2(scores * score_scale - new_max[:, None])
     decay = gl.exp2(running_max - new_max)

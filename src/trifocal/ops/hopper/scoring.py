@@ -1,4 +1,4 @@
-"""The importance kernel of scoring for Hopper, in Gluon; see `scoring` for what it computes.
+"""The importance kernel of scoring for Hopper, in Gluon; `triton.scoring` explains its task.
 
 With 128 columns the exponentials of a tile of scores take the unit that makes them (16 a clock of a multiprocessor) as
 long as its products take the matrix units. So the two must run side by side, all the time. A program has three parts:
@@ -8,9 +8,9 @@ long as its products take the matrix units. So the two must run side by side, al
 | first keys, second keys | 4 each | 128 keys each: scores of the next head while this head's become exponentials |
 | loader | 1 | starts the copies (TMA) of keys, and of q head after head, as soon as a buffer is free |
 
-Both parts read the same tile of 64 queries: what comes through the second-level cache once is multiplied by 256 keys,
-which keeps the traffic at half of what that cache gives. A program stays on its multiprocessor and takes one unit
-after the other, those with the longest past first. A unit is a batch entry and group, 256 keys, and so many tiles
+Both parts read the same tile of 64 queries: a query comes through the second-level cache once and is multiplied by 256
+keys, which keeps the traffic at half of that cache's bandwidth. A program stays on its multiprocessor and takes one
+unit after the other, those with the longest past first. A unit is a batch entry and group, 256 keys, and so many tiles
 of queries that copies of keys are few beside those of q. Keys in the future of all queries are not read, and the part
 that owns them skips the tile.
 
@@ -149,7 +149,7 @@ def add_head(p, scores, lse_of_head, score_scale):
 def await_q(q_ready, count):
     """Wait for the count-th tile of q.
 
-    A branch: what products stand before it have all been issued. So it comes behind a product and before the
+    The wait is a branch: all products before it have been issued. So it comes behind a product and before the
     exponentials, one tile ahead of its use.
     """
     mbarrier.wait(q_ready.index(count % STAGES), count // STAGES & 1)
@@ -164,7 +164,7 @@ def multiply_head(q_tiles, k_tiles, k_place, count, D_1: gl.constexpr, D_2: gl.c
 
 @gluon.jit
 def finish_head(scores, q_free, count):
-    """The scores of the count-th tile of q, whose buffer is given back."""
+    """The scores of the count-th tile of q; gives its buffer back."""
     scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(q_free.index(count % STAGES), count=1)
     return scores

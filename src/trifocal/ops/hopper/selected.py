@@ -1,4 +1,4 @@
-"""What the Hopper kernels of selected attention share: copies of blocks and of queries, numbers of rows."""
+"""Shared by the Hopper kernels of selected attention: copies of blocks and of queries, numbers of rows."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

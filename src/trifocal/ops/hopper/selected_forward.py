@@ -4,7 +4,7 @@ These kernels, here and in `selected_backward_block_major.py` and `selected_back
 orders, work and results as the portable ones in the files of the same names. They take 16-bit types, widths of 64 and
 128, blocks of 64 tokens and groups of up to 64 heads (`dispatch.selected_on_hopper`).
 
-What the portable kernel leaves: its compiler asks for the next tile's queries at the end of an iteration and waits for
+The portable kernel's weakness: its compiler asks for the next tile's queries at the end of an iteration and waits for
 them at the beginning of the next, so every tile pays the whole latency of memory. Here they are asked for as soon as
 the tile before has arrived, a whole iteration ahead, with no more shared memory: three programs still fit on a
 multiprocessor, and one's matrix products run under another's softmax. Only tiles that hold queries of the block's own

@@ -1,4 +1,4 @@
-"""Who chose a block: the selected branch's index, and the choice as bits.
+"""The queries that chose a block: the selected branch's index, and the choice as bits.
 
 A query's choice lists blocks; kernels that keep a block's keys in place need the reverse, the queries that chose
 it. A slot is one place of the choice, number `(row * G + group) * N + place` with `row = batch * T + query`. The index

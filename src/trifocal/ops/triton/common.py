@@ -1,4 +1,4 @@
-"""What every kernel shares: constants, strides, loads and stores of tiles, sums without loss.
+"""Shared by every kernel: constants, strides, loads and stores of tiles, sums without loss.
 
 Rows. The heads of a group read the same keys, so a tile's rows are (query, head of the group) pairs: row
 `r` is query `r // R`, head `r % R`, with R heads a group. A key or value tile is then loaded once for all of them,
@@ -20,7 +20,7 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Leave strides as they come, but copy what is not contiguous along its last dimension."""
+    """Return x with any strides, copied if it is not contiguous along its last dimension."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
@@ -60,7 +60,7 @@ def store_tile(base, offsets, keep, values, FIRST: tl.constexpr, PART: tl.conste
 
 @triton.jit
 def nothing_lost(total, a):
-    """What a sum of products of `a` has lost to rounding before it began; see `add_product`."""
+    """The rounding error of a sum of products of `a` before its first addition: zero; see `add_product`."""
     # One return: a second one is compiled even where the first is taken.
     lost = 0.0
     if a.dtype == tl.float32:
@@ -70,7 +70,7 @@ def nothing_lost(total, a):
 
 @triton.jit
 def add_product(total, lost, a, b):
-    """total + a @ b, and what rounding took from it, for sums over the rows of many tiles.
+    """total + a @ b, and its rounding error, for sums over the rows of many tiles.
 
     In fp32 a chain of additions as long as all rows of all tiles would err more than PyTorch's attention. There a
     tile's products are added up by themselves, and the tiles with Kahan's compensation.

@@ -141,7 +141,7 @@ def place_slots_kernel(
 def place_slots(
     first_blocks: Tensor, cu_seqlens: Tensor, num_slots: int, num_keys: int, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
-    """The tokens whose queries see each compressed slot, begin and end, [slots], int32."""
+    """The range of tokens, begin and end, at which queries see each compressed slot, [slots], int32."""
     query_begin, query_end = (first_blocks.new_empty(num_slots) for _ in range(2))
     num_documents, slots_of_program = first_blocks.shape[0], 256
     if num_slots:

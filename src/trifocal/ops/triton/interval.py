@@ -2,7 +2,7 @@
 
 Query `t` sees keys `begin(t) <= key < end(t)`, and both ends never decrease along the sequence: a sliding window, the
 compressed blocks in a query's past, and either of them inside a packed document. Two consequences carry the kernels:
-what a tile of rows sees is one range of keys, from its first row's begin to its last row's end; and the tiles in
+a tile of rows sees one range of keys, from its first row's begin to its last row's end; and the tiles in
 the middle of the range are seen by every row, so only those at its ends pay for a mask.
 
 Three kernels, as in FlashAttention-2 (arXiv:2307.08691); rows as in `common`:
@@ -13,7 +13,7 @@ Three kernels, as in FlashAttention-2 (arXiv:2307.08691); rows as in `common`:
 | d_q | a tile of queries and d_o, d_q | key tiles | q and d_o once, k and v of the range, d_q out |
 | d_k, d_v | a tile of keys and values, d_k, d_v | row tiles of the whole group | k, v once, q and d_o of the rows |
 
-Where the device has a tensor copy engine (TMA) and strides allow, what a loop reads comes through it: a descriptor
+Where the device has a tensor copy engine (TMA) and strides allow, a loop reads through it: a descriptor
 costs a few instructions a tile, pointers cost registers. Keys are [1, 1, keys, columns] of [B, G, S, D]; rows are
 [1, 1, queries, heads, columns] of [B, G, T, R, D], if the heads of a group divide a tile.
 
@@ -172,7 +172,7 @@ class Branch(NamedTuple):
         query_shift: Token of query 0; for the window, its place among the keys given.
         ids, positions: Documents, as in `trifocal.ops.layout.Documents`; None for one document.
         first_blocks: First compressed block of each document, [documents].
-        query_begin, query_end: For d_k and d_v in documents. Compressed: tokens whose queries see a key, [keys].
+        query_begin, query_end: For d_k and d_v in documents. Compressed: range of tokens that see a key, [keys].
             Window: the document of each key, and `cu_seqlens`.
     """
 
@@ -216,7 +216,7 @@ class IntervalProblem(NamedTuple):
         delta: Row sums of `d_o * o`, less the gradient of lse if there is one, [B, T, H], fp32, contiguous.
         gate: Weight of this branch in the mixed output, [B, T, H], any strides; None for ones.
         scale: Factor on the scores.
-        branch: What a query sees.
+        branch: The interval of keys of a query.
     """
 
     d_o: Tensor

@@ -1,8 +1,8 @@
 """The backward kernels of interval attention; see `interval`.
 
 No atomics: every sum has one order, so two runs give equal bits. The compressed branch has few key tiles, and they are
-seen by very different numbers of queries: the rows of each are split into `parts` programs, whose sums a small kernel
-adds in order.
+seen by very different numbers of queries: the rows of each are split into `parts` programs, and a small kernel adds
+their sums in order.
 
 Backward takes the gradient of the mixed output and the branch's gate instead of their product `gate * d_o`, which
 would be one more tensor a branch.

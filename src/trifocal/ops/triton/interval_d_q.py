@@ -26,7 +26,7 @@ def _sum_d_q(
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     KEYS: tl.constexpr, MASKED: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Add what `count` key tiles give to d_q; tiles from number `split` on lie `jump` tiles further."""
+    """Add the shares of `count` key tiles to d_q; tiles from number `split` on lie `jump` tiles further."""
     for number in tl.range(0, count):
         first_key = key_origin + (number + tl.where(number >= split, jump, 0)) * KEYS
         key = first_key + tl.arange(0, KEYS)
@@ -76,7 +76,7 @@ def interval_d_q_kernel(
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
     ADD: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
 ):
-    """d_q of one tile of rows, in the order of the forward kernel; with ADD, added to what d_q holds."""
+    """d_q of one tile of rows, in the order of the forward kernel; with ADD, added to the old values of d_q."""
     batch, group, first_query, row, query, head, row_begin, row_end, begin, end, tiles, first_full, full = (
         place_rows_of_program(
             num_queries, query_shift, window_size, ids, positions, first_blocks,

@@ -30,7 +30,7 @@ def _sum_dkdv(
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     ROWS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr, TMA: tl.constexpr,
 ):
-    """Add what `count` tiles of rows give to d_k and d_v; tiles from number `split` on lie `jump` further."""
+    """Add the shares of `count` tiles of rows to d_k and d_v; tiles from number `split` on lie `jump` further."""
     lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
     lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
     for number in tl.range(0, count):

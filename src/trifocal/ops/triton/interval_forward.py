@@ -132,7 +132,7 @@ def launch_forward(
         q: Queries, [B, T, H, D].
         k, v: Keys and values, [B, S, G, D] and [B, S, G, V]; S may be 0.
         scale: Factor on the scores.
-        branch: What a query sees.
+        branch: The interval of keys of a query.
 
     Returns:
         o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log, -inf where nothing is seen.

@@ -48,7 +48,7 @@ def empty_parts(problem: IntervalProblem, key_tiles: int, rows: int) -> tuple[Te
 
 
 def add_parts(problem: IntervalProblem, d_k_parts: Tensor, d_v_parts: Tensor) -> tuple[Tensor, Tensor]:
-    """d_k and d_v of what `empty_parts` gave memory for."""
+    """Sums of the parts of d_k and d_v; memory for them comes from `empty_parts`."""
     k, v = problem.k, problem.v
     if problem.branch.is_window:
         return d_k_parts, d_v_parts

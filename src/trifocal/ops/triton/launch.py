@@ -5,7 +5,7 @@ passes, the assembler, and a C compiler that makes its launcher. One after anoth
 single core.
 
 A short call is over on the device before the host has started its next kernel: Triton spends 40 µs and more a launch on
-what all its arguments might mean for the compiled code, and on the checks of each descriptor of tiles. `Kernel` asks
+the meaning of all arguments for the compiled code, and on the checks of each descriptor of tiles. `Kernel` asks
 it once for arguments of a kind, and hands the compiled kernel its arguments from then on, pointers as numbers, since
 the launcher would ask the driver about each tensor. Only where a profiler listens are all launches Triton's own.
 """
@@ -43,7 +43,7 @@ class Kernel:
     may depend on: constants, types, the alignment of pointers, and numbers that the function specializes on.
 
     Args:
-        function: What `triton.jit` or `gluon.jit` made.
+        function: Made by `triton.jit` or `gluon.jit`.
     """
 
     def __init__(self, function: Any) -> None:
@@ -110,7 +110,7 @@ def describe_tiles(
     Its constructor's checks would take longer than the launch: `tma_fits` says beforehand whether x is fit for it.
 
     Args:
-        x: What the copy engine reads or writes.
+        x: The tensor that the copy engine reads or writes.
         shape, strides: Of x as the kernel sees it; the last stride is 1.
         tile: Sizes of a tile, each a power of two.
         layout: Of a tile in shared memory.
@@ -135,7 +135,7 @@ def only_compile(device: torch.device) -> Iterator[None]:
         device: A CUDA device, the current one.
 
     Raises:
-        Exception: What the compiler raises.
+        Exception: Any error of the compiler.
     """
     workers = min(_MOST_WORKERS, os.cpu_count() or 1)
     with (
@@ -148,12 +148,12 @@ def only_compile(device: torch.device) -> Iterator[None]:
 
 
 def _load(kernels: Sequence[Any], pool: ThreadPoolExecutor) -> None:
-    """Make ready what was compiled, with the launcher of each, which Triton makes when it first looks for it.
+    """Load compiled kernels, with the launcher of each, which Triton makes when it first looks for it.
 
     Up to Triton 3.6 a launcher is an extension of its own, in C, and all have one name. When Python loads one that it
-    has loaded before, it puts its functions into the last module of that name, whosever that is: in another thread a
-    kernel would get the wrong launcher. So they are compiled at the same time, and loaded, from Triton's cache, one by
-    one.
+    has loaded before, it puts its functions into the last module of that name, even another kernel's: in another thread
+    a kernel would get the wrong launcher. So they are compiled at the same time, and loaded, from Triton's cache, one
+    by one.
     """
     list(pool.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), kernels))
     list(map(operator.attrgetter("run"), kernels))

@@ -10,8 +10,8 @@ Two kernels, over chunks of queries so that memory stays bounded at any length:
 Importance. A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two.
 The sum over heads, `acc += exp2(q_h k - lse_h)`, needs no exchange between threads; the mask, the same for
 every head, comes after it. A compressed block overlaps the selection block that it starts in, and at most the
-next: each selection block's importance is written in two parts, what starts in it (`direct`) and what reaches over from
-the block before (`overflow`), so that no tile needs its neighbour.
+next: each selection block's importance is written in two parts, so that no tile needs its neighbour: from compressed
+blocks that start in it (`direct`), and from those that reach over from the block before (`overflow`).
 
 Choice. The bits of non-negative floats order like integers: halving finds the largest threshold that n values
 reach, exactly; of the values equal to it, the lower indices are taken.
@@ -98,7 +98,7 @@ def importance_kernel(
         if PACKED:
             in_document = exists & (document_of_query == document)
             first = tl.load(first_compressed + document)
-        # What is visible to a query lies in its document, so the document's count need not be known.
+        # A query sees blocks of its document alone, so the document's count need not be known.
         candidates = tl.max(tl.where(in_document, position // SELECTION + 1, 0))
         first_tile = tl.program_id(0) * column_tiles
         end_tile = tl.minimum(first_tile + column_tiles, tl.cdiv(candidates, BLOCKS))
@@ -172,7 +172,7 @@ def choice_kernel(
     total = tl.minimum(candidates, NUM_SELECTED)
     wanted = total - tl.sum(forced.to(tl.int32), 1)
 
-    # Whole lines are read; what no tile wrote is dropped before it is used.
+    # Whole lines are read; numbers that no tile wrote are dropped before they are used.
     place = row[:, None] * num_blocks + block
     needed = (block // LINE < tl.cdiv(candidates, LINE)[:, None]) & (candidates > NUM_SELECTED)[:, None]
     importance = tl.where(free, tl.load(direct + place, mask=needed, other=0.0), 0.0)

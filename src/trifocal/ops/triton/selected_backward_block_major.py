@@ -131,7 +131,7 @@ def reduce_pieces_kernel(
     GROUPS: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, ADD: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Some keys of one block: the sum of its pieces' parts in one chunk, added to what the chunks before gave."""
+    """Some keys of one block: the sum of its pieces' parts in one chunk, added to the sum of the chunks before."""
     number = tl.program_id(0)
     first_key = chunk * keys_per_chunk
     first_piece = tl.load(first_pieces + first_key + number)

@@ -26,7 +26,7 @@ def _d_q_of_blocks(
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Add what a run of blocks, all in the word `bits`, gives to d_q of the rows that chose them."""
+    """Add the shares of a run of blocks, all in the word `bits`, to d_q of the rows that chose them."""
     in_block = tl.arange(0, KEYS)
     for block in tl.range(first_block, end_block):
         first_position = block * BLOCK
@@ -250,7 +250,7 @@ def sum_parts_of_blocks_kernel(
     GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """d_k, or d_v, of some keys from the parts whose queries lie behind the key's block, in order."""
+    """d_k, or d_v, of some keys: the sum, in order, of the parts with queries behind the key's block."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < count
     token = tl.where(exists, row, 0) // GROUPS % num_keys

@@ -191,7 +191,7 @@ def _attend_blocks(
 ):  # fmt: skip
     """Take a run of blocks, all in the word `bits`, into the running softmax of the rows that chose them.
 
-    A block that no row of the tile chose (`tile_bits`) is not read: what no query sees must not reach a product.
+    A block that no row of the tile chose (`tile_bits`) is not read: keys that no query sees must not reach a product.
     """
     in_block = tl.arange(0, KEYS)
     for block in tl.range(first_block, end_block):
@@ -403,7 +403,7 @@ def query_major_forward_kernel(
     every_place = tl.arange(0, NUM_SELECTED_PAD)
     for place in tl.range(0, NUM_SELECTED):
         block = tl.load(choice + place)
-        # A choice is a set: what an earlier place holds too was taken there.
+        # A choice is a set: a repeated block was taken at its first place.
         repeated = tl.sum((tl.load(choice + every_place, mask=every_place < place, other=-1) == block).to(tl.int32)) > 0
         used = (block >= 0) & (block <= position // BLOCK) & (repeated == 0)
         first_position = tl.where(used, block, 0) * BLOCK
@@ -477,7 +477,7 @@ def selected_forward(
     }  # fmt: skip
     all_strides = (*strides(q), *strides(k), *strides(v))
     shift = num_queries, num_keys - num_queries, num_keys
-    # Zero would turn what is masked into NaN; this is as good, exp2(1e-30 x) being 1.
+    # Zero would turn masked scores into NaN; this is as good, since exp2(1e-30 x) is 1.
     score_scale = max(scale * LOG2_E, 1e-30)
     kernel = f"{order} forward"
     on_hopper = dispatch.selected_on_hopper(kernel, q, k, v, q_per_kv=q_per_kv, block_size=block_size)
@@ -533,7 +533,7 @@ def selected_forward(
 
 
 def rows_of_chunk(bytes_of_row: int, rows: int) -> int:
-    """Rows whose partial results fit into the buffer: a multiple of 64, at least 64, or all of them."""
+    """How many rows' partial results fit into the buffer: a multiple of 64, at least 64, or all of them."""
     return min(rows, max(64, dispatch.SELECTED_BUFFER_BYTES // bytes_of_row // 64 * 64))
 
 

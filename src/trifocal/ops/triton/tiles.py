@@ -76,7 +76,7 @@ def split_width(size: int) -> Widths:
     """Cover `size` columns with one power of two, or 129 to 192 of them with 128 and 64.
 
     Narrower second parts are not taken: with one of 16 columns, kernels of Triton 3.6 on an H200 gave wrong products
-    in 16-bit types and read beyond their tensors, while what the masked columns of one part cost is small.
+    in 16-bit types and read beyond their tensors, while masked columns of one part cost little.
     """
     whole = max(16, next_power_of_2(size))
     return Widths(size, 128, 64) if 128 < size <= 192 else Widths(size, whole, 0)

@@ -1,6 +1,6 @@
-"""Buffers of the kernels besides their inputs and results, by formula: what their launchers allocate, in bytes.
+"""Buffers of the kernels besides their inputs and results, by formula: the bytes that their launchers allocate.
 
-They are freed before the launcher returns, so only the largest counts. What grows with tokens: the index of the
+They are freed before the launcher returns, so only the largest counts. With tokens grow the index of the
 choice and the partial results of selected attention where it goes through keys (`"block_major"`), up to `BUFFER_BYTES`;
 the importance of blocks, up to that module's; bits of the choice otherwise and, where programs are few, d_k and d_v in
 parts.
