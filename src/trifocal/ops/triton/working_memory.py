@@ -1,21 +1,19 @@
 """Buffers of the kernels besides their inputs and results, by formula: the bytes that their launchers allocate.
 
-They are freed before the launcher returns, so only the largest counts. With tokens grow the index of the
-choice and the partial results of selected attention where it goes through keys (`"block_major"`), up to `BUFFER_BYTES`;
-the importance of blocks, up to that module's; bits of the choice otherwise and, where programs are few, d_k and d_v in
-parts.
+They are freed before the launcher returns, so only the largest counts. These grow with the number of tokens: in the
+block-major order the index of the choice and partial results, the latter up to `dispatch.SELECTED_BUFFER_BYTES`; the
+importance of blocks, up to `dispatch.IMPORTANCE_BUFFER_BYTES`; in the other orders bits of the choice and, where
+programs are few, d_k and d_v in parts.
 """
 
 import torch
 
 from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.hopper import tiles as hopper_tiles
-from trifocal.ops.triton import tiles
 from trifocal.ops.triton.choice_index import parts_of_block
 from trifocal.ops.triton.scoring import LINE
 from trifocal.ops.triton.selected_forward import LARGEST_BLOCK, rows_of_chunk
-from trifocal.ops.triton.tiles import cdiv, split_width
+from trifocal.ops.triton.tiles import cdiv
 
 _FP32, _INT32, _INT64 = 4, 4, 8
 # An H100's and H200's; with fewer, sums are kept in fewer parts.
@@ -63,11 +61,7 @@ def backward_working_bytes(
     dtype = torch.float32 if item == _FP32 else torch.bfloat16
     item = dispatch.partial_d_q_type(dtype, choice.num_selected, on_hopper=False).itemsize
     slots = choice.slots_of_chunk(q_per_kv * dim * item)
-    columns = split_width(dim).padded, split_width(value_dim).padded
-    # Which of the two kernels runs depends on strides too; the one with smaller pieces has more of them.
-    portable = tiles.selected_tile("block_major backward", dtype, q_per_kv, *columns, "hopper")
-    on_hopper = hopper_tiles.selected_tile("block_major backward", q_per_kv, max(columns))
-    piece = min(portable.piece_slots, on_hopper.piece_slots)
+    piece = dispatch.fewest_piece_slots(dtype, q_per_kv, dim, value_dim)
     pieces = choice.pieces_of_chunk(slots, piece)
     partial = slots * q_per_kv * dim * item + pieces * choice.block * _FP32 * (dim + value_dim)
     chunks = cdiv(choice.num_slots, slots)
