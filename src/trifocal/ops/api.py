@@ -150,7 +150,8 @@ def select_blocks(
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = _scale(scale, q)
     chosen = resolve("select_blocks", backend, q, k_cmp, geometry, scale)
-    return pipeline.run_select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents, chosen)
+    inputs = (q.detach(), k_cmp.detach(), lse.detach())
+    return pipeline.run_select_blocks(*inputs, geometry, num_keys, scale, documents, chosen)
 
 
 def selected_attention(
@@ -290,7 +291,8 @@ def nsa_attention(
         return pipeline.nsa_attention(q, inputs, gates, geometry, scale, documents, selected_blocks)
     o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
     if selected_blocks is None:
-        selected_blocks = pipeline.run_select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents, "reference")
+        detached = (q.detach(), k_cmp.detach(), lse.detach())
+        selected_blocks = pipeline.run_select_blocks(*detached, geometry, num_keys, scale, documents, "reference")
     return reference.nsa_attention(
         q, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks, o_cmp
     )

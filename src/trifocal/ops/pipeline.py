@@ -73,10 +73,10 @@ def run_select_blocks(
     documents: Documents | None,
     backend: str = "triton",
 ) -> Tensor:
-    """`operators.select_blocks` with a geometry and documents as they are; without gradients."""
+    """`operators.select_blocks` with a geometry and documents as they are; not differentiable."""
     cu_seqlens, *others = operators.tensors_of(documents)
-    inputs = (q.detach(), k_cmp.detach(), lse.detach())
-    return operators.select_blocks(*inputs, operators.sizes_of(geometry), num_keys, scale, cu_seqlens, backend, *others)
+    sizes = operators.sizes_of(geometry)
+    return operators.select_blocks(q, k_cmp, lse, sizes, num_keys, scale, cu_seqlens, backend, *others)
 
 
 def run_selected_attention(
@@ -122,10 +122,10 @@ def nsa_attention(
         backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *inputs, gates))
         compile_ahead(q, inputs, gates, geometry, scale, documents, selected_blocks, backward=backward)
     with torch.no_grad():
-        branches = run_stages(OPERATORS, q, inputs, gates, geometry, scale, documents, selected_blocks)
+        b = run_stages(OPERATORS, q, inputs, gates, geometry, scale, documents, selected_blocks)
     sizes, packed = operators.sizes_of(geometry), operators.tensors_of(documents)
-    # With their gradients, which `run_stages` does not see.
-    return combine_branches(q, *inputs, gates, *branches[7:], sizes, scale, *packed)
+    made = (b.o_cmp, b.lse_cmp, b.o_slc, b.lse_slc, b.o_win, b.lse_win, b.selected_blocks)
+    return combine_branches(q, *inputs, gates, *made, sizes, scale, *packed)
 
 
 def run_stages(
