@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 .PHONY: help demo test lint format docs clean
 
 help:
-	@echo "make demo    train the showcase model on this machine's CPU: about four minutes, install included"
+	@echo "make demo    train a small model on this machine's CPU: about four minutes, install included"
 	@echo "make test    install what the tests need and run them all: under ten minutes on two cores"
 	@echo "make lint    format, style, types, and the direction of imports"
 	@echo "make format  write the format"
@@ -35,7 +35,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 	@touch $@
 
 demo: $(VENV)/installed
-	@$(BIN)/trifocal train configs/showcase.toml --run.directory $(RUN) --overwrite
+	@$(BIN)/trifocal train configs/demo.toml --run.directory $(RUN) --overwrite
 	@echo && echo "These commands are in $(BIN): first type source $(BIN)/activate"
 
 test: $(VENV)/installed-dev

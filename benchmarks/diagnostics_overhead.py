@@ -39,13 +39,13 @@ from typing import Any, NamedTuple
 import torch
 
 from trifocal.bench.results import ResultFile, cpu_name
-from trifocal.diagnostics import Heartbeat, MetricsWriter, Progress, Watchdog
 from trifocal.distributed import Processes
+from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog
 from trifocal.train import load_config
-from trifocal.train.config import RunConfig
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
+from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import create_run_directory
 
 ROOT = Path(__file__).parent.parent
@@ -217,10 +217,10 @@ class Measured(Trainer):
         """Telemetry and the attention picture, by themselves."""
         self.rare = {}
         batch = next(self.loader)
-        self.looks.read_validation_text()
+        self.evaluator.read_validation_text()
         looks = {
-            "telemetry": lambda: self.looks.measure_attention(self.step, batch, self.metrics),
-            "picture": lambda: self.looks.picture_attention(self.step),
+            "telemetry": lambda: self.evaluator.measure_attention(self.step, batch, self.metrics),
+            "picture": lambda: self.evaluator.picture_attention(self.step),
         }
         clock = time.process_time if self.device.type == "cpu" else time.perf_counter
         for name, look in looks.items():
@@ -260,7 +260,7 @@ def measure(config: RunConfig, steps: int, order: Sequence[tuple[str, str, str]]
     with RunLock() as lock:
         create_run_directory(config, lock, overwrite=True)
         trainer.prepare()
-        trainer.run([], None)
+        trainer.run([], None, lock)
     return trainer
 
 

@@ -24,10 +24,10 @@ import torch
 
 from trifocal.bench.results import ResultFile
 from trifocal.data import Batch
-from trifocal.diagnostics import Heartbeat
-from trifocal.distributed import parallelise, processes_started
+from trifocal.distributed import parallelize, processes_started
 from trifocal.doctor.needs import Machine, setup_of
 from trifocal.models import DecoderLM, training_memory
+from trifocal.runlog import Heartbeat
 from trifocal.train import load_config
 from trifocal.train.arguments import override
 from trifocal.train.graphs import MicroBatchGraphs
@@ -107,7 +107,7 @@ def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
 
     model = DecoderLM(config.model).to(device)
     model.set_activation_checkpointing(*train.checkpointed_layers(config.model.num_layers))
-    parallel = parallelise(model, processes, mode, precision=train.precision, exchange_after=setup.cuda_graphs)
+    parallel = parallelize(model, processes, mode, precision=train.precision, exchange_after=setup.cuda_graphs)
     if train.compile:
         model.compile_training()
     graphs = None
@@ -153,7 +153,7 @@ def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
         **{f"{part}_gib": getattr(estimate, part) / GIB for part in ("weights", "optimizer", "gradients", "copies")},
         **{f"{part}_gib": getattr(estimate, part) / GIB for part in ("activations", "working", "workspace")},
     }
-    if explain and processes.first:
+    if explain and processes.is_rank0:
         print("\n".join(at_the_peak(torch.cuda.memory._snapshot(device), device.index or 0)), flush=True)
         torch.cuda.memory._record_memory_history(enabled=None)
     return row
@@ -215,11 +215,11 @@ def main() -> int:
             # cuBLAS keeps 32 MiB for each stream that ever multiplied: a recorded case's would count in all after it.
             torch._C._cuda_clearCublasWorkspaces()
             torch.cuda.empty_cache()
-            if processes.first:
+            if processes.is_rank0:
                 print(json.dumps(rows[-1]), flush=True)
                 notes = ["The most that PyTorch's allocator held in steps 2 and 3; random tokens."]
                 file.write(rows, notes=notes)
-        if processes.first:
+        if processes.is_rank0:
             print(file.page.read_text())
     return int(any(abs(row["formula_over_measured"] - 1) > ALLOWED for row in rows))
 

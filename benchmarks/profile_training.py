@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.bench.recorder import OK
-from trifocal.bench.train import TrainOptions, Worker
-from trifocal.bench.train_worker import TrainCase
+from trifocal.bench.training_speed import TrainOptions, Worker
+from trifocal.bench.training_worker import TrainCase
 from trifocal.models import ModelConfig
 from trifocal.ops import Geometry
 
@@ -36,7 +36,7 @@ def cases(options: argparse.Namespace) -> dict[str, TrainCase]:
     common = {"device": options.device, "warmup_steps": 3, "timed_steps": options.steps}
     nsa, dense, large_nsa, large_dense = (
         replace(case, profiled_steps=options.profiled)
-        for case in TrainOptions(sizes=sizes, model=model, cuda_graphs=("no",), **common).cases()
+        for case in TrainOptions(sizes=sizes, model=model, cuda_graphs=("no",), data=("random",), **common).cases()
     )
     return {
         "production-eager": replace(nsa, compile=False, cuda_graphs=False),

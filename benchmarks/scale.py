@@ -36,7 +36,7 @@ from typing import Any
 import torch
 
 from trifocal.bench.results import ResultFile
-from trifocal.distributed.meeting import places_here
+from trifocal.distributed.rendezvous import places_here
 
 HERE = Path(__file__).parent
 CONFIGS = HERE.parent / "configs"

@@ -14,15 +14,15 @@ from typing import Any
 
 import torch
 
-from trifocal.diagnostics import read_metrics
 from trifocal.distributed import Processes, leave_at_once, processes_started
 from trifocal.doctor.needs import Machine, setup_of
 from trifocal.models import training_memory
+from trifocal.runlog import read_metrics
 from trifocal.train import load_config
-from trifocal.train.config import RunConfig
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
+from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import create_run_directory
 
 GIB = 2**30
@@ -37,11 +37,11 @@ def train(config: RunConfig, processes: Processes) -> tuple[int, float]:
         before = torch.cuda.memory_allocated()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
+    tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     trainer = Trainer(config, Path(config.run.directory), processes, tokenizer)
     with RunLock() as lock:
-        processes.on_first(lambda: create_run_directory(config, lock, overwrite=True))
-        steps = trainer.run(notes, None).step
+        processes.run_on_rank0(lambda: create_run_directory(config, lock, overwrite=True))
+        steps = trainer.run(notes, None, lock).step
     # What the allocator counts has nothing of the memory in which graphs keep activations.
     graphs = 0 if trainer.graphs is None else trainer.graphs.memory_bytes
     return steps, max(processes.gather(torch.cuda.max_memory_allocated() - before + graphs if on_gpu else 0))
@@ -96,7 +96,7 @@ def main() -> None:
             config = load_config(configs / case["config"], [*overrides, f"--run.directory={plan.parent / 'run'}"])
             interval = load_config(configs / case["checkpoint_config"], []).checkpoint.interval_steps
             steps, peak = train(config, processes)
-            if processes.first:
+            if processes.is_rank0:
                 found = measured(config, interval, steps, peak, processes.size)
                 partial = plan.with_name("partial")
                 partial.write_text(json.dumps(found))

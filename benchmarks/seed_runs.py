@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from trifocal.bench.results import ResultFile
-from trifocal.diagnostics import read_metrics
+from trifocal.runlog import read_metrics
 
 ROOT = Path(__file__).parent.parent
 GIB = 2**30

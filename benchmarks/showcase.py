@@ -17,7 +17,7 @@ from statistics import mean
 from typing import Any
 
 from trifocal.bench.results import ResultFile, cpu_name
-from trifocal.diagnostics import read_metrics
+from trifocal.runlog import read_metrics
 
 ROOT = Path(__file__).parent.parent
 VARIANTS = {

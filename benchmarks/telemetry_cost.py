@@ -17,9 +17,9 @@ from statistics import median
 from typing import Any
 
 from trifocal.bench.results import ResultFile
-from trifocal.diagnostics.jsonl import read_lines
-from trifocal.diagnostics.metrics import read_metrics
-from trifocal.train.config import LogSection
+from trifocal.runlog.jsonl import read_lines
+from trifocal.runlog.metrics import read_metrics
+from trifocal.train.run_config import LogSection
 
 ROOT = Path(__file__).parent.parent
 INTERVAL = LogSection().telemetry_interval_steps
@@ -60,7 +60,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for config in arguments.configs:
         step, look = train(config, arguments.steps, INTERVAL // 10, 0, extra.split())
-        # Looks at the end alone: what is left are the pictures of ten evaluations.
+        # Evaluator at the end alone: what is left are the pictures of ten evaluations.
         _, picture = train(config, arguments.steps, arguments.steps, arguments.steps // 10, extra.split())
         rows.append(
             {

@@ -52,6 +52,16 @@ def test_import_takes_no_triton_no_compiler_and_no_cuda():
     assert python(code) == "[] False"
 
 
+def test_public_names_are_there_after_import_and_nothing_is_loaded_before():
+    code = (
+        "import trifocal, sys; before = 'torch' in sys.modules; names = dir(trifocal); "
+        "print(before, 'torch' in sys.modules, set(trifocal.__all__) <= set(names), "
+        "trifocal.nn.NSAttention.__name__, trifocal.models.DecoderLM.__name__)"
+    )
+    assert python(code) == "False False True NSAttention DecoderLM"
+    assert "nsa_attention" in python("import trifocal; help(trifocal)")
+
+
 def test_import_is_quick_beyond_torch():
     """Under 2 s of processor time beyond torch itself; the faster of two, as the first may meet a cold disk."""
     code = f"import torch, time; begin = time.process_time(); import {LIBRARY}; print(time.process_time() - begin)"

@@ -25,7 +25,7 @@ from trifocal.ops import compressed_attention, mean_compress, select_blocks
 # The modules beside this one, also where a test loads it by its path.
 sys.path.insert(0, str(Path(__file__).parent))
 import kernels
-from palette import COMPRESSED, DENSE, INK, PAST, QUIET, SELECTED, STYLE, WINDOW
+from palette import COMPRESSED, DARK, DENSE, INK, PAST, QUIET, SELECTED, STYLE, WINDOW
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 MINUS = "\N{MINUS SIGN}"
@@ -392,7 +392,14 @@ def draw_all(folder: Path) -> list[Path]:
     with mpl.rc_context(STYLE):
         for name, draw in FIGURES.items():
             draw().savefig(folder / name, metadata={"Date": None})
+            _serve_dark_pages(folder / name)
     return [folder / name for name in FIGURES]
+
+
+def _serve_dark_pages(path: Path) -> None:
+    """Turn light and dark round, and keep the hues, where the reader's page is dark."""
+    text = path.read_text(encoding="utf-8")
+    path.write_text(text.replace("</style>", f"{DARK}</style>", 1), encoding="utf-8")
 
 
 if __name__ == "__main__":

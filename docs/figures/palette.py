@@ -3,6 +3,7 @@
 # One colour a branch, everywhere; told apart with colour-blind eyes too.
 COMPRESSED, SELECTED, WINDOW, DENSE = "#1f6fb2", "#e07b00", "#0b8f6a", "#6b7280"
 INK, QUIET, PAST = "#1f2933", "#7b8794", "#eceff3"
+DARK = "@media (prefers-color-scheme: dark) { svg { filter: invert(0.93) hue-rotate(180deg); } }"
 STYLE = {
     "font.family": "DejaVu Sans",
     "font.size": 9.5,

@@ -12,6 +12,18 @@ class UserError(ValueError):
     """
 
 
+def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> UserError:
+    """The refusal of a name that does not exist, with the nearest one that does.
+
+    Args:
+        what: What the name would be of: "key", "flag".
+        name: What was given.
+        valid: What would have been right; at least one.
+        source: Begins the message: where the name stands.
+    """
+    return UserError(f'{source}unknown {what} "{name}"; the nearest valid one is "{nearest(name, valid)}"')
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
     """The valid name that a person most likely meant.
 

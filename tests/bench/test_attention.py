@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from trifocal.bench import attention
-from trifocal.bench.attention import AttentionBench, AttentionOptions
+from trifocal.bench import attention_speed as attention
+from trifocal.bench.attention_speed import AttentionBench, AttentionOptions
 from trifocal.bench.first_call import measure
 from trifocal.bench.recorder import Refused
 from trifocal.errors import UserError

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.bench.tiny import MODEL
-from trifocal.bench import decode
-from trifocal.bench.decode import DecodeOptions, bench_decode, work_per_step
+from trifocal.bench import decoding_speed as decode
+from trifocal.bench.decoding_speed import DecodeOptions, bench_decode, work_per_step
 from trifocal.bench.recorder import Recorder, Refused
 from trifocal.errors import UserError
 

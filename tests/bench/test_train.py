@@ -9,16 +9,17 @@ import torch
 
 from tests.bench.tiny import MODEL
 from tests.train.test_graphs import Repeater
-from trifocal.bench import train, train_worker
+from trifocal.bench import training_speed as train
+from trifocal.bench import training_worker as train_worker
 from trifocal.bench.recorder import Recorder, Refused
-from trifocal.bench.train import TrainOptions, bench_train, speedups
-from trifocal.bench.train_worker import TrainBench
+from trifocal.bench.training_speed import TrainOptions, bench_train, speedups
+from trifocal.bench.training_worker import TrainBench
 from trifocal.errors import UserError
 from trifocal.train import graphs
 
 TINY = {
     "sizes": ("2x32",), "model": MODEL, "compile": False, "precision": "fp32", "warmup_steps": 1, "timed_steps": 3,
-    "device": "cpu",
+    "device": "cpu", "data": ("random",),
 }  # fmt: skip
 
 
@@ -54,6 +55,41 @@ def test_recorded_rows_come_first_and_twins_side_by_side(wanted, monkeypatch):
     assert [case.model["attention"] for case in cases] == ["nsa", "dense"] * (len(cases) // 2)
     for sparse, dense in zip(cases[::2], cases[1::2], strict=True):
         assert replace(sparse, model=dense.model) == dense
+
+
+def test_text_is_measured_beside_random_bytes():
+    """By default, for both twins: documents of many lengths, which begin anew in every sequence."""
+    options = {name: value for name, value in TINY.items() if name != "data"} | {"sizes": ("4x3000",)}
+    cases = TrainOptions(**options).cases()
+    assert [(case.data, case.model["attention"]) for case in cases] == [
+        ("random", "nsa"), ("random", "dense"), ("text", "nsa"), ("text", "dense"),
+    ]  # fmt: skip
+    assert cases[2].labels()["data"] == "text"
+    bench = TrainBench(replace(cases[3], micro_batch=2))
+    borders = [batch.cu_seqlens for batch in bench.batches]
+    assert len(borders) == 2
+    for cu_seqlens in borders:
+        assert cu_seqlens[0] == 0 and cu_seqlens[-1] == 6000 and 3000 in cu_seqlens
+        assert (cu_seqlens.diff() > 0).all() and cu_seqlens.numel() > 4
+    assert TrainBench(cases[1]).batches[0].cu_seqlens is None
+
+
+def test_lengths_of_documents():
+    """A median of 1,000 tokens and the long tail of texts, where no sequence cuts them."""
+    lengths = train_worker.document_borders(1, 10_000_000).diff().double()
+    assert lengths.median().item() == pytest.approx(1000, rel=0.03)
+    assert lengths.mean().item() == pytest.approx(1650, rel=0.05)
+    assert (lengths > 2700).double().mean().item() == pytest.approx(1 / 6, abs=0.02)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_a_row_of_text(attention):
+    case = TrainOptions(**{**TINY, "attention": (attention,), "data": ("text",), "sizes": ("2x300",)}).cases()[0]
+    bench = TrainBench(case)
+    bench.warm_up()
+    figures = bench.figures()
+    assert figures["tokens_per_second"] > 0
+    assert figures["executed_tflop_per_step"] is figures["dense_equivalent_mfu"] is None, "for whole sequences alone"
 
 
 def test_graphs_need_a_gpu():
@@ -151,18 +187,23 @@ def test_a_row_whose_time_runs_out_while_it_waits_for_its_turn():
 
 
 def test_like_is_compared_with_like():
-    keys = ("size", "attention", "cuda_graphs", "tokens_per_second", "peak_gib", "status")
+    keys = ("size", "attention", "cuda_graphs", "data", "tokens_per_second", "peak_gib", "status")
     figures = [
-        ("nsa", True, 90.0, 6.0),
-        ("dense", True, 60.0, 2.0),
-        ("nsa", False, 30.0, 1.0),
-        ("dense", False, 60.0, 4.0),
+        ("nsa", True, "random", 90.0, 6.0),
+        ("dense", True, "random", 60.0, 2.0),
+        ("nsa", False, "random", 30.0, 1.0),
+        ("dense", False, "random", 60.0, 4.0),
+        ("nsa", False, "text", 30.0, 1.0),
+        ("dense", False, "text", 90.0, 1.0),
     ]
     rows = [dict(zip(keys, ("2x32", *row, "ok"), strict=True)) for row in figures]
-    columns = ("size", "cuda_graphs", "tokens_per_second_ratio", "peak_gib_ratio")
+    columns = ("size", "cuda_graphs", "data", "tokens_per_second_ratio", "peak_gib_ratio")
     both = speedups(rows)
-    assert [tuple(row) for row in both] == [columns, columns]
-    assert [tuple(row.values()) for row in both] == [("2x32", True, 1.5, 3.0), ("2x32", False, 0.5, 0.25)]
+    assert [tuple(row) for row in both] == [columns] * 3
+    assert [tuple(row.values()) for row in both] == [
+        ("2x32", True, "random", 1.5, 3.0), ("2x32", False, "random", 0.5, 0.25),
+        ("2x32", False, "text", pytest.approx(1 / 3), 1.0),
+    ]  # fmt: skip
     rows[1]["status"] = "not run: the time limit has passed"
     assert speedups(rows) == both[1:], "a twin with another setting is none"
 

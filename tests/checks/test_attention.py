@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.checks import faults
-from trifocal.checks import Measurement, Skipped, attention, positions
+from trifocal.checks import Measurement, Skipped, positions
+from trifocal.checks import attention_checks as attention
 from trifocal.nn import rotate
 from trifocal.ops import nsa_attention
 

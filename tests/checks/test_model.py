@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.checks import faults
-from trifocal.checks import model as checks
+from trifocal.checks import model_checks as checks
 from trifocal.checks.seeds import make_model
 from trifocal.generate import NSACache
 from trifocal.ops import nsa_attention

@@ -7,10 +7,10 @@ import time
 import pytest
 import torch
 
-from trifocal.checks import operation
+from trifocal.checks import operation_checks as operation
 from trifocal.data import DataConfig
-from trifocal.diagnostics import Heartbeat
 from trifocal.errors import UserError
+from trifocal.runlog import Heartbeat
 from trifocal.train import load_config
 
 CPU = torch.device("cpu")

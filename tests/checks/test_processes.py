@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import warm
-from trifocal.checks import processes
+from trifocal.checks import process_checks as processes
 from trifocal.checks.process_worker import Case
 
 CPU = torch.device("cpu")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.checks import faults
-from trifocal.checks import training
+from trifocal.checks import training_checks as training
 from trifocal.data import Loader
 from trifocal.models import DecoderLM
 from trifocal.nn import attention as nn_attention

@@ -49,7 +49,7 @@ def test_what_failed_gives_status_1_and_stands_below_the_table(tmp_path, capsys,
     def broken(*args, **rules):
         raise RuntimeError("no kernel")
 
-    monkeypatch.setattr("trifocal.bench.attention.nsa_attention", broken)
+    monkeypatch.setattr("trifocal.bench.attention_speed.nsa_attention", broken)
     assert main([*ATTENTION, "--output", str(tmp_path)]) == 1
     assert "\nfailed: RuntimeError: no kernel\n" in capsys.readouterr().out
 
@@ -64,7 +64,7 @@ def test_bad_input_is_one_line(capsys):
     assert main(["bench"]) == 2 and main(["bench", "--help"]) == 0
     assert "attention" in capsys.readouterr().out
     for arguments, words in (
-        (["atention"], 'unknown bench "atention"; the nearest one is "attention"'),
+        (["atention"], 'unknown bench "atention"; the nearest valid one is "attention"'),
         (["attention", "--token", "5"], 'the nearest valid one is "--tokens"'),
         (["attention", "--shapes", "E"], 'unknown shape "E"'),
         (["attention", "--rows", "cudn"], "--rows"),

@@ -184,8 +184,8 @@ def test_train_refuses_bad_input(
         (["generate", "RUN", "--prompt", "x", "--temprature", "1"], 'the nearest valid one is "--temperature"'),
         (["report", "/nowhere"], "there is no run at /nowhere"),
         (["report"], "missing argument: RUN_DIR"),
-        (["trian"], 'unknown command "trian"; the nearest one is "train"'),
-        (["--train"], 'unknown command "--train"; the nearest one is "train"'),
+        (["trian"], 'unknown command "trian"; the nearest valid one is "train"'),
+        (["--train"], 'unknown command "--train"; the nearest valid one is "train"'),
     ],
     ids=lambda value: str(value)[:60],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections import Counter
@@ -16,14 +17,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trifocal.data import Batch, DataConfig, DataError, Loader, make_loader, make_tokenizer, merge_states
-from trifocal.data.retry import Activity, Retry
-from trifocal.data.sources import make_source
-from trifocal.data.stream import DocumentStream, Place, in_validation
+from trifocal.data.activity import Activity
+from trifocal.data.factory import make_source
+from trifocal.data.stream import DocumentStream, Position, in_validation
 from trifocal.data.text import JsonlSource
 from trifocal.errors import UserError
 
 TOKENIZER = make_tokenizer("bytes")
-RETRY = Retry(1, 0.0, 0.0, Activity())
 TEXTS = [f"{file} {line} " + "abc " * (line * 7 % 23) for file in range(3) for line in range(37)]
 DEFAULTS = {"shuffle_documents": 8, "shuffle_sequences": 20, "validation_fraction": 0.1}
 
@@ -101,7 +101,8 @@ def test_state_is_small_and_ignores_the_prefetch(source: str) -> None:
             time.sleep(0.05)
             states.append(loader.state_dict())
     assert states[0] == states[1]
-    assert len(json.dumps(states[0])) < 500
+    # The position, the settings, and 8 digits a file.
+    assert len(json.dumps(states[0])) < 800
 
 
 def test_a_running_loader_can_be_set_back(source: str, uninterrupted: list[Batch]) -> None:
@@ -164,14 +165,14 @@ def test_a_process_opens_the_files_of_its_own_streams_alone(source: str, monkeyp
 def test_streams_share_out_every_document(source: str, streams: int) -> None:
     """In each epoch of its own a stream has its part: together they have all, each once."""
     names: Counter[str] = Counter()
-    opened, _ = make_source(DataConfig(source=source), RETRY, RETRY.activity)
+    opened, _ = make_source(DataConfig(source=source), Activity())
     for part in range(streams):
         documents = DocumentStream(
-            opened, TOKENIZER, validation=False, validation_fraction=0.1, seed=3, block_documents=8, retry=RETRY,
-            part=part, parts=streams,
+            opened, TOKENIZER, validation=False, validation_fraction=0.1, seed=3, block_documents=8,
+            activity=Activity(), part=part, parts=streams,
         )  # fmt: skip
-        for document in documents.read(Place()):
-            if document.place.epoch:
+        for document in documents.read(Position()):
+            if document.position.epoch:
                 break
             names[document.id] += 1
     assert set(names.values()) == {1}
@@ -234,12 +235,18 @@ def test_synthetic_resumes_and_keeps_its_splits_apart() -> None:
         {"length": 64},
         {"split": "validation"},
     ],
+    ids=str,
 )
 def test_other_data_settings_refuse_the_state(source: str, change: dict[str, object]) -> None:
     with open_loader(source) as loader:
         state = loader.state_dict()
-    with open_loader(source, **change) as loader, pytest.raises(UserError, match="data position belongs to"):
+    (key,) = change
+    name = {"length": "train.sequence_length", "split": "split"}.get(key, f"data.{key}")
+    with open_loader(source, **change) as loader, pytest.raises(UserError, match=r"data position belongs to") as info:
         loader.load_state_dict(state)
+    # Names what differs, and nothing else, but for the settings that follow from the split.
+    assert name in str(info.value)
+    assert key == "split" or re.search(rf": {re.escape(name)} \S+ -> \S+; resume", str(info.value))
 
 
 def test_other_files_refuse_the_state(tmp_path: Path) -> None:
@@ -249,10 +256,45 @@ def test_other_files_refuse_the_state(tmp_path: Path) -> None:
         state = loader.state_dict()
     path.write_text("other text " * 51)
     with open_loader(f"text:{path}", validation_fraction=0.0) as loader:
-        with pytest.raises(UserError, match=r"belongs to text:.*a\.txt.*resume with those of the first run"):
+        with pytest.raises(UserError, match=r"to text:.*a\.txt: the files \(names and sizes\), .* differ;"):
             loader.load_state_dict(state)
-        with pytest.raises(UserError, match="version 99"):
-            loader.load_state_dict(state | {"version": 99})
+        with pytest.raises(UserError, match=r"version 2; .* go on with the version that saved"):
+            loader.load_state_dict(state | {"version": 2})
+
+
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+@pytest.mark.parametrize("size", [1_000, 5_000_000])
+def test_changed_content_of_the_same_size_refuses_the_state(tmp_path: Path, kind: str, size: int) -> None:
+    content = bytearray((json.dumps({"text": "word " * 18}) + "\n").encode() * (size // 100))
+    if kind == "parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        pyarrow = pytest.importorskip("pyarrow")
+        table = pyarrow.table({"text": [str(number) + "x" * 90 for number in range(size // 100)]})
+        parquet.write_table(table, tmp_path / "b.parquet", compression="none", use_dictionary=False)
+        content = bytearray((tmp_path / "b.parquet").read_bytes())
+    ending = {"text": "txt"}.get(kind, kind)
+    for name in "abc":
+        (tmp_path / f"{name}.{ending}").write_bytes(content)
+    with open_loader(f"{kind}:{tmp_path}", validation_fraction=0.0) as loader:
+        state = json.loads(json.dumps(loader.state_dict()))
+    with open_loader(f"{kind}:{tmp_path}", validation_fraction=0.0) as loader:
+        loader.load_state_dict(state)
+    # Of a long file the first and last bytes, and pieces between them, are looked at.
+    for at in (60, len(content) // 2 if size == 1_000 else len(content) - 2000):
+        changed = content.copy()
+        changed[at] ^= 1
+        (tmp_path / f"b.{ending}").write_bytes(changed)
+        with (
+            open_loader(f"{kind}:{tmp_path}", validation_fraction=0.0) as loader,
+            pytest.raises(UserError, match=rf"^b\.{ending} has changed since the checkpoint was saved: {kind}:"),
+        ):
+            loader.load_state_dict(state)
+    (tmp_path / f"a.{ending}").write_bytes(changed)
+    with (
+        open_loader(f"{kind}:{tmp_path}", validation_fraction=0.0) as loader,
+        pytest.raises(UserError, match=rf"^a\.{ending} and 1 more files have changed"),
+    ):
+        loader.load_state_dict(state)
 
 
 @pytest.mark.parametrize("depth", [1, 3, 8])
@@ -319,7 +361,6 @@ class Blocked:
             yield from original(source, shard, cursor)
 
         monkeypatch.setattr(JsonlSource, "read", read)
-        monkeypatch.setattr(JsonlSource, "close", lambda _: self.release.set())
 
 
 def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,13 +384,12 @@ def test_a_stall_is_reported_while_it_lasts_and_then_passes(source: str, monkeyp
 def test_a_stall_past_the_limit_is_an_error(
     source: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    Blocked(monkeypatch)
+    blocked = Blocked(monkeypatch)
     begin = time.monotonic()
-    with (
-        open_loader(source, stall_seconds=0.05, stall_limit_seconds=0.2) as loader,
-        pytest.raises(DataError, match=r"data stall: no batch for 0 s, the limit .* reading jsonl:"),
-    ):
-        next(loader)
+    with open_loader(source, stall_seconds=0.05, stall_limit_seconds=0.2) as loader:
+        with pytest.raises(DataError, match=r"data stall: no batch for 0 s, the limit .* reading jsonl:"):
+            next(loader)
+        blocked.release.set()
     assert time.monotonic() - begin < 5
     assert "data stall: no batch for" in caplog.text
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.data.activity import Activity
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.remote import HttpClient
-from trifocal.data.retry import Activity
-from trifocal.data.sources import Document
+from trifocal.data.sources import BadDocuments, Document
 from trifocal.errors import UserError
 
 pytest.importorskip("pyarrow")
@@ -21,8 +21,10 @@ import pyarrow.parquet
 Write = Callable[..., Path]
 
 
-def open_source(path: object, field: str = "text") -> ParquetSource:
-    return ParquetSource.from_path(f"parquet:{path}#{field}", str(path), field, HttpClient(5.0, Activity()))
+def open_source(path: object, field: str = "text", bad: BadDocuments | None = None) -> ParquetSource:
+    return ParquetSource.from_path(
+        f"parquet:{path}#{field}", str(path), field, HttpClient(DataConfig(), Activity()), bad
+    )
 
 
 def error_of(path: object, field: str = "text") -> str:
@@ -44,7 +46,7 @@ def test_every_row_once_and_from_every_place(write_parquet: Write, texts: Callab
     content[0] = content[7] = content[31] = content[49] = None
     content[8] = content[32] = ""
     path = write_parquet("a.parquet", content, field="body", rows=rows)
-    source = open_source(path, "body")
+    source = open_source(path, "body", bad=BadDocuments("skip"))
     whole = list(source.read(0, None))
     assert [document for document, _ in whole] == [
         Document(f"a.parquet#{row}", text) for row, text in enumerate(content) if text
@@ -81,6 +83,29 @@ def test_a_missing_field_names_those_there_are(write_parquet: Write) -> None:
     assert f"{path}: field 'id' must hold strings, it holds int64" in error_of(path, "id")
 
 
+def test_a_field_that_is_there_twice(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    columns = [pyarrow.array(["one"]), pyarrow.array(["two"])]
+    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, names=["text", "text"]), path)
+    assert f"{path} has 2 fields 'text'; name another, or rename all but one" in error_of(path)
+
+
+def test_a_footer_with_any_byte_changed_ends_in_one_line(write_parquet: Write, texts: Callable[..., list[str]]) -> None:
+    path = write_parquet("a.parquet", [*texts(20)])
+    whole = path.read_bytes()
+    length = int.from_bytes(whole[-8:-4], "little")
+    refused = 0
+    for at in range(len(whole) - 8 - length, len(whole), 3):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :])
+        try:
+            for document, _ in open_source(path).read(0, None):
+                assert isinstance(document.text, str)
+        except UserError as error:
+            refused += 1
+            assert str(path) in str(error) and str(error).isprintable()
+    assert refused > 20
+
+
 def test_files_that_are_broken(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:
     assert f"no .parquet file in folder {tmp_path}" in error_of(tmp_path)
     path = write_parquet("a.parquet", texts(100))
@@ -98,7 +123,10 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     broken = pyarrow.array([b"fine", b"caf\xe9"]).cast(pyarrow.string(), safe=False)
     pyarrow.parquet.write_table(pyarrow.table({"text": broken}), path)
-    assert f"{path}: row group 0 cannot be read: " in error_of(path)
+    assert f"{path}: row 1: field 'text' is not UTF-8 at byte 3; " in error_of(path)
+    bad = BadDocuments("skip")
+    assert [document.text for document, _ in open_source(path, bad=bad).read(0, None)] == ["fine"]
+    assert bad.first == f"{path}: row 1: field 'text' is not UTF-8 at byte 3"
 
 
 def test_resume_within_a_row_group(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import email.utils
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from trifocal.data import DataConfig, DataError, Loader, make_loader, make_tokenizer
+from trifocal.data.activity import Activity
 from trifocal.data.remote import HttpClient, HttpFile
-from trifocal.data.retry import Activity, TransientError
 from trifocal.errors import UserError
 
 pytest.importorskip("pyarrow")
 
 ROWS_READ = 40
+QUICK = DataConfig(retry_attempts=2, retry_base_seconds=0.01, request_timeout_seconds=5.0)
 
 
 @pytest.fixture
@@ -100,14 +101,12 @@ def test_silence_is_a_failure_like_the_others(
     assert 0.6 < time.monotonic() - begin < 15
 
 
-@pytest.mark.parametrize("as_date", [False, True])
 def test_retry_after_is_respected(
-    serve: Callable[..., Any], files: dict[str, bytes], unharmed: tuple[list[Any], int], as_date: bool
+    serve: Callable[..., Any], files: dict[str, bytes], unharmed: tuple[list[Any], int]
 ) -> None:
     server = serve(files)
     server.faults = {5: 429}
-    # A date has whole seconds: 3 from now is at least 2 when it arrives.
-    server.retry_after = email.utils.formatdate(time.time() + 3, usegmt=True) if as_date else "1"
+    server.retry_after = "1"
     with open_loader(server, files, retry_max_seconds=30.0) as loader:
         assert read(loader) == unharmed[0]
     pause = server.requests[6][1] - server.requests[5][1]
@@ -119,8 +118,8 @@ def test_retry_after_is_respected(
     [
         (429, "HTTP 429 Too Many Requests"),
         (500, "HTTP 500 Internal Server Error"),
-        ("cut", "the connection was cut after 0 bytes, 1 too early"),
-        ("drop", "RemoteDisconnected: "),
+        ("cut", "RemoteProtocolError: peer closed connection without sending complete message body"),
+        ("drop", "RemoteProtocolError: Server disconnected"),
         ("silence", "silent for longer than data.request_timeout_seconds"),
     ],
 )
@@ -132,7 +131,7 @@ def test_giving_up_is_clear_and_in_time(
     begin = time.monotonic()
     with (
         open_loader(server, files, request_timeout_seconds=0.3) as loader,
-        pytest.raises(DataError, match=r"gave up after 4 attempts in \d s; the last error: ") as info,
+        pytest.raises(DataError, match=r"gave up after 4 attempts; the last error: ") as info,
     ):
         next(loader)
     # Four silences of 0.3 s and three pauses of at most 0.04 s, on a busy machine.
@@ -166,7 +165,7 @@ def test_what_will_not_pass_stops_at_once(
 def test_a_server_that_is_not_there(serve: Callable[..., Any], files: dict[str, bytes]) -> None:
     server = serve(files)
     server.close()
-    with open_loader(server, files) as loader, pytest.raises(DataError, match="ConnectionRefusedError"):
+    with open_loader(server, files) as loader, pytest.raises(DataError, match=r"ConnectError: .*Connection refused"):
         next(loader)
 
 
@@ -223,7 +222,13 @@ def test_a_silent_server_is_reported_and_closing_does_not_wait_for_it(
     source = f"parquet:{server.url}/0.parquet"
     reports: list[str] = []
     loader = make_loader(
-        DataConfig(source=source, request_timeout_seconds=15.0, stall_seconds=0.1, stall_limit_seconds=0.35),
+        DataConfig(
+            source=source,
+            request_timeout_seconds=15.0,
+            retry_attempts=1,
+            stall_seconds=0.1,
+            stall_limit_seconds=0.35,
+        ),
         tokenizer=make_tokenizer("bytes"),
         sequence_length=16,
         batch_size=1,
@@ -236,11 +241,18 @@ def test_a_silent_server_is_reported_and_closing_does_not_wait_for_it(
     loader.close()
     assert time.monotonic() - begin < 5
     assert reports == [f"waiting for {server.url}/0.parquet"] * 3
+    # The thread that was left behind makes nothing more: it ends with its attempts.
+    server.close()
+    for thread in threading.enumerate():
+        if thread.name == "trifocal-data":
+            thread.join(10)
+            assert not thread.is_alive()
+    assert len(server.requests) == 1
 
 
 def test_a_changed_file_is_noticed(serve: Callable[..., Any]) -> None:
     server = serve({"a": b"0123456789"})
-    file = HttpFile(HttpClient(5.0, Activity()), f"{server.url}/a")
+    file = HttpFile(HttpClient(QUICK, Activity()), f"{server.url}/a")
     assert file.read(4) == b"0123"
     server.files["a"] = b"0123456789abc"
     with pytest.raises(DataError, match=r"changed while it was read: 10 bytes before, 13 now"):
@@ -250,13 +262,13 @@ def test_a_changed_file_is_noticed(serve: Callable[..., Any]) -> None:
 def test_reading_anywhere(serve: Callable[..., Any]) -> None:
     content = bytes(range(256)) * 40
     server = serve({"a": content})
-    file = HttpFile(HttpClient(5.0, Activity()), f"{server.url}/a")
+    file = HttpFile(HttpClient(QUICK, Activity()), f"{server.url}/a")
     assert file.size == len(content)
     assert (file.seek(-10, 2), file.read()) == (len(content) - 10, content[-10:])
     assert file.read(5) == b""
     assert (file.seek(300), file.read(1000), file.tell()) == (300, content[300:1300], 1300)
     assert (file.seek(-100, 1), file.read(3)) == (1200, content[1200:1203])
-    with pytest.raises(TransientError):
+    with pytest.raises(DataError, match="gave up after 2 attempts"):
         server.always = 503
         file.read(1)
 
@@ -265,7 +277,7 @@ def test_the_login_is_not_sent_on_to_another_server(serve: Callable[..., Any]) -
     store = serve({"data": b"0123456789"})
     hub = serve({})
     hub.redirects["/a"] = f"{store.url}/data"
-    client = HttpClient(5.0, Activity(), authorization="Bearer example")
+    client = HttpClient(QUICK, Activity(), {"Authorization": "Bearer example"})
     assert client.get(f"{hub.url}/a", 2, 5) == (b"234", 10)
     assert hub.authorizations == ["Bearer example"]
     assert store.authorizations == [None]

@@ -8,7 +8,7 @@ import json
 import numpy as np
 import pytest
 
-from trifocal.data.stream import Place, in_validation, random_words, shuffled
+from trifocal.data.stream import Position, in_validation, random_words, shuffled
 
 HELD_OUT = ["29", "72", "90", "99"]
 ORDER = [9, 7, 5, 4, 3, 8, 6, 0, 2, 1]
@@ -47,6 +47,6 @@ def test_every_place_is_equally_likely() -> None:
     assert abs(np.bincount(first, minlength=8) - 500).max() < 126
 
 
-@pytest.mark.parametrize("place", [Place(), Place(3, 14, (159, 26), 5)])
-def test_places_survive_json(place: Place) -> None:
-    assert Place.from_json(json.loads(json.dumps(place.to_json()))) == place
+@pytest.mark.parametrize("position", [Position(), Position(3, 14, (159, 26), 5)])
+def test_positions_survive_json(position: Position) -> None:
+    assert Position.from_json(json.loads(json.dumps(position.to_json()))) == position

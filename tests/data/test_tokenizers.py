@@ -130,6 +130,23 @@ def test_a_folder_without_and_a_file_that_is_none(tmp_path: Path) -> None:
         make_tokenizer("bytes", separator="x")
 
 
+def test_a_vocabulary_without_an_unknown_token(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0, "<eos>": 1}))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = make_tokenizer(str(tmp_path))
+    assert tokenizer.encode("known known").tolist() == [0, 0]
+    with pytest.raises(UserError, match=r"cannot encode the text: .*without an unknown token must have every word"):
+        tokenizer.encode("known unknown")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "~nobody-of-this-name/tokenizer.json", "caf\udce9.json"])
+def test_paths_that_are_none(name: str) -> None:
+    with pytest.raises(UserError, match=r"^data\.tokenizer"):
+        make_tokenizer(name)
+
+
 def test_gpt2_without_a_hub_is_a_clear_error(tmp_path: Path) -> None:
     code = "from trifocal.data import make_tokenizer; make_tokenizer('gpt2')"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -9,10 +9,10 @@ import torch
 
 from trifocal.checks.process_worker import Case, backward, whole
 from trifocal.checks.seeds import random_tokens, small_config
-from trifocal.distributed import Processes, parallelise, processes_started
+from trifocal.distributed import Processes, parallelize, processes_started
 from trifocal.models import DecoderLM
-from trifocal.train.config import OptimizerSection
 from trifocal.train.optimizer import gradient_norm, make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 CPU = torch.device("cpu")
 LENGTH = 40
@@ -28,7 +28,7 @@ def bf16_error(mode: str, processes: Processes) -> float:
     case = Case(mode)
     model = DecoderLM(config)
     model.init_weights(0)
-    parallel = parallelise(model, processes, mode, precision="bf16")  # type: ignore[arg-type]
+    parallel = parallelize(model, processes, mode, precision="bf16")  # type: ignore[arg-type]
     streams: list[torch.dtype] = []
     for block in model.blocks:
         block.register_forward_hook(lambda _module, _inputs, output: streams.append(output.dtype))
@@ -49,7 +49,7 @@ def bf16_error(mode: str, processes: Processes) -> float:
 def sharded_bytes(processes: Processes) -> float:
     """What this process keeps of weights and moments under FSDP2, after a step."""
     model = DecoderLM(small_config())
-    parallel = parallelise(model, processes, "fsdp")
+    parallel = parallelize(model, processes, "fsdp")
     optimizer = make_optimizer(model, OptimizerSection())
     backward(Case("fsdp"), parallel, processes, random_tokens((4, LENGTH), 64, CPU))
     optimizer.step()
@@ -62,5 +62,5 @@ if __name__ == "__main__":
     with processes_started(CPU, timeout_seconds=60) as processes:
         errors = {mode: bf16_error(mode, processes) for mode in ("none", "ddp", "fsdp")}
         errors["bytes"] = sharded_bytes(processes)
-        if processes.first:
+        if processes.is_rank0:
             Path(sys.argv[1]).write_text(json.dumps(errors))

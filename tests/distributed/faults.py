@@ -7,6 +7,7 @@ beside the run's folder when they strike, so that a test knows when.
 import contextlib
 import errno
 import functools
+import json
 import os
 import sys
 import time
@@ -37,6 +38,20 @@ def before_step(action):
     def wrapped(step, *args, **kwargs):
         action(step)
         return original(step, *args, **kwargs)
+
+    loop.train_step = wrapped
+
+
+def hyperparameters():
+    """Every rank writes down the optimizer's hyperparameters before each step."""
+    original = loop.train_step
+
+    def wrapped(*args, **kwargs):
+        groups = [
+            [group[key] for key in ("weight_decay", "betas", "eps")] for group in kwargs["optimizer"].param_groups
+        ]
+        Path(f"{os.environ['FAULT_FILE']}.rank{RANK}").write_text(json.dumps(groups))
+        return original(*args, **kwargs)
 
     loop.train_step = wrapped
 
@@ -213,8 +228,8 @@ def graphs():
     """No fault: what GPUs record and replay is done anew each time, so that the rest of it runs on a CPU."""
     graphs_module.Recorder = _EagerRecorder
     torch.Tensor.pin_memory = lambda self: self
-    original = spread.parallelise
-    spread.parallelise = lambda *args, **options: original(*args, **options | {"exchange_after": True})
+    original = spread.parallelize
+    spread.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})
 
     def make_graphs(parallel, model, config, device):
         assert parallel.sharded or parallel.flat_gradients is not None

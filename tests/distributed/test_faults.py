@@ -15,12 +15,12 @@ import torch.distributed as dist
 from tests.children import ROOT, environment, free_port
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
-from trifocal.diagnostics import read_metrics
 from trifocal.errors import UserError
+from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume
 from trifocal.train import train as train_here
 from trifocal.train.arguments import override
-from trifocal.train.checkpoint import list_checkpoints
+from trifocal.train.checkpoint_folders import list_checkpoints
 from trifocal.train.manifest import verify_checkpoint
 from trifocal.train.run_directory import load_run
 
@@ -65,12 +65,13 @@ def case(tmp_path: Path) -> Iterator[Case]:
         workers.kill()
 
 
-def test_sigterm_to_one_saves_and_ends_all_well(case: Case) -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["sigterm", "sighup"])
+def test_a_signal_to_one_saves_and_ends_all_well(case: Case, number: signal.Signals) -> None:
     """Before step 3: step 3 ends, all agree before step 4, and that one is saved."""
     workers = case.start("wait_at_step", "--checkpoint.interval_steps", "0", mode="fsdp")
     workers.wait_for(case.fault_file)
     time.sleep(0.3)
-    workers.send(signal.SIGTERM, 1)
+    workers.send(number, 1)
     time.sleep(0.3)
     Path(f"{case.fault_file}.go").touch()
     ended = workers.join()

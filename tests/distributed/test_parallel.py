@@ -8,7 +8,7 @@ import torch
 
 from tests.children import free_port
 from trifocal.checks.seeds import small_config
-from trifocal.distributed import Processes, choose_mode, parallelise, processes_started, whole_model
+from trifocal.distributed import Processes, choose_mode, parallelize, processes_started, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 
@@ -47,17 +47,17 @@ def test_one_process_is_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     model = DecoderLM(small_config())
     with processes_started(CPU) as processes:
-        assert (processes.rank, processes.size, processes.first) == (0, 1, True)
-        parallel = parallelise(model, processes, "none")
+        assert (processes.rank, processes.size, processes.is_rank0) == (0, 1, True)
+        parallel = parallelize(model, processes, "none")
         assert parallel.module is model
         with parallel.micro_batch(last=False):
             pass
         assert whole_model(model, processes) is model
         assert processes.sum([1, 2.5]) == [1, 2.5]
         assert processes.gather("a") == ["a"]
-        assert processes.on_first(lambda: 3) == 3
+        assert processes.run_on_rank0(lambda: 3) == 3
         with pytest.raises(UserError, match=r"^no$"):
-            processes.together(fail)
+            processes.run_on_all(fail)
 
 
 @pytest.mark.parametrize(
@@ -85,4 +85,4 @@ def fail() -> None:
 
 def test_shards_must_divide_the_processes() -> None:
     with pytest.raises(UserError, match=r"parallel\.shards 3 does not divide the 2 processes"):
-        parallelise(DecoderLM(small_config()), TWO, "hsdp", shards=3)
+        parallelize(DecoderLM(small_config()), TWO, "hsdp", shards=3)

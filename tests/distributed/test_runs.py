@@ -12,8 +12,8 @@ import torch
 
 from tests.distributed.workers import train
 from tests.train.tiny import read_checkpoint, write_config
-from trifocal.diagnostics import read_metrics
 from trifocal.models import load_model
+from trifocal.runlog import read_metrics
 
 FLAGS = ("--log.sample_interval_steps", "3", "--log.sample_tokens", "4", "--checkpoint.keep_last", "4",
          "--data.streams", "2")  # fmt: skip
@@ -113,6 +113,21 @@ def test_a_run_goes_on_in_another_mode_or_number(
     assert losses(resumed) == pytest.approx(losses(runs[saved]), rel=LOSS_TOLERANCE)
     mine, theirs = (final(run) for run in (resumed, runs[saved]))
     assert mine["data"] == theirs["data"]
+
+
+@pytest.mark.parametrize("mode", ["ddp", "fsdp"])
+def test_the_configuration_decides_the_optimizer_s_hyperparameters(
+    runs: dict[str, Path], tmp_path: Path, mode: str
+) -> None:
+    shutil.copytree(runs[mode], tmp_path / "run")
+    flags = ("--resume", str(tmp_path / "run"), "--checkpoint", "step_00000002", "--train.steps", "3")
+    given = ("weight_decay", "0.25"), ("beta1", "0.5"), ("beta2", "0.75"), ("epsilon", "1e-3")
+    flags += tuple(part for name, value in given for part in (f"--optimizer.{name}", value))
+    ended = train(tmp_path, None, *flags, fault="hyperparameters", FAULT_FILE=str(tmp_path / "seen")).join(120)
+    assert [end.status for end in ended] == [0, 0], ended[0].error
+    for rank in (0, 1):
+        expected = [[0.25, [0.5, 0.75], 1e-3], [0.0, [0.5, 0.75], 1e-3]]
+        assert json.loads((tmp_path / f"seen.rank{rank}").read_text()) == expected
 
 
 def test_four_processes_save_and_two_and_one_go_on(runs: dict[str, Path], tmp_path: Path) -> None:

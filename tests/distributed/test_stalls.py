@@ -14,10 +14,10 @@ import pytest
 from tests.children import environment
 from tests.distributed.test_faults import QUICK, Case
 from tests.distributed.test_faults import case as case
-from trifocal.diagnostics import read_metrics, verdict
-from trifocal.diagnostics.run import read_run
-from trifocal.diagnostics.verdict import Verdict, judge
 from trifocal.errors import UserError
+from trifocal.runlog import read_metrics, verdict
+from trifocal.runlog.run import read_run
+from trifocal.runlog.verdict import Verdict, judge
 
 OFTEN = ("--log.heartbeat_seconds", "0.2")
 

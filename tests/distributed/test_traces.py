@@ -4,16 +4,22 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.distributed.test_faults import QUICK
 from tests.distributed.workers import train
 from tests.train.test_traces import table
 from tests.train.tiny import make_config, write_config
 from trifocal.models import DecoderLM
+from trifocal.runlog.jsonl import read_lines
+from trifocal.runlog.traces import TRACES
+
+ALL = {"ddp": (), "fsdp": (), "hsdp": ("--parallel.shards", "2")}
 
 
-def traced(folder: Path, mode: str) -> Path:
+def traced(folder: Path, mode: str, what: str = "exchange,gradients,dtypes") -> Path:
     """Two processes with one micro-batch each a step, steps 2 and 3 traced."""
-    flags = (*QUICK, "--parallel.mode", mode, "--trace.what", "exchange,gradients,dtypes", "--trace.steps", "2:4")
+    flags = (*QUICK, *ALL[mode], "--parallel.mode", mode, "--trace.what", what, "--trace.steps", "2:4")
     ended = train(folder, write_config(folder), *flags).join()
     assert [end.status for end in ended] == [0, 0], ended[1].error
     return folder / "run" / "traces" / "steps_2-3"
@@ -65,3 +71,26 @@ def test_weights_are_gathered_and_gradients_scattered_part_by_part(tmp_path: Pat
     assert {row["name"] for row in kept} == set(sizes)
     shape = next(row["shape"] for row in kept if row["name"] == "blocks.0.mlp.up_proj.weight")
     assert shape == "16x16", "half of 32 x 16"
+
+
+@pytest.mark.parametrize("mode", ALL)
+def test_every_trace_runs_in_every_mode_and_memory_counts_this_processs_part(tmp_path: Path, mode: str) -> None:
+    # nvtx needs a GPU; tests/train/test_traces.py has it on a stand-in.
+    folder = traced(tmp_path, mode, ",".join(name for name in TRACES if name != "nvtx"))
+    sizes, saved = names_of(tmp_path), []
+    for rank in (0, 1):
+        for name in ("gradients", "modules", "exchange", "collectives", "dtypes", "memory"):
+            assert table(folder / f"{name}_rank{rank}.csv"), f"{name} of rank {rank} saw nothing"
+        assert (folder / f"profile_rank{rank}.json.gz").exists() and (folder / f"operations_rank{rank}.txt").exists()
+        rows = {row["module"]: row for row in table(folder / f"memory_rank{rank}.csv")}
+        # Every first dimension of the tiny model is even: half of each parameter where two processes share it.
+        part = 4 * sum(sizes.values()) // (1 if mode == "ddp" else 2)
+        total = rows["total"]
+        assert abs(int(total["parameter_bytes"]) - part) <= 4 * 257 * 16
+        assert int(total["gradient_bytes"]) == int(total["parameter_bytes"])
+        assert int(total["optimizer_bytes"]) >= 2 * int(total["parameter_bytes"])
+        saved.append({name: int(row["saved_for_backward_bytes"]) for name, row in rows.items()})
+        beats = read_lines(tmp_path / "run" / "heartbeat" / f"rank{rank}.jsonl")
+        assert {beat["parallel_mode"] for beat in beats} == {mode}
+    # Of one micro-batch of two rows of 32 tokens: the down projection keeps its input, 2 x 32 x 32, and no weight.
+    assert saved[0]["blocks.0.mlp.down_proj"] == saved[1]["blocks.0.mlp.down_proj"] == 4 * 2 * 32 * 32

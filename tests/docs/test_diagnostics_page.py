@@ -10,22 +10,15 @@ import torch
 
 from tests.docs.pages import ROOT, text_of
 from tests.train.tiny import make_config
-from trifocal.diagnostics import (
-    AttentionTelemetry,
-    Heartbeat,
-    attention_picture,
-    attention_statistics,
-    heartbeat,
-    metrics,
-    read_metrics,
-    telemetry,
-    verdict,
-)
-from trifocal.diagnostics.heartbeat import PHASES
-from trifocal.diagnostics.sinks.thread import MAX_WAITING_ROWS
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.train import company, train
+from trifocal.runlog import Heartbeat, heartbeat, metrics, read_metrics, verdict
+from trifocal.runlog.heartbeat import PHASES
+from trifocal.runlog.sinks.thread import MAX_WAITING_ROWS
+from trifocal.telemetry import AttentionTelemetry, attention_picture
+from trifocal.telemetry import attention_telemetry as telemetry
+from trifocal.telemetry import statistics as attention_statistics
+from trifocal.train import coordinator, train
 
 PAGE = text_of(ROOT / "docs/diagnostics.md")
 
@@ -48,7 +41,7 @@ def tables_of_fields() -> list[set[str]]:
 @pytest.fixture(scope="module")
 def rows():
     geometry = Geometry(8, 4, 8, 4, 1, 2, 16)
-    sizes = {"vocab_size": 64, "dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_groups": 2, "mlp_dim": 64}
+    sizes = {"vocab_size": 64, "dim": 32, "num_layers": 1, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 64}
     model = DecoderLM(ModelConfig(**sizes, head_dim=8, value_dim=8, geometry=geometry))
     model.init_weights(0)
     return AttentionTelemetry(model).measure(torch.arange(100)[None] % 64)
@@ -82,14 +75,17 @@ def test_alarms_and_their_thresholds():
 
 
 def test_every_event_is_explained_and_its_threshold_is_that_of_the_code():
-    calls = r"(?:_say|_event|_report|say|event)\(\s*(?:[\w.]+,\s*)?\"(\w+)\""
+    calls = r"(?:_log_event|_event|_report|say|event)\(\s*(?:[\w.]+,\s*)?\"(\w+)\""
     code = "".join(
-        path.read_text() for room in ("train", "diagnostics") for path in ROOT.glob(f"src/trifocal/{room}/**/*.py")
+        path.read_text()
+        for room in ("train", "runlog", "telemetry", "report")
+        for path in ROOT.glob(f"src/trifocal/{room}/**/*.py")
     )
     names = set(re.findall(calls, code))
     explained = {name: line for line in events_table() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}
     assert set(explained) == names and len(names) > 12
-    slow = f"{company.SLOW_FACTOR:.0f} times as long .* {company.SLOW_SECONDS} s longer, at {company.SLOW_LOOKS} rows"
+    factor, seconds, rows = coordinator.SLOW_FACTOR, coordinator.SLOW_SECONDS, coordinator.SLOW_LOOKS
+    slow = f"{factor:.0f} times as long .* {seconds} s longer, at {rows} rows"
     assert re.search(slow, explained["rank_slow"])
     assert f"{MAX_WAITING_ROWS:,} rows" in explained["sink_failed"]
 

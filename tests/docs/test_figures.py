@@ -26,6 +26,11 @@ def test_script_draws_every_figure_of_the_folder(draw, tmp_path):
         assert ElementTree.parse(path).getroot().tag.endswith("svg")
 
 
+def test_every_figure_serves_dark_pages():
+    for path in FOLDER.glob("*.svg"):
+        assert "@media (prefers-color-scheme: dark) { svg { filter: invert" in path.read_text(encoding="utf-8")
+
+
 def test_every_figure_is_on_a_page_and_described():
     described = {}
     for page in PAGES:

@@ -10,13 +10,13 @@ import pytest
 from tests.docs.pages import PAGES, ROOT, blocks, headings, inline_code, name_of, prose, text_of
 from trifocal import ops
 from trifocal.checks import CHECKS
-from trifocal.train.config import RunConfig
-from trifocal.train.toml import dotted_fields
+from trifocal.fields import dotted_fields
+from trifocal.train.run_config import RunConfig
 
 KEYS = dotted_fields(RunConfig)
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}
 OUTPUT_MARK = "# →"
-ROOMS = "ops|nn|models|generate|data|distributed|diagnostics|train|checks|bench|cli"
+ROOMS = "ops|nn|models|generate|data|distributed|runlog|telemetry|report|train|checks|doctor|bench|cli"
 PATH = re.compile(rf"(?:src|tests|docs|configs|{ROOMS})/[\w./-]*\w")
 
 

@@ -3,15 +3,16 @@
 import io
 import json
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from tests.train.tiny import write_config
 from trifocal.cli import main
-from trifocal.diagnostics import hardware
 from trifocal.doctor import Examination, Finding, examine, probes
-from trifocal.doctor.report import count, duration, show, size
+from trifocal.doctor.printing import count, duration, show, size
+from trifocal.runlog import hardware
 from trifocal.train import load_config
 
 COMPILE_PROBE = probes.CompileProbe
@@ -60,6 +61,18 @@ def test_what_is_printed(tmp_path, terminal):
     assert "Nothing stops training here" in healthy and "estimates" not in healthy
 
 
+def test_flags_are_never_broken_across_lines(tmp_path):
+    """They are there to be copied, however narrow the terminal is."""
+    config = load_config(write_config(tmp_path))
+    [need] = examine({"tiny": config}, tmp_path).needs
+    flags = "--train.activation_checkpointing all --train.micro_batch_size 1 --parallel.mode fsdp"
+    command = "sudo apt-get install -y nvidia-driver-580 && sudo reboot"
+    stream = io.StringIO()
+    found = Examination((Finding("gpu", "broken", "it is old", command),), (replace(need, advice=flags),))
+    show(found, Console(file=stream, force_terminal=True, width=60))
+    assert flags in stream.getvalue() and command in stream.getvalue()
+
+
 def test_exit_status():
     note, broken = Finding("a", "note", "slow"), Finding("b", "broken", "gone", "mend it")
     assert Examination((note,), ()).exit_status == 0
@@ -90,13 +103,13 @@ def test_compiler_that_a_config_needs(tmp_path, monkeypatch):
 def test_command(tmp_path, capsys):
     config = str(write_config(tmp_path))
     path = tmp_path / "doctor.json"
-    assert main(["doctor", "--config", config, "--json", str(path)]) == 0
+    assert main(["doctor", config, "--json", str(path)]) == 0
     output = capsys.readouterr()
     assert re.search(r"^ok +torch: ", output.out, re.MULTILINE) and "needs  " + config in output.out
     assert "looking at" in output.err
     assert json.loads(path.read_text())["healthy"] is True
 
-    assert main(["doctor", "--config", config, "--json", "-"]) == 0
+    assert main(["doctor", config, "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["needs"][0]["name"] == config
 
 
@@ -105,7 +118,7 @@ def test_command_on_a_broken_machine(tmp_path, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(probes.os, "fsync", full)
-    assert main(["doctor", "--config", str(write_config(tmp_path))]) == 1
+    assert main(["doctor", str(write_config(tmp_path))]) == 1
     assert "disk: " in capsys.readouterr().out
 
 
@@ -117,7 +130,7 @@ def test_presets_are_found(capsys):
 
 
 def test_config_that_is_not_there(capsys):
-    assert main(["doctor", "--config", "nowhere.toml"]) == 2
+    assert main(["doctor", "nowhere.toml"]) == 2
     assert "nowhere.toml" in capsys.readouterr().err
 
 

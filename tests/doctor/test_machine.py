@@ -1,5 +1,6 @@
 """What is found on machines that lack something, each with the command that mends it."""
 
+import re
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 
 from trifocal.doctor import machine
 from trifocal.doctor.machine import EXTRAS
+from trifocal.train.arguments import load_config, override
 
 ROOT = Path(__file__).parents[2]
 
@@ -146,6 +148,8 @@ def test_extras_are_those_of_the_project():
     """All but the developers' own, with the modules that their packages have."""
     optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     optional.pop("dev")
+    # Nothing reads it yet.
+    optional.pop("hf")
     packages = {extra: {line.partition(">=")[0] for line in lines} for extra, lines in optional.items()}
     assert packages == {extra: set(modules) for extra, (modules, _) in EXTRAS.items()}
 
@@ -169,3 +173,32 @@ def test_memory_of_a_container_counts(monkeypatch):
     assert machine.available_memory() == 600000
     files["memory.max"] = "max\n"
     assert machine.available_memory() > 600000
+
+
+def test_every_extra_is_for_something_that_the_package_imports():
+    code = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    for modules, _ in EXTRAS.values():
+        for module in modules:
+            assert module == "tensorboard" or re.search(rf"(import|from) {module}\b|import_module\(\"{module}", code), (
+                module
+            )
+
+
+def test_variables_of_the_earlier_system_are_named_with_todays_setting(monkeypatch):
+    for name in (*machine.EARLIER_VARIABLES, "NSA_SOMETHING"):
+        monkeypatch.setenv(name, "1")
+    found = {finding.text.split()[0]: finding for finding in machine.check_variables()}
+    assert set(found) >= {*machine.EARLIER_VARIABLES, "NSA_SOMETHING"}
+    assert all(finding.status == "note" for finding in found.values())
+    assert found["NSA_SOMETHING"].remedy == "unset NSA_SOMETHING"
+    tiny = load_config(ROOT / "configs" / "minimal.toml")
+    for name, setting in machine.EARLIER_VARIABLES.items():
+        assert found[name].remedy == setting
+        override(tiny, setting.split())
+
+
+def test_a_debug_level_that_crashes_is_named(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.13.0")
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    [finding] = [found for found in machine.check_variables() if "TORCH_DISTRIBUTED_DEBUG" in found.text]
+    assert (finding.status, finding.remedy) == ("note", "export TORCH_DISTRIBUTED_DEBUG=INFO")

@@ -12,9 +12,9 @@ import torch
 from tests.children import ROOT, environment
 from tests.distributed.workers import train
 from tests.train.tiny import read_checkpoint, write_config
-from trifocal.checks import processes
-from trifocal.diagnostics import read_metrics
-from trifocal.train.checkpoint import list_checkpoints
+from trifocal.checks import process_checks as processes
+from trifocal.runlog import read_metrics
+from trifocal.train.checkpoint_folders import list_checkpoints
 from trifocal.train.manifest import verify_checkpoint
 
 COUNT = torch.cuda.device_count()

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def make_model(num_layers=2):
-    sizes = {"dim": 256, "num_heads": 4, "num_kv_groups": 2, "head_dim": 64, "value_dim": 64, "mlp_dim": 512}
+    sizes = {"dim": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "mlp_dim": 512}
     config = ModelConfig(vocab_size=257, num_layers=num_layers, geometry=Geometry(), backend="triton", **sizes)
     model = DecoderLM(config).cuda()
     model.init_weights(0)

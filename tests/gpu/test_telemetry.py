@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from trifocal import Geometry
-from trifocal.diagnostics import AttentionTelemetry
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.telemetry import AttentionTelemetry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -13,7 +13,7 @@ LENGTH = 2048
 
 
 def make_telemetry(backend):
-    sizes = {"dim": 256, "num_heads": 4, "num_kv_groups": 2, "head_dim": 64, "value_dim": 64, "mlp_dim": 512}
+    sizes = {"dim": 256, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "value_dim": 64, "mlp_dim": 512}
     config = ModelConfig(vocab_size=257, num_layers=2, geometry=Geometry(), backend=backend, **sizes)
     model = DecoderLM(config).cuda()
     model.init_weights(0)

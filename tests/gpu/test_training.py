@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.gpu.test_model import make_model
-from trifocal.bench.train_worker import TrainBench, TrainCase
+from trifocal.bench.training_worker import TrainBench, TrainCase
 from trifocal.data import Batch
-from trifocal.diagnostics import Heartbeat
-from trifocal.train.config import OptimizerSection, TrainSection
+from trifocal.runlog import Heartbeat
 from trifocal.train.graphs import MicroBatchGraphs
 from trifocal.train.optimizer import make_optimizer
+from trifocal.train.run_config import OptimizerSection, TrainSection
 from trifocal.train.step import train_step
 
 pytestmark = [

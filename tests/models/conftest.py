@@ -23,7 +23,7 @@ SIZES: dict[str, Any] = {
     "dim": 24,
     "num_layers": 2,
     "num_heads": 4,
-    "num_kv_groups": 2,
+    "num_kv_heads": 2,
     "head_dim": 8,
     "value_dim": 6,
     "mlp_dim": 40,

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from trifocal.models import DecoderLM
 from trifocal.ops import Documents
-from trifocal.train.config import OptimizerSection
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 _SMALL_BYTES = 10_000_000
 
@@ -39,10 +39,9 @@ class Trained:
             documents = None
             if setup.packed:
                 tokens = tokens.view(1, -1)
-                borders = torch.tensor([0, tokens.numel() // 3, tokens.numel()])
-                documents = Documents(
-                    *(part.to(setup.device) for part in Documents.from_checked(borders, tokens.numel()))
-                )
+                length = setup.sequence_length
+                borders = torch.tensor([0, length // 3, *range(length, tokens.numel() + 1, length)])
+                documents = Documents.from_checked(borders, tokens.numel(), row_length=length).to(setup.device)
             with torch.autocast(setup.device, torch.bfloat16, enabled=setup.precision == "bf16"):
                 loss = self.model(tokens, tokens, cu_seqlens=documents)
             if index == 0:

@@ -1,6 +1,8 @@
 """Compiled training: the whole model as one graph, or layer by layer, without a break."""
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +61,8 @@ def test_layers_share_what_is_compiled(
     model.set_activation_checkpointing(0, checkpointed)
     tokens = torch.randint(31, (2, 30))
     packed = [
-        Documents.from_cu_seqlens(torch.tensor(borders), 60) for borders in ([0, 5, 30, 44, 60], [0, 1, 9, 58, 60])
+        Documents.from_checked(torch.tensor(borders), 60, row_length=30)
+        for borders in ([0, 5, 30, 44, 60], [0, 1, 30, 58, 60])
     ]
     calls: list[tuple[torch.Tensor, Documents | None]] = [
         (tokens, None), *((tokens.view(1, 60), documents) for documents in packed), (tokens, None)
@@ -75,6 +78,43 @@ def test_layers_share_what_is_compiled(
     with torch.no_grad():
         model(tokens[:, :7], tokens[:, :7])
     assert counters["stats"]["unique_graphs"] == 4, "passes without gradients are eager"
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+)
+def test_a_copy_of_a_compiled_model_compiles_its_own(
+    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch, copied: Callable[[DecoderLM], DecoderLM]
+) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    model = make_model(num_layers=1)
+    model.set_activation_checkpointing(0, 1)
+    model.compile_training()
+    tokens = torch.randint(31, (2, 30))
+    expected = gradients(model, tokens)
+    again = copied(model)
+    # Code that fits both is shared; without it the copy compiles.
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    torch.testing.assert_close(gradients(again, tokens), expected, rtol=0, atol=0)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("attention", ["nsa", "dense"])
+def test_exports_a_range_of_lengths(make_model: Callable[..., DecoderLM], attention: str) -> None:
+    """One program for all lengths with more selection blocks than are chosen, as docs/training.md says it."""
+    model = make_model(num_layers=1, attention=attention).eval()
+    length = torch.export.Dim("length", min=32, max=512)
+    program = torch.export.export(
+        model,
+        (torch.randint(31, (1, 40)),),
+        dynamic_shapes=({1: length},),
+        prefer_deferred_runtime_asserts_over_guards=True,
+    )
+    for tokens in (torch.randint(31, (1, n)) for n in (32, 33, 64, 129)):
+        torch.testing.assert_close(program.module()(tokens), model(tokens), rtol=0, atol=1e-12)
 
 
 def test_other_lengths_do_not_compile_anew(make_model: Callable[..., DecoderLM]) -> None:

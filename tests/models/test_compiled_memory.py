@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 PRODUCTION = ModelConfig(num_layers=1, backend="triton")
 SMALL = ModelConfig(
-    vocab_size=257, dim=64, num_layers=1, num_heads=4, num_kv_groups=2, head_dim=16, value_dim=16, mlp_dim=160,
+    vocab_size=257, dim=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, mlp_dim=160,
     geometry=Geometry(16, 8, 32, 4, 1, 1, 64), backend="triton",
 )  # fmt: skip
 

@@ -26,7 +26,7 @@ def test_from_toml() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_heads": 6, "num_kv_groups": 4}, "num_heads must be a multiple of model.num_kv_groups, got 6 and 4"),
+        ({"num_heads": 6, "num_kv_heads": 4}, "num_heads must be a multiple of model.num_kv_heads, got 6 and 4"),
         ({"head_dim": 5}, "head_dim must be even for rotary positions, got 5"),
         ({"vocab_size": 0}, "model.vocab_size must be a positive integer, got 0"),
         ({"dim": 12.5}, "model.dim must be a positive integer, got 12.5"),
@@ -48,13 +48,13 @@ def test_bad_values_are_named(make_config: Callable[..., ModelConfig], changes: 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"num_layer": 2}, "unknown key model.num_layer; the nearest valid one is model.num_layers"),
+        ({"num_layer": 2}, 'unknown key "model.num_layer"; the nearest valid one is "model.num_layers"'),
         (
             {"geometry": {"window": 3}},
-            "unknown key model.geometry.window; the nearest valid one is model.geometry.window_size",
+            'unknown key "model.geometry.window"; the nearest valid one is "model.geometry.window_size"',
         ),
-        ({"geometry": {"window_size": 0}}, "model.geometry: Geometry.window_size must be at least 1, got 0"),
-        ({"geometry": 3}, "model.geometry must be a Geometry, got int"),
+        ({"geometry": {"window_size": 0}}, "Geometry.window_size must be at least 1, got 0"),
+        ({"geometry": 3}, "model.geometry must be a table, got 3"),
     ],
 )
 def test_bad_keys_are_named(values: dict[str, Any], message: str) -> None:

@@ -181,3 +181,19 @@ def test_wrong_arguments_are_refused(make_model: Callable[..., DecoderLM]) -> No
         model(tokens, cache=[None])
     with pytest.raises(ValueError, match="0 <= first <= last <= 2, got 1, 3"):
         model.set_activation_checkpointing(1, 3)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_runs_on_the_meta_device(make_config: Callable[..., ModelConfig], options: dict[str, Any]) -> None:
+    """Shapes of everything without memory, as for planning: logits, loss, gradients, packed documents."""
+    with torch.device("meta"):
+        model = DecoderLM(make_config(**options))
+    tokens = torch.zeros(1, 40, dtype=torch.int64, device="meta")
+    assert model(tokens).shape == (1, 40, 31)
+    for cu_seqlens in (None, torch.tensor([0, 7, 40])):
+        model.zero_grad()
+        loss = model(tokens, tokens, cu_seqlens=cu_seqlens)
+        assert loss.shape == () and loss.is_meta
+        loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None and parameter.grad.shape == parameter.shape, name

@@ -10,7 +10,7 @@ from trifocal.models import ModelConfig, TrainingSetup, parameter_count, trainin
 from trifocal.ops import Geometry, dispatch
 
 SMALL = ModelConfig(
-    vocab_size=257, dim=64, num_layers=3, num_heads=4, num_kv_groups=2, head_dim=16, value_dim=16, mlp_dim=160,
+    vocab_size=257, dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, mlp_dim=160,
     geometry=Geometry(16, 8, 32, 4, 1, 1, 64),
 )  # fmt: skip
 DENSE = replace(SMALL, attention="dense")
@@ -65,7 +65,7 @@ def kernels_without_gpu(monkeypatch):
 
 
 PAPER = ModelConfig(
-    num_layers=1, dim=2560, num_heads=64, num_kv_groups=4, head_dim=192, value_dim=128, mlp_dim=6912
+    num_layers=1, dim=2560, num_heads=64, num_kv_heads=4, head_dim=192, value_dim=128, mlp_dim=6912
 )  # fmt: skip
 KERNEL_CASES = {
     "short": (SMALL, setup(256, 2)),
@@ -96,7 +96,7 @@ def test_kernels_against_shapes(case, precision, kernels_without_gpu):
             return 0
         q = args[1 if name == "combine_branches_backward" else 0]
         working = backward_working_bytes if name == "combine_branches_backward" else forward_working_bytes
-        shape = (*q.shape[:3], config.num_kv_groups, q.shape[3], config.value_dim, q.element_size())
+        shape = (*q.shape[:3], config.num_kv_heads, q.shape[3], config.value_dim, q.element_size())
         return working(config.geometry, *shape)
 
     measured = shaped_peak(replace(config, backend="triton"), setting, inside)

@@ -20,7 +20,7 @@ from trifocal.ops import (
 )
 
 DIM = 24
-SIZES: dict[str, Any] = {"dim": DIM, "num_heads": 4, "num_kv_groups": 2, "head_dim": 8, "value_dim": 6}
+SIZES: dict[str, Any] = {"dim": DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 6}
 SMALL = Geometry(
     compression_block_size=4,
     compression_stride=2,
@@ -256,7 +256,7 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_kv_groups": 3}, "num_heads must be a multiple of num_kv_groups, got 4 and 3"),
+        ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"compressor": "max"}, "compressor must be 'mean' or 'mlp', got 'max'"),
         ({"gate": "tanh"}, "gate must be 'sigmoid' or 'softmax', got 'tanh'"),
@@ -264,7 +264,7 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
         ({"geometry": {}}, "geometry must be a Geometry, got dict"),
         ({"dim": 0}, "dim must be at least 1, got 0"),
         ({"num_heads": 0}, "num_heads must be at least 1, got 0"),
-        ({"num_kv_groups": 0}, "num_kv_groups must be at least 1, got 0"),
+        ({"num_kv_heads": 0}, "num_kv_heads must be at least 1, got 0"),
         ({"head_dim": 2.0}, "head_dim must be an integer, got 2.0"),
         ({"value_dim": -1}, "value_dim must be at least 1, got -1"),
         ({"rope_theta": 0.0}, "rope_theta must be above 0, got 0.0"),

@@ -37,7 +37,7 @@ def test_swiglu_formula() -> None:
 
 
 def test_residual_stream_stays_fp32_under_autocast() -> None:
-    attention = DenseAttention(dim=16, num_heads=2, num_kv_groups=1, head_dim=8, value_dim=8)
+    attention = DenseAttention(dim=16, num_heads=2, num_kv_heads=1, head_dim=8, value_dim=8)
     block = Block(attention, dim=16, mlp_dim=24)
     with torch.autocast("cpu", torch.bfloat16):
         assert block(torch.randn(1, 4, 16)).dtype == torch.float32

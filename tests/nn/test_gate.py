@@ -29,7 +29,7 @@ def test_sigmoid_gate_formula() -> None:
 
 def test_softmax_gates_compete_and_are_shared_in_a_group() -> None:
     torch.manual_seed(0)
-    gate = GroupSoftmaxGate(num_heads=6, num_kv_groups=2, head_dim=16)
+    gate = GroupSoftmaxGate(num_heads=6, num_kv_heads=2, head_dim=16)
     q = torch.randn(2, 50, 6, 16)
     gates = gate(q)
     assert gates.shape == (2, 50, 6, 3)

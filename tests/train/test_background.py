@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.train.tiny import before_step, make_config, read_checkpoint
-from trifocal.diagnostics import read_metrics
 from trifocal.errors import UserError
+from trifocal.runlog import read_metrics
 from trifocal.train import background, resume, train
-from trifocal.train.checkpoint import list_checkpoints
+from trifocal.train.checkpoint_folders import list_checkpoints
 from trifocal.train.manifest import verify_checkpoint
 
 ON = ("--checkpoint.asynchronous", "true", "--checkpoint.keep_last", "9")

@@ -20,27 +20,25 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.train import checkpoint as module
-from trifocal.train.checkpoint import (
+from trifocal.train.checkpoint import load_checkpoint, load_model_weights, save_checkpoint
+from trifocal.train.checkpoint_folders import (
     checkpoint_path,
     find_checkpoint,
     list_checkpoints,
-    load_checkpoint,
-    load_model_weights,
     open_checkpoint,
     prune_checkpoints,
-    save_checkpoint,
     set_aside_later,
 )
-from trifocal.train.config import OptimizerSection
 from trifocal.train.manifest import verify_checkpoint
 from trifocal.train.optimizer import make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 CONFIG = ModelConfig(
     vocab_size=20,
     dim=8,
     num_layers=1,
     num_heads=2,
-    num_kv_groups=1,
+    num_kv_heads=1,
     head_dim=4,
     value_dim=4,
     mlp_dim=8,
@@ -264,7 +262,8 @@ READER = """
 import sys
 from pathlib import Path
 from tests.train.test_checkpoint import CONFIG, make_model
-from trifocal.train.checkpoint import load_model_weights, open_checkpoint
+from trifocal.train.checkpoint import load_model_weights
+from trifocal.train.checkpoint_folders import open_checkpoint
 model = make_model(1)[0]
 for _ in range(60):
     with open_checkpoint(Path(sys.argv[1]) / "checkpoints", command="") as path:

@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from tests.train.test_checkpoint import CONFIG, make_model, save
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
-from trifocal.train.checkpoint import find_checkpoint, load_checkpoint, load_model_weights
+from trifocal.train.checkpoint import load_checkpoint, load_model_weights
+from trifocal.train.checkpoint_folders import find_checkpoint
 from trifocal.train.manifest import MANIFEST, describe_files, verify_checkpoint, write_manifest
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.train.test_step import CPU, read_batches
 from tests.train.tiny import make_config
 from trifocal.data import Batch
-from trifocal.diagnostics import Heartbeat, read_metrics
 from trifocal.models import DecoderLM
+from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import RunConfig, train
 from trifocal.train import graphs as graphs_module
 from trifocal.train.graphs import MicroBatchGraphs

@@ -14,8 +14,8 @@ import pytest
 
 from tests.children import environment
 from tests.train.tiny import before_step, make_config
-from trifocal.diagnostics import read_metrics
 from trifocal.errors import UserError
+from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train
 from trifocal.train import lock as lock_module
 from trifocal.train.lock import LOCK_FILE, RunLock

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
+from trifocal.cli.train import _summary
 from trifocal.data import DataConfig, DataError, Loader, make_tokenizer
 from trifocal.data.text import TextSource
-from trifocal.diagnostics import read_metrics
-from trifocal.diagnostics.attention_picture import read_picture
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, load_model
-from trifocal.train import NonFiniteError, load_config, looks, resume, saving, train
+from trifocal.runlog import read_metrics
+from trifocal.telemetry.attention_picture import read_picture
+from trifocal.train import NonFiniteError, evaluator, load_config, resume, saving, train
 from trifocal.train import loop as loop_module
 from trifocal.train.evaluate import evaluate, read_validation_batches
 
@@ -202,6 +203,29 @@ def test_a_bad_gradient_in_the_last_step_is_not_saved(tmp_path: Path, monkeypatc
         train(make_config(tmp_path, "--checkpoint.interval_steps", "0", "--evaluate.interval_steps", "0"))
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert not (tmp_path / "run" / "weights").exists()
+
+
+@pytest.mark.parametrize(("step", "interval"), [(6, "0"), (4, "2")], ids=["last", "checkpoint"])
+def test_an_update_that_makes_weights_infinite_is_not_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, interval: str
+) -> None:
+    """Loss and gradient of the step are finite; no evaluation and no later step sees the weights."""
+
+    def action(now: int, arguments: dict[str, Any]) -> None:
+        if now == step:
+            arguments["optimizer"].param_groups[0]["lr"] = math.inf
+
+    before_step(monkeypatch, action)
+    with pytest.raises(NonFiniteError, match=rf"step {step}: the update, with a .* made weights that are not finite; "):
+        train(make_config(tmp_path, "--checkpoint.interval_steps", interval, "--evaluate.interval_steps", "0"))
+    run = tmp_path / "run"
+    saved = sorted(path.name for path in run.glob("checkpoints/*"))
+    assert saved == ([] if step == 6 else ["step_00000002"])
+    assert not (run / "weights").exists()
+    summary = json.loads((run / "dumps" / f"step_{step:08}" / "summary.json").read_text())
+    assert "blocks.0.mlp.up_proj.weight" in summary["parameters_with_non_finite_value"]
+    event = read_metrics(run / "metrics.jsonl", "event")[-1]
+    assert (event["name"], event["severity"]) == ("non_finite", "error")
 
 
 def test_a_bad_loss_stops_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,6 +423,22 @@ def test_data_without_held_out_text_are_refused_before_any_work(tmp_path: Path) 
     assert not (tmp_path / "run").exists()
 
 
+def test_skipped_documents_are_counted_and_said(tmp_path: Path) -> None:
+    lines = [json.dumps({"text": None if number in (3, 4) else " ".join(WORDS)}) for number in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    flags = ("--data.source", f"jsonl:{tmp_path / 'a.jsonl'}", "--evaluate.interval_steps", "0", "--train.steps", "3")
+    flags += ("--data.validation_fraction", "0")
+    with pytest.raises(UserError, match=r"a\.jsonl:4: field 'text' is null; data\.on_bad_document \"skip\""):
+        train(make_config(tmp_path, *flags))
+    result = train(make_config(tmp_path, *flags, "--data.on_bad_document", "skip"), overwrite=True)
+    assert result.skipped_documents == 2
+    assert "skipped 2 bad documents (data.on_bad_document)" in _summary(result)
+    rows = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert [row["skipped_documents"] for row in rows if row["kind"] == "train"][-1] == 2
+    (event,) = [row for row in rows if row.get("name") == "documents_skipped"]
+    assert "a.jsonl:4: field 'text' is null" in event["message"] and event["severity"] == "warning"
+
+
 @pytest.mark.parametrize("asynchronous", ["false", "true"])
 def test_steps_are_saved_before_a_run_ends_by_its_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asynchronous: str
@@ -433,7 +473,7 @@ def test_steps_are_saved_before_a_look_at_the_model_ends_the_run(
     def too_much(*_: Any, **__: Any) -> None:
         raise torch.OutOfMemoryError("out of memory")
 
-    monkeypatch.setattr(looks, look, too_much)
+    monkeypatch.setattr(evaluator, look, too_much)
     flags = ("--evaluate.interval_steps", "3", "--log.sample_interval_steps", "3", "--checkpoint.interval_steps", "2")
     with pytest.raises(torch.OutOfMemoryError) as caught:
         train(make_config(tmp_path, *flags))

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
-from trifocal.train.config import OptimizerSection
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 SMALL = ModelConfig(
     vocab_size=20,
     dim=16,
     num_layers=1,
     num_heads=4,
-    num_kv_groups=2,
+    num_kv_heads=2,
     head_dim=8,
     value_dim=8,
     mlp_dim=32,

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,13 @@ import pytest
 import torch
 
 from tests.train.tiny import before_step, make_config, read_checkpoint
-from trifocal.diagnostics import read_metrics
+from trifocal.distributed import Processes
 from trifocal.errors import UserError
+from trifocal.runlog import read_metrics
+from trifocal.runlog.run import read_run
+from trifocal.runlog.verdict import judge
 from trifocal.train import RunConfig, load_config, resume, train
+from trifocal.train.manifest import describe_files, verify_checkpoint, write_manifest
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 
 STEPS = ("--train.steps", "9")
@@ -29,6 +34,11 @@ def rows(run: Path, kind: str) -> list[dict[str, Any]]:
         {name: value for name, value in row.items() if name in exact or not any(word in name for word in MEASURED)}
         for row in found
     ]
+
+
+def state(run: Path) -> str:
+    """The verdict on the run's process."""
+    return judge(read_run(run).heartbeats[0][-1]).state
 
 
 def assert_same_run(run: Path, other: Path, last: int = 9) -> None:
@@ -56,6 +66,14 @@ def uninterrupted(tmp_path: Path) -> Path:
     return tmp_path / "whole"
 
 
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    train(make_config(folder, "--train.steps", "2", "--evaluate.interval_steps", "0"))
+    return folder / "run"
+
+
 def signal_at(monkeypatch: pytest.MonkeyPatch, number: signal.Signals, step: int) -> None:
     before_step(monkeypatch, lambda now, _: os.kill(os.getpid(), number) if now == step else None)
 
@@ -69,14 +87,17 @@ def test_two_interruptions_change_nothing(
         signal_at(patch, signal.SIGTERM, 3)
         result = train(config)
         assert (result.finished, result.step) == (False, 3)
+        assert state(tmp_path / "run") == "stopped"
     assert "SIGTERM: saving at the end of this step" in capfd.readouterr().err
     torch.rand(5), random.random(), np.random.rand()
     with monkeypatch.context() as patch:
         signal_at(patch, signal.SIGINT, 7)
         result = resume(tmp_path / "run")
         assert (result.finished, result.step) == (False, 7)
+        assert state(tmp_path / "run") == "stopped"
     result = resume(tmp_path / "run")
     assert (result.finished, result.step) == (True, 9)
+    assert state(tmp_path / "run") == "finished"
     assert_same_run(uninterrupted, tmp_path / "run")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
@@ -157,15 +178,42 @@ def test_a_resumed_run_that_begins_to_evaluate_needs_held_out_text(tmp_path: Pat
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")] == [1, 2]
 
 
-def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path) -> None:
+def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = make_config(tmp_path)
     train(config)
     assert resume(tmp_path / "run").step == 6
+    assert "note: goes on from step 6 of 6, with the saved configuration" in capsys.readouterr().out
     longer = make_config(tmp_path, "--train.steps", "8")
     assert resume(tmp_path / "run", config=longer).step == 8
+    out = capsys.readouterr().out
+    assert "note: goes on from step 6 of 8; differs from the saved configuration: train.steps 6 -> 8\n" in out
+    assert "learning rate: 0.001 in step 6, 0.0016 in step 7; it jumps to 1.6 times; to let it rise in 2 steps" in out
+    taken = {row["step"]: row["learning_rate"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")}
+    assert (taken[6], taken[7]) == pytest.approx((0.001, 0.0016), rel=0.01)
     assert load_config(tmp_path / "run" / "config.toml").train.steps == 8
     with pytest.raises(UserError, match=r"of step 8, past train\.steps 6"):
         resume(tmp_path / "run", config=config)
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "value", "of_groups"),
+    [
+        ("weight_decay", "weight_decay", 0.25, [0.25, 0.0]),
+        ("beta1", "betas", 0.5, [(0.5, 0.95), (0.5, 0.95)]),
+        ("beta2", "betas", 0.75, [(0.9, 0.75), (0.9, 0.75)]),
+        ("epsilon", "eps", 1e-3, [1e-3, 1e-3]),
+    ],
+)
+def test_a_resumed_run_takes_the_optimizer_s_hyperparameters_from_its_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, name: str, value: float, of_groups: list[Any]
+) -> None:
+    nothing = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
+    train(make_config(tmp_path, "--train.steps", "2", *nothing))
+    seen: list[Any] = []
+    before_step(monkeypatch, lambda _, given: seen.append([group[name] for group in given["optimizer"].param_groups]))
+    other = make_config(tmp_path, "--train.steps", "3", f"--optimizer.{key}", str(value), *nothing)
+    assert resume(tmp_path / "run", config=other).finished
+    assert seen == [of_groups]
 
 
 def test_a_moved_run_goes_on(tmp_path: Path) -> None:
@@ -179,8 +227,11 @@ def test_a_moved_run_goes_on(tmp_path: Path) -> None:
     ("flags", "expected"),
     [
         (("--model.mlp_dim", "48"), r"is of another model: mlp_dim is 32 there, 48 here"),
-        (("--train.sequence_length", "16"), "data position belongs to"),
-        (("--data.seed", "8"), "data position belongs to"),
+        (
+            ("--train.sequence_length", "16"),
+            r"data position belongs to \S+ rows of .*: train\.sequence_length 32 -> 16; resume with the saved values$",
+        ),
+        (("--data.seed", "8", "--data.prefetch_batches", "2"), r": data\.seed 1337 -> 8; resume with the saved"),
     ],
 )
 def test_a_checkpoint_of_another_model_or_other_data_is_refused(
@@ -192,6 +243,43 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(
     with pytest.raises(UserError, match=expected):
         resume(tmp_path / "run", config=other)
     assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda state: state.pop("step"),
+        lambda state: state.pop("loss"),
+        lambda state: state.update(data=None),
+        lambda state: state["data"].pop("settings"),
+        lambda state: state["data"].update(position=[1]),
+        lambda state: state["data"]["position"].clear(),
+        lambda state: state["random"].pop("python"),
+        lambda state: state["random"].update(torch="AAAA"),
+    ],
+)
+def test_a_position_that_cannot_be_read_is_one_line(tmp_path: Path, finished_run: Path, damage: Any) -> None:
+    """Intact by its manifest: another version wrote it, or somebody who knows the format."""
+    shutil.copytree(finished_run, tmp_path / "run")
+    path = tmp_path / "run" / "checkpoints" / "step_00000002"
+    state = json.loads((path / "rank0.json").read_text())
+    damage(state)
+    (path / "rank0.json").write_text(json.dumps(state))
+    manifest = verify_checkpoint(finished_run / "checkpoints" / "step_00000002")
+    found = describe_files(path, Processes())
+    manifest["files"]["rank0.json"] = found["rank0.json"]
+    write_manifest(path, manifest)
+    with pytest.raises(UserError, match=r"(position in|rank0\.json) .*cannot be read") as caught:
+        resume(tmp_path / "run")
+    assert "\n" not in str(caught.value)
+
+
+def test_files_that_have_changed_are_refused_as_such(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    train(config)
+    (tmp_path / "text" / "00.txt").write_text("Something else, and more of it than there was before.\n" * 9)
+    with pytest.raises(UserError, match=r"the files \(names and sizes\), data\.text_document_bytes differ; resume"):
+        resume(tmp_path / "run")
 
 
 def test_all_generators_come_back() -> None:

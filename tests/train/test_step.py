@@ -10,11 +10,11 @@ import torch
 
 from tests.train.tiny import make_config
 from trifocal.data import Batch, make_loader, make_tokenizer
-from trifocal.diagnostics import Heartbeat
 from trifocal.models import DecoderLM
+from trifocal.runlog import Heartbeat
 from trifocal.train import RunConfig
-from trifocal.train.config import TrainSection
 from trifocal.train.optimizer import make_optimizer
+from trifocal.train.run_config import TrainSection
 from trifocal.train.step import batch_loss, train_step, valid_targets
 
 CPU = torch.device("cpu")

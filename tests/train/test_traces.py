@@ -14,12 +14,12 @@ import torch
 from tests.children import ROOT
 from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.cli import main
-from trifocal.diagnostics import read_metrics
-from trifocal.diagnostics.traces import TRACES, AnomalyFound
-from trifocal.diagnostics.traces.base import ModuleHooks, tensors_in
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.nn.block import SwiGLU
+from trifocal.runlog import read_metrics
+from trifocal.runlog.traces import TRACES, AnomalyFound
+from trifocal.runlog.traces.base import ModuleHooks, tensors_in
 from trifocal.train import TrainResult, resume, train
 
 QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0", "--checkpoint.interval_steps", "0")
@@ -279,13 +279,28 @@ def test_a_window_that_the_run_ends_in_is_written(tmp_path: Path) -> None:
     assert {row["step"] for row in table(tmp_path / "run/traces/steps_5-6/gradients_rank0.csv")} == {"5", "6"}
 
 
+def test_memory_is_written_down_every_so_many_steps(tmp_path: Path) -> None:
+    flags = ("--trace.what", "memory", "--trace.steps", "3:6", "--trace.interval_steps", "2", "--train.steps", "9")
+    result = train(make_config(tmp_path, *QUICK, *flags, "--data.source", "synthetic"))
+    folders = sorted((tmp_path / "run" / "traces").iterdir())
+    # Step 4 is in the window.
+    assert [folder.name for folder in folders] == ["steps_2-2", "steps_3-5", "steps_6-6", "steps_8-8"]
+    totals = [table(folder / "memory_rank0.csv")[-1] for folder in folders]
+    assert all(total == totals[0] and int(total["saved_for_backward_bytes"]) > 0 for total in totals), "it is level"
+    assert not any("nothing is traced" in note for note in notes(result))
+    flags = ("--trace.what", "memory", "--trace.steps", "", "--trace.interval_steps", "20")
+    result = train(make_config(tmp_path, *QUICK, *flags, name="never"))
+    expected = 'trace.steps "" and trace.interval_steps 20: no step of this run is among them, and nothing is traced'
+    assert expected in notes(result)
+
+
 def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(path: Path, rows: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("trifocal.diagnostics.traces.gradients.write_table", full)
+    monkeypatch.setattr("trifocal.runlog.traces.gradients.write_table", full)
     train(make_config(tmp_path, *QUICK, "--trace.what", "gradients,memory", "--trace.steps", "2:4"))
     assert "could not be written: [Errno 28] No space left on device; training goes on" in capsys.readouterr().out
     names = [row["name"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "event")]
@@ -299,7 +314,8 @@ def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
         (("--trace.what", "gradient"), r"trace\.what must name some of gradients, .*got \"gradient\""),
         (("--trace.steps", "3"), r"trace\.steps must be ranges of steps in order"),
         (("--trace.steps", "3:3"), r"trace\.steps must be ranges"),
-        (("--trace.steps", "0:3"), r"trace\.steps must be ranges"),
+        (("--trace.steps", "0:3"), r"trace\.steps must be ranges .* from step 1 on"),
+        (("--trace.interval_steps", "-1"), r"trace\.interval_steps must be at least 0"),
         (("--trace.steps", "5:7,3:4"), r"trace\.steps must be ranges"),
         (("--trace.what", "memory", "--trace.steps", "1:102"), "are 101 steps; memory can look at 100 at once"),
         (("--trace.what", "nvtx,profiler"), "exclude each other"),
@@ -324,7 +340,7 @@ def notes(result: TrainResult) -> list[str]:
 
 def test_a_window_that_never_comes_is_said(tmp_path: Path) -> None:
     result = train(make_config(tmp_path, *QUICK, "--trace.what", "gradients,exchange", "--trace.steps", "70:80"))
-    assert 'trace.steps "70:80" has no step of this run: nothing is traced' in notes(result)
+    assert 'trace.steps "70:80": no step of this run is among them, and nothing is traced' in notes(result)
     assert "trace.what: one process exchanges nothing" in notes(result)
     config = make_config(tmp_path, *QUICK, "--trace.what", "gradients", "--train.steps", "7", "--trace.steps", "2:4")
     assert any("nothing is traced" in note for note in notes(resume(tmp_path / "run", config=config)))

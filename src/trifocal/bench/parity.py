@@ -6,10 +6,10 @@ from trifocal.bench.recorder import Refused
 from trifocal.bench.shapes import AttentionShape
 from trifocal.checks.numerics import allowed_error, error, errors_with_gradients
 from trifocal.checks.seeds import Inputs, attention_inputs
-from trifocal.diagnostics.attention_maps import LayerAttention
-from trifocal.diagnostics.attention_statistics import importance_covered
 from trifocal.ops import Geometry, compressed_attention, nsa_attention, select_blocks
 from trifocal.ops.api import compress_by_mean
+from trifocal.telemetry.maps import LayerAttention
+from trifocal.telemetry.statistics import importance_covered
 
 _MOST_GROUPS = 2
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from trifocal.diagnostics import environment
+from trifocal.runlog import environment
 
 Row = Mapping[str, Any]
 

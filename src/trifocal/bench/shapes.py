@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError, unknown
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def named_shapes(names: Sequence[str]) -> list[AttentionShape]:
         elif name in NAMED:
             shapes.append(NAMED[name])
         else:
-            raise UserError(f'unknown shape "{name}"; the nearest valid one is "{nearest(name, [*NAMED, "P"])}"')
+            raise unknown("shape", name, [*NAMED, "P"])
     return shapes
 
 

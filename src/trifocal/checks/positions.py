@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trifocal.checks.report import Measurement
+from trifocal.checks.measurement import Measurement
 from trifocal.checks.seeds import small_config
 from trifocal.nn import NSAttention, rotary_tables, rotate
 
@@ -20,7 +20,7 @@ def rope_distance(device: torch.device, *, rotate: Rotate = rotate) -> Measureme
     products, each turned by two such angles.
     """
     config = small_config(compressor="mlp")
-    heads, groups, dim = config.num_heads, config.num_kv_groups, config.head_dim
+    heads, groups, dim = config.num_heads, config.num_kv_heads, config.head_dim
     length = 3 * config.geometry.compression_block_size
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(1, length, heads, dim, generator=generator, dtype=torch.float64).to(device)
@@ -28,7 +28,7 @@ def rope_distance(device: torch.device, *, rotate: Rotate = rotate) -> Measureme
     compressor = NSAttention(
         dim=config.dim,
         num_heads=heads,
-        num_kv_groups=groups,
+        num_kv_heads=groups,
         head_dim=dim,
         value_dim=config.value_dim,
         geometry=config.geometry,

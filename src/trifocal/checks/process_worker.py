@@ -1,6 +1,6 @@
 """What one of several processes measures for the checks: gradients and parameters against one process's.
 
-Started by `trifocal.checks.processes` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
+Started by `trifocal.checks.process_checks` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
 the same four rows: one process all of them, several processes an equal part each.
 """
 
@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from trifocal.checks.seeds import make_model, random_tokens, small_config
-from trifocal.distributed import Parallel, Processes, leave_at_once, parallelise, processes_started
+from trifocal.distributed import Parallel, Processes, leave_at_once, parallelize, processes_started
 from trifocal.distributed.parallel import Mode
 from trifocal.models import DecoderLM
-from trifocal.train.config import OptimizerSection
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
+from trifocal.train.run_config import OptimizerSection
 
 LENGTH = 40
 ROWS_PER_PROCESS = 2
@@ -78,7 +78,7 @@ def spread(case: Case, processes: Processes) -> tuple[DecoderLM, Parallel]:
     model = _model(case.num_layers, processes)
     if case.checkpointing:
         model.set_activation_checkpointing(0, case.num_layers)
-    parallel = parallelise(
+    parallel = parallelize(
         model,
         processes,
         case.mode,
@@ -180,7 +180,7 @@ def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) 
                     one[case.num_layers] = gradients_of_one(case.num_layers, processes)
                 mine = gradient_difference(case, processes, one[case.num_layers])
             found.append(max(processes.gather(mine)))
-        if processes.first:
+        if processes.is_rank0:
             Path(path).write_text(json.dumps(found), encoding="utf-8")
     leave_at_once(0)
 

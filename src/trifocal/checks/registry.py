@@ -24,9 +24,17 @@ from dataclasses import dataclass
 
 import torch
 
-from trifocal.checks import attention, cost, model, operation, positions, processes, training
-from trifocal.checks.report import Measurement, Skipped
-from trifocal.errors import UserError, nearest
+from trifocal.checks import (
+    attention_checks,
+    cost_checks,
+    model_checks,
+    operation_checks,
+    positions,
+    process_checks,
+    training_checks,
+)
+from trifocal.checks.measurement import Measurement, Skipped
+from trifocal.errors import unknown
 
 
 @dataclass(frozen=True)
@@ -47,29 +55,29 @@ class Check:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("full-coverage-fp32", (8,), "attention that covers everything is dense", attention.full_coverage_float32),
-    Check("full-coverage-fp64", (8,), "the same, in float64", attention.full_coverage_float64),
-    Check("oracle-fp64", (7, 8), "attention and gradients are an oracle's, in float64", attention.float64_oracle),
-    Check("oracle-fp32", (8,), "attention and gradients, in float32", attention.float32_oracle),
-    Check("backend-parity", (8,), "the kernels give what the reference gives", attention.backend_parity),
+    Check("full-coverage-fp32", (8,), "attention to everything is dense", attention_checks.full_coverage_float32),
+    Check("full-coverage-fp64", (8,), "the same, in float64", attention_checks.full_coverage_float64),
+    Check("oracle-fp64", (7, 8), "attention and gradients, in float64", attention_checks.float64_oracle),
+    Check("oracle-fp32", (8,), "attention and gradients, in float32", attention_checks.float32_oracle),
+    Check("backend-parity", (8,), "the kernels give what the reference gives", attention_checks.backend_parity),
     Check("rope-distance", (11,), "scores depend on distance alone", positions.rope_distance),
-    Check("future-leak", (7,), "no output depends on a later token", model.future_leak),
-    Check("decode-equals-prefill", (9, 10), "decoding gives the logits of one pass", model.decode),
-    Check("checkpointing-gradients", (3, 4, 5), "recomputing changes no gradient", model.checkpointing),
-    Check("parameter-gradients", (4,), "every parameter gets a gradient", model.parameter_gradients),
-    Check("operation-count", (1,), "nothing loops over the sequence", cost.operation_count),
-    Check("stored-memory-growth", (6,), "stored memory is linear in length", cost.stored_memory_growth),
-    Check("stored-memory-per-token", (6,), "no copy of keys per query", cost.stored_memory_per_token),
-    Check("layer-sweep", (1, 2, 4, 5), "time and memory are linear in layers", cost.layer_sweep),
-    Check("random-token-floor", (7,), "random tokens cannot be predicted", training.random_token_floor),
-    Check("resume-bit-for-bit", (14,), "a resumed run is the uninterrupted one", training.resume_bit_for_bit),
-    Check("master-weights", (15,), "weights stay fp32 under bf16", training.master_weights),
-    Check("ddp-gradients", (3, 4), "two processes compute the gradient of one", processes.ddp_gradients),
-    Check("sharded-gradients", (3, 5), "the same with sharded weights", processes.sharded_gradients),
-    Check("equal-parameters", (4, 5), "processes keep the same weights", processes.equal_parameters),
-    Check("unknown-flags", (12,), "unknown flags and keys are refused", operation.unknown_flags),
-    Check("heartbeat", (2,), "the heartbeat outlives a long operation", operation.heartbeat),
-    Check("failing-source", (13,), "data that fail stop the run", operation.failing_source),
+    Check("future-leak", (7,), "no output depends on a later token", model_checks.future_leak),
+    Check("decode-equals-prefill", (9, 10), "decoding gives the logits of one pass", model_checks.decode),
+    Check("checkpointing-gradients", (3, 4, 5), "recomputing changes no gradient", model_checks.checkpointing),
+    Check("parameter-gradients", (4,), "every parameter gets a gradient", model_checks.parameter_gradients),
+    Check("operation-count", (1,), "nothing loops over the sequence", cost_checks.operation_count),
+    Check("stored-memory-growth", (6,), "stored memory is linear in length", cost_checks.stored_memory_growth),
+    Check("stored-memory-per-token", (6,), "no copy of keys per query", cost_checks.stored_memory_per_token),
+    Check("layer-sweep", (1, 2, 4, 5), "time and memory are linear in layers", cost_checks.layer_sweep),
+    Check("random-token-floor", (7,), "random tokens cannot be predicted", training_checks.random_token_floor),
+    Check("resume-bit-for-bit", (14,), "a resumed run is the uninterrupted one", training_checks.resume_bit_for_bit),
+    Check("master-weights", (15,), "weights stay fp32 under bf16", training_checks.master_weights),
+    Check("ddp-gradients", (3, 4), "two processes compute the gradient of one", process_checks.ddp_gradients),
+    Check("sharded-gradients", (3, 5), "the same with sharded weights", process_checks.sharded_gradients),
+    Check("equal-parameters", (4, 5), "processes keep the same weights", process_checks.equal_parameters),
+    Check("unknown-flags", (12,), "unknown flags and keys are refused", operation_checks.unknown_flags),
+    Check("heartbeat", (2,), "the heartbeat outlives a long operation", operation_checks.heartbeat),
+    Check("failing-source", (13,), "data that fail stop the run", operation_checks.failing_source),
 )
 
 
@@ -82,5 +90,5 @@ def choose(only: Sequence[str] = ()) -> tuple[Check, ...]:
     names = [check.name for check in CHECKS]
     for name in only:
         if name not in names:
-            raise UserError(f'unknown check "{name}"; the nearest valid one is "{nearest(name, names)}"')
+            raise unknown("check", name, names)
     return tuple(check for check in CHECKS if not only or check.name in only)

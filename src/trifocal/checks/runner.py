@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from trifocal.checks.measurement import CheckResult, Measurement, Report, Skipped, Status
 from trifocal.checks.registry import Check, choose
-from trifocal.checks.report import CheckResult, Measurement, Report, Skipped, Status
-from trifocal.diagnostics import environment
+from trifocal.runlog import environment
 from trifocal.train.preflight import choose_device
 from trifocal.train.random_state import random_state, restore_random_state
 

@@ -1,5 +1,6 @@
 """The command line. Each command is imported when it is called, so that `trifocal --help` answers at once."""
 
+import contextlib
 import errno
 import importlib
 import os
@@ -9,13 +10,14 @@ from collections.abc import Sequence
 
 from trifocal._version import __version__
 from trifocal.cli.output import printable, write_what_can_be_encoded
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError, unknown
 
 COMMANDS = {
+    "new": "a commented configuration to begin with: PRESET > my.toml; without a name, the presets",
     "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
     "check": "prove this installation right on this machine",
-    "doctor": "what this machine can do, what each preset needs here, and what mends what is wrong",
+    "doctor": "what this machine can do, what each preset or CONFIG.toml needs here, and what mends what is wrong",
     "report": "one self-contained HTML page of a run: RUN_DIR",
     "watch": "a run live in the terminal: RUN_DIR",
     "bench": "speed beside dense attention, in one run: attention, train or decode",
@@ -43,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if args[0] not in COMMANDS:
-            raise UserError(f'unknown command "{args[0]}"; the nearest one is "{nearest(args[0], COMMANDS)}"')
+            raise unknown("command", args[0], COMMANDS)
         command = importlib.import_module(f"trifocal.cli.{args[0]}")
         return int(command.run(args[1:]))
     except UserError as error:
@@ -65,7 +67,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    print(f"trifocal: {printable(' '.join(message.split()))}", file=sys.stderr)
+    # The status says it too, where nobody reads standard error.
+    with contextlib.suppress(OSError):
+        print(f"trifocal: {printable(' '.join(message.split()))}", file=sys.stderr)
     return status
 
 

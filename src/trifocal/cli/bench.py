@@ -12,11 +12,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trifocal.bench import attention, comparison, decode, kernel_times, train
+from trifocal.bench import attention_speed, comparison, decoding_speed, kernel_times, training_speed
 from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
 from trifocal.bench.results import ResultFile, cell, cpu_name
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError, unknown
+from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.preflight import check_writable, choose_device, existing_folder
 
@@ -30,9 +31,9 @@ class PlotOptions:
 
 
 BENCHES: dict[str, tuple[type, str]] = {
-    "attention": (attention.AttentionOptions, "the attention and its parts beside dense attention and others"),
-    "train": (train.TrainOptions, "training steps beside the dense twin's"),
-    "decode": (decode.DecodeOptions, "decoding over the length of the past, beside the dense twin's"),
+    "attention": (attention_speed.AttentionOptions, "the attention and its parts beside dense attention and others"),
+    "train": (training_speed.TrainOptions, "training steps beside the dense twin's"),
+    "decode": (decoding_speed.DecodeOptions, "decoding over the length of the past, beside the dense twin's"),
     "kernels": (kernel_times.KernelsOptions, "every kernel of an attention call on a GPU"),
     "plot": (PlotOptions, "draw an attention result again: RESULT.json"),
 }
@@ -50,9 +51,9 @@ _SCREEN_COLUMNS = {
         "forward_backward_tflop_per_second": "TFLOP/s", "status": "status",
     },
     "train": {
-        "size": "size", "attention": "attention", "cuda_graphs": "graphs", "tokens_per_second": "tokens/s",
-        "step_ms": "step ms", "peak_gib": "peak GiB", "executed_mfu": "MFU", "dense_equivalent_mfu": "dense-eq. MFU",
-        "status": "status",
+        "size": "size", "attention": "attention", "data": "data", "cuda_graphs": "graphs",
+        "tokens_per_second": "tokens/s", "step_ms": "step ms", "peak_gib": "peak GiB", "executed_mfu": "MFU",
+        "dense_equivalent_mfu": "dense-eq. MFU", "status": "status",
     },
     "decode": {
         "attention": "attention", "context_tokens": "past", "token_ms": "ms/token", "keys_per_step": "keys/step",
@@ -83,14 +84,14 @@ def run(args: Sequence[str]) -> int:
         return 0 if args else 2
     options = parse(args)
     if isinstance(options, PlotOptions):
-        return _plot(Path(options.result))
+        return _plot(user_path(options.result, "RESULT"))
     name = args[0]
     title = f"trifocal bench {name}"
     on_cpu = choose_device(options.device).type == "cpu"
     file = ResultFile(
         options.name,
         title[0].upper() + title[1:],
-        folder=Path(options.output) if options.output else None,
+        folder=user_path(options.output, "--output") if options.output else None,
         device=cpu_name() if on_cpu else "",
         commit=options.commit,
         command=["trifocal", "bench", *args],
@@ -109,23 +110,23 @@ def parse(args: Sequence[str]) -> Any:
     """
     name = args[0]
     if name not in BENCHES:
-        raise UserError(f'unknown bench "{name}"; the nearest one is "{nearest(name, BENCHES)}"')
+        raise unknown("bench", name, BENCHES)
     return parse_arguments(BENCHES[name][0], args[1:], prog=f"trifocal bench {name}")
 
 
-def _attention(options: attention.AttentionOptions, file: ResultFile) -> int:
+def _attention(options: attention_speed.AttentionOptions, file: ResultFile) -> int:
     def write() -> None:
         rows = bench.recorder.rows
         file.write(
             rows,
-            notes=attention.NOTES,
+            notes=attention_speed.NOTES,
             columns=_ATTENTION_COLUMNS,
             times_faster=comparison.speedups(rows),
             crossovers=comparison.crossovers(rows),
             first_calls=bench.first_calls,
         )
 
-    bench = attention.AttentionBench(options, _say, write)
+    bench = attention_speed.AttentionBench(options, _say, write)
     bench.run()
     rows = bench.recorder.rows
     _finish("attention", rows, file, times_faster=comparison.speedups(rows), crossovers=comparison.crossovers(rows))
@@ -134,22 +135,22 @@ def _attention(options: attention.AttentionOptions, file: ResultFile) -> int:
     return bench.recorder.exit_status
 
 
-def _train(options: train.TrainOptions, file: ResultFile) -> int:
+def _train(options: training_speed.TrainOptions, file: ResultFile) -> int:
     def write() -> None:
-        file.write(recorder.rows, notes=train.NOTES, over_dense=train.speedups(recorder.rows))
+        file.write(recorder.rows, notes=training_speed.NOTES, over_dense=training_speed.speedups(recorder.rows))
 
     recorder = Recorder(options.seconds, _say, write)
-    train.bench_train(options, recorder)
-    _finish("train", recorder.rows, file, over_dense=train.speedups(recorder.rows))
+    training_speed.bench_train(options, recorder)
+    _finish("train", recorder.rows, file, over_dense=training_speed.speedups(recorder.rows))
     return recorder.exit_status
 
 
-def _decode(options: decode.DecodeOptions, file: ResultFile) -> int:
+def _decode(options: decoding_speed.DecodeOptions, file: ResultFile) -> int:
     def write() -> None:
-        file.write(recorder.rows, notes=decode.NOTES)
+        file.write(recorder.rows, notes=decoding_speed.NOTES)
 
     recorder = Recorder(options.seconds, _say, write)
-    decode.bench_decode(options, recorder)
+    decoding_speed.bench_decode(options, recorder)
     _finish("decode", recorder.rows, file)
     return recorder.exit_status
 

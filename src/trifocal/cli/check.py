@@ -4,14 +4,14 @@ import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
 from trifocal import checks
-from trifocal.checks.report import shown
+from trifocal.checks.measurement import shown
 from trifocal.cli.output import check_output
+from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments
 
 
@@ -60,7 +60,7 @@ def run(args: Sequence[str]) -> int:
     with status if status is not None else nullcontext():
         report = checks.run(device=options.device, only=options.only, on_start=on_start, on_result=on_result)
     if options.json:
-        Path(options.json).write_text(report.to_json(), encoding="utf-8")
+        user_path(options.json, "--json").write_text(report.to_json(), encoding="utf-8")
     console.print(f"\n{report.device}", markup=False, highlight=False)
     console.print(report.table())
     console.print(report.summary(), markup=False, highlight=False)

@@ -6,14 +6,17 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
+
+import tyro
 
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output
 from trifocal.doctor import examine
-from trifocal.doctor.report import show
-from trifocal.errors import UserError
+from trifocal.doctor.printing import show
+from trifocal.paths import user_path
 from trifocal.train.arguments import load_config, parse_arguments
-from trifocal.train.config import RunConfig
+from trifocal.train.presets import presets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,10 +26,10 @@ class DoctorArguments:
     Exit status 1 if something stops training. Under half a minute.
     """
 
-    config: tuple[str, ...] = ()
-    """TOML files to work out instead of the presets of configs/; each must be able to run here."""
+    config: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml ...")] = ()
+    """TOML files to work out instead of the presets; each must be able to run here."""
     run_directory: str = "runs"
-    """Where runs would be written; with --config its run.directory."""
+    """Where runs would be written; with a CONFIG.toml its run.directory."""
     json: str = ""
     """A file for everything as JSON; "-" for standard output instead of the tables."""
 
@@ -39,8 +42,10 @@ def run(args: Sequence[str]) -> int:
     """
     options: DoctorArguments = parse_arguments(DoctorArguments, args, prog="trifocal doctor")
     check_output("" if options.json == "-" else options.json)
-    configs = {path: load_config(path) for path in options.config} or presets()
-    folder = Path(options.run_directory)
+    configs = {path: load_config(path) for path in options.config}
+    if not configs:
+        configs = {name: load_config(path) for name, path in presets().items()}
+    folder = user_path(options.run_directory, "--run-directory")
     if options.config and options.run_directory == "runs":
         folder = Path(next(iter(configs.values())).run.directory)
     progress = SafeConsole(stderr=True)
@@ -59,23 +64,6 @@ def run(args: Sequence[str]) -> int:
         print(text)
         return examination.exit_status
     if options.json:
-        Path(options.json).write_text(text + "\n", encoding="utf-8")
+        user_path(options.json, "--json").write_text(text + "\n", encoding="utf-8")
     show(examination, SafeConsole(file=sys.stdout))
-    if not configs:
-        print("No presets here: name your own with --config FILE.toml, or run this where the folder configs/ is.")
     return examination.exit_status
-
-
-def presets() -> dict[str, RunConfig]:
-    """The presets of `configs/`, in the current folder or in the checkout; none where there is no such folder."""
-    for folder in (Path("configs"), Path(__file__).parents[3] / "configs"):
-        found = {}
-        for path in sorted(folder.glob("*.toml")):
-            try:
-                found[path.stem] = load_config(path)
-            except UserError:
-                # Of something else that has a folder of that name.
-                continue
-        if found:
-            return found
-    return {}

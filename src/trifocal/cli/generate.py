@@ -4,7 +4,6 @@ import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -12,15 +11,16 @@ import tyro
 
 from trifocal.cli.output import printable
 from trifocal.data import Tokenizer
-from trifocal.diagnostics.environment import host_memory_bytes
 from trifocal.errors import UserError
 from trifocal.generate import stream
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.paths import shell_path, user_path
+from trifocal.runlog.environment import host_memory_bytes
 from trifocal.train.arguments import parse_arguments
-from trifocal.train.config import RunConfig
 from trifocal.train.inputs import autocast
 from trifocal.train.preflight import choose_device
 from trifocal.train.pretrained import open_pretrained
+from trifocal.train.run_config import RunConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +72,9 @@ def run(args: Sequence[str]) -> int:
     """
     options: GenerateArguments = parse_arguments(GenerateArguments, args, prog="trifocal generate")
     prompt = _read_prompt(options.prompt)
-    command = f"trifocal generate {shlex.quote(options.path)} --prompt {shlex.quote(options.prompt)}"
-    with open_pretrained(Path(options.path), options.checkpoint, command=command) as found:
+    path = user_path(options.path, "PATH")
+    command = f"trifocal generate {shell_path(path)} --prompt {shlex.quote(options.prompt)}"
+    with open_pretrained(path, options.checkpoint, command=command) as found:
         tokenizer, config = found.tokenizer(), found.config()
         tokens = _encode_prompt(prompt, config, tokenizer)
         device = choose_device(options.device)
@@ -134,7 +135,7 @@ def _check_memory(
     """Refuse what cannot fit: an allocation that the system only promises would end the process later."""
     has = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else host_memory_bytes()
     bytes_per_number = 2 if precision == "bf16" else 4
-    cached = config.num_layers * config.num_kv_groups * (config.head_dim + config.value_dim) * bytes_per_number
+    cached = config.num_layers * config.num_kv_heads * (config.head_dim + config.value_dim) * bytes_per_number
     at_once = min(options.prefill_chunk_size or prompt_length, prompt_length) * (config.dim + config.mlp_dim)
     tokens = prompt_length + options.max_new_tokens
     needs = options.samples * (tokens * (8 + cached) + at_once * bytes_per_number + 4 * config.vocab_size)

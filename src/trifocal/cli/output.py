@@ -2,9 +2,9 @@
 
 import io
 import sys
-from pathlib import Path
 
 from trifocal.errors import UserError
+from trifocal.paths import user_path
 
 # Control characters, with which a text could move the cursor, rename the window or type, and marks that turn the
 # direction of writing. Line ends and tabs stay.
@@ -39,8 +39,9 @@ def check_output(path: str) -> None:
     if not path:
         return
     try:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        with Path(path).open("a"):
+        file = user_path(path)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with file.open("a"):
             pass
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from error

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import tyro
 
 from trifocal.cli.output import printable
-from trifocal.diagnostics.report import write_report
 from trifocal.errors import UserError
+from trifocal.paths import user_path
+from trifocal.report import write_report
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.run_directory import load_run
 
@@ -35,9 +35,9 @@ def run(args: Sequence[str]) -> int:
         UserError: If there is no run.
     """
     options: ReportArguments = parse_arguments(ReportArguments, args, prog="trifocal report")
-    directories = [Path(directory) for directory in options.run_directories]
+    directories = [user_path(directory, "RUN_DIR") for directory in options.run_directories]
     for directory in directories:
         load_run(directory)
-    path = write_report(directories, options.output or None)
+    path = write_report(directories, user_path(options.output, "--output") if options.output else None)
     print(printable(str(path)))
     return 0

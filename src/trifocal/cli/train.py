@@ -2,26 +2,27 @@
 
 import importlib.util
 import os
-import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
 from trifocal.cli.output import printable
-from trifocal.diagnostics.traces import AnomalyFound
 from trifocal.distributed import PeerLost, leave_at_once
 from trifocal.errors import UserError
-from trifocal.train.arguments import check_flags, load_config, override, parse_arguments
-from trifocal.train.config import RunConfig
+from trifocal.fields import dotted_fields
+from trifocal.paths import shell_path, user_path
+from trifocal.runlog.standard_streams import LastingStreams, discard_lost_output, open_closed_descriptors
+from trifocal.runlog.traces import AnomalyFound
+from trifocal.train.arguments import HELP, load_config, override, read_flags, show_help
 from trifocal.train.launch import resume, resume_command, train
-from trifocal.train.loop import TrainResult
 from trifocal.train.nonfinite import NonFiniteError
+from trifocal.train.result import TrainResult
+from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import load_run_to_resume
-from trifocal.train.toml import dotted_fields
 
 _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}
 
@@ -31,7 +32,7 @@ class TrainArguments(RunConfig):
     """Train a model from a TOML config, or go on with a run. Flags override the fields of the config."""
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml")] = ""
-    """The TOML file, such as configs/showcase.toml. Not with --resume."""
+    """The TOML file, such as trifocal new PRESET prints. Not with --resume."""
     resume: str = ""
     """Go on with the run in this folder, from its newest checkpoint."""
     checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""
@@ -46,10 +47,19 @@ def run(args: Sequence[str]) -> int:
     Raises:
         UserError: If an argument, the config, the data or a checkpoint is bad.
     """
-    if "--help" in args or "-h" in args:
-        parse_arguments(TrainArguments, ["--help"], prog="trifocal train", use_underscores=True)
-    valid = dotted_fields(RunConfig) | _OWN_FLAGS
-    paths, own, overrides = _split(check_flags(valid, args, switches=("overwrite",)))
+    open_closed_descriptors()
+    try:
+        with LastingStreams():
+            return _run(args)
+    finally:
+        discard_lost_output()
+
+
+def _run(args: Sequence[str]) -> int:
+    paths, overrides = read_flags(dotted_fields(RunConfig) | _OWN_FLAGS, args, switches=("overwrite",))
+    if HELP & set(paths):
+        show_help(TrainArguments, prog="trifocal train", use_underscores=True)
+    own = {name: overrides.pop(name) for name in _OWN_FLAGS if name in overrides}
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
     except (NonFiniteError, AnomalyFound, FloatingPointError) as error:
@@ -66,37 +76,21 @@ def run(args: Sequence[str]) -> int:
     return 0
 
 
-def _split(flags: list[str]) -> tuple[list[str], dict[str, str], list[str]]:
-    """Paths, the command's own flags, and overrides of the config."""
-    paths: list[str] = []
-    own: dict[str, str] = {}
-    overrides: list[str] = []
-    for argument in flags:
-        name, _, value = argument.removeprefix("--").partition("=")
-        if not argument.startswith("--"):
-            paths.append(argument)
-        elif name in _OWN_FLAGS:
-            own[name] = value
-        else:
-            overrides.append(argument)
-    return paths, own, overrides
-
-
-def _train(paths: list[str], own: dict[str, str], overrides: list[str]) -> TrainResult:
+def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
     if len(paths) != 1:
         given = f"got {' '.join(paths)}" if paths else "got none"
-        raise UserError(f"trifocal train takes one CONFIG.toml, {given}; try configs/showcase.toml")
+        raise UserError(f"trifocal train takes one CONFIG.toml, {given}; try trifocal new showcase > my.toml")
     if "checkpoint" in own:
         raise UserError("--checkpoint goes with --resume RUN_DIR")
     return train(load_config(paths[0], overrides), overwrite="overwrite" in own)
 
 
-def _resume(paths: list[str], own: dict[str, str], overrides: list[str]) -> TrainResult:
+def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
     if paths:
         raise UserError(f"--resume takes the run's own config; leave {paths[0]} out")
     if "overwrite" in own:
         raise UserError("--overwrite and --resume contradict each other")
-    directory = Path(own["resume"])
+    directory = user_path(own["resume"], "--resume")
     saved = load_run_to_resume(directory)
     config = override(saved, overrides)
     if config.run.directory != saved.run.directory and Path(config.run.directory).resolve() != directory.resolve():
@@ -105,13 +99,16 @@ def _resume(paths: list[str], own: dict[str, str], overrides: list[str]) -> Trai
 
 
 def _summary(result: TrainResult) -> str:
-    if not result.first:
+    if not result.is_rank0:
         # Rank 0 speaks for all.
         return ""
-    directory = shlex.quote(str(result.directory))
+    directory = shell_path(result.directory)
+    number = result.skipped_documents
+    skipped = f"\nskipped {number} bad document{'s'[: number != 1]} (data.on_bad_document)" if number else ""
     if not result.finished:
-        return f"\nstopped at step {result.step}, which is saved; go on with:\n  {resume_command(result.directory)}"
-    lines = [f"\nfinished {result.step} steps in {result.directory}"]
+        go_on = resume_command(result.directory)
+        return f"\nstopped at step {result.step}, which is saved; go on with:\n  {go_on}{skipped}"
+    lines = [f"\nfinished {result.step} steps in {result.directory}{skipped}"]
     if result.evaluation is not None:
         bits = result.evaluation.bits_per_byte
         lines.append(

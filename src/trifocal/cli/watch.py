@@ -12,12 +12,13 @@ import tyro
 from rich.live import Live
 
 from trifocal.cli.console import SafeConsole
-from trifocal.diagnostics.run import read_run
-from trifocal.diagnostics.watch import Silences, render, verdicts
 from trifocal.errors import UserError
+from trifocal.paths import user_path
+from trifocal.report.live_view import Silences, render, verdicts
+from trifocal.runlog.run import read_run
 from trifocal.train.arguments import parse_arguments
 
-_OVER = {"finished", "failed", "dead"}
+_OVER = {"finished", "stopped", "failed", "dead"}
 _TROUBLE = {"stalled", "failed", "dead"}
 
 
@@ -54,7 +55,8 @@ def run(args: Sequence[str]) -> int:
         try:
             with Live(console=console, auto_refresh=False) as live:
                 while True:
-                    live.update(render(watched, width=console.width, silences=silences), refresh=True)
+                    picture = render(watched, width=console.width, height=console.height, silences=silences)
+                    live.update(picture, refresh=True)
                     states = {verdict.state for verdict in verdicts(watched, silences=silences).values()}
                     if states and states <= _OVER:
                         break
@@ -73,4 +75,4 @@ def _local(where: str) -> Path:
         home = "~/" if folder.startswith("~/") else ""
         command = f"trifocal watch {home}{shlex.quote(folder.removeprefix(home))}"
         raise UserError(f"to watch a run on another machine: ssh -t {host} {shlex.quote(command)}")
-    return Path(where)
+    return user_path(where, "RUN_DIR")

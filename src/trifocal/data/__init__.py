@@ -1,8 +1,8 @@
 """Text as batches of tokens: sources, tokenizers, packing, a loader whose state is exact."""
 
-from trifocal.data.config import DataConfig
+from trifocal.data.activity import DataError
+from trifocal.data.data_config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
-from trifocal.data.retry import DataError
 from trifocal.data.sources import is_local
 from trifocal.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 

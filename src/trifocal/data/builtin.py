@@ -7,7 +7,8 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from trifocal.data.sources import Cursor, Document, fingerprint
+from trifocal.data.local_files import content_hash
+from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
 
 # Test suites are a third of the library: tables of odd bytes and generated cases rather than prose and code.
@@ -19,17 +20,19 @@ class BuiltinSource:
 
     Args:
         include_site_packages: Read the installed packages too.
+        bad: What is done with a file that is not UTF-8.
 
     Raises:
         UserError: If this Python has no readable standard library.
     """
 
-    def __init__(self, *, include_site_packages: bool = False) -> None:
+    def __init__(self, *, include_site_packages: bool = False, bad: BadDocuments | None = None) -> None:
         paths = sysconfig.get_paths()
         roots = [Path(paths["stdlib"])]
         if include_site_packages:
             roots += sorted({Path(paths["purelib"]), Path(paths["platlib"])})
         self.name = "builtin"
+        self.bad = bad or BadDocuments()
         self._files: dict[str, Path] = {}
         sizes = []
         for root in roots:
@@ -48,18 +51,20 @@ class BuiltinSource:
         self.fingerprint = fingerprint("builtin", sizes)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """One document, or none where the file is not UTF-8 (a few packages hold such files on purpose)."""
+        """One document, or none where the file is not UTF-8: a few packages hold such files on purpose."""
         if cursor is not None:
             return
         name = self.shards[shard]
         try:
             text = self._files[name].read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
+        except UnicodeDecodeError as error:
+            self.bad.skip(f"{self._files[name]} is not UTF-8: byte {error.start} is 0x{error.object[error.start]:02x}")
             return
         yield Document(name, text), (1,)
 
-    def close(self) -> None:
-        """Nothing to give up."""
+    def content_hashes(self) -> list[str]:
+        """`content_hash` of each file."""
+        return [content_hash(path) for path in self._files.values()]
 
 
 def _python_files(root: Path) -> Iterator[Path]:

@@ -1,20 +1,24 @@
-"""FineWeb-Edu: `datasets` finds the parquet files on the hub, the range reader streams them."""
+"""FineWeb-Edu: `datasets` finds the parquet files on the hub, `HttpFile` reads them by ranges."""
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
 
-from trifocal.data.config import DataConfig
-from trifocal.data.files import sizes
+from trifocal.data.activity import Activity, DataError
+from trifocal.data.data_config import DataConfig
+from trifocal.data.local_files import expand_home, sizes
+from trifocal.data.messages import one_line
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.remote import HttpClient
-from trifocal.data.retry import Activity, Retry, TransientError
-from trifocal.data.sources import fingerprint
+from trifocal.data.sources import BadDocuments, fingerprint
 from trifocal.errors import UserError, nearest
 
+_log = logging.getLogger("trifocal.data")
 
-def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activity) -> tuple[ParquetSource, str]:
+
+def open_fineweb(config: DataConfig, field: str, activity: Activity, bad: BadDocuments) -> tuple[ParquetSource, str]:
     """The files of a hub repository's configuration and split, as one source.
 
     `datasets` says which files they are and pins the revision. They are then read by ranges, as any parquet file on
@@ -23,8 +27,8 @@ def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activit
     Args:
         config: Names repository, configuration, split and revision.
         field: The text's column.
-        retry: Asks the hub again where that may help.
         activity: Of the loader.
+        bad: What is done with bad documents.
 
     Returns:
         The source, and the commit that its files are of; for a local copy, which has none, what the config says.
@@ -33,25 +37,32 @@ def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activit
         UserError: If the hub has no such data, or is switched off.
         DataError: If it does not answer.
     """
-    repository = config.fineweb_repository
+    repository = str(expand_home(config.fineweb_repository, "data.fineweb_repository"))
     try:
         import datasets
         import huggingface_hub
     except ImportError:
         raise UserError("data.source fineweb-edu needs an extra: pip install 'trifocal[data]'") from None
 
-    def resolve() -> dict[str, list[str]]:
+    activity.text = f"asking the hub for the files of {repository}"
+    for attempt in range(1, config.retry_attempts + 1):
         try:
             builder = datasets.load_dataset_builder(
                 repository,
                 name=config.fineweb_name or None,
                 revision=None if Path(repository).is_dir() else config.fineweb_revision,
             )
+            break
         except Exception as error:  # The libraries raise kinds of their own, HTTP client's among them.
-            raise _explain(error, config) from error
-        return {str(split): list(files) for split, files in (builder.config.data_files or {}).items()}
-
-    splits = retry.call(f"fineweb-edu ({repository})", resolve)
+            failure = _explain(error, config)
+            if attempt == config.retry_attempts or not isinstance(failure, DataError):
+                raise failure from error
+            # `datasets` asks once for each of these; the requests for the files' content are tried again by the hub's
+            # own client.
+            pause = min(config.retry_base_seconds * 2.0 ** (attempt - 1), config.retry_max_seconds)
+            _log.warning("data: %s; attempt %d of %d follows", failure, attempt + 1, config.retry_attempts)
+            activity.pause(pause)
+    splits = {str(split): list(files) for split, files in (builder.config.data_files or {}).items()}
     if config.fineweb_split not in splits:
         raise UserError(
             f"data.fineweb_split {config.fineweb_split!r} is not in {repository} {config.fineweb_name}; "
@@ -71,22 +82,22 @@ def open_fineweb(config: DataConfig, field: str, retry: Retry, activity: Activit
             files[match["path"]] = huggingface_hub.hf_hub_url(
                 match["repository"], match["path"], repo_type="dataset", revision=revision
             )
-    local = {name: place for name, place in files.items() if isinstance(place, Path)}
+    local = {name: path for name, path in files.items() if isinstance(path, Path)}
     token = None if local else huggingface_hub.get_token()
-    client = HttpClient(config.request_timeout_seconds, activity, None if token is None else f"Bearer {token}")
+    client = HttpClient(config, activity, {} if token is None else {"Authorization": f"Bearer {token}"})
     name = f"fineweb-edu ({repository}{'@' if revision else ''}{revision}, {config.fineweb_name})"
     # A revision fixes what its files hold; local ones are told apart by their sizes.
     mark = fingerprint("hub", repository, revision, list(files), sizes(local), field)
-    return ParquetSource(name, files, field, mark, client), revision or config.fineweb_revision
+    return ParquetSource(name, files, field, mark, client, bad), revision or config.fineweb_revision
 
 
-def _explain(error: Exception, config: DataConfig) -> Exception:
-    """What a failure to find the files means: bad input, or something that may pass."""
+def _explain(error: Exception, config: DataConfig) -> UserError:
+    """What a failure to find the files means: bad input, or (a `DataError`) something that may pass."""
     import datasets
     import huggingface_hub
 
     repository = config.fineweb_repository
-    reason = " ".join(str(error).split())[:200]
+    reason = one_line(error)
     if huggingface_hub.constants.HF_HUB_OFFLINE or datasets.config.HF_HUB_OFFLINE:
         return UserError(
             f"fineweb-edu: the hub is switched off (HF_HUB_OFFLINE is set); unset it, or read a local folder with "
@@ -102,5 +113,8 @@ def _explain(error: Exception, config: DataConfig) -> Exception:
     # Where every request failed, datasets says that there is no such file and names the hub's error in the text.
     unreachable = isinstance(error, ConnectionError | TimeoutError) or "LocalEntryNotFoundError" in str(error)
     if unreachable or (status is not None and (status == 429 or status >= 500)):
-        return TransientError(f"the hub cannot be reached (a copy on disk is read with fineweb-edu:PATH): {reason}")
+        return DataError(
+            f"fineweb-edu ({repository}): the hub cannot be reached (a copy on disk is read with fineweb-edu:PATH): "
+            f"{reason}"
+        )
     return UserError(f"fineweb-edu: {repository} {config.fineweb_name} cannot be opened: {reason}")

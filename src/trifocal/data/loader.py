@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -13,19 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trifocal.data.config import DataConfig
+from trifocal.data.activity import Activity
+from trifocal.data.data_config import DataConfig
+from trifocal.data.factory import make_source
 from trifocal.data.packing import PackedStream, Row, RowStream, SyntheticStream
+from trifocal.data.position import POSITION_VERSION, check_position
 from trifocal.data.prefetch import Prefetcher
-from trifocal.data.retry import Activity, Retry
 from trifocal.data.shuffling import ShuffledStream
-from trifocal.data.sources import Source, fingerprint, make_source, parse_source
+from trifocal.data.sources import BadDocuments, Source, parse_source
 from trifocal.data.stream import DocumentStream
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError, nearest
 
 SPLITS = ("train", "validation")
-_STATE_VERSION = 2
 _LATENCIES_KEPT = 1000
+_CLOSING_SECONDS = 1.0
 
 _log = logging.getLogger("trifocal.data")
 
@@ -82,13 +85,13 @@ class Loader:
         config: DataConfig,
         *,
         name: str,
-        fingerprint: str,
+        settings: dict[str, Any],
+        source: Source | None,
         batch_size: int,
         rank: int,
         world_size: int,
         activity: Activity,
         on_stall: Callable[[float, str], None] | None,
-        on_close: Callable[[], None],
     ) -> None:
         self._num_streams = len(streams)
         common = math.gcd(len(streams), world_size)
@@ -97,18 +100,19 @@ class Loader:
         self._epochs: dict[int, int] = {}
         self.config = config
         self._name = name
-        self._fingerprint = fingerprint
+        self._settings = settings
+        self._source = source
         self._batch_size = batch_size
         self._rank = rank
         self._world_size = world_size
         self._activity = activity
         self._on_stall = on_stall or self._log_stall
-        self._on_close = on_close
         self._prefetcher: Prefetcher[tuple[Batch, dict[str, Any]]] | None = None
         self._next_sample = 0
         self._state = self._describe(0)
         self._closed = False
         self._waits: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+        self._no_documents = BadDocuments()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -129,7 +133,6 @@ class Loader:
                 stall_seconds=self.config.stall_seconds,
                 stall_limit_seconds=self.config.stall_limit_seconds,
                 on_stall=self._on_stall,
-                on_close=self._on_close,
             )
         begin = time.perf_counter()
         batch, state = self._prefetcher.get()
@@ -142,28 +145,39 @@ class Loader:
 
         It does not depend on the number of processes, the batch size or what has been made ahead. With one stream it
         is the same on every process; with several it has the streams that this process reads, and `merge_states`
-        makes of all processes' states the one that any number of them can load.
+        makes of all processes' states the one that any number of them can load. With it come the settings that
+        decide the rows, and hashes of the files' contents (8 digits a file), which `load_state_dict` compares.
+
+        Raises:
+            UserError: If a file has gone.
         """
-        return dict(self._state)
+        return {**self._state, "content": self._content}
+
+    @property
+    def bad_documents(self) -> BadDocuments:
+        """The documents that were skipped by this process so far; some of them may be ahead of the trainer."""
+        return self._no_documents if self._source is None else self._source.bad
+
+    @functools.cached_property
+    def _content(self) -> str:
+        """Hashes of the shards' contents, one behind the other."""
+        try:
+            return "" if self._source is None else "".join(self._source.content_hashes())
+        except OSError as error:
+            raise UserError(f"{self._name} cannot be read: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position that `state_dict` gave, of this loader or of another over the same data.
 
         Raises:
-            UserError: If the state belongs to other data or other settings of them.
+            UserError: If the state belongs to other data or other settings of them, or is of another version.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise UserError(
-                f"data position of version {state.get('version')}; this version of trifocal reads {_STATE_VERSION}"
-            )
-        if state["fingerprint"] != self._fingerprint:
-            raise UserError(
-                f"the data position belongs to {state['source']}, this run reads {self._name}: the files, "
-                "data.tokenizer, data.seed, data.streams, data.validation_fraction, data.shuffle_documents, "
-                "data.shuffle_sequences, data.text_document_bytes or train.sequence_length differ; resume with those "
-                "of the first run"
-            )
-        self._stop_thread()
+        shards = [] if self._source is None else self._source.shards
+        check_position(state, name=self._name, settings=self._settings, content=self._content, shards=shards)
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+            self._prefetcher = None
+            self._activity.stop.clear()
         positions = state["position"].get("streams", {"0": state["position"]})
         if missing := [i for i in self._streams if str(i) not in positions]:
             raise ValueError(f"the state lacks streams {missing}; it must come from merge_states of all processes")
@@ -182,7 +196,10 @@ class Loader:
 
     def close(self) -> None:
         """End the thread. A closed loader gives no batches; its state can still be read."""
-        self._stop_thread()
+        if self._prefetcher is not None:
+            # Not longer: a request to a silent server cannot be broken off, and ends with its attempts.
+            self._prefetcher.close(_CLOSING_SECONDS)
+            self._prefetcher = None
         self._closed = True
 
     def __enter__(self) -> Loader:
@@ -190,12 +207,6 @@ class Loader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _stop_thread(self) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.close()
-            self._prefetcher = None
-            self._activity.stop.clear()
 
     def _produce(self) -> tuple[Batch, dict[str, Any]]:
         rows: list[Row] = []
@@ -215,9 +226,9 @@ class Loader:
 
     def _describe(self, sample_index: int) -> dict[str, Any]:
         return {
-            "version": _STATE_VERSION,
+            "version": POSITION_VERSION,
             "source": self._name,
-            "fingerprint": self._fingerprint,
+            "settings": self._settings,
             "sample_index": sample_index,
             "position": self._streams[0].state()
             if self._num_streams == 1
@@ -292,41 +303,52 @@ def make_loader(
             f"{world_size} must be positive and rank {rank} in [0, world_size)"
         )
     activity = Activity()
+    # What decides the rows: a position is valid for the same alone.
+    settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
+    source: Source | None = None
     if parse_source(config.source).kind == "synthetic":
         # One, of which every process draws its own rows alone.
         validation = split == "validation"
         streams: list[RowStream] = [
             SyntheticStream(vocab_size, sequence_length, seed=config.seed, validation=validation)
         ]
-        name, mark, close = config.source, fingerprint("synthetic", vocab_size), _nothing
+        name = config.source
+        settings["model.vocab_size"] = vocab_size
     else:
         if tokenizer.vocab_size > vocab_size:
             raise UserError(
                 f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
                 f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
             )
-        retry = Retry(config.retry_attempts, config.retry_base_seconds, config.retry_max_seconds, activity)
-        source, config = make_source(config, retry, activity)
-        streams, mark = _text_streams(source, tokenizer, config, retry, sequence_length, split)
-        name, close = source.name, source.close
+        source, config = make_source(config, activity)
+        streams = _text_streams(source, tokenizer, config, activity, sequence_length, split)
+        name = source.name
+        settings |= {
+            "the files (names and sizes), data.text_document_bytes": source.fingerprint,
+            "data.tokenizer": tokenizer.fingerprint,
+            "data.validation_fraction": config.validation_fraction,
+            "data.shuffle_documents": config.shuffle_documents,
+            "data.shuffle_sequences": config.shuffle_sequences,
+            "data.streams": len(streams),
+        }
     return Loader(
         streams,
         config,
         name=name,
-        fingerprint=fingerprint(mark, split, config.seed, sequence_length),
+        settings=settings,
+        source=source,
         batch_size=batch_size,
         rank=rank,
         world_size=world_size,
         activity=activity,
         on_stall=on_stall,
-        on_close=close,
     )
 
 
 def _text_streams(
-    source: Source, tokenizer: Tokenizer, config: DataConfig, retry: Retry, sequence_length: int, split: str
-) -> tuple[list[RowStream], str]:
-    """The streams that a split's documents are dealt to, and a mark of all that decides their rows."""
+    source: Source, tokenizer: Tokenizer, config: DataConfig, activity: Activity, sequence_length: int, split: str
+) -> list[RowStream]:
+    """The streams that a split's documents are dealt to."""
     # Validation is read by every process, and shared out batch by batch.
     parts = 1 if split == "validation" else config.streams
     streams: list[RowStream] = []
@@ -339,22 +361,10 @@ def _text_streams(
             seed=config.seed,
             # What is read before the first batch, and kept, does not grow with the number of streams.
             block_documents=max(1, config.shuffle_documents // parts),
-            retry=retry,
+            activity=activity,
             part=part,
             parts=parts,
         )
         packed = PackedStream(documents, sequence_length)
         streams.append(ShuffledStream(packed, max(1, config.shuffle_sequences // parts), seed=config.seed))
-    mark = fingerprint(
-        source.fingerprint,
-        tokenizer.fingerprint,
-        config.validation_fraction,
-        config.shuffle_documents,
-        config.shuffle_sequences,
-        *([parts] if parts > 1 else []),
-    )
-    return streams, mark
-
-
-def _nothing() -> None:
-    pass
+    return streams

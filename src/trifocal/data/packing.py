@@ -1,4 +1,4 @@
-"""Rows of tokens out of a stream of documents, without one seeing the other."""
+"""Rows of tokens from a stream of documents; no document sees another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.stream import DocumentStream, Place, TokenDocument, random_words
+from trifocal.data.stream import DocumentStream, Position, TokenDocument, random_words
 
 IGNORED = -100
 """The target where there is nothing to predict."""
@@ -40,7 +40,7 @@ class RowStream(Protocol):
         ...
 
     def skip_row(self) -> int:
-        """Go on by a row that nobody here needs; its epoch."""
+        """Go past a row that this process does not need; its epoch."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -68,18 +68,18 @@ class PackedStream:
     def __init__(self, documents: DocumentStream, sequence_length: int) -> None:
         self._documents = documents
         self._length = sequence_length
-        self.seek(Place().to_json() | {"offset": 0})
+        self.seek(Position().to_json() | {"offset": 0})
 
     def seek(self, state: dict[str, Any]) -> None:
         """Go to a position that `state` gave."""
-        self._place = Place.from_json(state)
+        self._position = Position.from_json(state)
         self._offset: int = state["offset"]
         self._iterator: Iterator[TokenDocument] = iter(())
         self._document: TokenDocument | None = None
 
     def state(self) -> dict[str, Any]:
         """The document that the last row ended in, and how many of its tokens are used."""
-        return self._place.to_json() | {"offset": self._offset}
+        return self._position.to_json() | {"offset": self._offset}
 
     def next_row(self) -> Row:
         """Go on by a row.
@@ -97,7 +97,7 @@ class PackedStream:
         while filled < self._length:
             document = self._current()
             if filled == 0:
-                epoch = document.place.epoch
+                epoch = document.position.epoch
             begin = self._offset
             self._offset = min(begin + self._length - filled, len(document.tokens))
             starts.append(filled)
@@ -111,18 +111,18 @@ class PackedStream:
         return Row(tokens, targets, starts, ids, epoch)
 
     def skip_row(self) -> int:
-        """Go on by a row, and make it: else nobody knows where it ends."""
+        """Go past a row; it must be made, to know where it ends."""
         return self.next_row().epoch
 
     def _current(self) -> TokenDocument:
         """The document of the next token."""
         if self._document is None:
-            self._iterator = self._documents.read(self._place)
+            self._iterator = self._documents.read(self._position)
             self._document = next(self._iterator)
         if self._offset == len(self._document.tokens):
             self._document = next(self._iterator)
             self._offset = 0
-        self._place = self._document.place
+        self._position = self._document.position
         return self._document
 
 
@@ -153,7 +153,7 @@ class SyntheticStream:
         return {"row": self._row}
 
     def skip_row(self) -> int:
-        """Go on by a row, without drawing it."""
+        """Go past a row, without drawing it."""
         self._row += 1
         return 0
 

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trifocal.data.files import find_files, sizes
+from trifocal.data.activity import Stopped
+from trifocal.data.local_files import content_hash, find_files, sizes
+from trifocal.data.messages import one_line
 from trifocal.data.remote import HttpClient, HttpFile
-from trifocal.data.retry import TransientError
-from trifocal.data.sources import Cursor, Document, fingerprint
+from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
 
 # Rows decoded at once; the compressed column of the whole row group is in memory anyway.
@@ -28,7 +29,7 @@ class _Footer(NamedTuple):
 
 
 class ParquetSource:
-    """A column of texts; a file is a shard, a row a document.
+    """A column of texts; a file is a shard, a row a document. A file that is damaged as a whole stops a run.
 
     Args:
         name: The source in messages.
@@ -36,18 +37,26 @@ class ParquetSource:
         field: The column.
         fingerprint: Of the files' names and sizes.
         client: For URLs.
+        bad: What is done with rows that hold no text.
 
     Raises:
         UserError: If pyarrow is missing, or the first file is local and not what it should be.
     """
 
     def __init__(
-        self, name: str, files: dict[str, Path | str], field: str, fingerprint: str, client: HttpClient
+        self,
+        name: str,
+        files: dict[str, Path | str],
+        field: str,
+        fingerprint: str,
+        client: HttpClient,
+        bad: BadDocuments | None = None,
     ) -> None:
         self.name = name
+        self.bad = bad or BadDocuments()
         self.shards = list(files)
         self.fingerprint = fingerprint
-        self._places = list(files.values())
+        self._paths = list(files.values())
         self._field = field
         self._client = client
         self._footer: _Footer | None = None
@@ -58,12 +67,14 @@ class ParquetSource:
             raise UserError(f"{name} needs an extra: pip install 'trifocal[data]'") from None
         self._arrow = pyarrow
         self._parquet = pyarrow.parquet
-        if isinstance(self._places[0], Path):
+        if isinstance(self._paths[0], Path):
             with self._open(0):
                 pass
 
     @classmethod
-    def from_path(cls, name: str, path: str, field: str, client: HttpClient) -> ParquetSource:
+    def from_path(
+        cls, name: str, path: str, field: str, client: HttpClient, bad: BadDocuments | None = None
+    ) -> ParquetSource:
         """The source of a file, a folder, a glob, or of URLs with commas between.
 
         Raises:
@@ -73,79 +84,110 @@ class ParquetSource:
             urls = [url.strip() for url in path.split(",")]
             if broken := [url for url in urls if not is_url(url)]:
                 raise UserError(f"data.source {name}: {broken[0]!r} is no URL; between commas each must be one")
-            return cls(name, dict(zip(urls, urls, strict=True)), field, fingerprint("urls", urls, field), client)
+            return cls(name, dict(zip(urls, urls, strict=True)), field, fingerprint("urls", urls, field), client, bad)
         found = find_files(name, path, (".parquet",))
-        return cls(name, dict(found), field, fingerprint("parquet", sizes(found), field), client)
+        return cls(name, dict(found), field, fingerprint("parquet", sizes(found), field), client, bad)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """The documents of a file; a cursor is a row group and a row in it. Null and empty texts are left out.
+        """The documents of a file; a cursor is a row group and a row in it.
 
         Raises:
-            UserError: If the file is not parquet, or lacks the field.
-            TransientError: If it is on a server and the failure may pass.
+            UserError: If the file is not parquet or damaged, lacks the field, or a row is bad and stops the run.
+            DataError: If it is on a server that fails at every attempt.
         """
         first_group, first_row = cursor or (0, 0)
         with self._open(shard) as parquet:
-            counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+            counts = self._count_rows(parquet, shard)
             for group in range(first_group, len(counts)):
                 before = sum(counts[:group])
-                for row, text in self._rows(parquet, shard, group, first_row):
+                for row, text in self._rows(parquet, shard, group, first_row, before):
                     after = (group, row + 1) if row + 1 < counts[group] else (group + 1, 0)
                     yield Document(f"{self.shards[shard]}#{before + row}", text), after
                 first_row = 0
 
-    def close(self) -> None:
-        """Break off a request under way."""
-        self._client.abort()
-
     def _open(self, shard: int) -> Any:
         """The file opened, its footer kept: a retry does not ask for it again."""
-        place = self._places[shard]
+        path = self._paths[shard]
         known = self._footer if self._footer is not None and self._footer.shard == shard else None
         try:
-            file: Any = place
+            file: Any = path
             size = None
-            if isinstance(place, str):
-                file = HttpFile(self._client, place, None if known is None else known.size)
+            if isinstance(path, str):
+                file = HttpFile(self._client, path, None if known is None else known.size)
                 size = file.size
             parquet = self._parquet.ParquetFile(
                 file, metadata=None if known is None else known.metadata, pre_buffer=False
             )
-        except self._arrow.ArrowInvalid as error:
-            raise UserError(f"{place} is not a readable parquet file: {_one_line(error)}") from error
-        if known is None:
-            self._check_field(place, parquet.schema_arrow)
-            self._footer = _Footer(shard, size, parquet.metadata)
+            if known is None:
+                self._check_field(path, parquet.schema_arrow)
+                self._footer = _Footer(shard, size, parquet.metadata)
+        except (UserError, Stopped, FileNotFoundError, PermissionError):
+            raise
+        except Exception as error:  # A damaged footer makes the library raise nearly anything.
+            raise UserError(f"{path} is not a readable parquet file: {one_line(error)}") from error
         return parquet
 
-    def _check_field(self, place: Path | str, schema: Any) -> None:
+    def _count_rows(self, parquet: Any, shard: int) -> list[int]:
+        """Rows of each row group, as the footer has them."""
+        try:
+            counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
+        except Exception as error:  # As above.
+            raise UserError(f"{self._paths[shard]} is not a readable parquet file: {one_line(error)}") from error
+        if min(counts, default=0) < 0:
+            raise UserError(f"{self._paths[shard]} is not a readable parquet file: a row group of {min(counts)} rows")
+        return counts
+
+    def _check_field(self, path: Path | str, schema: Any) -> None:
         if self._field not in schema.names:
-            raise UserError(f"{place} has no field {self._field!r}; its fields are {', '.join(schema.names)}")
+            names = ", ".join(name if name.isprintable() else repr(name) for name in schema.names)
+            raise UserError(f"{path} has no field {self._field!r}; its fields are {names}")
+        if (count := schema.names.count(self._field)) > 1:
+            raise UserError(f"{path} has {count} fields {self._field!r}; name another, or rename all but one")
         kind = schema.field(self._field).type
         types = self._arrow.types
         if types.is_dictionary(kind):
             kind = kind.value_type
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-            raise UserError(f"{place}: field {self._field!r} must hold strings, it holds {kind}")
+            raise UserError(f"{path}: field {self._field!r} must hold strings, it holds {kind}")
 
-    def _rows(self, parquet: Any, shard: int, group: int, first_row: int) -> Iterator[tuple[int, str]]:
-        """Row number and text of a row group's rows from one on."""
+    def content_hashes(self) -> list[str]:
+        """`content_hash` of each file; empty for URLs."""
+        local = [path for path in self._paths if isinstance(path, Path)]
+        return [content_hash(path) for path in local] if len(local) == len(self._paths) else []
+
+    def _rows(self, parquet: Any, shard: int, group: int, first_row: int, before: int) -> Iterator[tuple[int, str]]:
+        """Number and text of a row group's rows from one on; `before` is the number of rows before the group."""
         row = 0
         try:
             for batch in parquet.iter_batches(
                 _ROWS_DECODED, row_groups=[group], columns=[self._field], use_threads=False
             ):
                 skipped = min(max(first_row - row, 0), len(batch))
-                texts = batch.column(0).slice(skipped).to_pylist()
-                for number, text in enumerate(texts, start=row + skipped):
-                    if text:
-                        yield number, text
+                for number, text in enumerate(_texts(batch.column(0).slice(skipped)), start=row + skipped):
+                    if isinstance(text, str):
+                        if text:
+                            yield number, text
+                    else:
+                        reason = "is null" if text is None else f"is not UTF-8 at byte {text.start}"
+                        self.bad.found(f"{self._paths[shard]}: row {before + number}: field {self._field!r} {reason}")
                 row += len(batch)
-        except TransientError:
+        except (UserError, Stopped):
             raise
-        except (self._arrow.ArrowInvalid, UnicodeDecodeError, OSError) as error:
-            raise UserError(f"{self._places[shard]}: row group {group} cannot be read: {_one_line(error)}") from error
+        except Exception as error:  # Damaged pages make the library raise nearly anything.
+            raise UserError(f"{self._paths[shard]}: row group {group} cannot be read: {one_line(error)}") from error
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]
+def _texts(column: Any) -> list[str | UnicodeDecodeError | None]:
+    """The values of a column; in place of one that is not UTF-8 the error."""
+    try:
+        return list(column.to_pylist())
+    except UnicodeDecodeError:
+        return [_text(value) for value in column]
+
+
+def _text(value: Any) -> str | UnicodeDecodeError | None:
+    try:
+        text: str | None = value.as_py()
+    except UnicodeDecodeError as error:
+        return error
+    return text

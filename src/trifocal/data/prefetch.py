@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from trifocal.data.retry import Activity, DataError, Stopped
+from trifocal.data.activity import Activity, DataError, Stopped
 from trifocal.errors import UserError
 
 Item = TypeVar("Item")
@@ -29,7 +30,6 @@ class Prefetcher(Generic[Item]):
         stall_seconds: A wait this long is reported, and again each time as much has passed.
         stall_limit_seconds: A wait this long is an error.
         on_stall: Gets the age of the wait in seconds and what the thread is doing.
-        on_close: Called before the thread is joined, to break off what it may be blocked in.
     """
 
     def __init__(
@@ -41,14 +41,12 @@ class Prefetcher(Generic[Item]):
         stall_seconds: float,
         stall_limit_seconds: float,
         on_stall: Callable[[float, str], None],
-        on_close: Callable[[], None],
     ) -> None:
         self._produce = produce
         self._activity = activity
         self._stall_seconds = stall_seconds
         self._stall_limit_seconds = stall_limit_seconds
         self._on_stall = on_stall
-        self._on_close = on_close
         self._queue: queue.Queue[Item | _Failure] = queue.Queue(maxsize=depth)
         self._failure: _Failure | None = None
         self._thread = threading.Thread(target=self._run, name="trifocal-data", daemon=True)
@@ -72,12 +70,16 @@ class Prefetcher(Generic[Item]):
             raise type(error)(*error.args) from error
         raise RuntimeError(f"the data thread failed: {type(error).__name__}: {error}") from error
 
-    def close(self) -> None:
-        """End the thread and wait until it has ended."""
+    def close(self, timeout_seconds: float = math.inf) -> None:
+        """End the thread.
+
+        Args:
+            timeout_seconds: The longest wait for it. A thread that waits for a silent server is left behind after
+                this time: it makes no further item, and ends when the request and its repetitions do.
+        """
         self._activity.stop.set()
-        while self._thread.is_alive():
-            # Again and again: the thread may have begun something new just after it was broken off.
-            self._on_close()
+        begin = time.monotonic()
+        while self._thread.is_alive() and time.monotonic() - begin < timeout_seconds:
             # Room for the item that the thread may be holding out, so that it need not wait for its own timeout.
             while not self._queue.empty():
                 self._queue.get_nowait()

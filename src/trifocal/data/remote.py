@@ -1,142 +1,95 @@
-"""A file on an HTTP server, read by ranges."""
+"""A file on an HTTP server, read by ranges with the client of `huggingface_hub`."""
 
 from __future__ import annotations
 
-import email.utils
-import http.client
 import io
+import random
 import re
-import socket
-import ssl
-import time
-import urllib.error
-import urllib.request
+import sys
 from typing import Any
 
 from trifocal._version import __version__
-from trifocal.data.retry import Activity, DataError, TransientError
+from trifocal.data.activity import Activity, DataError
+from trifocal.data.data_config import DataConfig
+from trifocal.data.messages import one_line
 from trifocal.errors import UserError
 
-# What passes by itself: request timeout, too early, too many requests; and every 5xx.
-_TRANSIENT_STATUS = {408, 425, 429}
+_RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
+_HINTS = {401: "; it needs a login", 403: "; access is refused", 404: "; check the address"}
+# Own generator: the random part of a pause must neither disturb the run's random state nor agree between processes.
+_random = random.Random()
 
 
 class HttpClient:
-    """Range requests, one at a time, that another thread can break off.
+    """Reads parts of files. `huggingface_hub.utils.http_backoff` tries again what may pass.
 
     Args:
-        timeout_seconds: A connection silent for this long has failed.
+        config: Number of attempts, pauses and the timeout.
         activity: Told what is requested, and asked whether to go on.
-        authorization: Value of that header; never sent on to where a server redirects.
+        headers: Sent to the server of the URL, such as `Authorization`; that one is not sent on to another server.
     """
 
-    def __init__(self, timeout_seconds: float, activity: Activity, authorization: str | None = None) -> None:
-        self._timeout = timeout_seconds
+    def __init__(self, config: DataConfig, activity: Activity, headers: dict[str, str] | None = None) -> None:
+        self._config = config
         self._activity = activity
-        self._authorization = authorization
-        self._socket: socket.socket | None = None
-        client = self
-
-        class Plain(http.client.HTTPConnection):
-            def connect(self) -> None:
-                super().connect()
-                client._socket = self.sock
-
-        class Secure(http.client.HTTPSConnection):
-            def connect(self) -> None:
-                super().connect()
-                client._socket = self.sock
-
-        class PlainHandler(urllib.request.HTTPHandler):
-            def http_open(self, req: urllib.request.Request) -> Any:
-                return self.do_open(Plain, req)
-
-        class SecureHandler(urllib.request.HTTPSHandler):
-            def https_open(self, req: urllib.request.Request) -> Any:
-                return self.do_open(Secure, req, context=ssl.create_default_context())
-
-        self._opener = urllib.request.build_opener(PlainHandler, SecureHandler)
+        self._headers = {"Accept-Encoding": "identity", "User-Agent": f"trifocal/{__version__}", **(headers or {})}
 
     def get(self, url: str, begin: int, end: int) -> tuple[bytes, int]:
         """Bytes `[begin, end)` of a URL, and the size of the whole.
 
         Raises:
-            TransientError: If the failure may pass.
-            UserError: If it will not.
+            DataError: If the server failed at every attempt.
+            UserError: If it refuses, or cannot serve parts of files.
             Stopped: If the loader is being closed.
         """
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+
         self._activity.check()
         self._activity.text = f"waiting for {url}"
-        request = urllib.request.Request(url)
-        request.add_header("Range", f"bytes={begin}-{end - 1}")
-        request.add_header("Accept-Encoding", "identity")
-        request.add_header("User-Agent", f"trifocal/{__version__}")
-        if self._authorization is not None:
-            request.add_unredirected_header("Authorization", self._authorization)
+        config = self._config
+        # huggingface_hub 2 is built on httpx2, 1 on httpx; both may be installed.
+        session = huggingface_hub.utils.get_session()
+        httpx: Any = sys.modules[type(session).__module__.partition(".")[0]]
         try:
-            with self._opener.open(request, timeout=self._timeout) as response:
-                whole = _whole_size(response, url)
-                body: bytes = response.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                raise _status_error(error, url) from error
-        except (OSError, http.client.HTTPException) as error:
-            raise _connection_error(error, url) from error
-        finally:
-            self._socket = None
+            response = huggingface_hub.utils.http_backoff(
+                "GET",
+                url,
+                max_retries=config.retry_attempts - 1,
+                base_wait_time=config.retry_base_seconds * _random.uniform(0.5, 1.0),
+                max_wait_time=config.retry_max_seconds,
+                retry_on_exceptions=(httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError),
+                retry_on_status_codes=_RETRIED_STATUS,
+                headers={**self._headers, "Range": f"bytes={begin}-{end - 1}"},
+                timeout=config.request_timeout_seconds,
+            )
+        except huggingface_hub.errors.OfflineModeIsEnabled:
+            raise UserError(f"{url}: the network is switched off (HF_HUB_OFFLINE is set); unset it") from None
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            raise self._give_up(error, httpx, url) from error
+        status = response.status_code
+        match = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("Content-Range", ""))
+        if status >= 400:
+            raise UserError(f"{url}: HTTP {status} {response.reason_phrase}{_HINTS.get(status, '')}")
+        if status != 206 or match is None:
+            raise UserError(f"{url}: the server does not serve parts of files; download it and read it by its path")
+        body, whole = response.content, int(match[1])
         if len(body) != min(end, whole) - begin:
-            raise TransientError(f"{url}: the server sent {len(body)} bytes instead of {end - begin}")
+            raise DataError(f"{url}: the server sent {len(body)} bytes instead of {end - begin}")
         return body, whole
 
-    def abort(self) -> None:
-        """Break off the request under way, if any: its thread gets a `TransientError`."""
-        connection = self._socket
-        if connection is not None:
-            try:
-                # Not SSLSocket.shutdown, which would take the connection apart under the thread that reads it.
-                socket.socket.shutdown(connection, socket.SHUT_RDWR)
-            except OSError:
-                return  # Already closed: nothing is under way.
-
-
-def _whole_size(response: Any, url: str) -> int:
-    match = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("Content-Range", ""))
-    if response.status != 206 or match is None:
-        raise UserError(f"{url}: the server does not serve parts of files; download it and read it by its path")
-    return int(match[1])
-
-
-def _status_error(error: urllib.error.HTTPError, url: str) -> Exception:
-    message = f"{url}: HTTP {error.code} {error.reason}"
-    if error.code in _TRANSIENT_STATUS or error.code >= 500:
-        return TransientError(message, _retry_after(error.headers.get("Retry-After")))
-    hint = {401: "; it needs a login", 403: "; access is refused", 404: "; check the address"}
-    return UserError(f"{message}{hint.get(error.code, '')}")
-
-
-def _connection_error(error: Exception, url: str) -> Exception:
-    reason = getattr(error, "reason", error)
-    if isinstance(reason, ssl.SSLCertVerificationError):
-        return UserError(f"{url}: the server's certificate is not valid: {reason.verify_message}")
-    if isinstance(reason, TimeoutError):
-        return TransientError(f"{url}: silent for longer than data.request_timeout_seconds")
-    if isinstance(reason, http.client.IncompleteRead):
-        return TransientError(
-            f"{url}: the connection was cut after {len(reason.partial)} bytes, {reason.expected} too early"
-        )
-    return TransientError(f"{url}: {type(reason).__name__}: {reason}")
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds from a Retry-After header, which gives them or a date."""
-    if value is None:
-        return None
-    if value.strip().isdigit():
-        return float(value)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None
+    def _give_up(self, error: Exception, httpx: Any, url: str) -> UserError:
+        """What the last failure is called."""
+        if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
+            return UserError(f"{url} is not a valid URL: {one_line(error)}")
+        response = getattr(error, "response", None)
+        if response is not None:
+            reason = f"HTTP {response.status_code} {response.reason_phrase}"
+        elif isinstance(error, httpx.TimeoutException):
+            reason = "silent for longer than data.request_timeout_seconds"
+        else:
+            reason = f"{type(error).__name__}: {one_line(error)}"
+        return DataError(f"{url}: gave up after {self._config.retry_attempts} attempts; the last error: {reason}")
 
 
 class HttpFile(io.RawIOBase):
@@ -176,8 +129,8 @@ class HttpFile(io.RawIOBase):
         """Bytes from here on, by one request.
 
         Raises:
-            TransientError: If the failure may pass.
-            UserError: If it will not.
+            DataError: If the server failed at every attempt, or the file has changed.
+            UserError: If the server refuses.
         """
         left = max(self.size - self._position, 0)
         count = left if size is None or size < 0 else min(size, left)

@@ -12,9 +12,9 @@ class ShuffledStream:
     """Shuffles each block of consecutive rows of a stream.
 
     A document that is longer than a row fills consecutive ones, and batches of these would resemble one another for
-    many steps. Here block `b` (rows `[b * K, (b + 1) * K)` of the stream) comes in an order that the seed and `b`
-    give. So a position is where the stream stood at the block's start and how many rows of the block are used. Rows
-    are counted through, whatever the epoch: a block may hold rows of two epochs, or of many if the source is small.
+    many steps. Here the rows of block `b`, `[b * K, (b + 1) * K)` of the stream, come in an order that the seed and
+    `b` decide. So a position is the stream's position at the block's start and the number of rows used of the block.
+    Rows are counted across epochs: a block may hold rows of two epochs, or of many if the source is small.
 
     While a block is handed out the next one is read, a row for a row: the work is even, and `K` rows are kept.
 
@@ -73,7 +73,7 @@ class ShuffledStream:
         return self.next_row().epoch
 
     def _begin_block(self) -> None:
-        """Read what lacks of the block, and put its rows in order."""
+        """Read the missing rows of the block, and shuffle them."""
         block, self._ahead = self._ahead, []
         while len(block) < self._block_rows:
             block.append(self._rows.next_row())

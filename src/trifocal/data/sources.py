@@ -1,27 +1,72 @@
-"""What a source of documents is, and the one that a config names."""
+"""What a source of documents is, and the names of sources."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trifocal.data.config import SOURCES, DataConfig
-from trifocal.data.retry import Activity, Retry
+from trifocal.data.data_config import SOURCES
+from trifocal.data.local_files import check_name, expand_home
 from trifocal.errors import UserError, nearest
 
 Cursor = tuple[int, ...]
-"""A place between two documents of a shard, in whatever units the source needs to go there directly."""
+"""A position between two documents of a shard, in the units of the source: bytes, lines or rows."""
 
 
 class Document(NamedTuple):
-    """One text and the name that finds it again."""
+    """One text and the name that finds it again.
+
+    Attributes:
+        id: Name, such as `a.jsonl:7`.
+        text: Its text.
+        held_out: Whether it belongs to the validation split; None: decided by a hash of the text.
+    """
 
     id: str
     text: str
+    held_out: bool | None = None
+
+
+class BadDocuments:
+    """What is done with documents that hold no readable text: `data.on_bad_document`, for all sources alike but
+    `builtin`, whose files nobody chose: it skips and counts them always.
+
+    A document is bad if its text is missing (a null, no such field), no string, no UTF-8, or no JSON. An empty text is
+    not bad: it has no tokens, and is passed over without a word. A file that is damaged as a whole always stops a run.
+
+    Args:
+        action: `stop` or `skip`.
+
+    Attributes:
+        skipped: A hash of each document that was skipped, once however often it was read.
+        first: What was wrong with the first; empty if there was none.
+    """
+
+    def __init__(self, action: str = "stop") -> None:
+        self._action = action
+        self.skipped: set[int] = set()
+        self.first = ""
+
+    def found(self, message: str) -> None:
+        """A bad document was met.
+
+        Args:
+            message: Which one, and what is wrong with it.
+
+        Raises:
+            UserError: If the run is to stop.
+        """
+        if self._action == "stop":
+            raise UserError(f'{message}; data.on_bad_document "skip" leaves such documents out and counts them')
+        self.skip(message)
+
+    def skip(self, message: str) -> None:
+        """Leave a bad document out and count it, whatever the setting is: for files that nobody chose."""
+        self.first = self.first or message
+        self.skipped.add(int.from_bytes(hashlib.blake2b(message.encode(), digest_size=8).digest(), "big"))
 
 
 class Source(Protocol):
@@ -40,6 +85,13 @@ class Source(Protocol):
     fingerprint: str
     """Changes when the data do, as far as names and sizes show it."""
 
+    bad: BadDocuments
+    """What is done with bad documents, and how many there were."""
+
+    def content_hashes(self) -> list[str]:
+        """`content_hash` of each shard; empty where the shards are on a server."""
+        ...
+
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """Read on from a cursor, or from the start.
 
@@ -52,13 +104,9 @@ class Source(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Give up what is under way, such as a request; may be called from another thread."""
-        ...
-
 
 class SourceName(NamedTuple):
-    """A source string taken apart: `kind:path#field`."""
+    """The parts of a source string `kind:path#field`."""
 
     kind: str
     path: str
@@ -66,7 +114,7 @@ class SourceName(NamedTuple):
 
 
 def parse_source(source: str) -> SourceName:
-    """Take a source string apart.
+    """Split a source string into its parts.
 
     Args:
         source: Such as `builtin`, `text:book.txt`, `parquet:folder#text`.
@@ -78,9 +126,10 @@ def parse_source(source: str) -> SourceName:
         UserError: If the kind is unknown (names the nearest), lacks its path, or takes none.
     """
     kind, _, rest = source.partition(":")
+    check_name(source, "data.source")
     if kind not in SOURCES:
         hint = f"the nearest is {nearest(kind, SOURCES)}"
-        if Path(source).expanduser().exists():
+        if expand_home(source, "data.source").exists():
             hint = f"for this path write {_kind_of_path(source)}:{source}"
         raise UserError(f"unknown data.source {source!r}; {hint} (known: {', '.join(SOURCES)})")
     path, field = rest, "text"
@@ -106,49 +155,10 @@ def is_local(source: str) -> bool:
 
 
 def _kind_of_path(path: str) -> str:
-    return {".jsonl": "jsonl", ".parquet": "parquet"}.get(Path(path).suffix, "text")
+    name = path.removesuffix(".gz")
+    return {".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}.get(Path(name).suffix, "text")
 
 
 def fingerprint(*parts: object) -> str:
     """A short stable hash of JSON-able parts."""
     return hashlib.blake2b(json.dumps(parts).encode(), digest_size=12).hexdigest()
-
-
-def make_source(config: DataConfig, retry: Retry, activity: Activity) -> tuple[Source, DataConfig]:
-    """Open the source of documents that a config names (any but `synthetic`, which has no documents).
-
-    Args:
-        config: Names the source.
-        retry: For sources that ask a server when they are opened.
-        activity: Of the loader that will read it.
-
-    Returns:
-        The source, and the config with a branch of the hub replaced by the commit that it stands for now.
-
-    Raises:
-        UserError: If the source is unknown, or its data are missing or empty.
-    """
-    # Imported here so that a run loads only the libraries of its own source.
-    kind, path, field = parse_source(config.source)
-    if kind == "builtin":
-        from trifocal.data.builtin import BuiltinSource
-
-        return BuiltinSource(include_site_packages=config.include_site_packages), config
-    if kind == "text":
-        from trifocal.data.text import TextSource
-
-        return TextSource(path, config.text_document_bytes), config
-    if kind == "jsonl":
-        from trifocal.data.text import JsonlSource
-
-        return JsonlSource(path, field), config
-    if kind == "fineweb-edu" and not path:
-        from trifocal.data.hub import open_fineweb
-
-        source, revision = open_fineweb(config, field, retry, activity)
-        return source, replace(config, fineweb_revision=revision)
-    from trifocal.data.parquet import ParquetSource
-    from trifocal.data.remote import HttpClient
-
-    client = HttpClient(config.request_timeout_seconds, activity)
-    return ParquetSource.from_path(config.source, path, field, client), config

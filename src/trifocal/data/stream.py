@@ -1,4 +1,4 @@
-"""The endless, shuffled stream of a split's documents, readable from any place in it."""
+"""The endless, shuffled stream of a split's documents, readable from any position in it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.retry import Retry
+from trifocal.data.activity import Activity
+from trifocal.data.messages import one_line
 from trifocal.data.sources import Cursor, Document, Source
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
@@ -24,14 +25,14 @@ _EMPTY_EPOCHS = 8
 
 
 @dataclass(frozen=True)
-class Place:
-    """A place between two documents: everything that finds it again, as plain numbers.
+class Position:
+    """A position between two documents, as plain numbers.
 
     Args:
         epoch: Passes over the source that are complete.
         shard: Shards of this epoch's order that are complete.
         block: Cursor of the shard's current block; None at its start.
-        index: Documents of the shuffled block before this place, those of the other split among them.
+        index: Documents of the shuffled block before this position, those of the other split among them.
     """
 
     epoch: int = 0
@@ -45,8 +46,8 @@ class Place:
         return {"epoch": self.epoch, "shard": self.shard, "block": block, "index": self.index}
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Place:
-        """The place that `to_json` wrote."""
+    def from_json(cls, values: dict[str, Any]) -> Position:
+        """The position that `to_json` wrote."""
         block = values["block"]
         return cls(values["epoch"], values["shard"], None if block is None else tuple(block), values["index"])
 
@@ -54,7 +55,7 @@ class Place:
 class TokenDocument(NamedTuple):
     """A document as the model sees it: the tokens of its text, then the separator, [n] int32."""
 
-    place: Place
+    position: Position
     id: str
     tokens: NDArray[np.int32]
 
@@ -83,7 +84,7 @@ class DocumentStream:
     """A split of a source, shuffled by a seed, over and over.
 
     Each epoch has its own order: the shards are permuted, and within a shard each block of consecutive documents.
-    So a place needs a few numbers, whatever the size of the source.
+    So a position needs a few numbers, whatever the size of the source.
 
     Args:
         source: Where the documents come from.
@@ -92,7 +93,7 @@ class DocumentStream:
         validation_fraction: Share that is held out.
         seed: Orders shards and documents.
         block_documents: Documents in a block.
-        retry: Reads on after transient failures.
+        activity: Of the loader.
         part: Which of the equal parts of the split this stream is; its own epochs, each over its part alone.
         parts: How many there are. Together they hold every document once an epoch. As many as there are shards are
             dealt by shards, which other parts then never open; beyond that by documents.
@@ -107,7 +108,7 @@ class DocumentStream:
         validation_fraction: float,
         seed: int,
         block_documents: int,
-        retry: Retry,
+        activity: Activity,
         part: int = 0,
         parts: int = 1,
     ) -> None:
@@ -117,7 +118,7 @@ class DocumentStream:
         self._fraction = validation_fraction
         self._seed = seed
         self._block_documents = block_documents
-        self._retry = retry
+        self._activity = activity
         num_shards = len(source.shards)
         self._parts = parts
         self._shard_parts = max(count for count in range(1, parts + 1) if parts % count == 0 and count <= num_shards)
@@ -125,12 +126,12 @@ class DocumentStream:
         self._document_parts = parts // self._shard_parts
         self._document_part = part // self._shard_parts
 
-    def read(self, start: Place) -> Iterator[TokenDocument]:
-        """The documents from a place on, without end. Texts without tokens are left out.
+    def read(self, start: Position) -> Iterator[TokenDocument]:
+        """The documents from a position on, without end. Texts without tokens are left out.
 
         Raises:
             UserError: If a whole epoch holds no document of this split (of one of several parts: many epochs).
-            DataError: If the source gave up after its retries.
+            DataError: If a server fails at every attempt.
         """
         epoch, first_shard, cursor, index = start.epoch, start.shard, start.block, start.index
         num_shards = len(self._source.shards)
@@ -139,13 +140,13 @@ class DocumentStream:
             whole = first_shard == 0 and cursor is None and index == 0
             found = False
             order = shuffled(num_shards, "shards", self._seed, epoch)
-            for position in range(first_shard, num_shards):
-                if position % self._shard_parts != self._shard_part:
+            for done in range(first_shard, num_shards):
+                if done % self._shard_parts != self._shard_part:
                     continue
-                shard = int(order[position])
+                shard = int(order[done])
                 for block, documents in self._blocks(shard, cursor):
-                    place = Place(epoch, position, block, index)
-                    for document in self._read_block(shard, place, documents):
+                    position = Position(epoch, done, block, index)
+                    for document in self._read_block(shard, position, documents):
                         found = True
                         yield document
                     index = 0
@@ -162,19 +163,22 @@ class DocumentStream:
         characters = 0
         name = f"{self._source.name} ({self._source.shards[shard]})"
         try:
-            for document, after in self._retry.iterate(name, lambda cursor: self._source.read(shard, cursor), start):
+            self._activity.check()
+            self._activity.text = f"reading {name}"
+            for document, after in self._source.read(shard, start):
+                self._activity.text = f"reading {name}"
                 documents.append(document)
                 characters += len(document.text)
                 if len(documents) == self._block_documents or characters >= _BLOCK_CHARACTERS:
                     yield start, documents
                     documents, characters, start = [], 0, after
         except OSError as error:
-            # A file that has gone, or may not be read: transient failures end in a DataError before this.
-            raise UserError(f"{name} cannot be read: {error}") from error
+            # A file that has gone, or may not be read.
+            raise UserError(f"{name} cannot be read: {one_line(error)}") from error
         if documents:
             yield start, documents
 
-    def _read_block(self, shard: int, start: Place, documents: list[Document]) -> Iterator[TokenDocument]:
+    def _read_block(self, shard: int, start: Position, documents: list[Document]) -> Iterator[TokenDocument]:
         """The split's documents of a block, in the epoch's order."""
         # The number of the shard, not its position: a shard's order does not depend on the other shards.
         order = shuffled(len(documents), "block", self._seed, start.epoch, shard, *(start.block or ()))
@@ -182,19 +186,24 @@ class DocumentStream:
             (index, documents[order[index]])
             for index in range(start.index, len(documents))
             if (index + start.epoch + shard) % self._document_parts == self._document_part
-            and in_validation(documents[order[index]].text, self._fraction) == self._validation
+            and self._held_out(documents[order[index]]) == self._validation
         ]
         for first in range(0, len(chosen), _ENCODED_TOGETHER):
             group = chosen[first : first + _ENCODED_TOGETHER]
-            self._retry.activity.check()
+            self._activity.check()
             encoded = self._tokenizer.encode_batch([document.text for _, document in group])
             for (index, document), tokens in zip(group, encoded, strict=True):
                 if len(tokens):
-                    place = Place(start.epoch, start.shard, start.block, index)
-                    yield TokenDocument(place, document.id, np.append(tokens, np.int32(self._tokenizer.separator)))
+                    position = Position(start.epoch, start.shard, start.block, index)
+                    yield TokenDocument(position, document.id, np.append(tokens, np.int32(self._tokenizer.separator)))
+
+    def _held_out(self, document: Document) -> bool:
+        return in_validation(document.text, self._fraction) if document.held_out is None else document.held_out
 
     def _empty_message(self) -> str:
-        name = self._source.name
+        bad = self._source.bad
+        skipped = f" ({len(bad.skipped)} bad documents were skipped; the first: {bad.first})" if bad.skipped else ""
+        name = self._source.name + skipped
         if not self._validation:
             fewer = " or data.streams" if self._parts > 1 else ""
             return f"{name} has no document to train on; give it text, or lower data.validation_fraction{fewer}"

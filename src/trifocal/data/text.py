@@ -2,127 +2,201 @@
 
 from __future__ import annotations
 
-import codecs
+import itertools
 import json
 from collections.abc import Iterator
+from pathlib import Path
 
-from trifocal.data.files import find_files, sizes
-from trifocal.data.sources import Cursor, Document, fingerprint
+from trifocal.data.local_files import COMPRESSED, DAMAGED, content_hash, find_files, open_file, sizes
+from trifocal.data.messages import one_line
+from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
+
+# So many pieces of held-out text are expected at least; where there is too little text for that, it is cut smaller.
+_HELD_OUT_PIECES = 4
+_SMALLEST_PIECE = 64
 
 
 class TextSource:
     """UTF-8 text files: each a document, or several where a file is long.
 
+    A longer file is cut at line ends (or anywhere, if a line is longer than a document), so that one book can be
+    shuffled and held out in part. If there is so little text in all that fewer than four documents would be held out,
+    it is cut smaller. Of the pieces of a file those are held out that contain a marked byte; one byte in
+    `document_bytes / validation_fraction` is marked, counted through all files. So the share is met, equally spread,
+    also where pieces are equal; the choice depends on nothing but the files' sizes.
+
     Args:
-        path: File, folder (its `.txt` and `.md` files) or glob.
-        document_bytes: A longer file is cut at line ends into documents of about this size, so that one book can
-            be shuffled and held out in part; 0: never cut.
+        path: File, folder (its `.txt` and `.md` files, also with .gz, .bz2 or .xz behind) or glob.
+        document_bytes: The longest document; 0: never cut.
+        validation_fraction: Share that is held out.
+        bad: What is done with documents that are not UTF-8.
 
     Raises:
         UserError: If nothing is there.
     """
 
-    def __init__(self, path: str, document_bytes: int) -> None:
+    def __init__(
+        self, path: str, document_bytes: int, *, validation_fraction: float = 0.0, bad: BadDocuments | None = None
+    ) -> None:
         self.name = f"text:{path}"
-        self._files = find_files(self.name, path, (".txt", ".md"))
-        self._document_bytes = document_bytes
+        self.bad = bad or BadDocuments()
+        self._files = find_files(self.name, path, (".txt", ".md"), compressed=True)
         self.shards = list(self._files)
-        self.fingerprint = fingerprint("text", sizes(self._files), document_bytes)
+        found = sizes(self._files)
+        self._starts = [0, *itertools.accumulate(size for _, size in found)]
+        self._document_bytes, self._marked_every, self._all_marked = document_bytes, 0, False
+        cut = [document_bytes]
+        if document_bytes:
+            total, fraction = self._starts[-1], validation_fraction
+            documents = sum(-(-size // document_bytes) for _, size in found)
+            self._all_marked = 0 < documents * fraction < _HELD_OUT_PIECES
+            if self._all_marked:
+                smaller = max(_SMALLEST_PIECE, int(total * fraction) // _HELD_OUT_PIECES)
+                self._document_bytes = min(document_bytes, smaller)
+            if fraction > 0:
+                self._marked_every = int(self._document_bytes / fraction)
+            # A compressed file's length is not known: it may have to be cut.
+            packed = any(file.suffix in COMPRESSED for file in self._files.values())
+            if packed or max(size for _, size in found) > self._document_bytes or self._all_marked:
+                cut = [self._document_bytes, self._marked_every]
+        self.fingerprint = fingerprint("text", found, *cut)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """The documents of a file; a cursor is a byte offset.
+        """The documents of a file; a cursor is a byte offset into its (uncompressed) content.
 
         Raises:
-            UserError: If the file is not UTF-8; names it and the offset.
+            UserError: If the file is damaged, or not UTF-8 where that stops the run; names it and the offset.
         """
-        name = self.shards[shard]
-        path = self._files[name]
+        path = self._files[self.shards[shard]]
         (offset,) = cursor or (0,)
-        with path.open("rb") as file:
-            file.seek(offset)
-            while data := file.read(self._document_bytes or -1):
-                if len(data) == self._document_bytes:
-                    # On to the end of the line, unless the file has no lines to speak of.
-                    data += file.readline(self._document_bytes)
-                decoder = codecs.getincrementaldecoder("utf-8")()
-                last = len(data) < self._document_bytes or self._document_bytes == 0
-                try:
-                    text = decoder.decode(data, final=last)
-                except UnicodeDecodeError as error:
-                    raise UserError(
-                        f"{path} is not UTF-8: byte {offset + error.start} is 0x{data[error.start]:02x} "
-                        f"({error.reason}); convert it, for instance with iconv"
-                    ) from error
-                # The bytes of a character that was cut begin the next document.
-                end = offset + len(data) - len(decoder.getstate()[0])
-                file.seek(end)
-                document_id = name if offset == 0 and last else f"{name}@{offset}"
-                offset = end
-                yield Document(document_id, text), (offset,)
+        limit = self._document_bytes
+        try:
+            with open_file(path) as file:
+                file.seek(offset)
+                rest = b""
+                while data := rest + file.read(limit + 1 - len(rest) if limit else -1):
+                    rest = b""
+                    last = not limit or len(data) <= limit
+                    if not last:
+                        # At the last line end, unless the file has no lines to speak of.
+                        end = data.rfind(b"\n", 0, limit) + 1 or _character_start(data, limit)
+                        data, rest = data[:end], data[end:]
+                    document = self._document(shard, path, data, offset, last=last)
+                    offset += len(data)
+                    if document is not None:
+                        yield document, (offset,)
+        except DAMAGED as error:
+            raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
 
-    def close(self) -> None:
-        """Nothing to give up."""
+    def content_hashes(self) -> list[str]:
+        """`content_hash` of each file."""
+        return [content_hash(path) for path in self._files.values()]
+
+    def _document(self, shard: int, path: Path, data: bytes, offset: int, *, last: bool) -> Document | None:
+        """The document of some bytes of a file; None if they are not UTF-8 and such are skipped."""
+        try:
+            text = data.decode("utf-8")
+        except UnicodeDecodeError as error:
+            self.bad.found(
+                f"{path} is not UTF-8: byte {offset + error.start} is 0x{data[error.start]:02x} "
+                f"({error.reason}); convert it, for instance with iconv"
+            )
+            return None
+        name, whole = self.shards[shard], offset == 0 and last
+        held_out = None
+        if self._marked_every and (self._all_marked or not whole):
+            first = self._starts[shard] + offset
+            held_out = self._marks_before(first + len(data)) > self._marks_before(first)
+        return Document(name if whole else f"{name}@{offset}", text, held_out)
+
+    def _marks_before(self, byte: int) -> int:
+        """Marked bytes before a byte: the first is in the middle of the first stretch, not on the title page."""
+        every = self._marked_every
+        return (byte + every - 1 - every // 2) // every
+
+
+def _character_start(data: bytes, end: int) -> int:
+    """The end, or the start of the character that would be cut there."""
+    for start in range(end, end - 4, -1):
+        if data[start] & 0xC0 != 0x80:
+            return start
+    return end  # No UTF-8.
 
 
 class JsonlSource:
     """JSON lines: each an object with a text field, each a document.
 
     Args:
-        path: File, folder (its `.jsonl` files) or glob.
+        path: File, folder (its `.jsonl` files, also with .gz, .bz2 or .xz behind) or glob.
         field: The object's key for the text.
+        bad: What is done with lines that hold no text.
 
     Raises:
         UserError: If nothing is there.
     """
 
-    def __init__(self, path: str, field: str) -> None:
+    def __init__(self, path: str, field: str, *, bad: BadDocuments | None = None) -> None:
         self.name = f"jsonl:{path}#{field}"
-        self._files = find_files(self.name, path, (".jsonl",))
+        self.bad = bad or BadDocuments()
+        self._files = find_files(self.name, path, (".jsonl",), compressed=True)
         self._field = field
         self.shards = list(self._files)
         self.fingerprint = fingerprint("jsonl", sizes(self._files), field)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """The documents of a file; a cursor is a byte offset and the number of lines before it.
+        """The documents of a file; a cursor is a byte offset into its (uncompressed) content and the number of lines
+        before it.
 
         Raises:
-            UserError: If a line is broken; names file and line. Empty lines and empty texts are left out.
+            UserError: If the file is damaged, or a line is bad and stops the run; names file and line.
         """
         name = self.shards[shard]
         path = self._files[name]
         offset, number = cursor or (0, 0)
-        with path.open("rb") as file:
-            file.seek(offset)
-            for line in file:
-                offset, number = offset + len(line), number + 1
-                if line.strip() and (text := self._text_of(line, f"{path}:{number}")):
-                    yield Document(f"{name}:{number}", text), (offset, number)
+        try:
+            with open_file(path) as file:
+                file.seek(offset)
+                for line in file:
+                    offset, number = offset + len(line), number + 1
+                    if line.strip() and (text := self._text_of(line, f"{path}:{number}")):
+                        yield Document(f"{name}:{number}", text), (offset, number)
+        except DAMAGED as error:
+            raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
 
-    def close(self) -> None:
-        """Nothing to give up."""
+    def content_hashes(self) -> list[str]:
+        """`content_hash` of each file."""
+        return [content_hash(path) for path in self._files.values()]
 
     def _text_of(self, line: bytes, where: str) -> str:
+        """The text of a line; empty if it has none and such lines are skipped."""
         try:
             record = json.loads(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where}: not UTF-8 at byte {error.start} of the line") from error
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not JSON: {error.msg} at column {error.colno}") from error
-        except RecursionError as error:
-            raise UserError(f"{where}: objects and lists are nested too deep") from error
+            text = record[self._field]
+            text.encode("utf-8")
+            return str(text)
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            self.bad.found(f"{where}: {self._what_is_wrong(error, line)}")
+            return ""
+
+    def _what_is_wrong(self, error: Exception, line: bytes) -> str:
+        """Why a line has no text."""
+        if isinstance(error, UnicodeDecodeError):
+            return f"not UTF-8 at byte {error.start} of the line"
+        if isinstance(error, UnicodeEncodeError):
+            return f"field {self._field!r} holds half a surrogate pair at character {error.start}"
+        if isinstance(error, json.JSONDecodeError):
+            return f"not JSON: {error.msg} at column {error.colno}"
+        if isinstance(error, RecursionError):
+            return "objects and lists are nested too deep"
+        if isinstance(error, ValueError):
+            return f"not JSON that can be read: {one_line(error)}"
+        record = json.loads(line)
         if not isinstance(record, dict):
-            raise UserError(f"{where}: expected an object with {self._field!r}, got {type(record).__name__}")
+            return f"expected an object with {self._field!r}, got {type(record).__name__}"
         if self._field not in record:
-            raise UserError(f"{where}: no field {self._field!r}; it has {', '.join(map(repr, record)) or 'none'}")
-        text = record[self._field]
-        if not isinstance(text, str):
-            raise UserError(f"{where}: field {self._field!r} must be a string, got {type(text).__name__}")
-        if not text.isascii():
-            try:
-                text.encode("utf-8")
-            except UnicodeEncodeError as error:
-                raise UserError(
-                    f"{where}: field {self._field!r} holds half a surrogate pair at character {error.start}"
-                ) from error
-        return text
+            names = ", ".join(map(repr, record)) or "none"
+            return f"no field {self._field!r}; it has {names if len(names) < 200 else names[:200] + '…'}"
+        if record[self._field] is None:
+            return f"field {self._field!r} is null"
+        return f"field {self._field!r} must be a string, got {type(record[self._field]).__name__}"

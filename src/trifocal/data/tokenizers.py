@@ -11,6 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from trifocal.data.local_files import expand_home
+from trifocal.data.messages import one_line
 from trifocal.data.sources import fingerprint
 from trifocal.errors import UserError, nearest
 
@@ -116,7 +118,13 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
         """The tokens of each text; the library works on several cores."""
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        except Exception as error:  # The library raises plain Exception.
+            raise UserError(
+                f"tokenizer {self.name} cannot encode the text: {one_line(error)}; a vocabulary "
+                "without an unknown token must have every word of the text"
+            ) from error
         arrays = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
         # A text may spell the separator out; it must not end the document in the middle.
         return [array[array != self.separator] for array in arrays]
@@ -170,7 +178,7 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
         if separator:
             raise UserError(f"data.separator is {separator!r}, but tokenizer bytes has its own (id 256); leave it out")
         return ByteTokenizer()
-    path = Path(name).expanduser()
+    path = expand_home(name, "data.tokenizer")
     is_path = "/" in name or name.endswith(".json") or path.exists()
     path = path / TOKENIZER_FILE if path.is_dir() else path
     if name not in _HUB_NAMES and not path.is_file():
@@ -191,7 +199,7 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
             tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else tokenizers.Tokenizer.from_pretrained(name)
         )
     except Exception as error:
-        reason = " ".join(str(error).split())[:200]
+        reason = one_line(error)
         if path.is_file():
             raise UserError(f"tokenizer {path} is not a tokenizer.json: {reason}") from error
         raise UserError(

@@ -1,7 +1,7 @@
 """Several processes that train one model: how they find each other, agree, share the model and notice a loss."""
 
 from trifocal.distributed.flat_gradients import FlatGradients
-from trifocal.distributed.parallel import Parallel, choose_mode, parallelise, whole_model
+from trifocal.distributed.parallel import Parallel, choose_mode, parallelize, whole_model
 from trifocal.distributed.peers import PeerLost, Peers
 from trifocal.distributed.processes import Processes, leave_at_once, processes_started
 
@@ -13,7 +13,7 @@ __all__ = [
     "Processes",
     "choose_mode",
     "leave_at_once",
-    "parallelise",
+    "parallelize",
     "processes_started",
     "whole_model",
 ]

@@ -66,7 +66,7 @@ def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple
 class Parallel:
     """A model in the form that its processes train.
 
-    Made by `parallelise`; without arguments to it, a plain model in one process.
+    Made by `parallelize`; without arguments to it, a plain model in one process.
 
     Attributes:
         mode: How it is spread.
@@ -129,7 +129,7 @@ class Parallel:
         return self.mode in ("fsdp", "hsdp")
 
 
-def parallelise(
+def parallelize(
     model: DecoderLM,
     processes: Processes,
     mode: Mode,
@@ -215,9 +215,9 @@ def whole_model(model: DecoderLM, processes: Processes) -> DecoderLM | None:
     Every process must call this with a sharded model.
     """
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        return model if processes.first else None
+        return model if processes.is_rank0 else None
     state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if not processes.first:
+    if not processes.is_rank0:
         return None
     with torch.device("meta"):
         whole = DecoderLM(model.config)

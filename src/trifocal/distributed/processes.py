@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from trifocal.distributed.meeting import meet
+from trifocal.distributed.rendezvous import meet
 from trifocal.errors import UserError
 
 T = TypeVar("T")
@@ -50,14 +50,19 @@ class Processes:
     launcher: dist.Store | None = None
 
     @property
-    def first(self) -> bool:
+    def is_rank0(self) -> bool:
         """Whether this is rank 0, which writes what is written once."""
         return self.rank == 0
 
     def begin(self) -> None:
         """Note that the run of this torchrun is there: if it starts the processes again, they are to go on with it."""
-        if self.first and self.launcher is not None:
+        if self.is_rank0 and self.launcher is not None:
             self.launcher.set(_BEGUN, "")
+
+    def forget_begin(self) -> None:
+        """Take `begin` back: the run is about to be deleted, and the next start is a first one."""
+        if self.is_rank0 and self.launcher is not None:
+            self.launcher.delete_key(_BEGUN)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Add up the values of all processes, in double precision; whole numbers up to 2^53 stay exact."""
@@ -98,11 +103,11 @@ class Processes:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def apart(self) -> "Processes":
+    def new_group(self) -> "Processes":
         """The same processes with connections of their own, for agreements in another thread; made by all at once."""
         return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo"))
 
-    def together(self, action: Callable[[], T]) -> T:
+    def run_on_all(self, action: Callable[[], T]) -> T:
         """Do something in every process; if it fails in any, it fails in all.
 
         Returns:
@@ -123,9 +128,9 @@ class Processes:
         self.agree(error)
         return result  # type: ignore[no-any-return]
 
-    def on_first(self, action: Callable[[], T]) -> T:
+    def run_on_rank0(self, action: Callable[[], T]) -> T:
         """Do something in rank 0 alone and hand its result, or its failure, to all."""
-        return self.gather(self.together(lambda: action() if self.first else None))[0]  # type: ignore[return-value]
+        return self.gather(self.run_on_all(lambda: action() if self.is_rank0 else None))[0]  # type: ignore[return-value]
 
     def agree(self, error: Exception | None) -> None:
         """Raise in every process if there is an error in any; see `together`."""

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
-from trifocal.diagnostics import hardware
 from trifocal.doctor import machine as looks
 from trifocal.doctor import probes
 from trifocal.doctor.findings import Finding
 from trifocal.doctor.needs import EFFICIENCY, USABLE_SHARE, Machine, Need, need_of
-from trifocal.train.config import RunConfig
+from trifocal.runlog import hardware
+from trifocal.train.run_config import RunConfig
 
 # All else takes a few seconds; together they stay under half a minute.
 COMPILE_SECONDS = 17.0
@@ -84,6 +84,7 @@ def examine(
         *looks.check_driver(),
         looks.check_cpu(),
         *looks.check_shared_memory(),
+        *looks.check_variables(),
         looks.check_compiler(),
     ]
     on_start("a kernel")

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import torch
 
-from trifocal.diagnostics import environment
-from trifocal.diagnostics.native_stacks import find_py_spy
 from trifocal.doctor.findings import Finding, one_line
 from trifocal.ops.dispatch import OLDEST_CAPABILITY
+from trifocal.runlog import environment
+from trifocal.runlog.native_stacks import find_py_spy
+from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, crash_of_debug_level
 
 GIB = 2**30
 OLDEST_TORCH = (2, 11)
@@ -23,12 +24,22 @@ _DRIVERS = {"12": 525, "13": 580}
 # Extra of the package -> its modules, and what they are for.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (("datasets", "pyarrow", "tokenizers"), "FineWeb-Edu, parquet files and other tokenizers than bytes"),
-    "hf": (("transformers",), "models of Hugging Face"),
     "tensorboard": (("tensorboard",), "log.sinks tensorboard"),
     "wandb": (("wandb",), "log.sinks wandb"),
     "trackio": (("trackio",), "log.sinks trackio"),
     "report": (("plotly",), "trifocal report"),
     "docs": (("matplotlib",), "plots of trifocal bench"),
+}
+
+# Variables of an earlier NSA training system, which people still have in their scripts -> the setting here.
+EARLIER_VARIABLES = {
+    "NSA_DDP_SAFE_MODE": "--parallel.mode ddp",
+    "NSA_DDP_STATIC_GRAPH": "--parallel.static_graph true",
+    "NSA_MEM_DUMP_EVERY": "--trace.what memory --trace.steps 10:13",
+    "NSA_TRACE_DDP_BUCKETS": "--trace.what exchange --trace.steps 10:13",
+    "NSA_TRACE_GRADS": "--trace.what gradients --trace.steps 10:13",
+    "NSA_TRACE_MODULE_BWD": "--trace.what modules --trace.steps 10:13",
+    "NSA_USE_FA2": "--model.backend auto",
 }
 
 COMPILER_COMMAND = "sudo apt-get install -y g++"
@@ -168,6 +179,18 @@ def check_compiler() -> Finding:
     if torch.cuda.is_available() and installed("triton"):
         return Finding("compiler", "broken", "no C compiler: Triton cannot build its kernels", COMPILER_COMMAND)
     return Finding("compiler", "note", "no C++ compiler: train.compile cannot be used", COMPILER_COMMAND)
+
+
+def check_variables() -> list[Finding]:
+    """Environment variables that do harm, or that do not what somebody hopes."""
+    findings = []
+    crash = crash_of_debug_level()
+    if crash:
+        findings.append(Finding("environment", "note", f"with several processes {crash}", DEBUG_LEVEL_COMMAND))
+    for name in sorted(name for name in os.environ if name.startswith("NSA_")):
+        text = f"{name} belongs to another system and is not read here"
+        findings.append(Finding("environment", "note", text, EARLIER_VARIABLES.get(name, f"unset {name}")))
+    return findings
 
 
 def check_extras() -> list[Finding]:

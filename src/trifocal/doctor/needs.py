@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from trifocal.diagnostics.hardware import matmul_rate
-from trifocal.diagnostics.memory import resident_bytes
 from trifocal.distributed import Processes, choose_mode
 from trifocal.doctor.findings import one_line
 from trifocal.doctor.machine import available_memory, installed
 from trifocal.errors import UserError
 from trifocal.models import Memory, TrainingSetup, computed_flops_per_token, parameter_count, training_memory
-from trifocal.train.config import RunConfig
+from trifocal.runlog.hardware import matmul_rate
+from trifocal.runlog.memory_statistics import resident_bytes
 from trifocal.train.preflight import attention_backend, choose_device, disk_bytes, preflight
+from trifocal.train.run_config import RunConfig
 
 # Of what is free: the rest is for what the formula leaves out, the driver and fragmentation above all.
 USABLE_SHARE = 0.92

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trifocal.models.config import ModelConfig
+from trifocal.models.model_config import ModelConfig
 from trifocal.ops import Geometry
 
 KeysValues = tuple[Tensor, Tensor]

@@ -1,11 +1,11 @@
 """Whole models: the decoder, its configuration, its counts, its files."""
 
-from trifocal.models.config import ModelConfig
 from trifocal.models.counts import ComputedFlops, Flops, computed_flops_per_token, flops_per_token, parameter_count
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.io import load_model, save_weights
 from trifocal.models.layer_memory import TrainingSetup
 from trifocal.models.memory import Memory, training_memory
+from trifocal.models.model_config import ModelConfig
 
 __all__ = [
     "ComputedFlops",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from trifocal.models.config import ModelConfig
+from trifocal.models.model_config import ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.ops import Geometry
@@ -60,7 +60,7 @@ def parameter_count(config: ModelConfig) -> int:
         layer += NUM_BRANCHES * (config.num_heads if config.gate == "sigmoid" else 1)
         if config.gate == "softmax":
             # One projection, applied once a group.
-            layer -= (config.num_kv_groups - 1) * config.head_dim * NUM_BRANCHES
+            layer -= (config.num_kv_heads - 1) * config.head_dim * NUM_BRANCHES
         if config.compressor == "mlp":
             for features in (config.head_dim, config.value_dim):
                 layer += _compressor_weights(config.geometry, features)
@@ -155,7 +155,7 @@ def _matrix_flops(config: ModelConfig, sequence_length: int) -> float:
     """Forward operations per token in the matrices of one layer."""
     layer = 2.0 * _projection_weights(config)
     if config.attention == "nsa" and config.compressor == "mlp":
-        blocks = config.geometry.num_compressed_blocks(sequence_length) * config.num_kv_groups
+        blocks = config.geometry.num_compressed_blocks(sequence_length) * config.num_kv_heads
         weights = sum(
             _compressor_weights(config.geometry, features) for features in (config.head_dim, config.value_dim)
         )
@@ -167,7 +167,7 @@ def _projection_weights(config: ModelConfig) -> int:
     """Multiplications that one token costs in the linear maps of one layer."""
     queries = config.dim * config.num_heads * config.head_dim
     output = config.dim * config.num_heads * config.value_dim
-    keys_and_values = config.dim * config.num_kv_groups * (config.head_dim + config.value_dim)
+    keys_and_values = config.dim * config.num_kv_heads * (config.head_dim + config.value_dim)
     mlp = 3 * config.dim * config.mlp_dim
     if config.attention == "dense":
         return queries + output + keys_and_values + mlp
@@ -175,7 +175,7 @@ def _projection_weights(config: ModelConfig) -> int:
     if config.gate == "sigmoid":
         gate = config.dim * config.num_heads * NUM_BRANCHES
     else:
-        gate = config.num_kv_groups * config.head_dim * NUM_BRANCHES
+        gate = config.num_kv_heads * config.head_dim * NUM_BRANCHES
     return queries + output + branches * keys_and_values + mlp + gate
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from trifocal.models.config import ModelConfig
+from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm, RotaryTables
 from trifocal.ops import Documents
 from trifocal.ops.validation import check_rank
@@ -37,9 +37,25 @@ class DecoderLM(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self._checkpointed_layers = range(0)
+        self._compiles = False
+        self._choose_code()
+        self.init_weights()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Compiled code is neither copied nor pickled: a copy compiles its own when it first runs.
+        return {name: value for name, value in self.__dict__.items() if name not in ("_run_block", "_run_end")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._choose_code()
+
+    def _choose_code(self) -> None:
+        """What runs a block and the loss in training."""
         self._run_block: Callable[..., Tensor] = run_block
         self._run_end: Callable[..., Tensor] = run_end
-        self.init_weights()
+        if self._compiles:
+            self._run_block = torch.compile(run_block, fullgraph=True, dynamic=False)
+            self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
 
     def init_weights(self, seed: int | torch.Generator | None = None) -> None:
         """Draw all weights anew.
@@ -128,8 +144,7 @@ class DecoderLM(nn.Module):
         documents = cu_seqlens
         if isinstance(documents, Tensor):
             # Checked where they are, which costs no wait for a GPU when the borders lie on the host.
-            documents = Documents.from_cu_seqlens(documents, tokens.shape[1])
-            documents = Documents(*(part.to(tokens.device) for part in documents))
+            documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
         rotary = self.attention_layers()[0].rotary_tables(x, documents) if cache is None else None
@@ -153,10 +168,10 @@ class DecoderLM(nn.Module):
         """Compile what training runs, each layer by itself, when it first runs; passes without gradients stay eager.
 
         The layers are alike, so that one of them is compiled for all: the start takes a few seconds at any depth.
-        Lengths are compiled in; another one compiles anew.
+        Lengths are compiled in; another one compiles anew. So does a copy of the model.
         """
-        self._run_block = torch.compile(run_block, fullgraph=True, dynamic=False)
-        self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
+        self._compiles = True
+        self._choose_code()
 
     def set_activation_checkpointing(self, first: int, last: int) -> None:
         """Recompute layers `first` up to, not including, `last` in backward instead of keeping their activations.
@@ -268,7 +283,7 @@ def _attention(config: ModelConfig) -> NSAttention | DenseAttention:
     sizes: dict[str, Any] = {
         "dim": config.dim,
         "num_heads": config.num_heads,
-        "num_kv_groups": config.num_kv_groups,
+        "num_kv_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
         "value_dim": config.value_dim,
         "rope_theta": config.rope_theta,

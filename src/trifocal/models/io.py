@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.models.config import ModelConfig
 from trifocal.models.decoder import DecoderLM
+from trifocal.models.model_config import ModelConfig
+from trifocal.paths import user_path
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
@@ -44,6 +45,8 @@ def save_weights(model: DecoderLM, folder: str | Path) -> None:
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number), str(partial_weights)) from error
+    # The library makes it for its owner alone, whatever the umask.
+    partial_weights.chmod(partial_config.stat().st_mode)
     partial_config.replace(folder / CONFIG_FILE)
     partial_weights.replace(folder / WEIGHTS_FILE)
 
@@ -58,7 +61,7 @@ def load_model(folder: str | Path) -> DecoderLM:
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
-    folder = Path(folder)
+    folder = user_path(folder, "the folder of the model")
     if not (folder / CONFIG_FILE).exists() and any((folder / name).exists() for name in _TRAINERS_FILES):
         from trifocal.train.pretrained import open_pretrained
 
@@ -92,10 +95,10 @@ def read_config(folder: Path) -> ModelConfig:
 
 def _read_tensors(model: DecoderLM, path: Path) -> dict[str, Tensor]:
     """The tensors of a file that has exactly those of the model, in its shapes."""
-    if not path.is_file():
-        raise UserError(f"the model's weights {path} do not exist")
     tensors = {}
     try:
+        if not path.is_file():
+            raise UserError(f"the model's weights {path} do not exist")
         with safe_open(path, framework="pt") as file:
             unknown = set(file.keys())
             for name, parameter in model.state_dict().items():
@@ -109,6 +112,9 @@ def _read_tensors(model: DecoderLM, path: Path) -> dict[str, Tensor]:
                     )
                 unknown.discard(name)
                 tensors[name] = file.get_tensor(name)
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise UserError(f"cannot read the model's weights {path}: {why}") from error
     except SafetensorError as error:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
     if unknown:

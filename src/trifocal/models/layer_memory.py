@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from trifocal.models.config import ModelConfig
+from trifocal.models.model_config import ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
+from trifocal.nn.packed import WIDEST_HEAD
 
 FP32, INT32, BF16 = 4, 4, 2
 
@@ -40,8 +41,8 @@ class TrainingSetup:
         compiled: Whether layers are compiled, each forward and backward pass as a whole.
         device: Where it runs; a norm keeps more on a CPU.
         backend: What runs the sparse attention, resolved.
-        packed: Whether the rows of a micro-batch may be passed as one row of documents: the reference's tiles, and
-            a dense layer's mask, then have the side B * T.
+        packed: Whether the rows of a micro-batch may be passed as one row of documents: the reference's tiles then
+            have the side B * T.
         mode: How the model is spread over processes.
         shards: Processes that share one copy of the model under fsdp and hsdp.
         reshard_after_forward: Whether those give a block's weights back after its forward pass.
@@ -122,7 +123,7 @@ class LayerMemory:
         """Columns of the product of the attention's input with all its projections."""
         c = self.config
         branches = NUM_BRANCHES if c.attention == "nsa" and not c.shared_kv else 1
-        columns = c.num_heads * c.head_dim + branches * c.num_kv_groups * (c.head_dim + c.value_dim)
+        columns = c.num_heads * c.head_dim + branches * c.num_kv_heads * (c.head_dim + c.value_dim)
         if c.attention == "nsa" and c.gate == "sigmoid":
             columns += NUM_BRANCHES * c.num_heads
         return columns + (-columns % 64 if self.setup.device == "cuda" else 0)
@@ -151,7 +152,7 @@ class LayerMemory:
     @cached_property
     def choice(self) -> int:
         """The chosen blocks."""
-        return INT32 * self.tokens * self.config.num_kv_groups * self.config.geometry.num_selected_blocks
+        return INT32 * self.tokens * self.config.num_kv_heads * self.config.geometry.num_selected_blocks
 
     @cached_property
     def branch_outputs(self) -> int:
@@ -165,26 +166,29 @@ class LayerMemory:
         c, n, item = self.config, self.tokens, self.item
         heads_v = item * n * c.num_heads * c.value_dim
         queries = item * n * c.num_heads * c.head_dim
-        _, length = self.rows
         kept = self.residual + self.norm + self.normed + queries
         if c.attention == "dense":
+            outputs = heads_v + FP32 * n * c.num_heads
+            if self._varlen:
+                # Rotated keys; the values are columns of the one tensor that all projections of the input give.
+                return kept + outputs + item * n * (c.num_kv_heads * c.head_dim + self.projected_columns)
             # Keys and values are repeated for every head, and what the projections gave is not needed again.
             copies = item * n * c.num_heads * (c.head_dim + c.value_dim)
-            mask = item * length**2 if self.setup.packed else 0
+            mask = item * n * self.setup.sequence_length if self.setup.packed else 0
             scores = self.tile if self._dense_scores else 0
-            return kept + copies + heads_v + FP32 * n * c.num_heads + mask + scores
+            return kept + copies + outputs + mask + scores
         if self._saved_scores:
             # Of the branches the compiler keeps the fp32 copies that they multiply, and of the gates their logits too.
-            copies = FP32 * n * (c.num_heads * c.head_dim + 2 * c.num_kv_groups * (c.head_dim + c.value_dim))
+            copies = FP32 * n * (c.num_heads * c.head_dim + 2 * c.num_kv_heads * (c.head_dim + c.value_dim))
             numbers = n * c.num_heads * (FP32 + (FP32 + item) * NUM_BRANCHES)
             outputs = NUM_BRANCHES * heads_v + self._compressor_kept
             return kept - queries + copies + numbers + outputs + heads_v + self._saved_scores
         # Rotated keys; and the values, which are columns of the one tensor that all projections of the input give.
-        keys = item * n * c.num_kv_groups * c.head_dim * (1 if c.shared_kv else 2)
+        keys = item * n * c.num_kv_heads * c.head_dim * (1 if c.shared_kv else 2)
         projected = item * n * self.projected_columns
         gates = FP32 * n * c.num_heads * NUM_BRANCHES
         if c.gate == "softmax":
-            gates += n * c.num_kv_groups * (item * c.head_dim + FP32 * NUM_BRANCHES)
+            gates += n * c.num_kv_heads * (item * c.head_dim + FP32 * NUM_BRANCHES)
         return kept + keys + projected + gates + self._compressor_kept + self.branch_outputs + self.choice + heads_v
 
     @cached_property
@@ -193,7 +197,7 @@ class LayerMemory:
         rows, length = self.rows
         geometry = self.config.geometry
         blocks = length // geometry.compression_stride if self.setup.packed else geometry.num_compressed_blocks(length)
-        return rows * blocks * self.config.num_kv_groups
+        return rows * blocks * self.config.num_kv_heads
 
     @cached_property
     def _compressor_kept(self) -> int:
@@ -219,8 +223,10 @@ class LayerMemory:
 
     @property
     def tile(self) -> int:
-        """The reference's scores of all queries and all keys of a row, fp32."""
+        """The scores of all queries and all keys of a row, fp32; the dense twin cuts documents into rows again."""
         rows, length = self.rows
+        if self.config.attention == "dense":
+            rows, length = self.setup.micro_batch_size, self.setup.sequence_length
         return FP32 * rows * self.config.num_heads * length**2
 
     @property
@@ -230,7 +236,7 @@ class LayerMemory:
         if not self.setup.compiled or self.setup.backend != "reference" or c.attention == "dense":
             return 0
         _, length = self.rows
-        return 2 * self.tile + FP32 * length * self._compressed * (c.num_heads // c.num_kv_groups)
+        return 2 * self.tile + FP32 * length * self._compressed * (c.num_heads // c.num_kv_heads)
 
     @property
     def _dense_scores(self) -> bool:
@@ -238,10 +244,16 @@ class LayerMemory:
         return self.setup.device == "cpu" and self.config.head_dim != self.config.value_dim
 
     @property
+    def _varlen(self) -> bool:
+        """Whether the dense twin runs FlashAttention on documents as they lie; see `trifocal.nn.packed`."""
+        setup, widest = self.setup, max(self.config.head_dim, self.config.value_dim)
+        return setup.packed and setup.device == "cuda" and setup.precision == "bf16" and widest <= WIDEST_HEAD
+
+    @property
     def _choice_mask(self) -> int:
         """The reference's mask of the selected branch, a byte a pair."""
         rows, length = self.rows
-        return rows * self.config.num_kv_groups * length**2
+        return rows * self.config.num_kv_heads * length**2
 
     @cached_property
     def attention_forward_working(self) -> int:
@@ -268,7 +280,7 @@ class LayerMemory:
         if self.setup.backend == "triton":
             from trifocal.ops.triton.working_memory import backward_working_bytes
 
-            keys_values = item * n * c.num_kv_groups * NUM_BRANCHES * (c.head_dim + c.value_dim)
+            keys_values = item * n * c.num_kv_heads * NUM_BRANCHES * (c.head_dim + c.value_dim)
             outputs = item * (heads_v + heads_d) + keys_values + 2 * numbers
             return outputs + backward_working_bytes(c.geometry, *self._attention_shape)
         # Probabilities, where they are not kept, their gradient, and that of the scores. Each branch's gradient of o,
@@ -281,7 +293,7 @@ class LayerMemory:
     def _attention_shape(self) -> tuple[int, int, int, int, int, int, int]:
         """Rows, their length, H, G, D, V, bytes of a number."""
         c, (rows, length) = self.config, self.rows
-        return rows, length, c.num_heads, c.num_kv_groups, c.head_dim, c.value_dim, self.item
+        return rows, length, c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim, self.item
 
     @property
     def forward_working(self) -> int:

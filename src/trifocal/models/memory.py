@@ -19,9 +19,9 @@ and telemetry keep nothing for backward and take less than a step.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from trifocal.models.config import ModelConfig
 from trifocal.models.counts import parameter_count
 from trifocal.models.layer_memory import BF16, FP32, LayerMemory, TrainingSetup
+from trifocal.models.model_config import ModelConfig
 
 # Recorded micro-batches hold more than others do, because nothing of it is given back: 0.25 to 0.34 GiB on an H200 at
 # every size that was measured, where libraries take 0.06.

@@ -83,7 +83,7 @@ class NSAttention(nn.Module):
     Args:
         dim: E, width of input and output.
         num_heads: H, query heads.
-        num_kv_groups: G, groups of heads that share keys, values and chosen blocks; divides H.
+        num_kv_heads: G, KV heads; H/G query heads share one, and its chosen blocks. Divides H.
         head_dim: D of queries and keys; even.
         value_dim: V of values.
         geometry: Block sizes, in tokens.
@@ -104,7 +104,7 @@ class NSAttention(nn.Module):
         *,
         dim: int,
         num_heads: int,
-        num_kv_groups: int,
+        num_kv_heads: int,
         head_dim: int,
         value_dim: int,
         geometry: Geometry,
@@ -116,13 +116,13 @@ class NSAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_geometry(geometry)
-        _check_sizes(dim, num_heads, num_kv_groups, head_dim, value_dim, rope_theta)
+        _check_sizes(dim, num_heads, num_kv_heads, head_dim, value_dim, rope_theta)
         if compressor not in ("mean", "mlp"):
             raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
         if gate not in ("sigmoid", "softmax"):
             raise ValueError(f"gate must be 'sigmoid' or 'softmax', got {gate!r}")
         check_backend(backend)
-        self.num_heads, self.num_kv_groups = num_heads, num_kv_groups
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.geometry, self.shared_kv = geometry, shared_kv
         self.rope_theta, self.backend = rope_theta, backend
@@ -130,8 +130,8 @@ class NSAttention(nn.Module):
         # Branches lie side by side in the outputs of k_proj and v_proj, in the order cmp, slc, win.
         branches = 1 if shared_kv else NUM_BRANCHES
         self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(dim, branches * num_kv_groups * head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, branches * num_kv_groups * value_dim, bias=False)
+        self.k_proj = nn.Linear(dim, branches * num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, branches * num_kv_heads * value_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=False)
         self.k_compressor, self.v_compressor = (
             MLPCompressor(geometry, width, backend) if compressor == "mlp" else MeanCompressor(geometry, backend)
@@ -141,7 +141,7 @@ class NSAttention(nn.Module):
         if gate == "sigmoid":
             self.gate = SigmoidGate(dim, num_heads)
         else:
-            self.gate = GroupSoftmaxGate(num_heads, num_kv_groups, head_dim)
+            self.gate = GroupSoftmaxGate(num_heads, num_kv_heads, head_dim)
 
     def forward(
         self,
@@ -201,7 +201,7 @@ class NSAttention(nn.Module):
             projected: [B, T, branches * G * D].
             documents: Packed documents, if there are several.
         """
-        branches = projected.unflatten(-1, (-1, self.num_kv_groups, self.head_dim)).unbind(2)
+        branches = projected.unflatten(-1, (-1, self.num_kv_heads, self.head_dim)).unbind(2)
         k_slc = branches[0] if self.shared_kv else branches[1]
         _, positions = _locate(projected, documents, None)
         return rotate(k_slc, *self._rotary_tables(positions, k_slc))
@@ -228,7 +228,7 @@ class NSAttention(nn.Module):
             q, *keys_values = project(x, linears, parts)
             q = q.unflatten(-1, (self.num_heads, self.head_dim))
             gates = self.gate(q)
-        heads = [part.unflatten(-1, (self.num_kv_groups, -1)) for part in keys_values]
+        heads = [part.unflatten(-1, (self.num_kv_heads, -1)) for part in keys_values]
         keys, values = heads[:branches], heads[branches:]
         return q, keys * (NUM_BRANCHES // branches), values * (NUM_BRANCHES // branches), gates
 
@@ -262,7 +262,7 @@ class DenseAttention(nn.Module):
     Args:
         dim: E, width of input and output.
         num_heads: H, query heads.
-        num_kv_groups: G, groups of heads that share keys and values; divides H.
+        num_kv_heads: G, KV heads; H/G query heads share one. Divides H.
         head_dim: D of queries and keys; even.
         value_dim: V of values.
         rope_theta: Base of the rotary frequencies.
@@ -276,19 +276,19 @@ class DenseAttention(nn.Module):
         *,
         dim: int,
         num_heads: int,
-        num_kv_groups: int,
+        num_kv_heads: int,
         head_dim: int,
         value_dim: int,
         rope_theta: float = 10000.0,
     ) -> None:
         super().__init__()
-        _check_sizes(dim, num_heads, num_kv_groups, head_dim, value_dim, rope_theta)
-        self.num_heads, self.num_kv_groups = num_heads, num_kv_groups
+        _check_sizes(dim, num_heads, num_kv_heads, head_dim, value_dim, rope_theta)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.value_dim = head_dim, value_dim
         self.rope_theta = rope_theta
         self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(dim, num_kv_groups * head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, num_kv_groups * value_dim, bias=False)
+        self.k_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, num_kv_heads * value_dim, bias=False)
         self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=False)
 
     def forward(
@@ -301,19 +301,26 @@ class DenseAttention(nn.Module):
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
 
-        Packed documents take a boolean mask of [T, T].
+        How packed documents are attended to: `trifocal.nn.packed`.
         """
         _check_input(x, self.q_proj.in_features)
         documents, positions = _locate(x, cu_seqlens, cache)
         q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj])
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
-        k = k.unflatten(-1, (self.num_kv_groups, self.head_dim))
-        v = v.unflatten(-1, (self.num_kv_groups, self.value_dim))
+        k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
+        v = v.unflatten(-1, (self.num_kv_heads, self.value_dim))
         cos, sin = self._rotary_tables(positions, q) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = cache.extend(k, v)
-        return self.o_proj(_dense_attention(q, k, v, documents).flatten(2))
+        if documents is None:
+            o = _dense_attention(q, k, v)
+        else:
+            # Imported here, because PyTorch's varlen attention imports its compiler.
+            from trifocal.nn.packed import packed_attention
+
+            o = packed_attention(q, k, v, documents)
+        return self.o_proj(o.flatten(2))
 
     def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
         """As `NSAttention.rotary_tables`."""
@@ -323,7 +330,7 @@ class DenseAttention(nn.Module):
         return rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
 
 
-def _dense_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
+def _dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last T positions over S: q [B, T, H, D], k [B, S, G, D], v [B, S, G, V]."""
     num_queries, num_keys, num_groups = q.shape[1], k.shape[1], k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -335,9 +342,7 @@ def _dense_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents | Non
     heads_per_group = q.shape[1] // num_groups
     k, v = k.repeat_interleave(heads_per_group, dim=1), v.repeat_interleave(heads_per_group, dim=1)
     mask = None
-    if documents is not None:
-        mask = (documents.ids[:, None] == documents.ids).tril()
-    elif num_queries < num_keys:
+    if num_queries < num_keys:
         # `is_causal` would align the first query with the first key; the queries are the last ones.
         mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
     o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
@@ -358,24 +363,22 @@ def _locate(
         raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {list(x.shape)}")
     documents = Documents.of(cu_seqlens, num_tokens)
     if not isinstance(cu_seqlens, Documents):
-        documents = Documents(*(part.to(x.device) for part in documents))
+        documents = documents.to(x.device)
     return documents, documents.positions
 
 
-def _check_sizes(
-    dim: int, num_heads: int, num_kv_groups: int, head_dim: int, value_dim: int, rope_theta: float
-) -> None:
+def _check_sizes(dim: int, num_heads: int, num_kv_heads: int, head_dim: int, value_dim: int, rope_theta: float) -> None:
     sizes = {
         "dim": dim,
         "num_heads": num_heads,
-        "num_kv_groups": num_kv_groups,
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "value_dim": value_dim,
     }
     for name, size in sizes.items():
         check_whole_number(name, size, 1)
-    if num_heads % num_kv_groups:
-        raise ValueError(f"num_heads must be a multiple of num_kv_groups, got {num_heads} and {num_kv_groups}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
     if not rope_theta > 0:

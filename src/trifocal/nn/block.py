@@ -30,7 +30,8 @@ class RMSNorm(nn.Module):
         """[..., E] -> [..., E], in autocast's type where it is on, else in the type of `x`."""
         exact = torch.promote_types(x.dtype, torch.float32)
         normed = nn.functional.rms_norm(x.to(exact), self.weight.shape, self.weight.to(exact), self.eps)
-        if torch.is_autocast_enabled(x.device.type):
+        # The meta device has no autocast to ask for.
+        if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
             return normed.to(torch.get_autocast_dtype(x.device.type))
         return normed.to(x.dtype)
 

@@ -37,20 +37,20 @@ class GroupSoftmaxGate(nn.Module):
 
     Args:
         num_heads: H.
-        num_kv_groups: G.
+        num_kv_heads: G.
         head_dim: D of the queries.
     """
 
-    def __init__(self, num_heads: int, num_kv_groups: int, head_dim: int) -> None:
+    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
-        self.num_kv_groups = num_kv_groups
-        self.heads_per_group = num_heads // num_kv_groups
+        self.num_kv_heads = num_kv_heads
+        self.heads_per_group = num_heads // num_kv_heads
         self.proj = nn.Linear(head_dim, NUM_BRANCHES)
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, q: Tensor) -> Tensor:
         """Map unrotated queries [B, T, H, D] to gates [B, T, H, 3] that sum to 1, fp32 (fp64 for fp64)."""
-        pooled = q.unflatten(2, (self.num_kv_groups, self.heads_per_group)).mean(3)
+        pooled = q.unflatten(2, (self.num_kv_heads, self.heads_per_group)).mean(3)
         gates = _in_full_precision(self.proj(pooled)).softmax(-1)
         return gates.repeat_interleave(self.heads_per_group, dim=2)
 

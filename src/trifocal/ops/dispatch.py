@@ -100,7 +100,7 @@ def resolve(
             chosen, reason = "triton", "asked for"
         else:
             chosen, reason = ("reference", obstacle) if obstacle else ("triton", "supported")
-    _count(operation, chosen, reason)
+    count_choice(operation, chosen, reason)
     return chosen
 
 
@@ -110,14 +110,14 @@ def check_backend(requested: str) -> None:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
 
 
-def _count(operation: str, chosen: str, reason: str) -> None:
+def count_choice(operation: str, chosen: str, reason: str) -> None:
     """Count one choice; compiled code counts when it is compiled, not when it runs."""
     _choices[operation, chosen, reason] += 1
 
 
 # Not a side effect of the compiled graph, which activation checkpointing inside one would refuse. This is all that
 # `torch.compiler.assume_constant_result` does, after importing the compiler, and Triton with it.
-_count._dynamo_marked_constant = True  # type: ignore[attr-defined]
+count_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def unsupported_reason(q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None) -> str | None:

@@ -16,11 +16,15 @@ class Documents(NamedTuple):
         cu_seqlens: First token of each document and, last, the number of tokens, [documents + 1], int32.
         ids: The document of each token, [S], int32.
         positions: The position of each token in its document, [S], int32.
+        max_length: No document has more tokens; a number on the host. None: not known.
+        aligned: Whether no document crosses a multiple of `max_length`.
     """
 
     cu_seqlens: Tensor
     ids: Tensor
     positions: Tensor
+    max_length: int | None = None
+    aligned: bool = False
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
@@ -34,7 +38,8 @@ class Documents(NamedTuple):
             ValueError: If the borders do not start at 0, do not end at `num_tokens` or do not increase.
         """
         check_borders(cu_seqlens, num_tokens)
-        return cls.from_checked(cu_seqlens, num_tokens)
+        max_length, aligned = _row_length(cu_seqlens.tolist())
+        return cls.from_checked(cu_seqlens, num_tokens)._replace(max_length=max_length, aligned=aligned)
 
     @classmethod
     def of(cls, given: "Tensor | Documents", num_tokens: int) -> "Documents":
@@ -51,12 +56,26 @@ class Documents(NamedTuple):
         return given
 
     @classmethod
-    def from_checked(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
-        """Place every token, trusting the borders: no look at the data, so it can be compiled."""
+    def from_checked(cls, cu_seqlens: Tensor, num_tokens: int, row_length: int | None = None) -> "Documents":
+        """Place every token, trusting the borders: no look at the data, so it can be compiled.
+
+        `row_length`, if given: no document crosses a multiple of it.
+        """
         cu_seqlens = cu_seqlens.to(torch.int32)
         tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=torch.int32)
         ids = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
-        return cls(cu_seqlens, ids, tokens - cu_seqlens[ids])
+        return cls(cu_seqlens, ids, tokens - cu_seqlens[ids], row_length, row_length is not None)
+
+    def to(self, device: torch.device | str) -> "Documents":
+        """The same on another device, to which a GPU's copy starts without a wait."""
+        device = torch.device(device)
+
+        def moved(part: Tensor) -> Tensor:
+            if device.type == "cuda" and not part.is_cuda:
+                part = part.pin_memory()
+            return part.to(device, non_blocking=True)
+
+        return self._replace(cu_seqlens=moved(self.cu_seqlens), ids=moved(self.ids), positions=moved(self.positions))
 
 
 def check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
@@ -74,6 +93,19 @@ def check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
     for document, (start, end) in enumerate(itertools.pairwise(borders)):
         if end <= start:
             raise ValueError(f"cu_seqlens must increase, but document {document} goes from {start} to {end}")
+
+
+def _row_length(borders: list[int]) -> tuple[int, bool]:
+    """A length that no document exceeds, and whether none crosses a multiple of it.
+
+    Of documents alike it is theirs. Of others the next power of two, so that compiled code fits many packs.
+    """
+    lengths = [end - start for start, end in itertools.pairwise(borders)]
+    longest = max(lengths)
+    if set(lengths[:-1]) <= {longest}:
+        return longest, True
+    length = min(borders[-1], 1 << (longest - 1).bit_length())
+    return length, all(start // length == (end - 1) // length for start, end in itertools.pairwise(borders))
 
 
 class CompressedLayout(NamedTuple):

@@ -46,7 +46,7 @@ def _geometry(sizes: tuple[int, ...]) -> Geometry:
 
 def tensors_of(documents: Documents | None) -> DocumentTensors:
     """Documents as operators take them."""
-    return (None, None, None) if documents is None else tuple(documents)  # type: ignore[return-value]
+    return (None, None, None) if documents is None else documents[:3]
 
 
 def documents_of(cu_seqlens: Tensor | None, ids: Tensor | None, positions: Tensor | None) -> Documents | None:

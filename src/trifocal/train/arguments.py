@@ -1,27 +1,30 @@
-"""Command-line flags into dataclasses through tyro, and every refusal as one clear line."""
+"""Command-line flags into typed dataclasses, by the rule of files (`trifocal.fields`); tyro writes the help."""
 
-import contextlib
-import io
-import itertools
-import re
+import dataclasses
+import operator
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import tyro
 
-from trifocal.errors import UserError, nearest
-from trifocal.train.config import RunConfig
-from trifocal.train.toml import dotted_fields, from_table, read_toml
+from trifocal.errors import UserError, unknown
+from trifocal.fields import checked, dotted_fields, from_table
+from trifocal.paths import user_path
+from trifocal.train.run_config import RunConfig
+from trifocal.train.toml import read_toml
+
+HELP = {"-h", "--help"}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Read a TOML config and apply command-line overrides to it.
+def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
+    """Read a TOML config and apply overrides to it.
 
     Args:
         path: The TOML file.
-        overrides: Flags as on a command line: `["--train.steps", "200", "--model.dim=64"]`.
+        overrides: Flags as on a command line, `["--train.steps", "200", "--model.dim=64"]`, or values by key,
+            `{"train.steps": 200, "model.dim": 64}`.
 
     Returns:
         The whole configuration, each section checked by itself; `preflight` checks how they fit together.
@@ -29,127 +32,152 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises:
         UserError: If the file cannot be read, or a key, flag or value is not valid; names the nearest valid one.
     """
-    config = from_table(RunConfig, read_toml(Path(path)), str(path))
-    return override(config, overrides)
+    return override(from_table(RunConfig, read_toml(user_path(path, "config file")), str(path)), overrides)
 
 
-def override(config: RunConfig, overrides: Sequence[str]) -> RunConfig:
-    """Apply `--section.field value` flags to a configuration.
+def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) -> RunConfig:
+    """Apply overrides to a configuration.
+
+    Args:
+        config: The configuration.
+        overrides: As of `load_config`.
 
     Raises:
-        UserError: As load_config.
+        UserError: As `load_config`.
     """
+    if not isinstance(overrides, Mapping):
+        words, overrides = read_flags(dotted_fields(RunConfig), overrides)
+        if words:
+            raise UserError(f"expected a flag like --train.steps, got {words[0]!r}")
     if not overrides:
         return config
-    for argument in check_flags(dotted_fields(RunConfig), overrides):
-        if not argument.startswith("--"):
-            raise UserError(f"expected a flag like --train.steps, got {argument!r}")
-    return parse_arguments(RunConfig, overrides, default=config, use_underscores=True)  # type: ignore[no-any-return]
+    values = {name: operator.attrgetter(name)(config) for name in dotted_fields(RunConfig)}
+    return from_table(RunConfig, _nested(values | dict(overrides)))
 
 
-def parse_arguments(
-    cls: Any,
-    args: Sequence[str],
-    *,
-    prog: str = "trifocal",
-    default: Any = tyro.MISSING_NONPROP,
-    use_underscores: bool = False,
-) -> Any:
-    """Parse flags into a dataclass; `--help` prints every field with its docstring and exits with status 0.
+def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:
+    """Read the arguments of a command into its dataclass; `--help` prints every field and exits with status 0.
 
     Args:
-        cls: The dataclass, possibly Annotated with tyro's markers.
+        cls: The dataclass. A field marked `tyro.conf.Positional` takes a word, or all of them if it is a tuple.
         args: The arguments, without the program's name.
         prog: What the help calls the program.
-        default: An instance whose values hold where no flag is given.
-        use_underscores: Write flags as the config's keys in the help and in messages; both ways are read.
 
     Raises:
-        UserError: If a flag is unknown (names the nearest valid one) or a value does not fit.
+        UserError: If a flag is unknown (names the nearest valid one), or an argument is missing, too many, or does not
+            fit.
     """
-    flags = check_flags(dotted_fields(getattr(cls, "__origin__", cls)), args)
-    output = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(output):
-            return tyro.cli(
-                cls,
-                prog=prog,
-                args=flags,
-                default=default,
-                use_underscores=use_underscores,
-                config=(tyro.conf.FlagConversionOff,),
-            )
-    except SystemExit as error:
-        if not error.code:
-            raise
-        raise UserError(_one_line(output.getvalue())) from None
+    kinds = dotted_fields(cls)
+    positional = _positional(cls)
+    words, given = read_flags({name: kind for name, kind in kinds.items() if name not in positional}, args)
+    if HELP & set(words):
+        show_help(cls, prog=prog)
+    for name, metavar in positional.items():
+        several = typing.get_origin(kinds[name]) is tuple
+        taken, words = (words, []) if several else (words[:1], words[1:])
+        if taken:
+            given[name] = checked(kinds[name], taken if several else taken[0], metavar)
+    if words:
+        raise UserError(f"unexpected argument {words[0]!r}")
+    for field in dataclasses.fields(cls):
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in given:
+            flag = "--" + field.name.replace("_", "-")
+            raise UserError(f"missing argument: {positional.get(field.name, flag)}")
+    return from_table(cls, _nested(given))
 
 
-def check_flags(valid: Mapping[str, Any], args: Sequence[str], switches: Collection[str] = ()) -> list[str]:
-    """Refuse unknown flags, and write all of them in one way.
+def show_help(cls: Any, *, prog: str, use_underscores: bool = False) -> NoReturn:
+    """Print the flags of a dataclass with their docstrings, and exit with status 0.
 
     Args:
-        valid: The names of the flags, without dashes, and their types.
-        args: The arguments, as `--flag value`, `--flag=value` or bare.
-        switches: Flags that take no value.
+        cls: The dataclass.
+        prog: What the help calls the program.
+        use_underscores: Write flags as the config's keys.
+    """
+    tyro.cli(cls, prog=prog, args=["--help"], use_underscores=use_underscores, config=(tyro.conf.FlagConversionOff,))
+    raise AssertionError("the help exits")
+
+
+def read_flags(
+    kinds: Mapping[str, Any], args: Sequence[str], switches: Collection[str] = ()
+) -> tuple[list[str], dict[str, Any]]:
+    """Tell flags from words, and read the flags' values.
+
+    Args:
+        kinds: The names of the flags, without dashes, and their types.
+        args: The arguments: `--flag value`, `--flag=value` (a value may begin with a dash), or words. Dashes and
+            underscores in a flag's name are the same. A tuple takes all that follows up to the next flag.
+        switches: Flags that take no value; they are True.
 
     Returns:
-        The arguments, flags as `--flag=value` (a value may begin with a dash), underscores in their names, booleans
-        capitalised as tyro reads them.
+        The words, help flags among them, and the values by name. Of a flag that is given twice, the last counts.
 
     Raises:
-        UserError: If a flag is unknown or its value is missing; names it.
+        UserError: If a flag is unknown, its value is missing, or does not fit; names it.
     """
-    checked: list[str] = []
-    rest = iter(args)
-    for argument in rest:
-        if not argument.startswith("--") or argument == "--help":
-            checked.append(argument)
+    words: list[str] = []
+    given: dict[str, Any] = {}
+    rest = list(args)
+    while rest:
+        argument = rest.pop(0)
+        if not argument.startswith("--") or argument in HELP:
+            words.append(argument)
             continue
         flag, equals, value = argument.partition("=")
         name = flag[2:].replace("-", "_")
-        if name not in valid:
-            raise UserError(f'unknown flag "{flag}"; the nearest valid one is "--{nearest(name, valid)}"')
+        if name not in kinds:
+            raise unknown("flag", flag, [f"--{valid}" for valid in kinds])
         if name in switches:
             if equals:
                 raise UserError(f"{flag} takes no value, got {value!r}")
-            checked.append(f"--{name}")
+            given[name] = True
             continue
         if not equals:
-            try:
-                value = next(rest)
-            except StopIteration:
-                raise UserError(f"{flag} needs a value") from None
-        if typing.get_origin(valid[name]) is tuple:
-            # Takes several values; those after the first are passed on as they come.
-            checked += [f"--{name}", value]
-            continue
-        if valid[name] is bool and value in ("true", "false"):
-            value = value.capitalize()
-        if valid[name] is float and value.strip("+-").lower() in ("nan", "inf", "infinity"):
-            raise UserError(f"{flag} must be a finite number, got {value!r}")
-        checked.append(f"--{name}={value}")
-    return checked
+            if not rest:
+                raise UserError(f"{flag} needs a value")
+            value = rest.pop(0)
+        kind = kinds[name]
+        if typing.get_origin(kind) is tuple:
+            values = [value]
+            while rest and not rest[0].startswith("--"):
+                values.append(rest.pop(0))
+            given[name] = checked(kind, [_meaning(typing.get_args(kind)[0], text) for text in values], flag)
+        else:
+            given[name] = checked(kind, _meaning(kind, value), flag)
+    return words, given
 
 
-# What tyro says, and how a person would.
-_REWORDINGS = (
-    (r"Error parsing (--\S+): invalid literal for int\(\) with base 10: (.*)", r"\1 must be an integer, got \2"),
-    (r"Error parsing (--\S+): could not convert string to float: (.*)", r"\1 must be a number, got \2"),
-    (r"invalid choice (.*) for argument '(--\S+)'. Expected one of \((.*)\)\.?", r"\2 must be one of \3, got \1"),
-    (r"Error parsing \S+: (.*)", r"\1"),
-    (r"Missing from [^:]*: (.*?) \(required\).*", r"missing argument: \1"),
-)
+def _meaning(kind: Any, text: str) -> Any:
+    """The value that a text means; the text itself if it means none, which is then refused as it would be in a file."""
+    if kind is bool:
+        return {"true": True, "false": False}.get(text.lower(), text)
+    if kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
-def _one_line(box: str) -> str:
-    """The message in the box that tyro draws, without frame, title and the help below it."""
-    rows = [row.strip("│ ") for row in box.splitlines()]
-    # The title is in the frame's first row; where the terminal cannot show frames, it has two rows of its own.
-    rows = rows[1:] if box.startswith("╭") else rows[2:]
-    message = " ".join(itertools.takewhile(lambda row: not re.match("╰|[─-]{4}", row), rows)).strip()
-    for pattern, wording in _REWORDINGS:
-        match = re.fullmatch(pattern, message)
-        if match:
-            return match.expand(wording).replace("'True', 'False'", "true, false")
-    return message
+def _positional(cls: Any) -> dict[str, str]:
+    """The fields that words fill, and what messages call them."""
+    found = {}
+    for name, hint in typing.get_type_hints(cls, include_extras=True).items():
+        marks = getattr(hint, "__metadata__", ())
+        if tyro.conf.Positional in marks:
+            metavars = [mark.metavar for mark in marks if getattr(mark, "metavar", None)]
+            found[name] = (metavars or [name.upper()])[0].removesuffix(" ...")
+    return found
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a.b": 1}` as `{"a": {"b": 1}}`."""
+    table: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, leaf = name.split(".")
+        place = table
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[leaf] = value
+    return table

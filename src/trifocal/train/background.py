@@ -42,7 +42,7 @@ class BackgroundWriter:
     """
 
     def __init__(self, processes: Processes) -> None:
-        self._processes = processes.apart()
+        self._processes = processes.new_group()
         self._thread: threading.Thread | None = None
         self._written: Written | None = None
         self._failure: BaseException | None = None

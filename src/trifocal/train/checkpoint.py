@@ -8,13 +8,9 @@ and then renamed, so a crash at any moment leaves either the whole checkpoint or
 anything is loaded.
 """
 
-import contextlib
-import fcntl
 import json
-import os
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,34 +30,19 @@ from torch.utils._pytree import tree_map_only
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
+from trifocal.train.checkpoint_folders import checkpoint_path
 from trifocal.train.checkpoint_reader import SafePlanner, SafeReader
-from trifocal.train.earlier_run import where_set_aside
-from trifocal.train.files import PARTIAL, flush_folder, remove_folder, rename_to_remove
 from trifocal.train.manifest import (
     FORMAT,
     MANIFEST,
     CheckpointDamaged,
     describe_files,
-    is_intact,
-    verify_checkpoint,
     write_manifest,
 )
+from trifocal.train.run_files import PARTIAL, flush_folder, remove_folder
 
-_PREFIX = "step_"
 # Fields of the model that change how it is computed, not what it is.
 _FREE_MODEL_FIELDS = frozenset({"backend"})
-
-
-def checkpoint_path(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step lies."""
-    return root / f"{_PREFIX}{step:08d}"
-
-
-def list_checkpoints(root: Path) -> list[Path]:
-    """The checkpoints of a run, the oldest first; unfinished ones are not among them."""
-    if not root.is_dir():
-        return []
-    return sorted(path for path in root.iterdir() if _step_of(path) is not None)
 
 
 def save_checkpoint(
@@ -136,15 +117,15 @@ def write_checkpoint(
     final = checkpoint_path(root, step)
     partial = root / f"{PARTIAL}{final.name}"
     try:
-        processes.on_first(lambda: _make_room(partial))
-        processes.together(lambda: _save_weights(state, partial / "weights", processes))
+        processes.run_on_rank0(lambda: _make_room(partial))
+        processes.run_on_all(lambda: _save_weights(state, partial / "weights", processes))
         text = json.dumps(process_state)
-        processes.together(lambda: _write(partial / f"rank{processes.rank}.json", text))
+        processes.run_on_all(lambda: _write(partial / f"rank{processes.rank}.json", text))
         files = describe_files(partial, processes)
         manifest = {"format": FORMAT, "step": step, "model": model_config.to_dict(), "files": files}
-        processes.on_first(lambda: _complete(partial, final, manifest))
+        processes.run_on_rank0(lambda: _complete(partial, final, manifest))
     except BaseException:
-        if processes.first:
+        if processes.is_rank0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
@@ -152,7 +133,10 @@ def write_checkpoint(
 
 def _make_room(partial: Path) -> None:
     remove_folder(partial)
-    (partial / "weights").mkdir(parents=True)
+    # The run's folder is not made: without it there is no run.
+    partial.parent.mkdir(exist_ok=True)
+    partial.mkdir()
+    (partial / "weights").mkdir()
 
 
 def _write(path: Path, text: str) -> None:
@@ -170,132 +154,6 @@ def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     flush_folder(final.parent)
 
 
-def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> None:
-    """Delete all checkpoints but the newest ones and those of steps divisible by `keep_every_steps` (0: none).
-
-    One that is being read (`open_checkpoint`) stays until the next time.
-    """
-    for path in list_checkpoints(root)[:-keep_last]:
-        step = _step_of(path)
-        if step is not None and not (keep_every_steps and step % keep_every_steps == 0):
-            with _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as free:
-                doomed = rename_to_remove(path) if free else None
-            if doomed is not None:
-                shutil.rmtree(doomed)
-
-
-def set_aside_later(path: Path) -> None:
-    """Make it the newest: rename later ones to `superseded_*`, delete what a killed process left unfinished."""
-    for unfinished in path.parent.glob(f"{PARTIAL}*"):
-        shutil.rmtree(unfinished, ignore_errors=True)
-    found = list_checkpoints(path.parent)
-    for later in found[found.index(path) + 1 :]:
-        target = later.with_name(f"superseded_{later.name}")
-        shutil.rmtree(target, ignore_errors=True)
-        later.rename(target)
-
-
-def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Path:
-    """The verified checkpoint to go on from.
-
-    Args:
-        run_directory: The run.
-        name: Name of one of its checkpoints, like `step_00000500`; empty takes the newest.
-        command: What the person typed, for the advice to type it with another checkpoint.
-
-    Raises:
-        UserError: If there is none, or it is damaged; names the damaged file, and the command that takes the newest
-            intact one before it. Another one is never taken silently.
-    """
-    path = _choose_checkpoint(run_directory / "checkpoints", name)
-    _verify(path, command)
-    return path
-
-
-def _verify(path: Path, command: str) -> None:
-    try:
-        verify_checkpoint(path)
-    except CheckpointDamaged as error:
-        for earlier in reversed([found for found in list_checkpoints(path.parent) if found < path]):
-            if is_intact(earlier):
-                advice = f"go on from the one before with: {command} --checkpoint {earlier.name}"
-                break
-        else:
-            advice = "no intact checkpoint lies before it"
-        raise CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}; {advice}") from None
-
-
-@contextlib.contextmanager
-def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Path]:
-    """As `find_checkpoint`, of a run that may be going on: what is being read is not pruned meanwhile.
-
-    Args:
-        root: The run's `checkpoints`, or another folder that has them.
-        name: Of a checkpoint in it; empty takes the newest.
-        command: As in `find_checkpoint`.
-
-    Raises:
-        UserError: As `find_checkpoint`; or if the checkpoint was deleted all the same, by hand, by a new run, or on a
-            file system without locks.
-    """
-    while True:
-        path = _choose_checkpoint(root, name)
-        with _lock(path, fcntl.LOCK_SH):
-            # Between choosing and locking it may have been pruned; newer ones are there then.
-            if not path.is_dir():
-                continue
-            try:
-                _verify(path, command)
-                yield path
-            except (UserError, OSError) as error:
-                if path.is_dir():
-                    raise
-                raise UserError(f"checkpoint {path.name} was deleted while it was read; try again") from error
-            return
-
-
-def _choose_checkpoint(root: Path, name: str) -> Path:
-    run_directory = root.parent
-    found = list_checkpoints(root)
-    if name and Path(name).name == name and (root / name / MANIFEST).exists():
-        return root / name
-    if not found:
-        begin = f"trifocal train {run_directory / 'config.toml'} --overwrite"
-        raise UserError(
-            f"{run_directory} has no checkpoint yet{where_set_aside(run_directory)}; wait for its first one, or begin "
-            f"again with: {begin}"
-        )
-    if name and root / name not in found:
-        raise UserError(f"{run_directory} has no checkpoint {name!r}; it has {', '.join(p.name for p in found)}")
-    return root / name if name else found[-1]
-
-
-@contextlib.contextmanager
-def _lock(path: Path, kind: int) -> Iterator[bool]:
-    """Lock a checkpoint, by its manifest: shared to read it, exclusive to delete it.
-
-    Yields:
-        False if somebody else has it. Where the file system has no locks, or there is nothing to lock, it is free.
-    """
-    try:
-        # A network file system gives an exclusive lock to who may write.
-        file = os.open(path / MANIFEST, os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR)
-    except OSError:
-        yield True
-        return
-    try:
-        try:
-            fcntl.flock(file, kind)
-        except BlockingIOError:
-            yield False
-        except OSError:
-            yield True
-        else:
-            yield True
-    finally:
-        os.close(file)
-
-
 def load_checkpoint(
     path: Path,
     *,
@@ -306,10 +164,12 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load a verified checkpoint into a model and its optimizer, in every process its part.
 
+    The optimizer takes the moments and keeps its hyperparameters: the configuration decides them, not the checkpoint.
+
     Args:
         path: What `find_checkpoint` returned.
         model: Takes the weights.
-        optimizer: Takes its state.
+        optimizer: Takes the moments of its parameters.
         model_config: What the model is.
         processes: This process among those of the run.
 
@@ -319,14 +179,28 @@ def load_checkpoint(
 
     Raises:
         UserError: If the checkpoint holds another model; names what differs.
+        CheckpointDamaged: If the process state cannot be read.
     """
     _check_model(path, model_config)
     state = collect_state(model, optimizer)
     _load_weights(state, path / "weights")
+    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    rank = 0 if processes is None else processes.rank
+    for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
+        group.update(values)
+    return _process_state(path, 0 if processes is None else processes.rank)
+
+
+def _process_state(path: Path, rank: int) -> dict[str, Any]:
     saved = sum(1 for _ in path.glob("rank*.json"))
-    return dict(json.loads((path / f"rank{rank % saved}.json").read_text()))
+    file = path / f"rank{rank % max(saved, 1)}.json"
+    try:
+        state = json.loads(file.read_bytes())
+        if not isinstance(state, dict) or not isinstance(state.get("step"), int):
+            raise ValueError("it holds no step")
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
+    return state
 
 
 def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfig) -> None:
@@ -393,8 +267,3 @@ def _load_weights(state: dict[str, Any], folder: Path) -> None:
         # Every process may have met the same.
         causes = "; ".join(dict.fromkeys(str(cause) for cause, _ in error.failures.values()))
         raise UserError(f"cannot load {folder}: {causes}") from error
-
-
-def _step_of(path: Path) -> int | None:
-    digits = path.name.removeprefix(_PREFIX)
-    return int(digits) if path.name.startswith(_PREFIX) and digits.isdecimal() and path.is_dir() else None

@@ -18,7 +18,7 @@ class CompileNotes:
     """
 
     def __init__(self, compiles: bool, say: Say) -> None:
-        self._compiles, self._say = compiles, say
+        self._compiles, self._log_event = compiles, say
         self._known: set[bool] = set()
 
     @contextmanager
@@ -39,7 +39,7 @@ class CompileNotes:
             return
         self._known |= new
         kinds = " and ".join("packed documents" if packed else "whole rows" for packed in sorted(new))
-        self._say("compiling", f"step {step} compiles the model for {kinds}, which takes {COMPILE_TIME}")
+        self._log_event("compiling", f"step {step} compiles the model for {kinds}, which takes {COMPILE_TIME}")
         begin = time.perf_counter()
         yield "compile"
-        self._say("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")
+        self._log_event("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")

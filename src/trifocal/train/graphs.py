@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from trifocal.data import Batch
 from trifocal.distributed import Parallel
-from trifocal.train.config import TrainSection
 from trifocal.train.inputs import LossFunction, autocast, call_with, model_inputs, to_device
 from trifocal.train.optimizer import own_part
+from trifocal.train.run_config import TrainSection
 
 Kind = tuple[int, ...]
 

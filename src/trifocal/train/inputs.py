@@ -28,7 +28,7 @@ def packed_documents(batch: Batch) -> int:
 
 
 def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 0) -> list[Tensor]:
-    """Tokens and targets and, where a border lies inside a row, the borders of the documents; on the host.
+    """Tokens and targets, [B, T], and, where a border lies inside a row, the borders of the documents; on the host.
 
     The borders are checked here, so that the model need not wait for a device to look at them. Every token's place in
     its document is found on the device.
@@ -45,17 +45,20 @@ def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 
     if cu_seqlens is None:
         return [batch.tokens, batch.targets]
     check_borders(cu_seqlens, num_tokens)
+    if not torch.isin(torch.arange(0, num_tokens, batch.tokens.shape[1]), cu_seqlens).all():
+        raise ValueError(f"each row of {batch.tokens.shape[1]} tokens must begin a document, got {cu_seqlens.tolist()}")
     if pad_documents:
         cu_seqlens = _padded(cu_seqlens, num_tokens, documents)
-    return [batch.tokens.reshape(1, -1), batch.targets.reshape(1, -1), cu_seqlens]
+    return [batch.tokens, batch.targets, cu_seqlens]
 
 
 def call_with(loss_function: LossFunction, inputs: list[Tensor]) -> Tensor:
-    """Call the model with `model_inputs`."""
+    """Call the model with `model_inputs`; rows of documents become one."""
     tokens, targets, *borders = inputs
     if not borders:
         return loss_function(tokens, targets)
-    return loss_function(tokens, targets, cu_seqlens=Documents.from_checked(borders[0], tokens.shape[1]))
+    documents = Documents.from_checked(borders[0], tokens.numel(), row_length=tokens.shape[1])
+    return loss_function(tokens.reshape(1, -1), targets.reshape(1, -1), cu_seqlens=documents)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

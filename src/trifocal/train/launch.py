@@ -1,7 +1,6 @@
 """The two ways into a run: a new one, and one that goes on; in every process of it alike."""
 
 import contextlib
-import shlex
 import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -9,15 +8,18 @@ from pathlib import Path
 
 from trifocal.distributed import Processes, processes_started
 from trifocal.errors import UserError
-from trifocal.train.checkpoint import find_checkpoint
-from trifocal.train.config import RunConfig
-from trifocal.train.earlier_run import is_set_aside, put_back
+from trifocal.paths import shell_path, user_path
+from trifocal.train.checkpoint_folders import checkpoint_step, find_checkpoint
 from trifocal.train.evaluate import check_validation_text
-from trifocal.train.files import delete
 from trifocal.train.lock import RunLock
-from trifocal.train.loop import Trainer, TrainResult
+from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
-from trifocal.train.run_directory import create_run_directory, load_run_to_resume
+from trifocal.train.replaced_run import has_replaced, restore_replaced
+from trifocal.train.result import TrainResult
+from trifocal.train.resuming import resume_notes
+from trifocal.train.run_config import RunConfig
+from trifocal.train.run_directory import create_run_directory, load_run, load_run_to_resume
+from trifocal.train.run_files import delete, mark_run
 from trifocal.train.start import check_same_start, restarted_run
 
 
@@ -30,7 +32,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             has ended, and stays if that fails.
 
     Returns:
-        How it ended; on SIGINT or SIGTERM with a checkpoint of the step that was under way.
+        How it ended; on SIGINT, SIGTERM or SIGHUP with a checkpoint of the step that was under way.
 
     Raises:
         UserError: If the run cannot end well, or its data are bad.
@@ -39,42 +41,34 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
     directory = Path(config.run.directory)
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, overwrite=overwrite)
-        processes.on_first(lambda: _tell(put_back(directory, lock)))
-        found = processes.on_first(lambda: restarted_run(processes, directory))
+        processes.run_on_rank0(lambda: _tell(restore_replaced(directory, lock)))
+        found = processes.run_on_rank0(lambda: restarted_run(processes, directory))
         if found == "resume":
             # torchrun gives the command of the first start again.
             return _resume(directory, "", config, processes, lock)
-        tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
-        # The data are opened before a folder is made, or an earlier run set aside.
+        tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
+        # The data are opened before a folder is made, or a run renamed aside.
         trainer = Trainer(config, directory, processes, tokenizer)
-        processes.on_first(lambda: check_validation_text(config, tokenizer))
+        processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
         overwrite = overwrite or found == "overwrite"
 
         def create() -> str:
             note = create_run_directory(config, lock, overwrite=overwrite)
-            if not is_set_aside(directory):
+            if not has_replaced(directory):
                 # Otherwise after the first step: until then another run may be put back.
                 processes.begin()
             return note
 
         created = False
         try:
-            note = processes.on_first(create)
+            note = processes.run_on_rank0(create)
             created = True
-            return trainer.run([*notes, *filter(None, [note])], None)
+            return trainer.run([*notes, *filter(None, [note])], None, lock)
         except BaseException as error:
-            # Where the lock is not held, another process may be at work in the folder.
-            if processes.first and lock.held:
-                if is_set_aside(directory):
-                    _put_back_after_failure(directory, lock)
-                elif created and trainer.step == 0 and isinstance(error, UserError):
-                    # Nothing was learnt: the run would only stand in the way of the next try. What went wrong before
-                    # is said, whatever cannot be deleted.
-                    with contextlib.suppress(OSError):
-                        for path in directory.iterdir():
-                            delete(path)
-                        # Unless it is a link or a volume.
-                        directory.rmdir()
+            nothing_learnt = created and trainer.step == 0 and isinstance(error, UserError | KeyboardInterrupt)
+            if nothing_learnt:
+                processes.forget_begin()
+            _tidy_after_failure(directory, lock, delete_start=nothing_learnt)
             raise
 
 
@@ -93,7 +87,7 @@ def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | N
         UserError: If there is no such run or checkpoint, a file of it is damaged, or it is of another model.
         NonFiniteError: As `train`.
     """
-    directory = Path(directory)
+    directory = user_path(directory, "--resume")
     saved = load_run_to_resume(directory)
     config = saved if config is None else config
     # The folder may have been moved since.
@@ -106,7 +100,7 @@ def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | N
 
 def resume_command(directory: Path) -> str:
     """What to type to go on with a run."""
-    return f"trifocal train --resume {shlex.quote(str(directory))}"
+    return f"trifocal train --resume {shell_path(directory)}"
 
 
 def _processes(config: RunConfig) -> AbstractContextManager[Processes]:
@@ -119,18 +113,34 @@ def _tell(sentence: str) -> None:
         print(f"trifocal: {sentence}", file=sys.stderr, flush=True)
 
 
-def _put_back_after_failure(directory: Path, lock: RunLock) -> None:
+def _tidy_after_failure(directory: Path, lock: RunLock, *, delete_start: bool) -> None:
+    """After a start that failed: nothing of it stands in the way of the next try, and a replaced run is put back.
+
+    What went wrong before is what the caller raises, whatever cannot be deleted or put back here.
+    """
+    with contextlib.suppress(OSError):
+        # Where the lock is not held, another process may be at work in the folder.
+        if delete_start and lock.holds(directory):
+            for path in directory.iterdir():
+                delete(path)
+            # Unless it is a link or a volume.
+            directory.rmdir()
     try:
-        _tell(put_back(directory, lock, own=True))
-    except UserError as failed:
-        # Beside what went wrong before, which the caller raises.
+        if lock.taken:
+            _tell(restore_replaced(directory, lock))
+    except (UserError, OSError) as failed:
         _tell(str(failed))
 
 
 def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes, lock: RunLock) -> TrainResult:
-    note = processes.on_first(lambda: lock.take(directory))
-    processes.on_first(lambda: _tell(put_back(directory, lock)))
-    found = processes.on_first(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
-    tokenizer, notes = processes.together(lambda: preflight(config, processes.device, processes.size))
-    processes.on_first(lambda: check_validation_text(config, tokenizer))
-    return Trainer(config, directory, processes, tokenizer).run([*notes, *filter(None, [note])], found)
+    note = processes.run_on_rank0(lambda: lock.take(directory))
+    processes.run_on_rank0(lambda: _tell(restore_replaced(directory, lock)))
+    found = processes.run_on_rank0(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
+    # A run of an older version has none.
+    processes.run_on_rank0(lambda: mark_run(directory))
+    tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
+    processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
+    saved = processes.run_on_rank0(lambda: load_run(directory))
+    trainer = Trainer(config, directory, processes, tokenizer)
+    notes = [*resume_notes(saved, trainer.config, checkpoint_step(found)), *notes, *filter(None, [note])]
+    return trainer.run(notes, found, lock)

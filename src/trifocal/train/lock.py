@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from trifocal.errors import UserError
+from trifocal.paths import shell_path
 
 LOCK_FILE = ".lock"
 WAIT_SECONDS = 2.0
@@ -25,14 +26,14 @@ class RunLock:
     """Keeps others from training in the folder of a run while this process does.
 
     It is the system's lock on a file in the folder: it ends with the process, however that ends, and the file may
-    stay. Used as a context, which gives the lock back.
+    stay. It stays with a folder that is renamed. Used as a context, which gives all locks back.
     """
 
     def __init__(self) -> None:
-        self._file: int | None = None
+        self._files: list[int] = []
 
     def take(self, folder: Path) -> str:
-        """Take the lock of a run's folder, in one process of the run; a lock that is held already stays.
+        """Take the lock of a folder, in one process of the run; one that is held already stays.
 
         Args:
             folder: The folder; it exists.
@@ -44,25 +45,47 @@ class RunLock:
             UserError: If another process trains there; names it.
             OSError: If the folder cannot be written.
         """
-        if self._file is not None:
+        if self.holds(folder):
             return ""
         path = folder / LOCK_FILE
         while True:
-            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            except IsADirectoryError:
+                raise UserError(f"{path} is a folder, in place of the file that locks the run; delete it") from None
             try:
                 note = _lock(file, folder)
-                if path.exists() and os.path.samestat(os.fstat(file), path.stat()):
-                    self._file = file
-                    return note
-            finally:
-                if self._file is None:
-                    os.close(file)
-            # Whoever had the lock has deleted the folder with it, and others may be in a new one by now.
+                self._files.append(file)
+            except BaseException:
+                os.close(file)
+                raise
+            if self.holds(folder):
+                return note
+            # Whoever had the lock has renamed or deleted the folder with it, and others may be in a new one by now.
+            os.close(self._files.pop())
 
     @property
-    def held(self) -> bool:
-        """Whether it is taken."""
-        return self._file is not None
+    def taken(self) -> bool:
+        """Whether any is."""
+        return bool(self._files)
+
+    def holds(self, folder: Path) -> bool:
+        """Whether the lock of the folder at this path is taken."""
+        return self._file_of(folder) is not None
+
+    def release(self, folder: Path) -> None:
+        """Give the lock of a folder back, if it is taken."""
+        file = self._file_of(folder)
+        if file is not None:
+            self._files.remove(file)
+            os.close(file)
+
+    def _file_of(self, folder: Path) -> int | None:
+        try:
+            there = (folder / LOCK_FILE).stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return next((file for file in self._files if os.path.samestat(os.fstat(file), there)), None)
 
     def __enter__(self) -> Self:
         return self
@@ -70,9 +93,8 @@ class RunLock:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        while self._files:
+            os.close(self._files.pop())
 
 
 def _lock(file: int, folder: Path) -> str:
@@ -92,8 +114,8 @@ def _lock(file: int, folder: Path) -> str:
         if time.monotonic() - begin >= (REMOTE_WAIT_SECONDS if remote else WAIT_SECONDS):
             who = f"process {process} on {host}" if process else "another process"
             raise UserError(
-                f"{folder} is in use: {who} trains there; see it with trifocal watch {folder}, end it first, or "
-                "choose another --run.directory"
+                f"{folder} is in use: {who} trains there; see it with trifocal watch {shell_path(folder)}, end it "
+                "first, or choose another --run.directory"
             )
         if remote and not told:
             told = True

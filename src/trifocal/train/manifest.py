@@ -28,7 +28,7 @@ def describe_files(partial: Path, processes: Processes) -> dict[str, dict[str, A
             for path in mine
         }
 
-    found = {name: entry for part in processes.gather(processes.together(describe)) for name, entry in part.items()}
+    found = {name: entry for part in processes.gather(processes.run_on_all(describe)) for name, entry in part.items()}
     return dict(sorted(found.items()))
 
 

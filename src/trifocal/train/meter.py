@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from trifocal.data import Latency
-from trifocal.diagnostics import memory_statistics, peak_bf16_flops
 from trifocal.models import flops_per_token
-from trifocal.train.config import RunConfig
+from trifocal.runlog import memory_statistics, peak_bf16_flops
+from trifocal.train.run_config import RunConfig
 from trifocal.train.step import StepResult
 
 

@@ -1,4 +1,4 @@
-"""What to tell, and to keep, when a loss or a gradient is not finite."""
+"""What to tell, and to keep, when a loss, a gradient or a weight is not finite."""
 
 import json
 import math
@@ -17,10 +17,17 @@ _IDS_IN_MESSAGE = 4
 
 
 class NonFiniteError(RuntimeError):
-    """The loss or the gradient of a step is not finite. The update was not applied."""
+    """The loss or the gradient of a step is not finite, and the update was not applied; or the update made weights that
+    are not finite, and these are not saved."""
 
     agreed = True
     """Every process of the run raises it in the same step."""
+
+
+def weights_are_finite(model: DecoderLM, processes: Processes) -> bool:
+    """Whether all weights are finite, in every process; all of them call this."""
+    finite = torch.stack([torch.isfinite(own_part(parameter)).all() for parameter in model.parameters()]).all()
+    return all(processes.gather(bool(finite)))
 
 
 def stop_non_finite(
@@ -30,6 +37,8 @@ def stop_non_finite(
     directory: Path,
     processes: Processes | None = None,
     parallel: Parallel | None = None,
+    *,
+    of_weights: bool = False,
 ) -> NonFiniteError:
     """Write a dump of a step that went wrong, and make the error that ends the run.
 
@@ -37,7 +46,7 @@ def stop_non_finite(
 
     The dump, `step_*/`, holds `summary.json` (loss, norm, parameters with bad gradients, document ids),
     `batch.pt` (the micro-batches; `batch_rank*.pt` of several processes) and the weights that the step started from,
-    which are also the current ones.
+    which are also the current ones. Where the weights are at fault, they are those that the step has made.
 
     Args:
         result: The step; its gradients are still in the parameters.
@@ -46,6 +55,7 @@ def stop_non_finite(
         directory: The run's `dumps`.
         processes: This process among those of the run.
         parallel: How the model is spread over them.
+        of_weights: The step was sound and its update made weights that are not finite.
 
     Returns:
         The error, to be raised. Its message names the rank, the step, the first parameter and the documents.
@@ -53,7 +63,7 @@ def stop_non_finite(
     processes = processes or Processes()
     names = [name for name, _ in model.named_parameters()]
     mine = _Part(
-        [name for name, parameter in model.named_parameters() if not _is_finite(parameter.grad)],
+        [name for name, p in model.named_parameters() if not _is_finite(p if of_weights else p.grad)],
         bool(torch.isfinite(result.local_loss))
         and (parallel is None or parallel.watch is None or parallel.watch.finite()),
         [name for batch in result.batches for name in batch.document_ids],
@@ -72,16 +82,17 @@ def stop_non_finite(
         "loss_nats_per_token": loss,
         "gradient_norm": norm,
         "learning_rate": learning_rate,
-        "parameters_with_non_finite_gradient": bad,
+        f"parameters_with_non_finite_{'value' if of_weights else 'gradient'}": bad,
         "document_ids": documents,
         "sample_indices": [index for part in shown_parts for index in part.sample_indices],
     }
-    if processes.size > 1:
+    if processes.size > 1 and not of_weights:
         summary["ranks"] = guilty
     whole = whole_model(model, processes)
     where = f"dump in {folder}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         name = "batch.pt" if processes.size == 1 else f"batch_rank{processes.rank}.pt"
         torch.save([batch._asdict() for batch in result.batches], folder / name)
         if whole is not None:
@@ -91,6 +102,12 @@ def stop_non_finite(
         where = f"the dump could not be written: {error}"
     shown = ", ".join(documents[:_IDS_IN_MESSAGE])
     more = len(documents) - _IDS_IN_MESSAGE
+    last = f"documents: {shown}{f' and {more} more' if more > 0 else ''}"
+    if of_weights:
+        return NonFiniteError(
+            f"step {result.step}: the update, with a learning rate of {learning_rate:g}, made weights that are not "
+            f"finite; first parameter: {bad[0]} ({len(bad)} in all); {last}; no checkpoint holds them; {where}"
+        )
     what = f"loss {loss}" if not math.isfinite(loss) else f"gradient norm {norm}"
     first = f"first parameter with a non-finite gradient: {bad[0]}" if bad else "all gradients are finite"
     who = ""
@@ -98,8 +115,8 @@ def stop_non_finite(
         ranks = f"rank{'s' if len(guilty) > 1 else ''} {', '.join(map(str, guilty))}" if guilty else "an unknown rank"
         who = f"from {ranks}: "
     return NonFiniteError(
-        f"step {result.step}: {who}{what} is not finite; {first} ({len(bad)} in all); documents: {shown}"
-        f"{f' and {more} more' if more > 0 else ''}; the update was not applied; {where}"
+        f"step {result.step}: {who}{what} is not finite; {first} ({len(bad)} in all); {last}; "
+        f"the update was not applied; {where}"
     )
 
 
@@ -113,5 +130,5 @@ class _Part:
     sample_indices: list[int]
 
 
-def _is_finite(gradient: Tensor | None) -> bool:
-    return gradient is None or bool(torch.isfinite(own_part(gradient)).all())
+def _is_finite(tensor: Tensor | None) -> bool:
+    return tensor is None or bool(torch.isfinite(own_part(tensor)).all())

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from trifocal.train.config import OptimizerSection
+from trifocal.train.run_config import OptimizerSection
 
 
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:

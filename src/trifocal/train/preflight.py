@@ -8,20 +8,38 @@ from pathlib import Path
 import torch
 
 from trifocal.data import Tokenizer, make_tokenizer
-from trifocal.diagnostics import check_sinks, host_memory_bytes
-from trifocal.diagnostics.traces import HOOKED, INSIDE_LAYERS
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.dispatch import resolve
-from trifocal.train.checkpoint import list_checkpoints
-from trifocal.train.config import RunConfig
+from trifocal.runlog import check_sinks, host_memory_bytes
+from trifocal.runlog.traces import HOOKED, INSIDE_LAYERS
+from trifocal.train.checkpoint_folders import list_checkpoints
+from trifocal.train.run_config import RunConfig
 
+FIRST_TORCH_THAT_CRASHES = (2, 13)
+"""In its DistributedDataParallel over gloo, with TORCH_DISTRIBUTED_DEBUG=DETAIL; 2.12 was not tried."""
 LONG_RUN_STEPS = 1000
 """A run of more steps than this must save checkpoints on the way."""
 # Weights and the two moments of AdamW, each fp32.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 # The batches of all evaluations are kept on the host: a token and a target, each int64.
 BYTES_PER_EVALUATED_TOKEN = 16
+# Of a chosen block, for every token and group: int32.
+BYTES_PER_CHOICE = 4
+
+
+DEBUG_LEVEL_COMMAND = "export TORCH_DISTRIBUTED_DEBUG=INFO"
+
+
+def crash_of_debug_level() -> str:
+    """Why DistributedDataParallel over gloo would crash with what the environment says; empty if it would not."""
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL" or version < FIRST_TORCH_THAT_CRASHES:
+        return ""
+    return (
+        f"TORCH_DISTRIBUTED_DEBUG=DETAIL makes the DistributedDataParallel of PyTorch {torch.__version__} crash over "
+        "gloo (segmentation fault)"
+    )
 
 
 def choose_device(wanted: str) -> torch.device:
@@ -53,6 +71,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     config.data.validate()
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
     _check_batches(config, num_processes)
+    _check_debug_level(config, device, num_processes)
     _check_saving(config)
     _check_text(config, tokenizer)
     _check_precision(config, device)
@@ -75,6 +94,13 @@ def _check_batches(config: RunConfig, num_processes: int) -> None:
             f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}; the next "
             f"one is --train.global_batch_size {-(-whole // at_once) * at_once}"
         )
+
+
+def _check_debug_level(config: RunConfig, device: torch.device, num_processes: int) -> None:
+    crash = crash_of_debug_level()
+    # Over NCCL, and sharded, nothing is wrapped in gloo.
+    if crash and num_processes > 1 and device.type == "cpu" and config.parallel.mode in ("auto", "ddp"):
+        raise UserError(f"{crash}; {DEBUG_LEVEL_COMMAND}")
 
 
 def _check_saving(config: RunConfig) -> None:
@@ -104,10 +130,7 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
             "evaluate.interval_steps to 0"
         )
     if config.log.sample_interval_steps:
-        try:
-            prompt_tokens = len(tokenizer.encode(config.log.sample_prompt))
-        except UnicodeEncodeError as error:
-            raise UserError("log.sample_prompt is not UTF-8 text") from error
+        prompt_tokens = len(tokenizer.encode(config.log.sample_prompt))
         if prompt_tokens == 0:
             raise UserError(
                 f"log.sample_prompt {config.log.sample_prompt!r} has no tokens in data.tokenizer "
@@ -161,7 +184,7 @@ def attention_backend(config: RunConfig, device: torch.device) -> str:
     model = config.model
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
     q = torch.empty(1, 1, model.num_heads, model.head_dim, dtype=dtype, device=device)
-    v = torch.empty(1, 1, model.num_kv_groups, model.value_dim, dtype=dtype, device=device)
+    v = torch.empty(1, 1, model.num_kv_heads, model.value_dim, dtype=dtype, device=device)
     return resolve("preflight", model.backend, q, v, model.geometry)
 
 
@@ -233,13 +256,26 @@ def _check_disk(config: RunConfig) -> None:
 
 
 def _check_host_memory(config: RunConfig) -> None:
-    """Refuse an evaluation or a sample that this machine cannot hold even if there were nothing else in its memory."""
+    """Refuse what this machine cannot hold even if there were nothing else in its memory."""
     memory = host_memory_bytes()
     if memory is None:
         return
     evaluate, train, model = config.evaluate, config.train, config.model
+    tokens = train.micro_batch_size * train.sequence_length
+    if tokens * BYTES_PER_EVALUATED_TOKEN > memory:
+        raise UserError(
+            f"a micro-batch of {train.micro_batch_size} sequences of {train.sequence_length} tokens does not fit into "
+            f"this machine's {memory / 1e9:.1f} GB; lower train.micro_batch_size"
+        )
+    num_selected = model.geometry.num_selected_blocks
+    chosen = tokens * model.num_kv_heads * num_selected * BYTES_PER_CHOICE
+    if model.attention == "nsa" and chosen > memory:
+        raise UserError(
+            f"the choice of {num_selected} blocks for every token takes {chosen / 1e9:.1f} GB, and this machine has "
+            f"{memory / 1e9:.1f} GB; lower model.geometry.num_selected_blocks"
+        )
     if evaluate.interval_steps:
-        needed = evaluate.batches * train.micro_batch_size * train.sequence_length * BYTES_PER_EVALUATED_TOKEN
+        needed = evaluate.batches * tokens * BYTES_PER_EVALUATED_TOKEN
         if needed > memory:
             raise UserError(
                 f"the {evaluate.batches} batches of evaluate.batches take {needed / 1e9:.1f} GB, and this machine has "
@@ -248,7 +284,7 @@ def _check_host_memory(config: RunConfig) -> None:
     if config.log.sample_interval_steps:
         # The keys and values of one branch alone.
         needed = (
-            config.log.sample_tokens * model.num_layers * model.num_kv_groups * (model.head_dim + model.value_dim) * 2
+            config.log.sample_tokens * model.num_layers * model.num_kv_heads * (model.head_dim + model.value_dim) * 2
         )
         if needed > memory:
             raise UserError(

@@ -13,11 +13,12 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
-from trifocal.train.checkpoint import list_checkpoints, load_model_weights, open_checkpoint, read_model_config
-from trifocal.train.config import RunConfig
-from trifocal.train.files import CONFIG_FILE
+from trifocal.train.checkpoint import load_model_weights, read_model_config
+from trifocal.train.checkpoint_folders import list_checkpoints, open_checkpoint
 from trifocal.train.manifest import MANIFEST
+from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import load_run
+from trifocal.train.run_files import CONFIG_FILE
 
 
 @dataclass(frozen=True)

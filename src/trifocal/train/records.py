@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from trifocal.diagnostics import MetricsWriter, make_sinks, write_environment
-from trifocal.train.config import RunConfig
+from trifocal.runlog import MetricsWriter, make_sinks, write_environment
+from trifocal.train.run_config import RunConfig
 from trifocal.train.toml import to_toml
 
 

@@ -1,17 +1,29 @@
-"""The folder of a run: made for a new one, never taken from another."""
+"""The folder of a run: made for a new one, never taken from another, and left alone once it has gone elsewhere."""
 
+import os
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
-from trifocal.diagnostics.files import partial_name, write_whole
 from trifocal.errors import UserError
-from trifocal.train.config import RunConfig
-from trifocal.train.earlier_run import put_back, set_aside, where_set_aside, whole_run
-from trifocal.train.files import CONFIG_FILE, flush_folder
+from trifocal.fields import from_table
+from trifocal.paths import shell_path
+from trifocal.runlog.whole_files import partial_name, write_whole
 from trifocal.train.lock import LOCK_FILE, RunLock
-from trifocal.train.toml import from_table, read_toml, to_toml
+from trifocal.train.replaced_run import replace_run, restore_replaced, where_replaced, whole_run
+from trifocal.train.run_config import RunConfig
+from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run, mark_run, read_mark
+from trifocal.train.toml import read_toml, to_toml
 
 # What a start leaves that was killed before the run was there.
-_LEFT_OVER = {LOCK_FILE, partial_name(CONFIG_FILE)}
+_LEFT_OVER = {LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)}
+_CONTENTS = _LEFT_OVER | {
+    CONFIG_FILE,
+    *("env.json", "backends.json", "metrics.jsonl", "report.html"),
+    *("heartbeat", "checkpoints", "weights", "samples", "attention", "dumps", "traces", "tensorboard", "wandb"),
+}
+"""All that a run writes into its folder."""
+_LISTED = 5
 
 
 def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> str:
@@ -20,8 +32,8 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
     Args:
         config: The configuration.
         lock: Takes the folder's lock.
-        overwrite: Set the run aside that is there already, until the new one's first step has ended
-            (see `earlier_run`).
+        overwrite: Rename the run aside that is there already, until the new one's first step has ended
+            (see `replaced_run`).
 
     Returns:
         What the lock has to say.
@@ -36,15 +48,15 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
     try:
         folder.mkdir(parents=True, exist_ok=True)
         note = lock.take(folder)
-        put_back(folder, lock)
+        restore_replaced(folder, lock)
         if _check_contents(folder, overwrite=overwrite):
-            set_aside(folder, lock)
+            replace_run(folder, lock)
+        mark_run(folder)
         save_config(config, folder)
     except OSError as error:
-        kept = put_back(folder, lock, own=True) if lock.held else ""
-        raise UserError(
-            "; ".join([f"cannot make run.directory {folder}: {error.strerror}", *filter(None, [kept])])
-        ) from error
+        message = f"cannot make run.directory {folder}: {error.strerror}"
+        kept = restore_replaced(folder, lock) if lock.taken else ""
+        raise UserError("; ".join(filter(None, [message, kept]))) from error
     return note
 
 
@@ -56,10 +68,95 @@ def _check_contents(folder: Path, *, overwrite: bool) -> bool:
         raise UserError(f"{folder} exists and is not a run; choose another --run.directory")
     if not overwrite:
         raise UserError(
-            f"{folder} holds a run already; go on with it (trifocal train --resume {folder}), replace it "
+            f"{folder} holds a run already; go on with it (trifocal train --resume {shell_path(folder)}), replace it "
             "(--overwrite), or choose another --run.directory"
         )
+    if not is_run(folder):
+        raise UserError(
+            f"{folder} is not replaced: it has no {RUN_FILE}, by which a run is known. If it is a run of an older "
+            f"version, trifocal train --resume {shell_path(folder)} adds the file; if not, choose another "
+            "--run.directory"
+        )
+    foreign = sorted(filter(None, map(_foreign, folder.iterdir())))
+    if foreign:
+        more = [f"and {len(foreign) - _LISTED} more"] if len(foreign) > _LISTED else []
+        raise UserError(
+            f"{folder} is not replaced: beside the run it holds {', '.join([*foreign[:_LISTED], *more])}; move that "
+            "elsewhere, or choose another --run.directory"
+        )
     return True
+
+
+def _foreign(path: Path) -> str:
+    """The name of what no run has written; empty if one has."""
+    if path.is_symlink() or path.is_mount():
+        return f"{path.name} ({'a link' if path.is_symlink() else 'a mount point'})"
+    known = path.name in _CONTENTS or path.name in map(partial_name, _CONTENTS)
+    return "" if known else path.name
+
+
+class OpenDirectory:
+    """Notices when the folder of a run that trains is moved, deleted or replaced.
+
+    Args:
+        folder: Of the run, marked as such.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._mark = folder, read_mark(folder)
+        self._descriptor = os.open(folder, os.O_RDONLY)
+
+    def is_there(self) -> bool:
+        """Whether the run's folder is where it was."""
+        try:
+            return read_mark(self._folder) == self._mark
+        except OSError:
+            # A file system that does not answer has not lost the folder.
+            return True
+
+    def check(self, step: int, saved_step: int) -> None:
+        """Refuse to write into a folder that is not the run's any more: what would come of it is half a run.
+
+        Args:
+            step: The last step that is done.
+            saved_step: Step of the last checkpoint; 0 if there is none.
+
+        Raises:
+            UserError: If the folder is not where it was; says where it is, if the system knows, and what is lost.
+        """
+        if self.is_there():
+            return
+        moved = self._moved_to()
+        if moved is None:
+            raise UserError(
+                f"{self._folder} was deleted or replaced while its run trained: the run stopped after step {step}, and "
+                "is lost with its checkpoints, unless you have another copy"
+            )
+        kept = (
+            f"the checkpoint of step {saved_step} is there, later steps are lost; go on with: trifocal train --resume "
+            f"{shell_path(moved)}"
+            if saved_step
+            else "there is no checkpoint yet, the steps are lost"
+        )
+        raise UserError(
+            f"{self._folder} was moved to {moved} while its run trained: the run stopped after step {step}; {kept}"
+        )
+
+    def _moved_to(self) -> Path | None:
+        # Linux knows what an open folder is called now. One that was deleted has no mark.
+        try:
+            path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
+            return path if read_mark(path) == self._mark else None
+        except OSError:
+            return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._descriptor)
 
 
 def save_config(config: RunConfig, folder: Path) -> None:
@@ -77,7 +174,7 @@ def load_run(folder: Path) -> RunConfig:
     if not folder.is_dir():
         raise UserError(f"there is no run at {folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}{where_set_aside(folder)}")
+        raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}{where_replaced(folder)}")
     return from_table(RunConfig, read_toml(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
 
 

@@ -12,8 +12,9 @@ from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.train.background import BackgroundWriter, Written
-from trifocal.train.checkpoint import load_checkpoint, prune_checkpoints, save_checkpoint
-from trifocal.train.config import RunConfig
+from trifocal.train.checkpoint import load_checkpoint, save_checkpoint
+from trifocal.train.checkpoint_folders import prune_checkpoints
+from trifocal.train.run_config import RunConfig
 
 
 class Say(Protocol):
@@ -50,7 +51,7 @@ class Saver:
         self._section, self._last_step = config.checkpoint, config.train.steps
         self._root, self._processes = root, processes
         self._parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "model_config": config.model}
-        self._event, self._say = event, say
+        self._event, self._log_event = event, say
         self._background = BackgroundWriter(processes) if config.checkpoint.asynchronous else None
         self.saved_step = 0
         """Step of the last complete checkpoint."""
@@ -115,7 +116,7 @@ class Saver:
             if must_succeed:
                 self._event("checkpoint_failed", message, "error")
                 raise UserError(f"{message}; checkpoints that were complete before still are") from written.error
-            self._say("checkpoint_failed", f"{message}; training goes on, the last complete one stays", "error")
+            self._log_event("checkpoint_failed", f"{message}; training goes on, the last complete one stays", "error")
             return
         self.saved_step = written.step
         self._event(
@@ -124,9 +125,9 @@ class Saver:
             save_seconds=written.seconds,
             blocked_seconds=written.blocked_seconds,
         )
-        if self._processes.first:
+        if self._processes.is_rank0:
             keep_last, keep_every = self._section.keep_last, self._section.keep_every_steps
             try:
                 prune_checkpoints(written.path.parent, keep_last=keep_last, keep_every_steps=keep_every)
             except OSError as error:
-                self._say("not_deleted", f"an old checkpoint could not be deleted: {error}", "warning")
+                self._log_event("not_deleted", f"an old checkpoint could not be deleted: {error}", "warning")

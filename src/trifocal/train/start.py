@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from trifocal import __version__
+from trifocal._version import __version__
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
-from trifocal.train.checkpoint import list_checkpoints
-from trifocal.train.config import RunConfig
-from trifocal.train.files import CONFIG_FILE
-from trifocal.train.toml import dotted_fields
+from trifocal.fields import dotted_fields
+from trifocal.train.checkpoint_folders import list_checkpoints
+from trifocal.train.run_config import RunConfig
+from trifocal.train.run_files import CONFIG_FILE
 
 
 def check_same_start(processes: Processes, config: RunConfig, **further: Any) -> None:
@@ -47,9 +47,17 @@ def restarted_run(processes: Processes, directory: Path) -> str:
     Returns:
         "" if the run is not its own, or this is a first start; "resume" if it has a checkpoint to go on from;
         "overwrite" if it has none.
+
+    Raises:
+        UserError: If its run is gone: somebody has moved or deleted it.
     """
-    if not processes.restarted or not (directory / CONFIG_FILE).is_file():
+    if not processes.restarted:
         return ""
+    if not (directory / CONFIG_FILE).is_file():
+        raise UserError(
+            f"the run that torchrun began in {directory} is no longer there: it was moved or deleted; go on with it "
+            "where it is now, or start torchrun again for a new one"
+        )
     return "resume" if list_checkpoints(directory / "checkpoints") else "overwrite"
 
 

@@ -1,5 +1,6 @@
 """Stopping a run from outside: the first signal asks, the second insists."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -7,16 +8,17 @@ import time
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 2.0
 """One request may come twice: a scheduler signals every process, and torchrun passes on what it got itself."""
 
 
 class StopSignals:
-    """While active, SIGINT (Ctrl-C) and SIGTERM ask the run to stop at the end of its step; another one, at least two
-    seconds later, ends the process at once.
+    """While active, SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) ask the run to stop at the end of its step;
+    another one, at least two seconds later, ends the process at once.
 
     Handlers can be set in the main thread only; elsewhere this does nothing. The earlier handlers come back at the end.
+    A SIGHUP that is ignored stays so: `nohup` asks for that.
     """
 
     def __init__(self) -> None:
@@ -33,11 +35,14 @@ class StopSignals:
         self.received, self._received_at = signal.Signals(number).name, time.monotonic()
         # Not print: the handler may have interrupted one.
         again = f"again after {SAME_REQUEST_SECONDS:.0f} s to quit at once"
-        os.write(2, f"\n{self.received}: saving at the end of this step; {again}\n".encode())
+        with contextlib.suppress(OSError):  # The terminal may be gone.
+            os.write(2, f"\n{self.received}: saving at the end of this step; {again}\n".encode())
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._handle) for number in _SIGNALS}
+            for number in _SIGNALS:
+                if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
+                    self._before[number] = signal.signal(number, self._handle)
         return self
 
     def __exit__(

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import torch
 
-from trifocal.diagnostics.heartbeat import Phases
-from trifocal.diagnostics.traces import Tracer
 from trifocal.distributed import Parallel, Processes
 from trifocal.models import DecoderLM
-from trifocal.train.config import RunConfig
+from trifocal.runlog.heartbeat import Phases
+from trifocal.runlog.traces import Tracer
+from trifocal.train.run_config import RunConfig
 from trifocal.train.saving import Say
 
 
@@ -38,8 +38,11 @@ def make_tracer(
         say: Told what was traced, and what cannot be.
     """
     names, windows = config.trace.names(), config.trace.windows()
-    if names and all(end <= step + 1 or first > config.train.steps for first, end in windows):
-        say("note", f'trace.steps "{config.trace.steps}" has no step of this run: nothing is traced', "warning")
+    interval, total = config.trace.interval_steps, config.train.steps
+    by_interval = interval > 0 and step // interval < total // interval
+    if names and not by_interval and all(end <= step + 1 or first > total for first, end in windows):
+        given = f'trace.steps "{config.trace.steps}"' + (f" and trace.interval_steps {interval}" if interval else "")
+        say("note", f"{given}: no step of this run is among them, and nothing is traced", "warning")
     if "exchange" in names and parallel.watch is None:
         say("note", "trace.what: one process exchanges nothing", "warning")
     severity = {"traced": "info", "anomaly": "error"}
@@ -47,6 +50,7 @@ def make_tracer(
         directory,
         names,
         windows,
+        interval_steps=interval,
         model=model,
         parallel=parallel,
         optimizer=optimizer,

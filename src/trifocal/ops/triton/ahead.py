@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trifocal.ops.layout import Documents
 from trifocal.ops.triton.launch import only_compile
 
 _compiled: set[tuple[object, ...]] = set()
@@ -24,7 +25,7 @@ def compile_once(
         device: A CUDA device, the current one.
         lengths: Batch entries, queries and keys.
         kind: Everything else that the kernels depend on.
-        given: Tensors, in tuples of any depth, and None.
+        given: Tensors, tuples of them, documents and None.
     """
     kind = (device, *(length.bit_length() for length in lengths), *kind)
     if kind in _compiled:
@@ -38,7 +39,6 @@ def _meta(x: Any) -> Any:
     """The same without memory."""
     if isinstance(x, Tensor):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    if isinstance(x, tuple):
-        parts = [_meta(part) for part in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    return x
+    if isinstance(x, Documents):
+        return Documents(*map(_meta, x[:3]))
+    return tuple(map(_meta, x)) if isinstance(x, tuple) else x

@@ -1,0 +1,193 @@
+"""Does a step cost what it may: operations that do not depend on length, storage and time that grow linearly."""
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trifocal.checks.measurement import Measurement
+from trifocal.checks.seeds import attention_inputs, minimal_config, random_tokens
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.ops import Documents, Geometry, nsa_attention, reference
+
+MakeModel = Callable[[ModelConfig], DecoderLM]
+Attention = Callable[..., Tensor]
+
+DEPTHS = (1, 2, 4, 5, 12, 24)
+LENGTHS = (64, 256, 512)
+
+
+def step_seconds(model: DecoderLM, tokens: Tensor, device: torch.device) -> float:
+    """Time of one forward and backward pass: on a CPU this process's own, without waits for others."""
+    clock = time.process_time if device.type == "cpu" else time.perf_counter
+    _wait(device)
+    begin = clock()
+    _step(model, tokens)
+    _wait(device)
+    seconds = clock() - begin
+    model.zero_grad(set_to_none=True)
+    return seconds
+
+
+def layer_sweep(
+    device: torch.device,
+    *,
+    make_model: MakeModel = DecoderLM,
+    step_seconds: Callable[[DecoderLM, Tensor, torch.device], float] = step_seconds,
+    rounds: int = 4,
+    most_rounds: int = 20,
+) -> Measurement:
+    """Step time and memory of the minimal model at 1 to 24 layers: nothing special happens at five.
+
+    The figure is the exponent with which time or stored bytes grow from 12 to 24 layers, or from 1 to 24. Bound:
+    linear growth is 1, or less with what does not depend on depth; quadratic is 2; half-way lies 1.5.
+
+    The time is the fastest of interleaved rounds, in which another process's burst hits one round, not one depth.
+    Other processes only ever add to it, so a time that grows too fast is measured again, up to `most_rounds`.
+    """
+    models = {depth: make_model(minimal_config(depth)).to(device) for depth in DEPTHS}
+    tokens = random_tokens((1, 128), 256, device)
+    memory = {depth: _stored_bytes(partial(model, tokens, tokens)) for depth, model in models.items()}
+    best = dict.fromkeys(DEPTHS, math.inf)
+    bound, measured = 1.5, 0
+    while measured < rounds or (measured < most_rounds and max(_exponents("time", best).values()) > bound):
+        for depth, model in models.items():
+            best[depth] = min(best[depth], step_seconds(model, tokens, device))
+        measured += 1
+    exponents = _exponents("time", best) | _exponents("memory", memory)
+    worst = max(exponents, key=lambda name: exponents[name])
+    rows = [f"{depth:2} layers: {1000 * best[depth]:7.1f} ms, {memory[depth] / 2**20:6.1f} MiB" for depth in DEPTHS]
+    return Measurement(exponents[worst], bound, "exponent", (*rows, *machine_busy(), f"worst: {worst}"))
+
+
+def machine_busy() -> tuple[str, ...]:
+    """A line if more processes want to run than there are cores: times of this machine are then not its own."""
+    try:
+        load = os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return ()
+    cores = os.cpu_count() or 1
+    return (f"machine busy: load {load:.1f} on {cores} cores",) if load > cores else ()
+
+
+def _exponents(what: str, values: Mapping[int, float]) -> dict[str, float]:
+    """With which power of the depth a figure grows."""
+    return {
+        f"{what}, {low} to {high} layers": math.log(values[high] / values[low]) / math.log(high / low)
+        for low, high in ((12, 24), (1, 24))
+    }
+
+
+def stored_memory_growth(device: torch.device, *, make_model: MakeModel = DecoderLM) -> Measurement:
+    """What a model stores for backward grows linearly with length.
+
+    The figure compares the bytes that a token costs between the two longer lengths with those between the two
+    shorter ones. Bound: 1 for linear growth, and one percent for what is rounded up to whole blocks.
+    """
+    model = make_model(minimal_config(2)).to(device)
+    lengths = (256, 512, 1024)
+    sizes = []
+    for length in lengths:
+        tokens = random_tokens((1, length), 256, device)
+        sizes.append(_stored_bytes(partial(model, tokens, tokens)))
+    slopes = [(sizes[i + 1] - sizes[i]) / (lengths[i + 1] - lengths[i]) for i in (0, 1)]
+    details = [f"{length} tokens: {size / 2**20:.2f} MiB" for length, size in zip(lengths, sizes, strict=True)]
+    return Measurement(slopes[1] / slopes[0], 1.01, "ratio", tuple(details))
+
+
+def stored_memory_per_token(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
+    """The attention stores no copy of keys and values per query.
+
+    The figure is what one call stores for backward, in multiples of what must be there: inputs, the three branches'
+    outputs and log-sum-exps, and the choice. Bound: a tenth more, for positions and documents of tokens. A copy of
+    every query's selected keys and values would be over a hundred times as much here.
+    """
+    length, geometry = 1024, minimal_config(1).geometry
+    inputs = attention_inputs(geometry, length, device, torch.float32, num_heads=8, dim=16, value_dim=16).leaves()
+    outputs = 3 * 4 * length * inputs.q.shape[2] * (inputs.v_slc.shape[3] + 1)
+    choice = 4 * length * inputs.k_cmp.shape[2] * geometry.num_selected_blocks
+    needed = sum(x.nbytes for x in inputs) + outputs + choice
+    stored = _stored_bytes(lambda: attention(*inputs, geometry, backend="reference"))
+    return Measurement(stored / needed, 1.1, "of needed", (f"{stored / length:.0f} bytes a token",))
+
+
+def operation_count(device: torch.device, *, make_model: MakeModel = DecoderLM) -> Measurement:
+    """A training step takes as many operations at 512 tokens as at 64: nothing loops over the sequence.
+
+    The second step of each length is counted. Before the first one on a GPU, kernels are compiled for lengths of its
+    kind, by a call on the meta device: its operations are no part of a step, and depend on how kernels cut that length.
+    """
+    model = make_model(minimal_config(2)).to(device)
+    counts: dict[int, Counter[str]] = {}
+    for length in LENGTHS:
+        step = partial(_step, model, random_tokens((2, length), 256, device))
+        step()
+        counts[length] = _count_operations(step)
+    totals = [count.total() for count in counts.values()]
+    details = [f"{length} tokens: {total} operations" for length, total in zip(LENGTHS, totals, strict=True)]
+    spread = max(totals) - min(totals)
+    return Measurement(spread, 0, "operations", (*details, *(_differing(list(counts.values())) if spread else ())))
+
+
+def _differing(counts: Sequence[Counter[str]], most: int = 8) -> list[str]:
+    """The operations whose number differs, those that differ most first, with the number at each length."""
+    numbers = {name: [count[name] for count in counts] for name in sorted(set().union(*counts))}
+    differing = {name: found for name, found in numbers.items() if len(set(found)) > 1}
+    ranked = sorted(differing, key=lambda name: min(differing[name]) - max(differing[name]))
+    return [f"{name}: {', '.join(map(str, differing[name]))}" for name in ranked[:most]]
+
+
+def _step(model: DecoderLM, tokens: Tensor) -> None:
+    model(tokens, tokens).backward()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _stored_bytes(forward: Callable[[], Tensor]) -> int:
+    """Bytes that backward keeps alive, each storage once; parameters included, which a model has anyway."""
+    storages: dict[int, tuple[int, Tensor]] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        # The tensor is kept, so that no other takes its address.
+        storages[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        forward()
+    return sum(size for size, _ in storages.values())
+
+
+class _OperationCounter(TorchDispatchMode):
+    """Counts what reaches PyTorch's dispatcher; the choice of blocks, one operator to it, is looked into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.counts[str(func)] += 1
+        if func is torch.ops.trifocal.select_blocks.default:
+            q, k_cmp, lse, sizes, num_keys, scale, borders = args[:7]
+            documents = None if borders is None else Documents.from_checked(borders, num_keys)
+            with self:
+                reference.select_blocks(q, k_cmp, lse, Geometry(*sizes), num_keys, scale, documents)
+        return func(*args, **(kwargs or {}))
+
+
+def _count_operations(step: Callable[[], object]) -> Counter[str]:
+    with _OperationCounter() as counter:
+        step()
+    return counter.counts

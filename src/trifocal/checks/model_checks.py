@@ -1,0 +1,170 @@
+"""Is the model right: gradients with checkpointing, no look into the future, decoding, a gradient for everything."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from trifocal.checks.measurement import Measurement
+from trifocal.checks.numerics import FULL_COVERAGE, error
+from trifocal.checks.seeds import make_model, minimal_config, random_tokens, small_config
+from trifocal.generate import make_caches
+from trifocal.models import DecoderLM, ModelConfig
+
+MakeModel = Callable[[ModelConfig, torch.device, torch.dtype], DecoderLM]
+
+
+def _checkpoint_all(model: DecoderLM) -> None:
+    model.set_activation_checkpointing(0, model.config.num_layers)
+
+
+def checkpointing(
+    device: torch.device,
+    *,
+    make_model: MakeModel = make_model,
+    checkpoint: Callable[[DecoderLM], None] = _checkpoint_all,
+) -> Measurement:
+    """Recomputing activations changes no gradient, of any parameter.
+
+    Bound: the same operations on the same numbers give the same bits where they run in one order; eight roundings of
+    float32 are left to devices that add up in any.
+    """
+    config = minimal_config(4)
+    tokens = random_tokens((2, 128), config.vocab_size, device)
+    gradients = []
+    for recompute in (False, True):
+        model = make_model(config, device, torch.float32)
+        if recompute:
+            checkpoint(model)
+        model(tokens, tokens.roll(-1, 1)).backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    worst, name = max((_relative_difference(gradients[1][name], grad), name) for name, grad in gradients[0].items())
+    bound = 8 * torch.finfo(torch.float32).eps
+    return Measurement(worst, bound, "difference", (f"{len(gradients[0])} parameters; worst: {name}",))
+
+
+def _relative_difference(actual: Tensor | None, exact: Tensor | None) -> float:
+    if actual is None or exact is None:
+        return float("inf")
+    size = exact.abs().max().item()
+    return (actual - exact).abs().max().item() / size if size else float("inf")
+
+
+def future_leak(device: torch.device, *, make_model: MakeModel = make_model) -> Measurement:
+    """Another token at position t changes no logit before t: in training, packed, in prefill and in decoding.
+
+    For every t at once: row t of a batch gets another token at t. The figure counts the logits before it that moved
+    by a single bit. Bound: none.
+    """
+    config = small_config()
+    model = make_model(config, device, torch.float32)
+    length = 40
+    tokens = random_tokens((1, length), config.vocab_size, device).expand(length, -1)
+    changed = tokens.clone()
+    changed.diagonal().copy_((tokens.diagonal() + 1) % config.vocab_size)
+    # Row t, position s: what may not move.
+    before = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
+    moved: dict[str, int] = {}
+    alive = True
+    for name, logits in (
+        ("training", lambda x: model(x)),
+        ("prefill in chunks", lambda x: _chunked(model, x, 7)),
+        ("decoding, 3 tokens a step", lambda x: _chunked(model, x, 3)),
+    ):
+        with torch.no_grad():
+            difference = (logits(tokens) != logits(changed)).any(-1)
+        moved[name] = int((difference & before).sum())
+        alive &= bool(difference.diagonal().all())
+    moved["packed documents"] = _packed_leaks(model, config, device)
+    if not alive:
+        return Measurement(float("inf"), 0, "logits", ("a token's own logits did not move: not a model",))
+    details = [f"{name}: {count}" for name, count in moved.items()]
+    return Measurement(sum(moved.values()), 0, "logits", tuple(details))
+
+
+def _packed_leaks(model: DecoderLM, config: ModelConfig, device: torch.device) -> int:
+    """Logits that move though the changed token lies behind them or in another document."""
+    lengths = (11, 1, 3, 16, 9)
+    borders = torch.tensor([0, *lengths]).cumsum(0)
+    total = int(borders[-1])
+    documents = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(device)
+    tokens = random_tokens((1, total), config.vocab_size, device)
+    leaks = 0
+    with torch.no_grad():
+        before = model(tokens, cu_seqlens=borders)
+        for position in range(total):
+            changed = tokens.clone()
+            changed[0, position] = (tokens[0, position] + 1) % config.vocab_size
+            moved = (model(changed, cu_seqlens=borders) != before).any(-1)[0]
+            may_move = (documents == documents[position]) & (torch.arange(total, device=device) >= position)
+            leaks += int((moved & ~may_move).sum())
+    return leaks
+
+
+def _chunked(model: DecoderLM, tokens: Tensor, size: int) -> Tensor:
+    """Logits of a sequence that goes through the caches a few tokens at a time."""
+    caches = make_caches(model.config, tokens.shape[1])
+    with torch.no_grad():
+        return torch.cat([model(chunk, cache=caches) for chunk in tokens.split(size, 1)], 1)
+
+
+def decode(device: torch.device, *, make_model: MakeModel = make_model) -> Measurement:
+    """Decoding token by token after a prefill of any length gives the logits of one whole pass, for both models.
+
+    Prefills of every length from 1 to three times the larger of selection block and window, three tokens decoded
+    after each; one sequence decoded from its first token to its last; one prefilled in chunks. In float64. Bound:
+    each layer may add what an attention may differ from dense attention.
+    """
+    worst, details = 0.0, []
+    for attention in ("nsa", "dense"):
+        config = small_config(attention=attention)
+        model = make_model(config, device, torch.float64)
+        longest = 3 * max(config.geometry.selection_block_size, config.geometry.window_size)
+        tokens = random_tokens((2, longest + 3), config.vocab_size, device)
+        with torch.no_grad():
+            whole = model(tokens)
+        errors = {
+            "token by token": error(_chunked(model, tokens, 1), whole),
+            "chunks of 5": error(_chunked(model, tokens, 5), whole),
+        }
+        for prefill in range(1, longest + 1):
+            errors[f"prefill of {prefill}"] = error(
+                _decoded(model, tokens[:, : prefill + 3], prefill), whole[:, prefill : prefill + 3]
+            )
+        name = max(errors, key=lambda key: errors[key])
+        worst = max(worst, errors[name])
+        details.append(f"{attention}: {errors[name]:.3g} at {name}")
+    return Measurement(worst, 2 * FULL_COVERAGE[torch.float64], "error", tuple(details))
+
+
+def _decoded(model: DecoderLM, tokens: Tensor, prefill: int) -> Tensor:
+    """Logits of the tokens behind a prefill, one step each."""
+    caches = make_caches(model.config, tokens.shape[1])
+    with torch.no_grad():
+        model(tokens[:, :prefill], cache=caches)
+        return torch.cat([model(token, cache=caches) for token in tokens[:, prefill:].split(1, 1)], 1)
+
+
+def parameter_gradients(device: torch.device, *, make_model: MakeModel = make_model) -> Measurement:
+    """Every parameter gets a gradient in every step, also when a branch sees nothing; in ordinary steps none is zero.
+
+    The figure counts parameters without, or in ordinary steps with nothing but zeros. Bound: none.
+    """
+    without, details = 0, []
+    for changes in ({}, {"compressor": "mlp", "gate": "softmax"}, {"shared_kv": True, "tie_embeddings": True}):
+        config = small_config(**changes)
+        borders = {
+            "ordinary": (40, None),
+            "a sequence shorter than a block": (3, None),
+            "documents of one token": (6, torch.arange(7)),
+        }
+        for kind, (length, cu_seqlens) in borders.items():
+            model = make_model(config, device, torch.float32)
+            tokens = random_tokens((1, length), config.vocab_size, device)
+            model(tokens, tokens.roll(-1, 1), cu_seqlens=cu_seqlens).backward()
+            for name, parameter in model.named_parameters():
+                gradient = parameter.grad
+                if gradient is None or not gradient.isfinite().all() or (kind == "ordinary" and not gradient.any()):
+                    without += 1
+                    details.append(f"{name}, {kind}")
+    return Measurement(without, 0, "parameters", tuple(details[:4]))

@@ -1,0 +1,143 @@
+"""Does the machinery around training tell the truth: the heartbeat, the flags, the data sources."""
+
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trifocal.checks.measurement import Measurement
+from trifocal.data import Batch, DataConfig, make_loader, make_tokenizer
+from trifocal.errors import UserError
+from trifocal.runlog import Heartbeat
+from trifocal.runlog.jsonl import read_lines
+from trifocal.train.arguments import load_config
+
+BUSY_SECONDS = 0.8
+INTERVAL_SECONDS = 0.05
+
+BAD_OVERRIDES = (
+    ("--override", "train.steps=5"),
+    ("--precision", "bf16"),
+    ("--train.stepz", "5"),
+    ("--train.steps", "many"),
+    ("--train.steps", "-1"),
+    ("--train.precision", "fp8"),
+    ("--train.steps",),
+)
+GOOD_TABLE = "[model]\nnum_layers = 1\n"
+BAD_TABLES = ("[train]\nstepz = 5\n", "[trian]\nsteps = 5\n", '[train]\nsteps = "5"\n', "steps = 5\n", "[train\n")
+
+
+def heartbeat(
+    device: torch.device, *, make_heartbeat: Callable[..., AbstractContextManager[Any]] = Heartbeat
+) -> Measurement:
+    """The heartbeat goes on while the training thread is inside one long operation, and names its phase and age.
+
+    The figure is the longest silence, as a share of the operation. Bound: a half; a heartbeat that only the training
+    thread writes is silent for all of it.
+    """
+    matrix = _matrix_that_takes_long()
+    with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
+        with make_heartbeat(Path(folder), 0, INTERVAL_SECONDS) as beat, beat.phase("backward"):
+            begin = time.time()
+            torch.linalg.svdvals(matrix)
+            end = time.time()
+        rows = [row for path in sorted(Path(folder).glob("*.jsonl")) for row in read_lines(path)]
+    busy = [row for row in rows if row["phase"] == "backward" and begin <= row["unix_time_seconds"] <= end]
+    moments = [begin, *(row["unix_time_seconds"] for row in busy), end]
+    silence = max(b - a for a, b in pairwise(moments))
+    ages = [row["phase_seconds"] for row in busy]
+    if ages != sorted(set(ages)):
+        return Measurement(float("inf"), 0.5, "of its time", ("the age of the phase does not grow",))
+    detail = f"{len(busy)} beats in an operation of {end - begin:.2f} s, longest silence {silence:.2f} s"
+    return Measurement(silence / (end - begin), 0.5, "of its time", (detail,))
+
+
+def _matrix_that_takes_long() -> Tensor:
+    """A matrix whose singular values, one call into PyTorch, take BUSY_SECONDS or so."""
+    size = 400
+    while True:
+        matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+        begin = time.perf_counter()
+        torch.linalg.svdvals(matrix)
+        if time.perf_counter() - begin >= BUSY_SECONDS / 2:
+            return matrix
+        # Cubic work: a little over twice as long.
+        size = size * 4 // 3
+
+
+def unknown_flags(_device: torch.device, *, load: Callable[..., Any] = load_config) -> Measurement:
+    """A flag or key that does not exist, or a value that does not fit, is refused in one line that names it.
+
+    The figure counts those that were accepted or refused without a name. Bound: none.
+    """
+    accepted = []
+    with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
+        path = Path(folder) / "config.toml"
+        path.write_text(GOOD_TABLE, encoding="utf-8")
+        load(path, ["--train.steps", "7"])
+        for overrides in BAD_OVERRIDES:
+            if not _refused(partial(load, path, list(overrides)), overrides[0].lstrip("-")):
+                accepted.append(" ".join(overrides))
+        for table in BAD_TABLES:
+            path.write_text(f"{table}\n{GOOD_TABLE}", encoding="utf-8")
+            if not _refused(partial(load, path, []), ""):
+                accepted.append(table.strip().replace("\n", " "))
+    total = len(BAD_OVERRIDES) + len(BAD_TABLES)
+    return Measurement(len(accepted), 0, "accepted", (f"{total} tried", *accepted[:4]))
+
+
+def _refused(load: Callable[[], object], name: str) -> bool:
+    try:
+        load()
+    except UserError as error:
+        return name in str(error) and "\n" not in str(error)
+    return False
+
+
+def first_batch(config: DataConfig) -> Batch:
+    """The first training batch of a source, through the real loader."""
+    tokenizer = make_tokenizer(config.tokenizer)
+    with make_loader(config, tokenizer=tokenizer, sequence_length=16, batch_size=1, vocab_size=257) as loader:
+        return next(loader)
+
+
+def failing_source(_device: torch.device, *, first_batch: Callable[[DataConfig], Batch] = first_batch) -> Measurement:
+    """A data source that fails says so and stops; nothing falls back to other data.
+
+    The figure counts failing sources that gave a batch all the same. Bound: none.
+    """
+    gave = []
+    with tempfile.TemporaryDirectory(prefix="trifocal-check-") as name:
+        folder = Path(name)
+        (folder / "empty").mkdir()
+        (folder / "empty.txt").touch()
+        (folder / "latin1.txt").write_bytes("für".encode("latin-1") * 100)
+        (folder / "broken.jsonl").write_text('{"text": "a"\n', encoding="utf-8")
+        (folder / "field.jsonl").write_text('{"body": "a"}\n' * 50, encoding="utf-8")
+        (folder / "good.txt").write_text("A text that can be read.\n" * 50, encoding="utf-8")
+        first_batch(DataConfig(source=f"text:{folder / 'good.txt'}", validation_fraction=0.0))
+        sources = (
+            f"text:{folder / 'missing.txt'}",
+            f"text:{folder / 'empty'}",
+            f"text:{folder / 'empty.txt'}",
+            f"text:{folder / 'latin1.txt'}",
+            f"jsonl:{folder / 'broken.jsonl'}#text",
+            f"jsonl:{folder / 'field.jsonl'}#text",
+            f"fineweb-edu:{folder / 'missing'}",
+            "fineweb",
+        )
+        for source in sources:
+            try:
+                first_batch(DataConfig(source=source, validation_fraction=0.0, retry_attempts=1))
+            except (UserError, OSError):
+                continue
+            gave.append(source.replace(name, "…"))
+    return Measurement(len(gave), 0, "sources", (f"{len(sources)} tried", *gave[:4]))

@@ -1,0 +1,254 @@
+"""Is training honest: through the real trainer, in a temporary folder, in seconds."""
+
+import contextlib
+import io
+import math
+import random
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trifocal.checks.measurement import Measurement
+from trifocal.checks.seeds import SMALL
+from trifocal.data import Batch, DataConfig
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.ops import Geometry
+from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.train.checkpoint import load_checkpoint
+from trifocal.train.checkpoint_folders import checkpoint_path
+from trifocal.train.launch import resume, train
+from trifocal.train.optimizer import make_optimizer
+from trifocal.train.result import TrainResult
+from trifocal.train.run_config import (
+    CheckpointSection,
+    EvaluateSection,
+    LogSection,
+    OptimizerSection,
+    RunConfig,
+    RunSection,
+    ScheduleSection,
+    TrainSection,
+)
+from trifocal.train.step import train_step
+
+Train = Callable[[RunConfig], TrainResult]
+
+FLOOR_STEPS = 160
+RESUME_STEPS = 6
+
+
+def random_token_floor(device: torch.device, *, train: Train = train) -> Measurement:
+    """On fresh, uniformly random tokens no loss may fall under ln(vocab): who gets there looks ahead.
+
+    The figure is how far the mean loss of the second half of a short training lies under the floor, in its standard
+    errors. Bound: 4, which chance passes once in 30,000 times.
+    """
+    vocab_size = 8
+    model = ModelConfig(
+        vocab_size=vocab_size,
+        dim=32,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=16,
+        value_dim=16,
+        mlp_dim=64,
+        geometry=Geometry(
+            compression_block_size=2,
+            compression_stride=2,
+            selection_block_size=4,
+            num_selected_blocks=2,
+            num_initial_blocks=0,
+            num_local_blocks=1,
+            window_size=2,
+        ),
+    )
+    with _folder() as folder:
+        directory = folder / "run"
+        train(
+            RunConfig(
+                run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
+                model=model,
+                data=DataConfig(source="synthetic", prefetch_batches=8),
+                train=TrainSection(steps=FLOOR_STEPS, sequence_length=64, global_batch_size=8, micro_batch_size=8),
+                optimizer=OptimizerSection(learning_rate=1e-2, weight_decay=0.0),
+                schedule=ScheduleSection(warmup_steps=5, minimum_factor=1.0),
+                checkpoint=CheckpointSection(interval_steps=0),
+                evaluate=EvaluateSection(interval_steps=0),
+                log=LogSection(interval_steps=1),
+            )
+        )
+        losses = [row["loss"] for row in read_metrics(directory / "metrics.jsonl", "train")]
+    second_half = losses[FLOOR_STEPS // 2 :]
+    floor = math.log(vocab_size)
+    mean = statistics.mean(second_half)
+    spread = statistics.stdev(second_half) / len(second_half) ** 0.5
+    return Measurement(
+        (floor - mean) / spread,
+        4,
+        "std. errors",
+        (f"mean loss {mean:.4f} over {len(second_half)} steps, floor {floor:.4f}, standard error {spread:.4f}",),
+    )
+
+
+def resume_bit_for_bit(device: torch.device, *, resume: Callable[..., TrainResult] = resume) -> Measurement:
+    """A run that is resumed half-way ends exactly as the one that never stopped.
+
+    Compared at the end, bit for bit: weights, optimizer, step, loss, data position and every random generator, while
+    each forward pass draws from all of them, as dropout would; and the losses on the way. The figure counts what
+    differs. Bound: nothing.
+    """
+    with _folder() as folder, _drawing_from_every_generator():
+        _write_documents(folder / "text")
+        whole, resumed = folder / "whole", folder / "resumed"
+        config = _small_run(whole, folder / "text", device)
+        train(config)
+        shutil.copytree(whole, resumed)
+        middle = checkpoint_path(Path(), RESUME_STEPS // 2).name
+        resume(resumed, checkpoint=middle)
+        first, second = (_final_state(run, config) for run in (whole, resumed))
+    differing = [name for name in first if not _identical(first[name], second.get(name))]
+    details = (f"{len(first)} tensors and states compared", *(f"differs: {name}" for name in differing[:4]))
+    return Measurement(len(differing), 0, "states", details)
+
+
+def master_weights(
+    device: torch.device,
+    *,
+    make_model: Callable[[ModelConfig], nn.Module] = DecoderLM,
+    make_optimizer: Callable[..., torch.optim.AdamW] = make_optimizer,
+) -> Measurement:
+    """Under bf16 the matrix products are bf16; weights, gradients and optimizer are fp32, and small steps count.
+
+    The figure counts tensors of another type, and matrices of which a step of 1e-6 leaves most entries where they
+    were, as bf16 weights would. Bound: none.
+    """
+    torch.manual_seed(0)
+    config = _small_model()
+    model = make_model(config).to(device)
+    optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-6, weight_decay=0.0))
+    tokens = torch.randint(config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
+    batch = Batch(tokens, tokens.roll(-1, 1), None, (), 0, 0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    products: list[torch.dtype] = []
+    hooks = [
+        module.register_forward_hook(lambda _module, _inputs, output: products.append(output.dtype))
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and "gate" not in name
+    ]
+    with _folder() as folder:
+        train_step(
+            1,
+            [batch],
+            loss_function=model,
+            optimizer=optimizer,
+            device=device,
+            config=TrainSection(precision="bf16"),
+            heartbeat=Heartbeat(folder),
+            before_backward=lambda: None,
+        )
+    for hook in hooks:
+        hook.remove()
+    wrong = [f"product in {dtype}" for dtype in products if dtype != torch.bfloat16]
+    for name, parameter in model.named_parameters():
+        state = optimizer.state[parameter]
+        tensors = {"weight": parameter, "gradient": parameter.grad, **state}
+        wrong += [f"{kind} of {name}" for kind, x in tensors.items() if x is None or x.dtype != torch.float32]
+        used = parameter.grad is not None and (parameter.grad != 0)
+        if parameter.ndim > 1 and isinstance(used, Tensor):
+            moved = (parameter != before[name])[used]
+            if moved.float().mean() < 0.5:
+                wrong.append(f"a step of 1e-6 does not move {name}")
+    details = (f"{len(before)} parameters, {len(products)} products", *wrong[:4])
+    return Measurement(len(wrong), 0, "tensors", details)
+
+
+def _small_model() -> ModelConfig:
+    return ModelConfig(
+        vocab_size=257,
+        dim=32,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        value_dim=8,
+        mlp_dim=64,
+        geometry=SMALL,
+    )
+
+
+def _small_run(directory: Path, text: Path, device: torch.device) -> RunConfig:
+    return RunConfig(
+        run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
+        model=_small_model(),
+        data=DataConfig(source=f"text:{text}", validation_fraction=0.0, shuffle_documents=4, shuffle_sequences=8),
+        train=TrainSection(steps=RESUME_STEPS, sequence_length=48, global_batch_size=4, micro_batch_size=2),
+        optimizer=OptimizerSection(learning_rate=1e-2),
+        schedule=ScheduleSection(warmup_steps=2),
+        checkpoint=CheckpointSection(interval_steps=RESUME_STEPS // 2, keep_last=2),
+        evaluate=EvaluateSection(interval_steps=0),
+        log=LogSection(interval_steps=1),
+    )
+
+
+def _write_documents(folder: Path) -> None:
+    """Twelve short texts of different lengths, some shorter than a row, some longer."""
+    folder.mkdir()
+    words = random.Random(0)
+    for number in range(12):
+        text = " ".join(str(words.randrange(10000)) for _ in range(5 + 7 * number))
+        (folder / f"{number:02}.txt").write_text(text + "\n", encoding="utf-8")
+
+
+def _final_state(directory: Path, config: RunConfig) -> dict[str, Any]:
+    """Everything that the last checkpoint holds, by name, and the losses of the steps after the middle."""
+    model = DecoderLM(config.model)
+    optimizer = make_optimizer(model, config.optimizer)
+    path = checkpoint_path(directory / "checkpoints", RESUME_STEPS)
+    state = load_checkpoint(path, model=model, optimizer=optimizer, model_config=config.model)
+    states: dict[str, Any] = {f"process: {key}": value for key, value in state.items()}
+    states |= {f"random: {key}": value for key, value in states.pop("process: random").items()}
+    for name, parameter in model.named_parameters():
+        states[name] = parameter.detach()
+        states |= {f"{key} of {name}": value for key, value in optimizer.state[parameter].items()}
+    states["losses"] = [row["loss"] for row in read_metrics(directory / "metrics.jsonl", "train")]
+    return states
+
+
+def _identical(a: object, b: object) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    return a == b
+
+
+@contextlib.contextmanager
+def _folder() -> Iterator[Path]:
+    """A temporary folder; what a trainer prints meanwhile is not shown."""
+    with tempfile.TemporaryDirectory(prefix="trifocal-check-") as name, contextlib.redirect_stdout(io.StringIO()):
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _drawing_from_every_generator() -> Iterator[None]:
+    """Let every forward pass of a model draw from Python's, NumPy's and PyTorch's generators."""
+
+    def draw(module: nn.Module, _inputs: object) -> None:
+        if isinstance(module, DecoderLM):
+            random.random()
+            np.random.random()
+            torch.rand(())
+            if torch.cuda.is_available():
+                torch.rand((), device="cuda")
+
+    hook = nn.modules.module.register_module_forward_pre_hook(draw)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -1,0 +1,133 @@
+"""The settings of the data, and what makes them valid."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trifocal.errors import UserError, nearest
+from trifocal.fields import check_seconds
+
+SOURCES = ("synthetic", "builtin", "text", "jsonl", "parquet", "fineweb-edu")
+"""Kinds of source; the part of `DataConfig.source` before the first colon."""
+
+ON_BAD_DOCUMENT = ("stop", "skip")
+"""Values of `DataConfig.on_bad_document`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where training text comes from and how it is read.
+
+    Nothing here ever falls back to another source: what cannot be read is an error.
+    """
+
+    source: str = "builtin"
+    """synthetic (random tokens), builtin (text of Python's standard library), text:PATH, jsonl:PATH#field,
+    parquet:PATH#field (file, folder or glob; parquet also http(s) URLs, separated by commas), fineweb-edu
+    (from the hub), fineweb-edu:PATH (a folder of its parquet files). The field is text unless given."""
+
+    tokenizer: str = "bytes"
+    """bytes, gpt2, or the path of a Hugging Face tokenizer.json."""
+
+    separator: str = ""
+    """The tokenizer's token that ends a document, such as <|endoftext|>; empty: found by its usual names."""
+
+    seed: int = 1337
+    """Orders the documents; each epoch has an order of its own."""
+
+    validation_fraction: float = 0.05
+    """Share of documents held out, chosen by a hash of their text alone; of a text file that is cut into several,
+    by their place in it. 0 holds out none."""
+
+    shuffle_documents: int = 1024
+    """Documents that are shuffled among each other at a time. Files are shuffled, then blocks of this many."""
+
+    shuffle_sequences: int = 1024
+    """Rows of sequence_length tokens that are shuffled among each other at a time, so that a batch holds pieces of
+    many documents; 1: off. They are read before the first batch, and again by a resumed run, and kept in memory at 8
+    bytes a token: rows for half a million to a million tokens mix well and start within seconds."""
+
+    streams: int = 1
+    """Streams that the documents are dealt to; rows come from them in turn. Several processes read their own streams
+    alone where this is a multiple of their number; otherwise, and with 1, they read each other's too. It decides the
+    order of the rows, so it may not change within a run; the number of processes may."""
+
+    text_document_bytes: int = 65536
+    """A longer text file is cut at line ends into documents of at most this many bytes; 0: never cut. Little text is
+    cut into smaller ones, so that some of them are held out for validation."""
+
+    on_bad_document: str = "stop"
+    """What is done with a document without readable text (a null, a missing field, no UTF-8, no JSON): stop the run
+    with a line that names it, or skip it and count it. An empty text is passed over. It may change within a run."""
+
+    include_site_packages: bool = False
+    """builtin reads the installed packages' Python files too: a few hundred MB on a usual machine."""
+
+    fineweb_repository: str = "HuggingFaceFW/fineweb-edu"
+    """The hub repository that fineweb-edu reads, or a local copy of it."""
+
+    fineweb_name: str = "sample-10BT"
+    """The configuration of that repository, such as sample-10BT or CC-MAIN-2024-10."""
+
+    fineweb_revision: str = "main"
+    """Branch or commit of that repository. A run saves the commit that it found and goes on with it."""
+
+    fineweb_split: str = "train"
+    """The split of that configuration."""
+
+    prefetch_batches: int = 4
+    """Batches made ahead of the trainer, at most."""
+
+    retry_attempts: int = 8
+    """Times that a network request is tried in a row before the run stops."""
+
+    retry_base_seconds: float = 1.0
+    """Pause after the first failure, less a random part of up to half; it doubles with each one."""
+
+    retry_max_seconds: float = 300.0
+    """The longest pause between attempts. A server that asks for a longer one (Retry-After in seconds) gets it, until
+    stall_limit_seconds ends the run."""
+
+    request_timeout_seconds: float = 30.0
+    """A connection silent for this long has failed."""
+
+    stall_seconds: float = 30.0
+    """Waiting this long for a batch is reported as a data stall, and again each time as much has passed."""
+
+    stall_limit_seconds: float = 1800.0
+    """Waiting this long for a batch stops the run."""
+
+    def validate(self) -> None:
+        """Check every value.
+
+        Raises:
+            UserError: If a value cannot be used; names the key, the value and what is expected.
+        """
+        for key, least in (
+            ("seed", 0),
+            ("shuffle_documents", 1),
+            ("shuffle_sequences", 1),
+            ("streams", 1),
+            ("text_document_bytes", 0),
+            ("prefetch_batches", 1),
+            ("retry_attempts", 1),
+            ("retry_base_seconds", 0),
+            ("retry_max_seconds", 0),
+        ):
+            if getattr(self, key) < least:
+                raise UserError(f"data.{key} is {getattr(self, key)}; it must be at least {least}")
+        for key in ("request_timeout_seconds", "stall_seconds", "stall_limit_seconds"):
+            check_seconds(f"data.{key}", getattr(self, key))
+        if 0 < self.text_document_bytes < 64:
+            raise UserError(
+                f"data.text_document_bytes is {self.text_document_bytes}; it must be 0 (never cut) or at least 64"
+            )
+        if self.on_bad_document not in ON_BAD_DOCUMENT:
+            raise UserError(
+                f"data.on_bad_document is {self.on_bad_document!r}; the nearest of {', '.join(ON_BAD_DOCUMENT)} is "
+                f"{nearest(self.on_bad_document, ON_BAD_DOCUMENT)}"
+            )
+        if not 0 <= self.validation_fraction < 1:
+            raise UserError(
+                f"data.validation_fraction is {self.validation_fraction}; it must be at least 0 and below 1"
+            )

@@ -1,0 +1,51 @@
+"""The source of documents that a config names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from trifocal.data.activity import Activity
+from trifocal.data.data_config import DataConfig
+from trifocal.data.sources import BadDocuments, Source, parse_source
+
+
+def make_source(config: DataConfig, activity: Activity) -> tuple[Source, DataConfig]:
+    """Open the source of documents that a config names (any but `synthetic`, which has no documents).
+
+    Args:
+        config: Names the source.
+        activity: Of the loader that will read it.
+
+    Returns:
+        The source, and the config with a branch of the hub replaced by the commit that it stands for now.
+
+    Raises:
+        UserError: If the source is unknown, or its data are missing or empty.
+        DataError: If the hub does not answer.
+    """
+    # Imported here so that a run loads only the libraries of its own source.
+    kind, path, field = parse_source(config.source)
+    bad = BadDocuments(config.on_bad_document)
+    if kind == "builtin":
+        from trifocal.data.builtin import BuiltinSource
+
+        return BuiltinSource(include_site_packages=config.include_site_packages, bad=bad), config
+    if kind == "text":
+        from trifocal.data.text import TextSource
+
+        return TextSource(
+            path, config.text_document_bytes, validation_fraction=config.validation_fraction, bad=bad
+        ), config
+    if kind == "jsonl":
+        from trifocal.data.text import JsonlSource
+
+        return JsonlSource(path, field, bad=bad), config
+    if kind == "fineweb-edu" and not path:
+        from trifocal.data.hub import open_fineweb
+
+        source, revision = open_fineweb(config, field, activity, bad)
+        return source, replace(config, fineweb_revision=revision)
+    from trifocal.data.parquet import ParquetSource
+    from trifocal.data.remote import HttpClient
+
+    return ParquetSource.from_path(config.source, path, field, HttpClient(config, activity), bad), config

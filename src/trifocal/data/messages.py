@@ -1,0 +1,13 @@
+"""Errors of other libraries, in one printable line."""
+
+from __future__ import annotations
+
+
+def one_line(error: object) -> str:
+    """What an error says: at most 200 characters, without line breaks, control characters or broken ones.
+
+    Args:
+        error: An exception, or a text.
+    """
+    text = " ".join(str(error).split())[:200]
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

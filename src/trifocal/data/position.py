@@ -1,0 +1,59 @@
+"""Whether a saved position in the data fits the data that a run reads now."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trifocal.errors import UserError
+
+POSITION_VERSION = 3
+
+
+def check_position(
+    state: Mapping[str, Any], *, name: str, settings: Mapping[str, Any], content: str, shards: Sequence[str]
+) -> None:
+    """Refuse a position of other data, or of other settings of them.
+
+    Args:
+        state: What `Loader.state_dict` gave.
+        name: Of the data that this run reads.
+        settings: What decides the rows, by configuration key.
+        content: Hashes of the files' contents, of one length each, in the order of `shards`.
+        shards: Names of the files.
+
+    Raises:
+        UserError: Names what differs.
+    """
+    if state.get("version") != POSITION_VERSION:
+        raise UserError(
+            f"data position of version {state.get('version')}; this version of trifocal reads {POSITION_VERSION}. "
+            "Older ones lack the contents of the files, and count long texts' pieces otherwise: go on with the "
+            "version that saved the checkpoint, or start a new run"
+        )
+    saved = state["settings"]
+    if differ := [key for key in settings if saved.get(key) != settings[key]]:
+        raise UserError(
+            f"the data position belongs to {state['source']}, this run reads {name}: "
+            f"{_differences(differ, saved, settings)}; resume with the saved values"
+        )
+    if state["content"] != content:
+        width = len(content) // len(shards)
+        changed = [
+            shard
+            for index, shard in enumerate(shards)
+            if state["content"][index * width :][:width] != content[index * width :][:width]
+        ]
+        more = f" and {len(changed) - 1} more files have" if len(changed) > 1 else " has"
+        raise UserError(
+            f"{changed[0]}{more} changed since the checkpoint was saved: {name} has files of the same names and "
+            "sizes, but other content; put the old files back, or start a new run with the new ones"
+        )
+
+
+def _differences(keys: Sequence[str], saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Keys of the configuration with both values; what has a fingerprint, by its name alone."""
+
+    def shown(key: str) -> str:
+        has_values = key in saved and key != "data.tokenizer" and " " not in key
+        return f"{key} {saved[key]} -> {now[key]}" if has_values else f"{key} differ"
+
+    return ", ".join(map(shown, keys))

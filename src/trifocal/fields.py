@@ -1,0 +1,131 @@
+"""Values into typed dataclasses, by one rule for files, flags and code."""
+
+import dataclasses
+import math
+import reprlib
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from trifocal.errors import UserError, unknown
+
+T = TypeVar("T")
+
+LONGEST_SECONDS = 1e9
+"""Clocks count nanoseconds in 64 bits: 292 years, of which the clock itself has used up some."""
+
+_NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
+_SHOWN = reprlib.Repr()
+_SHOWN.maxstring = _SHOWN.maxother = 200
+
+
+def field_types(cls: type) -> dict[str, Any]:
+    """The fields of a dataclass with their resolved types."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def dotted_fields(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Every leaf field of a nested dataclass, as `section.field`, with its type."""
+    leaves: dict[str, Any] = {}
+    for name, kind in field_types(cls).items():
+        if dataclasses.is_dataclass(kind):
+            leaves.update(dotted_fields(typing.cast(type, kind), f"{prefix}{name}."))
+        else:
+            leaves[prefix + name] = kind
+    return leaves
+
+
+def from_table(cls: type[T], table: Mapping[str, Any], source: str = "", *, section: str = "") -> T:
+    """Build a dataclass from a nested table of values, as TOML and JSON give them.
+
+    Args:
+        cls: The dataclass; fields may be dataclasses, int, float, bool, str, a Literal of str, or a tuple of these.
+        table: The values. Missing keys take their defaults.
+        source: Where they come from, such as the name of a file; messages begin with it.
+        section: What the dataclass itself is called in messages.
+
+    Raises:
+        UserError: If a key is unknown (names the nearest valid one), missing, of the wrong type, or refused by the
+            dataclass itself.
+    """
+    prefix = f"{section}." if section else ""
+    return _build(cls, table, f"{source}: " if source else "", prefix, dotted_fields(cls, prefix))
+
+
+def _build(cls: type[T], table: Mapping[str, Any], source: str, prefix: str, known: dict[str, Any]) -> T:
+    types = field_types(cls)
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if key not in types:
+            sections = {leaf.rpartition(".")[0] for leaf in known} - {""}
+            raise unknown("key", name, [*known, *sections], source)
+        kind = types[key]
+        if dataclasses.is_dataclass(kind):
+            if not isinstance(value, Mapping):
+                raise UserError(f"{source}{name} must be a table, got {_SHOWN.repr(value)}")
+            values[key] = _build(typing.cast(type, kind), value, source, name + ".", known)
+        else:
+            values[key] = checked(kind, value, source + name)
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        if required and field.name not in values:
+            what = "section" if dataclasses.is_dataclass(types[field.name]) else "key"
+            raise UserError(f'{source}the {what} "{prefix}{field.name}" is missing')
+    try:
+        return cls(**values)
+    except ValueError as error:
+        raise UserError(f"{source}{error}") from error
+
+
+def checked(kind: Any, value: Any, name: str) -> Any:
+    """A value as its field's type wants it.
+
+    Args:
+        kind: int, float, bool, str, a Literal of str, or a tuple of these.
+        value: What was given.
+        name: Of the field, for messages.
+
+    Raises:
+        UserError: If the value is of another type, or could not be written to a file and read again.
+    """
+    if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
+        return tuple(checked(typing.get_args(kind)[0], part, name) for part in value)
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise UserError(f"{name} must be one of {', '.join(map(repr, choices))}, got {_SHOWN.repr(value)}")
+        return value
+    if type(value) is int:
+        # The range of TOML's integers; a larger one is no size, count or seed, and its digits may fill a screen.
+        if not -(2**63) <= value < 2**63:
+            got = f", got {value}" if value.bit_length() < 128 else ""
+            raise UserError(f"{name} must fit 64 bits{got}")
+        value = float(value) if kind is float else value
+    if type(value) is not kind or (kind is float and not math.isfinite(value)):
+        raise UserError(f"{name} must be {_NAMES.get(kind, kind)}, got {_SHOWN.repr(value)}")
+    if kind is str:
+        _check_text(value, name)
+    return value
+
+
+def _check_text(value: str, name: str) -> None:
+    if "\0" in value:
+        raise UserError(f"{name} has a NUL character in it")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise UserError(f"{name} is not UTF-8 text") from error
+
+
+def check_seconds(name: str, value: float) -> None:
+    """Refuse a time that no clock can wait for.
+
+    Raises:
+        UserError: Unless it lies between 0 and `LONGEST_SECONDS`, 0 excluded.
+    """
+    if value <= 0:
+        raise UserError(f"{name} must be positive, got {value}")
+    if value > LONGEST_SECONDS:
+        raise UserError(f"{name} may be at most {LONGEST_SECONDS:.0e}, got {value}")

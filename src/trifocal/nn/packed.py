@@ -1,0 +1,107 @@
+"""Causal attention within packed documents, for the dense twin: what it costs grows with the documents, not the pack.
+
+Which code runs is chosen before it runs, by rule, and counted in `trifocal.ops.dispatch.backend_choices()`:
+
+1. `varlen`: FlashAttention on the documents as they lie (`torch.nn.attention.varlen`), on a CUDA device of compute
+   capability 8.0 or newer, for bfloat16 and float16 and D and V up to 192;
+2. `rows`: PyTorch's SDPA on rows as long as the longest document, on any device and in any type.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from trifocal.ops import Documents
+from trifocal.ops.dispatch import count_choice
+
+OLDEST_CAPABILITY = (8, 0)
+# Up to 256, but the backward pass of wider heads than this needs the shared memory of some GPUs.
+WIDEST_HEAD = 192
+# FlashAttention reads 16 bytes at a time.
+HEAD_MULTIPLE = 8
+
+_CAUSAL = (-1, 0)
+# PyTorch 2.11 shares keys between heads without being asked; later ones have an argument for it.
+_SHARED_KEYS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Attend causally within each document.
+
+    Args:
+        q: Queries, [1, T, H, D].
+        k: Keys, [1, T, G, D].
+        v: Values, [1, T, G, V].
+        documents: Those of the T tokens. `max_length` bounds the work; without it the pack counts as one document.
+
+    Returns:
+        [1, T, H, V].
+    """
+    obstacle = _varlen_obstacle(q.device.type, q.device.index, q.dtype, max(q.shape[3], v.shape[3]))
+    if obstacle:
+        count_choice("packed_attention", "rows", obstacle)
+        return _rows(q, k, v, documents)
+    count_choice("packed_attention", "varlen", "supported")
+    return _varlen(q, k, v, documents)
+
+
+def _varlen_obstacle(device_type: str, device_index: int | None, dtype: torch.dtype, width: int) -> str:
+    """Why FlashAttention cannot take these; empty when it can."""
+    if device_type != "cuda" or torch.version.hip is not None:
+        return "the tensors are not on a CUDA device"
+    if dtype not in (torch.bfloat16, torch.float16):
+        return f"FlashAttention takes bfloat16 and float16, got {dtype}"
+    if width > WIDEST_HEAD:
+        return f"FlashAttention takes D and V up to {WIDEST_HEAD} here, got {width}"
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability < OLDEST_CAPABILITY:
+        return f"FlashAttention needs compute capability 8.0, got {capability[0]}.{capability[1]}"
+    return ""
+
+
+# Compiled graphs take the answer as a constant, as that of `trifocal.ops.triton`.
+_varlen_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    dim, value_dim = q.shape[3], v.shape[3]
+    # One width for q, k and v: zeros change no score, and columns of zeros are cut off the output.
+    width = -(-max(dim, value_dim) // HEAD_MULTIPLE) * HEAD_MULTIPLE
+    q, k, v = (x[0] if x.shape[3] == width else pad(x[0], (0, width - x.shape[3])) for x in (q, k, v))
+    # A bound known on the host: to read the longest document off the device would wait for it.
+    longest = documents.max_length or q.shape[0]
+    borders = documents.cu_seqlens
+    found = varlen_attn(
+        q, k, v, borders, borders, longest, longest, scale=dim**-0.5, window_size=_CAUSAL, **_SHARED_KEYS
+    )
+    # A tuple where log-sum-exps are asked for.
+    assert isinstance(found, Tensor)
+    return found[None, ..., :value_dim]
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+    """Queries in rows of the longest document's length see keys of their own row and of the row before."""
+    num_tokens, heads_per_group = q.shape[1], q.shape[2] // k.shape[2]
+    length = min(documents.max_length or num_tokens, num_tokens)
+    num_rows = -(-num_tokens // length)
+    padding = num_rows * length - num_tokens
+
+    def cut(x: Tensor) -> Tensor:
+        """[1, T, heads, width] -> [rows, heads, length, width]."""
+        return pad(x, (0, 0, 0, 0, 0, padding)).view(num_rows, length, *x.shape[2:]).transpose(1, 2)
+
+    ids = pad(documents.ids, (0, padding), value=-1).view(num_rows, length)
+    key_ids = ids
+    # Copied for every head, because not every kernel behind SDPA shares keys between heads.
+    q, k, v = cut(q), *(cut(x).repeat_interleave(heads_per_group, dim=1) for x in (k, v))
+    if not documents.aligned and num_rows > 1:
+        k, v = (torch.cat((pad(x[:-1], (0, 0) * 3 + (1, 0)), x), dim=2) for x in (k, v))
+        key_ids = torch.cat((pad(ids[:-1], (0, 0, 1, 0), value=-2), ids), dim=1)
+    # What a row lacks sees itself: no query is without a key.
+    mask = (ids[:, :, None] == key_ids[:, None, :]).tril(key_ids.shape[1] - length)
+    o = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+    return o.transpose(1, 2).flatten(0, 1)[None, :num_tokens]

@@ -1,0 +1,74 @@
+"""One self-contained page that shows a run, or compares several (extra `report`)."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from trifocal.errors import UserError
+from trifocal.report.attention_charts import attention_charts
+from trifocal.report.charts import training_charts
+from trifocal.report.page import build_page
+from trifocal.report.picture import pictures_of
+from trifocal.report.summary import Finding, summarise
+from trifocal.runlog.run import read_run
+from trifocal.runlog.whole_files import write_whole
+
+__all__ = ["Finding", "summarise", "write_report"]
+
+
+def write_report(
+    run_dirs: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str] | None = None,
+) -> Path:
+    """Write the report of one run, or of several for comparison, as a single HTML file that needs no network.
+
+    Works on runs that are still going, from the files alone.
+
+    Args:
+        run_dirs: The run directory, or several.
+        output: The file to write; `report.html` in the first run directory by default.
+
+    Returns:
+        The file written.
+
+    Raises:
+        UserError: If plotly is not installed (names the extra), a directory holds no run, one of its files cannot be
+            read, or the output cannot be written.
+    """
+    directories = [run_dirs] if isinstance(run_dirs, str | os.PathLike) else list(run_dirs)
+    if not directories:
+        raise UserError("a report needs at least one run directory")
+    runs = [read_run(Path(directory)) for directory in directories]
+    plotly = _plotly_source()
+    names = [run.name for run in runs]
+    for run in runs:
+        if names.count(run.name) > 1:
+            run.name = str(run.directory)
+    training = training_charts(runs)
+    attention = [attention_charts(run) for run in runs]
+    for index, charts in enumerate(attention):
+        for chart in charts:
+            chart.key = f"{chart.key}-{index}"
+    pictures = [pictures_of(run) for run in runs]
+    page = build_page(runs, [summarise(run) for run in runs], training, attention, pictures, plotly)
+    path = Path(output) if output is not None else runs[0].directory / "report.html"
+    try:
+        if output is None:
+            # In a folder that others may write to: a link under that name leads nowhere.
+            write_whole(path, page)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(page, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the report to {path}: {error.strerror}") from error
+    return path
+
+
+def _plotly_source() -> str:
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise UserError(
+            "the report draws with plotly, which is not installed: pip install 'trifocal[report]'"
+        ) from error
+    return str(get_plotlyjs())

@@ -1,0 +1,241 @@
+"""The report's charts of the attention, from the telemetry rows of telemetry/attention_telemetry.py."""
+
+import statistics
+from typing import Any
+
+from trifocal.report.charts import FULL, THIRD, Chart, Trace, share_steps
+from trifocal.runlog.run import Run
+from trifocal.telemetry.statistics import IGNORED_GATE
+
+BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
+_GATE_MAP_CAPTIONS = {
+    "cmp": "Which layers look at the far past.",
+    "slc": "Which layers look at chosen blocks.",
+    "win": "Which layers look at the near past.",
+}
+
+_STEP = {"title": {"text": "step"}}
+_MOST_LAYER_LINES = 32
+_LEVEL = 0.01
+
+
+def attention_charts(run: Run) -> list[Chart]:
+    """Gates and selection of one run, as far as it has telemetry.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The charts, in the order of the page.
+    """
+    rows = run.of_kind("telemetry")
+    if not rows:
+        return []
+    charts = [
+        _gates(rows),
+        *(_gate_map(rows, branch) for branch in BRANCHES if any(row["layer"] > 0 for row in rows)),
+        _entropy(rows),
+        _ignored(rows),
+        _recall(rows),
+        _recall_map(rows),
+        _distances(rows),
+        _distances_over_time(rows),
+        _selection(rows),
+    ]
+    charts = [chart for chart in charts if chart.traces]
+    share_steps(charts, run.last_step)
+    return charts
+
+
+def _gates(rows: list[dict[str, Any]]) -> Chart:
+    traces: list[Trace] = []
+    layers = sorted({row["layer"] for row in rows})
+    for branch in BRANCHES:
+        for layer in layers if 1 < len(layers) <= _MOST_LAYER_LINES else []:
+            steps, means = _mean_over_layers([row for row in rows if row["layer"] == layer], f"gate_mean_{branch}")
+            thin = {"line": {"color": f"@{branch}", "width": 1}, "opacity": 0.35}
+            traces.append({**_line(steps, means, ""), **thin, "showlegend": False, "hoverinfo": "skip"})
+    for branch, label in BRANCHES.items():
+        steps, means = _mean_over_layers(rows, f"gate_mean_{branch}")
+        if steps:
+            traces.append({**_line(steps, means, label), "line": {"color": f"@{branch}", "width": 3}})
+    layout = {"xaxis": _STEP, "yaxis": {"title": {"text": "gate"}, "range": [0, 1]}}
+    caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is a lens nobody uses."
+    if not any(row.get(f"heads_ignoring_{branch}") for row in rows for branch in BRANCHES):
+        caption += f" No head ignores a lens: each has a mean gate of {IGNORED_GATE} or more for all three."
+    return Chart("gates", "Gates of the three lenses", caption, traces, layout, columns=FULL, height=320)
+
+
+def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
+    title = f"{BRANCHES[branch].capitalize()} gate by layer"
+    chart = _layer_map(rows, f"gate_mean_{branch}", f"gate_map_{branch}", title, _GATE_MAP_CAPTIONS[branch])
+    chart.columns, chart.height = THIRD, 250
+    for trace in chart.traces:
+        trace |= {"zmax": 1, "colorscale": f"@scale-{branch}"}
+        trace["colorbar"] |= {"tickvals": [0, 0.5, 1]}
+    return chart
+
+
+def _entropy(rows: list[dict[str, Any]]) -> Chart:
+    layout = {"xaxis": _STEP, "yaxis": {"range": [0, 0.72], "title": {"text": "nats"}}}
+    caption = "Mean entropy of a gate seen as a coin: 0.69 is undecided, 0 is stuck open or shut, without gradient."
+    return Chart("entropy", "How decided the gates are", caption, _branch_lines(rows, "gate_entropy_"), layout)
+
+
+def _ignored(rows: list[dict[str, Any]]) -> Chart:
+    traces = _branch_lines(rows, "heads_ignoring_")
+    if not any(value for trace in traces for value in trace["y"]):
+        traces = []
+    yaxis = {"rangemode": "tozero", "tickformat": ".0%", "title": {"text": "heads"}}
+    caption = f"Share of heads whose mean gate of a branch is below {IGNORED_GATE}."
+    return Chart("ignored", "Heads that ignore a lens", caption, traces, {"xaxis": _STEP, "yaxis": yaxis})
+
+
+def _recall(rows: list[dict[str, Any]]) -> Chart:
+    names = {
+        "dense_recall": ("of its best blocks, selected", "@slc", "solid"),
+        "dense_mass_covered": ("of its attention, inside the selected", "@dense", "solid"),
+        "recall_by_chance": ("blocks drawn blindly", "@soft", "dot"),
+    }
+    traces: list[Trace] = []
+    for name, (label, colour, dash) in names.items():
+        steps, values = _mean_over_layers(rows, name)
+        if steps:
+            traces.append({**_line(steps, values, label), "line": {"color": colour, "width": 2, "dash": dash}})
+    caption = "What full attention over the same keys would look at, and how much of it selection finds."
+    layout = {"xaxis": _STEP, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
+    return Chart("recall", "Selection against full attention", caption, traces, layout)
+
+
+def _recall_map(rows: list[dict[str, Any]]) -> Chart:
+    caption = "Share of full attention's best blocks that were selected; layers that choose badly are pale."
+    chart = _layer_map(rows, "dense_recall", "recall_map", "Recall by layer", caption)
+    several = len({row["layer"] for row in rows}) > 1
+    if not several or not any(row.get("dense_recall") is not None for row in rows):
+        chart.traces = []
+    for trace in chart.traces:
+        hover = "step %{x}, layer %{y}: %{z:.0%}<extra></extra>"
+        trace |= {"colorscale": "@scale-slc", "zmax": 1, "hovertemplate": hover}
+        trace["colorbar"] |= {"tickformat": ".0%"}
+    return chart
+
+
+def _distances(rows: list[dict[str, Any]]) -> Chart:
+    last_step = max(row["step"] for row in rows)
+    last = [row for row in rows if row["step"] == last_step and row.get("selected_distance_shares")]
+    bins = max((len(row["selected_distance_shares"]) for row in last), default=0)
+    trace = _heat_map(
+        distance_labels(bins),
+        [row["layer"] for row in last],
+        [row["selected_distance_shares"] for row in last],
+        "layer %{y}, %{x} blocks back: %{z:.1%}<extra></extra>",
+    )
+    trace["colorbar"] |= {"tickformat": ".0%"}
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "blocks back"}, "type": "category"},
+        "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(last) // 6)},
+    }
+    caption = f"Share of the selected blocks at each distance from the query, at step {last_step:,}."
+    return Chart("distances", "How far selection looks", caption, [trace] if last else [], layout)
+
+
+def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
+    by_step: dict[int, list[list[float]]] = {}
+    for row in rows:
+        if row.get("selected_distance_shares"):
+            by_step.setdefault(row["step"], []).append(row["selected_distance_shares"])
+    steps = sorted(by_step)
+    bins = max((len(shares) for group in by_step.values() for shares in group), default=0)
+    values = [
+        [round(statistics.fmean(sum(shares[index : index + 1]) for shares in by_step[step]), 5) for step in steps]
+        for index in range(bins)
+    ]
+    trace = _heat_map(steps, distance_labels(bins), values, "step %{x}, %{y} blocks back: %{z:.1%}<extra></extra>")
+    trace["colorbar"] |= {"tickformat": ".0%"}
+    yaxis = {"title": {"text": "blocks back"}, "type": "category"}
+    layout = {"hovermode": "closest", "xaxis": _STEP, "yaxis": yaxis}
+    caption = "The same over the run, mean over layers."
+    return Chart("distances_time", "Distance over time", caption, [trace] if len(steps) > 1 else [], layout)
+
+
+def _selection(rows: list[dict[str, Any]]) -> Chart:
+    names = {
+        "importance_covered": "of the compressed lens's importance, selected",
+        "neighbour_overlap": "of a query's blocks, selected by its neighbour too",
+        "free_local_share": "of free choices, inside the window anyway",
+        "selected_forced_share": "of the selected blocks, always selected",
+        "fewer_than_n_share": "of queries, with fewer blocks than they may select",
+    }
+    traces: list[Trace] = []
+    level = []
+    for index, (name, label) in enumerate(names.items()):
+        steps, values = _mean_over_layers(rows, name)
+        if steps and index > 0 and max(values) - min(values) < _LEVEL:
+            # Lines without a course, some of them over one another, only hide the others.
+            level.append(f"{values[-1]:.0%} {label}")
+        elif steps:
+            trace = {**_line(steps, values, label), "line": {"color": f"@run{index}", "width": 2}}
+            traces.append(trace | {"mode": "lines+markers", "marker": {"size": 5}})
+    layout = {"xaxis": _STEP, "yaxis": {"range": [-0.02, 1.02], "tickformat": ".0%"}}
+    caption = "Mean over layers." + (f" Level all along: {'; '.join(level)}." if level else "")
+    return Chart("selection", "Selected blocks", caption, traces, layout)
+
+
+def distance_labels(bins: int) -> list[str]:
+    """Names of the telemetry's distance bins: 0, 1, 2-3, 4-7, …"""
+    labels = ["0", "1"]
+    for power in range(1, bins - 1):
+        labels.append(f"{2**power}-{2 ** (power + 1) - 1}")
+    return labels[:bins]
+
+
+def _branch_lines(rows: list[dict[str, Any]], prefix: str) -> list[Trace]:
+    traces: list[Trace] = []
+    for branch, label in BRANCHES.items():
+        steps, values = _mean_over_layers(rows, prefix + branch)
+        if steps:
+            traces.append({**_line(steps, values, label), "line": {"color": f"@{branch}", "width": 2}})
+    return traces
+
+
+def _line(steps: list[int], values: list[float], name: str) -> Trace:
+    return {"type": "scatter", "mode": "lines", "x": steps, "y": values, "name": name}
+
+
+def _heat_map(x: list[Any], y: list[Any], z: list[list[Any]], hover: str) -> Trace:
+    return {
+        "type": "heatmap",
+        "x": x,
+        "y": y,
+        "z": z,
+        "zmin": 0,
+        "zmax": max((value for line in z for value in line if value is not None), default=1.0),
+        "ygap": 1,
+        "colorscale": "@sequential",
+        "colorbar": {"thickness": 8, "outlinewidth": 0, "nticks": 4},
+        "hovertemplate": hover,
+    }
+
+
+def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, caption: str) -> Chart:
+    """One figure of every layer over the run."""
+    values = {(row["layer"], row["step"]): row.get(name) for row in rows}
+    steps, layers = sorted({row["step"] for row in rows}), sorted({row["layer"] for row in rows})
+    z = [[values.get((layer, step)) for step in steps] for layer in layers]
+    trace = _heat_map(steps, layers, z, "step %{x}, layer %{y}: %{z:.3f}<extra></extra>")
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {**_STEP, "nticks": 5},
+        "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(layers) // 6)},
+    }
+    return Chart(key, title, caption, [trace], layout)
+
+
+def _mean_over_layers(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    by_step: dict[int, list[float]] = {}
+    for row in rows:
+        if row.get(name) is not None:
+            by_step.setdefault(row["step"], []).append(row[name])
+    steps = sorted(by_step)
+    return steps, [round(sum(by_step[step]) / len(by_step[step]), 5) for step in steps]

@@ -1,0 +1,364 @@
+"""The report's charts of training, as plotly.js figures.
+
+Colours are names (`@run0`, `@cmp`, …) that the page replaces by those of its light or dark theme.
+"""
+
+import itertools
+import math
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from html import escape
+from typing import Any
+
+from trifocal.runlog.run import Run
+
+Trace = dict[str, Any]
+
+THIRD, HALF, FULL = 2, 3, 6
+_NAMED_SHARE = 0.18
+"""A phase with this share of the time has its name in the bar."""
+_MOST_RANK_LINES = 8
+_MOST_DOTS = 60
+_LONG_CURVE = 300
+_EVENT_COLOURS = {"warning": "@data", "error": "@wait"}
+MOST_POINTS = 1500
+"""Points of one curve; longer ones keep the lowest and the highest of every stretch."""
+_PHASES = (
+    *("data", "wait", "forward", "backward", "optimizer", "checkpoint", "evaluate", "telemetry", "sample"),
+    *("compile", "start", "other"),
+)
+
+
+@dataclass
+class Chart:
+    """A figure with the words around it."""
+
+    key: str
+    title: str
+    caption: str
+    traces: list[Trace]
+    layout: dict[str, Any] = field(default_factory=dict)
+    columns: int = HALF
+    """Of the page's six."""
+    height: int = 300
+
+
+def training_charts(runs: list[Run]) -> list[Chart]:
+    """Every chart about training that the runs have figures for.
+
+    Args:
+        runs: One run, or several to compare.
+
+    Returns:
+        The charts, in the order of the page.
+    """
+    makers: list[Callable[[list[Run]], Chart]] = [
+        _loss,
+        _bits_per_byte,
+        _learning_rate,
+        _gradient_norm,
+        _throughput,
+        _utilisation,
+        _step_time,
+        _phases,
+        _memory,
+    ]
+    charts = [chart for make in makers if (chart := make(runs)).traces]
+    share_steps(charts, max(run.last_step for run in runs))
+    return charts
+
+
+def share_steps(charts: list[Chart], last_step: int) -> None:
+    """Give every chart over steps the same axis, from the beginning to the last step."""
+    for chart in charts:
+        axis = chart.layout.get("xaxis", {})
+        if axis.get("title") == {"text": "step"}:
+            chart.layout["xaxis"] = {**axis, "range": [0, max(1, last_step) * 1.02]}
+
+
+def _loss(runs: list[Run]) -> Chart:
+    traces: list[Trace] = []
+    for index, run in enumerate(runs):
+        steps, losses = run.series("train", "loss")
+        if steps:
+            raw = _line(*thin(steps, losses), f"{run.name}, each logged step", index)
+            raw |= {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip"}
+            raw["line"]["width"] = 1
+            label = "training" if len(runs) == 1 else f"{run.name}, training"
+            traces += [raw, _line(*thin(steps, smoothed(losses)), f"{label} (smoothed)", index)]
+        steps, losses = run.series("evaluation", "validation_loss")
+        if steps:
+            label = "validation" if len(runs) == 1 else f"{run.name}, validation"
+            traces.append(
+                {
+                    **_line(steps, losses, label, index),
+                    "mode": "lines+markers",
+                    "line": {"color": f"@run{index}", "width": 1.5, "dash": "dot"},
+                    "marker": {
+                        "size": 7 if len(steps) <= _MOST_DOTS else 4,
+                        "color": "@surface",
+                        "line": {"color": f"@run{index}", "width": 2 if len(steps) <= _MOST_DOTS else 1},
+                    },
+                }
+            )
+    if len(runs) == 1:
+        traces += _events(runs[0], min((value for trace in traces for value in trace["y"]), default=0.0))
+    caption = "Cross-entropy in nats per token; lower is better. Faint: as logged; strong: smoothed; dots: validation."
+    return Chart("loss", "Loss", caption, traces, _axes("nats per token"), columns=FULL, height=380)
+
+
+def _events(run: Run, height: float) -> list[Trace]:
+    """Marks where something happened that is worth a look, with its words on hover."""
+    events = [event for event in run.of_kind("event") if event.get("severity") in _EVENT_COLOURS]
+    if not events:
+        return []
+    return [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": "warnings and errors",
+            "x": [event["step"] for event in events],
+            "y": [_significant(height)] * len(events),
+            "text": ["<br>".join(textwrap.wrap(escape(str(event["message"])), 60)) for event in events],
+            "hovertemplate": "%{text}<extra></extra>",
+            "marker": {
+                "symbol": "triangle-up",
+                "size": 11,
+                "color": [_EVENT_COLOURS[event["severity"]] for event in events],
+            },
+        }
+    ]
+
+
+def _bits_per_byte(runs: list[Run]) -> Chart:
+    traces = _of_each(runs, "evaluation", "bits_per_byte", markers=True)
+    caption = "Validation loss per byte of text, which compares across tokenizers."
+    return Chart("bits_per_byte", "Bits per byte", caption, traces, _axes("bits per byte"))
+
+
+def _learning_rate(runs: list[Run]) -> Chart:
+    traces = _of_each(runs, "train", "learning_rate")
+    layout = _axes("", from_zero=True)
+    layout["yaxis"]["tickformat"] = "~g"
+    return Chart("learning_rate", "Learning rate", "Warm-up, then the schedule.", traces, layout)
+
+
+def _gradient_norm(runs: list[Run]) -> Chart:
+    traces = _with_trend(_of_each(runs, "train", "gradient_norm"))
+    positive = all(value > 0 for trace in traces for value in trace["y"])
+    layout = _axes("norm", log=positive) | {"showlegend": len(runs) > 1}
+    values = [value for trace in traces for value in trace["y"]]
+    if positive and values:
+        layout["yaxis"] |= {"tickformat": "~g", "dtick": "D2" if max(values) < 300 * min(values) else 1}
+    return Chart("gradient_norm", "Gradient norm", "Before clipping. Spikes announce trouble.", traces, layout)
+
+
+def _throughput(runs: list[Run]) -> Chart:
+    traces = _with_trend(_of_each(runs, "train", "tokens_per_second"))
+    layout = _axes("tokens/s", from_zero=True) | {"showlegend": len(runs) > 1}
+    return Chart("throughput", "Throughput", "All ranks together. Dips are pauses.", traces, layout)
+
+
+def _utilisation(runs: list[Run]) -> Chart:
+    names = {"executed_mfu": "executed", "dense_equivalent_mfu": "dense equivalent"}
+    caption = (
+        "Share of the GPU's dense bf16 peak. Executed: FLOPs really done. Dense equivalent: those that dense "
+        "attention would have needed for the same step."
+    )
+    layout = _axes("", from_zero=True)
+    layout["yaxis"]["tickformat"] = ".0%"
+    return Chart("utilisation", "Model FLOPs utilisation", caption, _several(runs, names), layout)
+
+
+def _step_time(runs: list[Run]) -> Chart:
+    names = {
+        "step_seconds": "step",
+        "data_wait_seconds_p95": "waiting for data, p95",
+        "data_wait_seconds_p50": "waiting for data, median",
+    }
+    caption = "And how much of it was spent waiting for data."
+    return Chart("step_time", "Time of a step", caption, _several(runs, names), _axes("seconds", from_zero=True))
+
+
+def _phases(runs: list[Run]) -> Chart:
+    bars = [
+        (
+            ", ".join([run.name] * (len(runs) > 1) + [f"rank {rank}"] * (len(run.heartbeats) > 1)),
+            run.phase_seconds(rank),
+        )
+        for run in runs
+        for rank in run.heartbeats
+    ]
+    traces: list[Trace] = []
+    for phase in _PHASES:
+        if any(phases.get(phase, 0.0) > 0 for _, phases in bars):
+            seconds = [phases.get(phase, 0.0) for _, phases in bars]
+            shares = [phases.get(phase, 0.0) / max(sum(phases.values()), 1e-9) for _, phases in bars]
+            traces.append(
+                {
+                    "type": "bar",
+                    "orientation": "h",
+                    "name": phase,
+                    "y": [label for label, _ in bars],
+                    "x": [_significant(value) for value in seconds],
+                    "customdata": [round(share, 4) for share in shares],
+                    "text": [f"{phase} {share:.0%}" if share >= _NAMED_SHARE else "" for share in shares],
+                    "textposition": "inside",
+                    "insidetextanchor": "middle",
+                    "textangle": 0,
+                    "hovertemplate": f"{phase}: %{{x:,.1f}} s (%{{customdata:.1%}})<extra>%{{y}}</extra>",
+                    "marker": {"color": f"@{phase}"},
+                }
+            )
+    layout = {
+        "barmode": "stack",
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "seconds"}, "rangemode": "tozero"},
+        "yaxis": {"autorange": "reversed", "showticklabels": len(bars) > 1},
+    }
+    caption = (
+        "Where the time of a process went, from its heartbeat. Host time: a GPU's work shows where it is waited for."
+    )
+    return Chart("phases", "Time by phase", caption, traces, layout, height=max(240, 150 + 44 * len(bars)))
+
+
+def _memory(runs: list[Run]) -> Chart:
+    names = {"memory_allocated_bytes": "allocated", "memory_reserved_bytes": "reserved"}
+    caption = "On a GPU the allocator's figures, on a CPU the process's resident memory. It should be level."
+    traces = _several(runs, names, scale=2**-30)
+    if len(runs) == 1:
+        traces += _memory_of_other_ranks(runs[0])
+    return Chart("memory", "Memory", caption, traces, _axes("GiB", from_zero=True))
+
+
+def _memory_of_other_ranks(run: Run) -> list[Trace]:
+    """From their heartbeats; rank 0 has its figures in the metrics."""
+    traces: list[Trace] = []
+    for rank, beats in run.heartbeats.items():
+        rows = [row for row in beats if row["memory_allocated_bytes"] is not None]
+        if rank > 0 and rows and len(run.heartbeats) <= _MOST_RANK_LINES:
+            steps, gib = [row["step"] for row in rows], [row["memory_allocated_bytes"] * 2**-30 for row in rows]
+            trace = _line(*thin(steps, gib), f"rank {rank}, allocated", rank + 1)
+            traces.append({**trace, "line": {"color": f"@run{rank + 1}", "width": 1, "dash": "dot"}})
+    return traces
+
+
+def _several(runs: list[Run], names: dict[str, str], scale: float = 1.0) -> list[Trace]:
+    """Several metrics in one chart: told apart by colour for one run, by dashes when colours tell runs apart."""
+    traces: list[Trace] = []
+    for number, ((name, label), dash) in enumerate(zip(names.items(), ("solid", "dot", "dash"), strict=False)):
+        for trace in _of_each(runs, "train", name, scale=scale):
+            if len(runs) == 1:
+                trace["name"] = label
+                trace["line"]["color"] = f"@run{number}"
+            else:
+                trace["name"] += f", {label}"
+                trace["line"]["dash"] = dash
+            traces += _with_trend([trace])
+    return traces
+
+
+def _of_each(runs: list[Run], kind: str, name: str, *, markers: bool = False, scale: float = 1.0) -> list[Trace]:
+    traces = []
+    for index, run in enumerate(runs):
+        steps, values = run.series(kind, name)
+        if steps:
+            trace = _line(*thin(steps, [value * scale for value in values]), run.name, index)
+            if markers and len(steps) <= _MOST_DOTS:
+                trace |= {"mode": "lines+markers", "marker": {"size": 6}}
+            traces.append(trace)
+    return traces
+
+
+def _with_trend(traces: list[Trace]) -> list[Trace]:
+    """Long curves become faint, with a smooth one in front; short ones stay as they are."""
+    result: list[Trace] = []
+    for trace in traces:
+        values = trace["y"]
+        if len(values) <= _LONG_CURVE:
+            result.append(trace)
+            continue
+        trend = [_significant(min(max(value, min(values)), max(values))) for value in smoothed(values)]
+        faint = {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip", "line": {**trace["line"], "width": 1}}
+        result += [{**trace, **faint}, {**trace, "y": trend}]
+    return result
+
+
+def _line(steps: list[int], values: list[float], name: str, index: int) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines",
+        "x": steps,
+        "y": [_significant(value) for value in values],
+        "name": name,
+        "line": {"color": f"@run{index}", "width": 2},
+    }
+
+
+def _axes(unit: str, *, log: bool = False, from_zero: bool = False) -> dict[str, Any]:
+    yaxis: dict[str, Any] = {"title": {"text": unit}}
+    if log:
+        yaxis["type"] = "log"
+    if from_zero:
+        yaxis["rangemode"] = "tozero"
+    return {"xaxis": {"title": {"text": "step"}}, "yaxis": yaxis}
+
+
+def smoothed(values: list[float], width: int | None = None) -> list[float]:
+    """Moving mean centred on each point.
+
+    Towards the beginning of fewer points, down to the first value itself, as curves fall steeply there; towards the end
+    the line fitted to the last whole stretch. So it lags behind nowhere, and is smooth to the end.
+
+    Args:
+        values: A curve.
+        width: Points in the mean, odd; about a thirtieth of the curve by default.
+
+    Returns:
+        As many values.
+    """
+    count = len(values)
+    width = min(count, 2 * max(3, count // 60) + 1 if width is None else width)
+    sums = [0.0, *itertools.accumulate(values)]
+    moments = [0.0, *itertools.accumulate(index * value for index, value in enumerate(values))]
+    result = []
+    for index in range(count):
+        if index < width // 2:
+            span = min(2 * index + 1, count)
+            result.append(sums[span] / span)
+            continue
+        start = min(index - width // 2, count - width)
+        middle = start + (width - 1) / 2
+        mean = (sums[start + width] - sums[start]) / width
+        covariance = (moments[start + width] - moments[start]) / width - middle * mean
+        slope = 12 * covariance / (width**2 - 1) if width > 1 else 0.0
+        result.append(mean + slope * (index - middle))
+    return result
+
+
+def thin(steps: list[int], values: list[float], most: int = MOST_POINTS) -> tuple[list[int], list[float]]:
+    """Shorten a curve without losing its spikes: the lowest and the highest point of every stretch stay.
+
+    Args:
+        steps: Of every value.
+        values: The curve.
+        most: Points that may stay.
+
+    Returns:
+        Steps and values, at most about `most` of them, in order, with both ends.
+    """
+    if len(values) <= most:
+        return steps, values
+    stretch = math.ceil(2 * len(values) / most)
+    keep = {0, len(values) - 1}
+    for start in range(0, len(values), stretch):
+        indices = range(start, min(start + stretch, len(values)))
+        keep |= {min(indices, key=values.__getitem__), max(indices, key=values.__getitem__)}
+    order = sorted(keep)
+    return [steps[index] for index in order], [values[index] for index in order]
+
+
+def _significant(value: float) -> float:
+    """Six significant digits: what a chart can show, in half the bytes."""
+    return float(f"{value:.6g}")

@@ -1,0 +1,235 @@
+"""A run in a terminal, from its files alone: on this machine, or on another that sees the same folder."""
+
+import itertools
+import time
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trifocal.runlog.jsonl import Row
+from trifocal.runlog.progress import duration
+from trifocal.runlog.readable import is_number
+from trifocal.runlog.run import Run
+from trifocal.runlog.verdict import Verdict, judge
+from trifocal.telemetry.statistics import BRANCHES
+
+_COLOURS = {
+    "running": "green",
+    "finished": "green",
+    "stopped": "yellow",
+    "slow": "yellow",
+    "stalled": "bold red",
+    "failed": "bold red",
+    "dead": "bold red",
+}
+_BARS = "▁▂▃▄▅▆▇█"
+_BRAILLE_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_CURVE_LINES = 4
+_LOW_TERMINAL = 24
+_ETA_ROWS = 30
+_SHOWN_EVENTS = 4
+
+
+class Silences:
+    """How long every rank has been silent, by this machine's clock alone once it has been seen to write.
+
+    Clocks of other machines may be off, which would make the living look dead and the dead alive.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float, bool]] = {}
+
+    def of(self, rank: int, row: Row, now: float) -> float:
+        """Seconds since a rank's last row.
+
+        Args:
+            rank: The rank.
+            row: Its last row.
+            now: Seconds since the epoch, here.
+        """
+        written = row["unix_time_seconds"]
+        last, since, moved = self._seen.get(rank, (written, now, False))
+        if written != last:
+            last, since, moved = written, now, True
+        self._seen[rank] = (last, since, moved)
+        return now - since if moved else max(now - written, now - since)
+
+
+def verdicts(run: Run, now: float | None = None, *, silences: Silences | None = None) -> dict[int, Verdict]:
+    """The verdict on every rank that has written a heartbeat.
+
+    Args:
+        run: The run.
+        now: Seconds since the epoch; the present by default.
+        silences: Of earlier looks at the same run.
+    """
+    now = time.time() if now is None else now
+    silences = silences or Silences()
+    found = {}
+    for rank, (*_, row) in run.heartbeats.items():
+        found[rank] = judge(row, row["unix_time_seconds"] + silences.of(rank, row, now))
+    return found
+
+
+def remaining_seconds(run: Run) -> float | None:
+    """Time left at the pace of the last training rows; None if it cannot be known."""
+    rows = run.of_kind("train")[-_ETA_ROWS:]
+    if run.total_steps is None or len(rows) < 2:
+        return None
+    steps = rows[-1]["step"] - rows[0]["step"]
+    seconds = rows[-1]["unix_time_seconds"] - rows[0]["unix_time_seconds"]
+    if steps <= 0 or seconds <= 0:
+        return None
+    return max(0.0, (run.total_steps - run.last_step) * seconds / steps)
+
+
+def curve(values: list[float], width: int, height: int) -> list[str]:
+    """A curve in Braille characters, two by four dots each: means of equal stretches, joined by vertical strokes.
+
+    Args:
+        values: The curve.
+        width: Characters in a line, at most.
+        height: Lines.
+
+    Returns:
+        The lines, from the highest values to the lowest; none for an empty curve.
+    """
+    if not values:
+        return []
+    columns, dots = min(2 * width, len(values)), 4 * height
+    bounds = [len(values) * column // columns for column in range(columns + 1)]
+    means = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(bounds)]
+    low, high = min(means), max(means)
+    levels = [round((high - mean) / (high - low) * (dots - 1)) if high > low else dots - 1 for mean in means]
+    cells = [[0] * ((columns + 1) // 2) for _ in range(height)]
+    for column, level in enumerate(levels):
+        before = levels[max(0, column - 1)]
+        for dot in range(min(level, before), max(level, before) + 1):
+            if dot != before or level == before:
+                cells[dot // 4][column // 2] |= _BRAILLE_DOTS[dot % 4][column % 2]
+    return ["".join(chr(0x2800 + cell) for cell in line) for line in cells]
+
+
+def render(
+    run: Run,
+    *,
+    now: float | None = None,
+    width: int = 80,
+    height: int | None = None,
+    silences: Silences | None = None,
+) -> RenderableType:
+    """Draw a run: the processes first, as a low terminal cuts off the end.
+
+    Args:
+        run: From `read_run(directory, whole_heartbeats=False)`.
+        now: Seconds since the epoch; the present by default.
+        width: Columns of the terminal.
+        height: Its rows, where they are limited: in less than 24 the loss is a number without its curve.
+        silences: Of earlier looks at the same run.
+
+    Returns:
+        What rich can print.
+    """
+    now = time.time() if now is None else now
+    curve_lines = _CURVE_LINES if height is None or height >= _LOW_TERMINAL else 0
+    parts: list[RenderableType] = [_progress(run, width), _ranks(run, now, silences), _figures(run, width, curve_lines)]
+    events = run.of_kind("event")[-_SHOWN_EVENTS:]
+    if events:
+        parts.append(Padding(_events(events), (1, 0, 0, 0)))
+    parts += [Text(sentence, style="yellow") for sentence in run.complaints()]
+    return Group(*parts)
+
+
+def _progress(run: Run, width: int) -> RenderableType:
+    step, total = run.last_step, run.total_steps
+    left = remaining_seconds(run)
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True)
+    grid.add_column(no_wrap=True)
+    bar: RenderableType = ProgressBar(total=total, completed=step) if total else Text("")
+    done = f"{step:,}/{total:,}" if total else f"step {step:,}"
+    eta = f"ETA {duration(left)}" if left else ""
+    grid.add_row(Text(run.name, style="bold"), bar, done, eta)
+    return grid
+
+
+def _figures(run: Run, width: int, curve_lines: int) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    losses = run.series("train", "loss")[1]
+    if losses:
+        grid.add_row("loss", Text(f"{losses[-1]:.4f}", style="bold"))
+    if losses and curve_lines:
+        lines = curve(losses, max(20, min(100, width - 32)), curve_lines)
+        labels = [f"{max(losses):.3f} highest", *[""] * (curve_lines - 2), f"{min(losses):.3f} lowest"]
+        picture = Table.grid(padding=(0, 2))
+        picture.add_row(Text("\n".join(lines), style="cyan"), Text("\n".join(labels), style="dim"))
+        grid.add_row("", picture)
+    evaluations = run.series("evaluation", "validation_loss")[1]
+    if evaluations:
+        grid.add_row("validation", f"{evaluations[-1]:.4f}  (best {min(evaluations):.4f})")
+    row = (run.of_kind("train") or [{}])[-1]
+    if is_number(row.get("tokens_per_second")):
+        parts = [f"{row['tokens_per_second']:,.0f} tokens/s"]
+        if is_number(row.get("executed_mfu")):
+            parts.append(f"{row['executed_mfu']:.1%} MFU (executed)")
+        grid.add_row("throughput", ", ".join(parts))
+    gates = _gates(run)
+    if gates is not None:
+        grid.add_row("gates", gates)
+    return grid
+
+
+def _gates(run: Run) -> Text | None:
+    """The mean gate of each branch, and a bar for each layer's, from 0 to 1."""
+    last = run.last_telemetry()
+    if not last:
+        return None
+    parts: list[str | tuple[str, str]] = []
+    for branch in BRANCHES:
+        gates = [gate for row in last if is_number(gate := row.get(f"gate_mean_{branch}"))]
+        if not gates:
+            continue
+        bars = "".join(_BARS[int(min(max(gate, 0.0), 0.999) * len(_BARS))] for gate in gates)
+        parts += [f"{branch} {sum(gates) / len(gates):.2f} ", (bars, "magenta"), "  "]
+    recalls = [recall for row in last if is_number(recall := row.get("dense_recall"))]
+    if recalls:
+        parts.append(f"recall {sum(recalls) / len(recalls):.0%}  ")
+    return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))
+
+
+def _ranks(run: Run, now: float, silences: Silences | None) -> RenderableType:
+    if not run.heartbeats:
+        return Text("no rank has written a heartbeat yet", style="yellow")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
+    for name in ("rank", "verdict", "step", "memory"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "verdict" else "right")
+    table.add_column("what it does", ratio=1, overflow="fold")
+    for rank, verdict in verdicts(run, now, silences=silences).items():
+        row = run.heartbeats[rank][-1]
+        memory = row["memory_allocated_bytes"]
+        table.add_row(
+            str(rank),
+            Text(verdict.state, style=_COLOURS[verdict.state]),
+            f"{row['step']:,}",
+            f"{memory / 2**30:.2f} GiB" if memory is not None else "",
+            Text(verdict.reason),
+        )
+    return table
+
+
+def _events(events: list[Row]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True, justify="right")
+    grid.add_column(overflow="fold")
+    styles = {"warning": "yellow", "error": "red"}
+    for event in events:
+        grid.add_row(f"step {event['step']:,}", Text(str(event["message"]), style=styles.get(event["severity"], "")))
+    return grid

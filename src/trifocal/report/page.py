@@ -1,0 +1,214 @@
+"""The report page: words, tables and places for the charts."""
+
+import re
+import time
+from html import escape
+
+from trifocal.report.assets import SCRIPT, STYLE
+from trifocal.report.charts import FULL, Chart
+from trifocal.report.embedding import json_in_page
+from trifocal.report.picture import picture_card
+from trifocal.report.picture_assets import PICTURE_SCRIPT, PICTURE_STYLE
+from trifocal.report.summary import Finding
+from trifocal.report.tables import (
+    comparison,
+    events_table,
+    key_figures,
+    layer_table,
+    of_run,
+    ranks_table,
+    settings,
+)
+from trifocal.runlog.run import Run
+from trifocal.runlog.verdict import judge
+from trifocal.telemetry.attention_picture import AttentionPicture
+
+_STATES = {
+    "failed": "bad",
+    "dead": "bad",
+    "stalled": "bad",
+    "slow": "watch",
+    "stopped": "watch",
+    "running": "good",
+    "finished": "good",
+}
+_MARKS = {"good": "good", "watch": "worth a look", "bad": "needs action", "unknown": "cannot tell"}
+
+
+def build_page(
+    runs: list[Run],
+    findings: list[list[Finding]],
+    training: list[Chart],
+    attention: list[list[Chart]],
+    pictures: list[list[AttentionPicture]],
+    plotly: str,
+) -> str:
+    """Put the page together.
+
+    Args:
+        runs: The runs.
+        findings: For each run.
+        training: Charts of all runs together.
+        attention: Charts of each run's attention.
+        pictures: Of each run; empty where there are none.
+        plotly: The source of plotly.js.
+
+    Returns:
+        HTML that fetches nothing.
+    """
+    compared = len(runs) > 1
+    title = "Comparison of " + ", ".join(run.name for run in runs) if compared else runs[0].name
+    charts = [*training, *(chart for group in attention for chart in group)]
+    body = []
+    for index, (run, found) in enumerate(zip(runs, findings, strict=True)):
+        if compared:
+            body.append(f"<h2>{_key(index)}{escape(run.name)}</h2>")
+        body.append(_findings(found))
+        if not compared:
+            body.append(_tiles(run))
+    if compared:
+        body.append(_section("Side by side", comparison(runs)))
+    if training:
+        body.append(_section("Training", _charts(training)))
+    for run, group, shown in zip(runs, attention, pictures, strict=True):
+        if group or shown:
+            picture = picture_card(shown) if shown else ""
+            content = picture + _charts(group) + layer_table(run)
+            body.append(_section(of_run("Attention", run, compared), content))
+    for run in runs:
+        if run.samples:
+            body.append(_section(of_run("Samples", run, compared), _samples(run)))
+    for run in runs:
+        if run.of_kind("event"):
+            body.append(_section(of_run("Events", run, compared), events_table(run)))
+    body.append(_section("Ranks", ranks_table(runs)))
+    body.append(_section("Environment and config", settings(runs)))
+    figures = [{"key": c.key, "traces": c.traces, "layout": c.layout, "height": c.height} for c in charts]
+    data = json_in_page(figures)
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<link rel="icon" href="data:,">
+<title>{escape(title)} · Trifocal</title>
+<style>{STYLE}{PICTURE_STYLE}</style>
+<script>{plotly}</script>
+</head>
+<body>
+<main>
+{_header(title, runs)}{_navigation("".join(body))}{"".join(body)}
+</main>
+<script type="application/json" id="charts">{data}</script>
+<script>{PICTURE_SCRIPT}{SCRIPT}</script>
+</body>
+</html>
+"""
+
+
+def _header(title: str, runs: list[Run]) -> str:
+    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    devices = sorted({_device(run) for run in runs} - {""})
+    commits = sorted({str(run.environment.get("trifocal", {}).get("git_commit") or "")[:10] for run in runs} - {""})
+    parts = [*devices, *(f"commit {commit}" for commit in commits), f"report made {made}"]
+    if len(runs) == 1:
+        parts = [*_model(runs[0]), *parts]
+    return (
+        f'<header><div><h1>{escape(title)}{_state(runs)}</h1><p class="soft">{escape(" · ".join(parts))}</p></div>'
+        '<button id="theme" type="button" title="Switch between light and dark">Dark</button></header>'
+        '<p id="js-missing" class="card watch">The charts need JavaScript, which seems to be off.</p>'
+    )
+
+
+def _state(runs: list[Run]) -> str:
+    """The worst verdict on a process of a single run."""
+    states = {judge(rows[-1]).state for run in runs for rows in run.heartbeats.values()}
+    worst = next((state for state in _STATES if state in states), None)
+    return f' <span class="mark {_STATES[worst]}">{worst}</span>' if worst and len(runs) == 1 else ""
+
+
+def _model(run: Run) -> list[str]:
+    """What was trained, in a few words, as far as the config says it."""
+    model, train = run.config.get("model", {}), run.config.get("train", {})
+    words = []
+    if "num_layers" in model and "dim" in model:
+        kind = {"nsa": "sparse", "dense": "dense"}.get(model.get("attention", "nsa"), "")
+        layers = "1 layer" if model["num_layers"] == 1 else f"{model['num_layers']} layers"
+        words.append(f"{kind} attention, {layers} of width {model['dim']}")
+    if "sequence_length" in train and "global_batch_size" in train:
+        words.append(f"{train['global_batch_size']:,} x {train['sequence_length']:,} tokens a step")
+    return words
+
+
+def _findings(findings: list[Finding]) -> str:
+    cards = [
+        f'<div class="card finding {finding.mark}"><h3>{escape(finding.question)}'
+        f'<span class="mark">{_MARKS[finding.mark]}</span></h3><p>{escape(finding.text)}</p></div>'
+        for finding in findings
+    ]
+    return f'<div class="findings">{"".join(cards)}</div>'
+
+
+def _tiles(run: Run) -> str:
+    tiles = [
+        f'<div class="card tile"><b>{escape(value)}</b><span class="soft">{escape(name)}</span></div>'
+        for name, value in key_figures(run).items()
+    ]
+    return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _charts(charts: list[Chart]) -> str:
+    # Two charts stand side by side; one that would stand alone in its row takes all of it.
+    columns, used = [chart.columns for chart in charts], 0
+    for index, own in enumerate(columns):
+        following = columns[index + 1] if index + 1 < len(columns) else FULL
+        if used == 0 and own + following > FULL:
+            columns[index] = FULL
+        used = (used + columns[index]) % FULL
+    cards = [
+        f'<div class="card chart columns{width}"><h3>{escape(chart.title)}</h3>'
+        f'<p class="soft">{escape(chart.caption)}</p>'
+        f'<div id="chart-{chart.key}" style="height:{chart.height}px"></div></div>'
+        for chart, width in zip(charts, columns, strict=True)
+    ]
+    return f'<div class="charts">{"".join(cards)}</div>'
+
+
+def _samples(run: Run) -> str:
+    last = len(run.samples) - 1
+    texts = "".join(
+        f'<pre data-step="{step:,}"{"" if index == last else " hidden"}>{escape(text)}</pre>'
+        for index, (step, text) in enumerate(run.samples)
+    )
+    hidden = " hidden" if last == 0 else ""
+    slider = f'<input type="range" min="0" max="{last}" value="{last}" aria-label="Which sample"{hidden}>'
+    return (
+        f'<div class="card sample-box"><div class="samples">{slider}<output class="soft"></output></div>{texts}</div>'
+    )
+
+
+def _section(title: str, content: str) -> str:
+    return f'<section id="{_anchor(title)}"><h2>{escape(title)}</h2>{content}</section>'
+
+
+def _navigation(body: str) -> str:
+    """Links to the sections that the page has."""
+    sections = re.findall(r'<section id="([^"]*)"><h2>(.*?)</h2>', body)
+    return "<nav>" + "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title in sections) + "</nav>"
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")
+
+
+def _key(index: int) -> str:
+    return f'<span class="key" data-colour="run{index}"></span>'
+
+
+def _device(run: Run) -> str:
+    gpus = run.environment.get("gpus") or []
+    if gpus:
+        return f"{len(gpus)} x {gpus[0]['name']}" if len(gpus) > 1 else str(gpus[0]["name"])
+    cpu = run.environment.get("cpu", {})
+    return f"{cpu.get('name')}, {cpu.get('usable_cores')} cores" if cpu else ""

@@ -1,0 +1,122 @@
+"""The report's attention picture: what each branch reads of one sequence, from the files of attention_picture.py."""
+
+import base64
+from dataclasses import asdict
+from html import escape
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trifocal.report.embedding import json_in_page
+from trifocal.runlog.run import Run
+from trifocal.telemetry.attention_picture import AttentionPicture, read_picture
+
+_MOST_FRAMES = 6
+"""Moments of a run that the page holds, evenly chosen, the first and the last among them."""
+MAPS = {
+    "cmp": ("Compressed", "Importance of each block, beside an even spread. All are read."),
+    "slc": ("Selected", "Blocks read token by token; paler, those always read."),
+    "win": ("Window", "The last tokens, read one by one."),
+    "dense": ("Full attention", "What it would weigh. Selection should find the strongest."),
+}
+
+
+def pictures_of(run: Run) -> list[AttentionPicture]:
+    """The pictures that the page shows: of the run's last sequence, at a few steps.
+
+    Raises:
+        UserError: If one of the files is damaged.
+    """
+    paths = run.pictures
+    if not paths:
+        return []
+    chosen = np.unique(np.linspace(0, len(paths) - 1, min(len(paths), _MOST_FRAMES)).round().astype(int))
+    pictures = [read_picture(paths[index]) for index in chosen]
+    last = pictures[-1]
+    return [picture for picture in pictures if _same_scene(picture, last)]
+
+
+def picture_card(pictures: list[AttentionPicture]) -> str:
+    """The picture with its controls, as HTML; the script of picture_assets.py brings it to life.
+
+    Args:
+        pictures: Of one run, at least one.
+    """
+    last = pictures[-1]
+    num_layers, _, num_groups, num_blocks = last.importance.shape
+    layers = _select("layer", num_layers, num_layers - 1)
+    groups = _select("group", num_groups, 0)
+    frames = len(pictures) - 1
+    hidden = " hidden" if frames == 0 else ""
+    maps = "".join(
+        f'<figure><figcaption><span class="key" data-colour="{key}"></span><b>{title}</b>'
+        f'<span class="soft">{caption}</span></figcaption><div class="map" data-map="{key}"></div></figure>'
+        for key, (title, caption) in MAPS.items()
+    )
+    geometry = last.geometry
+    note = ""
+    if num_blocks <= geometry.num_selected_blocks:
+        note = (
+            f" This sequence has {num_blocks} blocks and a query may read {geometry.num_selected_blocks}, so all are "
+            "selected: longer sequences show a choice."
+        )
+    words = (
+        "Each row is a query, each column a key; hover or tap to see which. Below, the text itself, as that query "
+        f"sees it. One sequence of validation text, {len(last.texts):,} tokens, at {len(last.queries)} queries.{note}"
+    )
+    data = json_in_page(_data(pictures))
+    return f"""<div class="card picture"><h3>What each lens reads</h3><p class="soft">{escape(words)}</p>
+<div class="controls">{layers}{groups}<label{hidden}>step <input type="range" class="frame" min="0" max="{frames}"
+value="{frames}"><output class="frame-label"></output></label></div>
+<div class="maps">{maps}</div>
+<div class="reader"><div class="controls"><label>query <input type="range" class="row" min="0"
+max="{len(last.queries) - 1}" value="{len(last.queries) - 1}"></label><output class="soft reader-head"></output></div>
+<div class="gates"></div>
+<p class="soft legend"><span class="sample-cmp">shaded</span> important in the compressed lens ·
+<span class="sample-slc">underlined</span> selected · <span class="sample-win">overlined</span> window ·
+<span class="sample-unread">faint</span> future or another document</p>
+<pre class="text" tabindex="0" aria-label="The sequence, as the query sees it"></pre></div>
+<script type="application/json">{data}</script></div>"""
+
+
+def _select(name: str, count: int, selected: int) -> str:
+    options = "".join(
+        f'<option value="{index}"{" selected" if index == selected else ""}>{index}</option>' for index in range(count)
+    )
+    return f'<label{" hidden" if count == 1 else ""}>{name} <select class="{name}">{options}</select></label>'
+
+
+def _data(pictures: list[AttentionPicture]) -> dict[str, Any]:
+    last = pictures[-1]
+    num_layers, _, num_groups, num_blocks = last.importance.shape
+    return {
+        "layers": num_layers,
+        "groups": num_groups,
+        "blocks": num_blocks,
+        "slots": last.selected.shape[-1],
+        "geometry": asdict(last.geometry),
+        "texts": last.texts,
+        "positions": last.positions.tolist(),
+        "documents": last.documents.tolist(),
+        "queries": last.queries.tolist(),
+        "frames": [
+            {
+                "step": picture.step,
+                "selected": _base64(picture.selected.astype("<i2")),
+                "importance": _base64(picture.importance),
+                "dense": _base64(picture.dense),
+                "gates": _base64(picture.gates),
+            }
+            for picture in pictures
+        ],
+    }
+
+
+def _base64(array: NDArray[Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(array).tobytes()).decode()
+
+
+def _same_scene(picture: AttentionPicture, other: AttentionPicture) -> bool:
+    same_shape = picture.importance.shape == other.importance.shape and picture.selected.shape == other.selected.shape
+    return same_shape and picture.texts == other.texts and picture.geometry == other.geometry

@@ -1,0 +1,210 @@
+"""Style and script of the report's attention picture (picture.py)."""
+
+PICTURE_STYLE = """
+.picture { display: flex; flex-direction: column; gap: 14px; margin-bottom: 14px; }
+.picture > p { margin-top: -10px; }
+.controls { display: flex; flex-wrap: wrap; gap: 8px 18px; align-items: center; }
+.controls label { display: flex; gap: 8px; align-items: center; font-size: 0.9rem; color: var(--soft); }
+.controls label[hidden] { display: none; }
+.controls input[type=range] { width: 200px; flex: none; }
+.controls output { font-variant-numeric: tabular-nums; color: var(--ink); font-size: 0.9rem; }
+select { font: inherit; font-size: 0.9rem; color: var(--ink); background: var(--surface); border: 1px solid var(--line);
+  border-radius: 8px; padding: 4px 8px; }
+.maps { display: grid; grid-template-columns: repeat(4, minmax(0, 1fr)); gap: 14px; }
+.maps figure { margin: 0; min-width: 0; display: flex; flex-direction: column; justify-content: space-between; }
+.maps figcaption { font-size: 0.9rem; margin-bottom: 4px; }
+.maps figcaption .soft { display: block; font-size: 0.82rem; line-height: 1.4; }
+.map { width: 100%; aspect-ratio: 1; }
+.reader { border-top: 1px solid var(--line); padding-top: 14px; }
+.reader-head { overflow-wrap: anywhere; }
+.gates { display: flex; flex-wrap: wrap; gap: 6px 22px; margin: 10px 0 4px; font-size: 0.85rem; }
+.gates > span { display: flex; align-items: center; gap: 8px; }
+.gates i { display: inline-block; width: 90px; height: 8px; border-radius: 4px; background: var(--line);
+  overflow: hidden; }
+.gates i b { display: block; height: 100%; border-radius: 4px; }
+.legend { font-size: 0.82rem; margin: 8px 0; }
+.reader pre.text { position: relative; max-height: 330px; overflow-y: auto; line-height: 1.75; margin: 0; }
+.text span { border-radius: 2px; }
+.unread, .sample-unread { opacity: 0.35; }
+.slc { box-shadow: inset 0 -2px var(--slc); }
+.win { box-shadow: inset 0 2px var(--win); }
+.slc.win { box-shadow: inset 0 -2px var(--slc), inset 0 2px var(--win); }
+.sample-cmp { background: color-mix(in srgb, var(--cmp) 45%, transparent); padding: 0 4px; border-radius: 2px; }
+.sample-slc { box-shadow: inset 0 -2px var(--slc); }
+.sample-win { box-shadow: inset 0 2px var(--win); }
+.text mark { background: var(--ink); color: var(--surface); border-radius: 2px; padding: 0 1px; }
+.tip { position: fixed; z-index: 9; max-width: min(340px, 92vw); padding: 10px 12px; pointer-events: none;
+  background: var(--surface); color: var(--ink); border: 1px solid var(--line); border-radius: 10px; font-size: 0.82rem;
+  line-height: 1.45; box-shadow: 0 6px 24px rgb(0 0 0 / 0.18); }
+.tip[hidden] { display: none; }
+.tip code { font: 12px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sans Mono", monospace;
+  overflow-wrap: anywhere; white-space: pre-wrap; }
+@media (max-width: 1000px) { .maps { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 14px 10px; } }
+@media (max-width: 760px) { .maps figcaption .soft { display: none; } .controls label { width: 100%; }
+  .controls label:has(select) { width: auto; } .controls input[type=range] { width: auto; flex: 1; } }
+"""
+
+PICTURE_SCRIPT = """
+const makePicture = (box) => {
+  const data = JSON.parse(box.querySelector("script").textContent);
+  const { layers, groups, blocks, slots, geometry, texts, positions, documents, queries } = data;
+  const size = geometry.selection_block_size, total = texts.length, rows = queries.length;
+  const bytes = (text) => Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const frames = data.frames.map((frame) => ({ step: frame.step, importance: bytes(frame.importance),
+    dense: bytes(frame.dense), gates: bytes(frame.gates), selected: new Int16Array(bytes(frame.selected).buffer) }));
+  const find = (name) => box.querySelector(name);
+  const state = { frame: frames.length - 1, layer: layers - 1, group: 0, row: Math.round(0.85 * (rows - 1)) };
+  const bin = Math.ceil(total / 256), columns = Math.ceil(total / bin), rowTokens = (total - 1) / Math.max(rows - 1, 1);
+  const tip = document.createElement("div");
+  tip.className = "tip";
+  tip.hidden = true;
+  box.append(tip);
+  let palette = null, busy = false;
+
+  const cell = (row) => (state.layer * rows + row) * groups + state.group;
+  const share = (map, row, block) => (frames[state.frame][map][cell(row) * blocks + block] / 255) ** 2;
+  const ownBlock = (row) => Math.floor(positions[queries[row]] / size);
+  const isForced = (row, block) =>
+    block < geometry.num_initial_blocks || block > ownBlock(row) - geometry.num_local_blocks;
+  const choiceOf = (row) => {
+    const chosen = new Uint8Array(blocks), first = cell(row) * slots;
+    for (const block of frames[state.frame].selected.subarray(first, first + slots))
+      if (block >= 0) chosen[block] = isForced(row, block) ? 1 : 2;
+    return chosen;
+  };
+  // Against an even spread over the blocks so far: half strength where it is even, full from four times that on.
+  const strength = (value, row) => Math.min(1, Math.sqrt(value * (ownBlock(row) + 1)) / 2);
+  const windowStart = (row) => queries[row] - Math.min(positions[queries[row]], geometry.window_size - 1);
+  const mapsOf = () => {
+    const maps = { cmp: [], slc: [], win: [], dense: [] };
+    for (let row = 0; row < rows; row++) {
+      const query = queries[row], chosen = choiceOf(row), start = windowStart(row);
+      const line = { cmp: [], slc: [], win: [], dense: [] };
+      for (let column = 0; column < columns; column++) {
+        const key = column * bin, seen = key <= query && documents[key] === documents[query];
+        const block = Math.floor(positions[key] / size);
+        line.cmp.push(seen ? strength(share("importance", row, block), row) : null);
+        line.slc.push(seen ? chosen[block] : null);
+        line.win.push(seen ? Number(key + bin > start) : null);
+        line.dense.push(seen ? strength(share("dense", row, block), row) : null);
+      }
+      for (const name of Object.keys(maps)) maps[name].push(line[name]);
+    }
+    return maps;
+  };
+  const scales = () => ({
+    cmp: [[0, palette.unread], [1, palette.cmp]], slc: [[0, palette.unread], [0.5, palette.forced], [1, palette.slc]],
+    win: [[0, palette.unread], [1, palette.win]], dense: [[0, palette.unread], [1, palette.dense]],
+  });
+  const rowMark = () => [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: state.row * rowTokens,
+    y1: state.row * rowTokens, line: { color: palette.ink, width: 1 } }];
+  const percent = (value) => (100 * value).toFixed(value < 0.0995 ? 1 : 0) + " %";
+  const visible = (text) => text.replaceAll("\\n", "\\u23ce").replaceAll("\\t", " ");
+  const marked = (text) => text.trim() ? text : visible(text).replaceAll(" ", "\\u00b7") + (text === "\\n" ? text : "");
+  const textOf = (from, to) => visible(texts.slice(from, to).join(""));
+
+  const draw = (colours, layoutOf, config) => {
+    palette = colours;
+    const maps = mapsOf(), scale = scales(), axis = { nticks: 4, showgrid: false, zeroline: false };
+    return Promise.all([...box.querySelectorAll(".map")].map(async (div) => {
+      const name = div.dataset.map, top = name === "slc" ? 2 : 1;
+      const trace = { type: "heatmap", z: maps[name], x0: (bin - 1) / 2, dx: bin, y0: 0, dy: rowTokens, zmin: 0,
+        zmax: top, colorscale: scale[name], showscale: false, hoverinfo: "none" };
+      const layout = layoutOf({ height: undefined, layout: { hovermode: "closest", shapes: rowMark(), autosize: true,
+        margin: { l: 4, r: 4, t: 6, b: 4 }, font: { size: 11, color: palette.soft },
+        xaxis: { ...axis, range: [-0.5, total - 0.5] }, yaxis: { ...axis, range: [total - 0.5, -0.5] } } });
+      await Plotly.react(div, [trace], layout, { ...config, displayModeBar: false, doubleClick: "reset" });
+      if (!div.dataset.wired) {
+        div.dataset.wired = "1";
+        div.on("plotly_hover", pointed);
+        div.on("plotly_click", pointed);
+        div.on("plotly_unhover", () => { tip.hidden = true; });
+      }
+    })).then(read);
+  };
+  const pointed = (event) => {
+    const [row, column] = event.points[0].pointIndex, key = Math.min(column * bin, total - 1);
+    show(row);
+    const query = queries[row], block = Math.floor(positions[key] / size);
+    if (key > query || documents[key] !== documents[query]) { tip.hidden = true; return; }
+    const from = key - positions[key] + block * size, to = Math.min(from + size, query + 1);
+    const status = ["not selected", "always selected", "selected"][choiceOf(row)[block]];
+    const lines = [
+      ["b", `Tokens ${from}\\u2013${to - 1} for query ${query}, \\u201c${visible(texts[query])}\\u201d`],
+      ["code", textOf(from, to)],
+      ["div", `importance ${percent(share("importance", row, block))} \\u00b7 ${status}`
+        + ` \\u00b7 full attention ${percent(share("dense", row, block))}`
+        + (to > windowStart(row) ? " \\u00b7 in the window" : "")],
+    ];
+    tip.replaceChildren(...lines.map(([tag, text]) => {
+      const element = document.createElement(tag);
+      element.textContent = text;
+      return element;
+    }).flatMap((element, index) => index === 1 ? [document.createElement("br"), element] : [element]));
+    tip.hidden = false;
+    const { clientX = 0, clientY = 0 } = event.event.touches?.[0] ?? event.event;
+    const left = Math.min(clientX + 16, innerWidth - tip.offsetWidth - 8);
+    const above = clientY + tip.offsetHeight + 24 > innerHeight;
+    tip.style.left = Math.max(8, left) + "px";
+    tip.style.top = (above ? clientY - tip.offsetHeight - 16 : clientY + 16) + "px";
+  };
+  const show = (row) => {
+    if (row === state.row) return;
+    state.row = row;
+    find(".row").value = row;
+    if (busy) return;
+    busy = true;
+    requestAnimationFrame(() => {
+      busy = false;
+      for (const div of box.querySelectorAll(".map")) Plotly.relayout(div, { shapes: rowMark() });
+      read();
+    });
+  };
+  const read = () => {
+    const row = state.row, query = queries[row], first = query - positions[query], chosen = choiceOf(row);
+    const start = windowStart(row), edges = new Set([0, first, start, query, query + 1, total]);
+    for (let edge = first; edge <= query; edge += size) edges.add(edge);
+    const cuts = [...edges].sort((a, b) => a - b), parts = [];
+    // A block with three times its even share is shaded in full.
+    const full = 3 / (ownBlock(row) + 1);
+    for (let index = 0; index + 1 < cuts.length; index++) {
+      const from = cuts[index], to = cuts[index + 1];
+      const part = document.createElement(from === query ? "mark" : "span");
+      part.textContent = texts.slice(from, to).join("");
+      if (from === query) part.textContent = marked(texts[query]);
+      if (from > query || from < first) part.className = "unread";
+      else if (from !== query) {
+        const block = Math.floor((from - first) / size), weight = share("importance", row, block);
+        part.className = (chosen[block] ? "slc " : "") + (from >= start ? "win" : "");
+        if (weight > 0) part.style.background =
+          `color-mix(in srgb, var(--cmp) ${Math.round(50 * Math.min(1, weight / full))}%, transparent)`;
+      }
+      parts.push(part);
+    }
+    const pane = find(".text");
+    pane.replaceChildren(...parts);
+    const mark = pane.querySelector("mark");
+    pane.scrollTop = Math.max(0, mark.offsetTop - 0.75 * pane.clientHeight);
+    let held = 0;
+    for (let block = 0; block < blocks; block++) held += chosen[block] ? share("dense", row, block) : 0;
+    find(".reader-head").textContent = `token ${query} of ${total}, \\u201c${visible(texts[query])}\\u201d: `
+      + `the selected blocks hold ${percent(Math.min(1, held))} of what full attention weighs`;
+    find(".frame-label").textContent = frames[state.frame].step.toLocaleString("en");
+    const lenses = [["compressed", "cmp"], ["selected", "slc"], ["window", "win"]];
+    find(".gates").replaceChildren(...lenses.map(([label, name], branch) => {
+      const gate = frames[state.frame].gates[cell(row) * 3 + branch] / 255, line = document.createElement("span");
+      line.innerHTML = `<span>${label} gate ${gate.toFixed(2)}</span><i><b></b></i>`;
+      const bar = line.querySelector("b");
+      bar.style.width = 100 * gate + "%";
+      bar.style.background = `var(--${name})`;
+      return line;
+    }));
+  };
+  find(".row").value = state.row;
+  let redraw = () => {};
+  for (const [name, key] of [[".layer", "layer"], [".group", "group"], [".frame", "frame"]])
+    find(name).addEventListener("input", (event) => { state[key] = Number(event.target.value); redraw(); });
+  find(".row").addEventListener("input", (event) => show(Number(event.target.value)));
+  return { draw: (...settings) => { redraw = () => draw(...settings); return draw(...settings); } };
+};
+"""

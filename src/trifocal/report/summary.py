@@ -1,0 +1,302 @@
+"""The report in words: did it learn, is it healthy, is it fast for its hardware, what to change.
+
+Every threshold stands here, with a name.
+
+How fast a run is for its hardware has one definition: the FLOPs that the model needs for a token
+(`flops_per_token(...).executed_training`), times the median of tokens/s, as a share of what the devices can do. That is
+the data sheet's dense bf16 peak of a GPU, whatever the precision, and then it is the median of the metrics'
+`executed_mfu`; for any other device, the speed of large products in the run's precision, measured as the run began with
+the processors to themselves (`measured_speed` in env.json). So a CPU that others use too is called mostly idle, and the
+same run on it alone is not.
+"""
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trifocal.models import ModelConfig, flops_per_token
+from trifocal.paths import shell_path
+from trifocal.report.attention_charts import BRANCHES
+from trifocal.runlog.readable import is_number
+from trifocal.runlog.run import Run
+from trifocal.runlog.verdict import judge
+
+Mark = Literal["good", "watch", "bad", "unknown"]
+
+OVERFIT_RISE = 0.02
+"""Validation loss this much above its best, as a share, at the end: overfitting."""
+STILL_FALLING = 0.01
+"""Validation loss fell by this share in the last quarter of the run: it was not done."""
+SPIKE_FACTOR = 10.0
+"""A gradient norm this many times its median is a spike."""
+SPIKE_SHARE = 0.01
+"""Share of logged steps with a spike that is worth a word."""
+GOOD_MFU, FAIR_MFU = 0.4, 0.2
+"""Executed model FLOPs utilisation of a GPU, as a share of its data sheet's peak."""
+GOOD_SHARE, FAIR_SHARE = 0.15, 0.05
+"""The same of a device without one, a CPU for example, as a share of the speed of large products measured there."""
+DATA_SHARE = 0.1
+"""Share of the time spent waiting for data that is worth a word."""
+OVERHEAD_SHARE = 0.2
+"""The same for checkpoints, and for evaluation."""
+TELEMETRY_SHARE = 0.02
+"""The same for looking at the attention."""
+SLOWDOWN = 0.8
+"""Last tenth's median tokens/s as a share of the whole run's."""
+
+
+@dataclass
+class Finding:
+    """The answer to one question."""
+
+    question: str
+    mark: Mark
+    text: str
+    changes: list[str] = field(default_factory=list)
+    """What to change because of it, one sentence each."""
+
+
+def summarise(run: Run) -> list[Finding]:
+    """Answer the questions that a person has about a run.
+
+    Args:
+        run: The run.
+
+    Returns:
+        Learned, healthy, fast, and what to change; in this order.
+    """
+    findings = [_learned(run), _healthy(run), _fast(run)]
+    # What needs action comes first.
+    order = sorted(findings, key=lambda finding: finding.mark != "bad")
+    changes = [change for finding in order for change in finding.changes]
+    text = " ".join(changes) if changes else "Nothing stands out in these figures."
+    bad = any(finding.mark == "bad" and finding.changes for finding in findings)
+    return [*findings, Finding("What to change?", "bad" if bad else "watch" if changes else "good", text)]
+
+
+def _learned(run: Run) -> Finding:
+    question = "Did it learn?"
+    eval_steps, evaluations = run.series("evaluation", "validation_loss")
+    losses = run.series("train", "loss")[1]
+    if len(losses) < 2 and len(evaluations) < 2:
+        return Finding(question, "unknown", "Too few rows to tell yet.")
+    if len(evaluations) < 2:
+        first, last = _ends(losses)
+        evidence = f"the training loss went from {first:.3f} to {last:.3f} nats per token"
+    else:
+        first, last = evaluations[0], evaluations[-1]
+        best = min(evaluations)
+        evidence = (
+            f"the validation loss went from {first:.3f} at step {eval_steps[0]:,} "
+            f"to {last:.3f} nats per token at step {eval_steps[-1]:,}"
+        )
+        bits = run.series("evaluation", "bits_per_byte")[1]
+        if bits:
+            evidence += f", {bits[-1]:.3f} bits per byte"
+        if last > best * (1 + OVERFIT_RISE):
+            best_step = eval_steps[evaluations.index(best)]
+            return Finding(
+                question,
+                "watch",
+                f"It did, and then lost some of it: {evidence}, but the best was {best:.3f} at step {best_step:,}.",
+                [f"Stop near step {best_step:,}, or train on more text: the model overfits after it."],
+            )
+    vocabulary = run.config.get("model", {}).get("vocab_size")
+    chance = math.log(vocabulary) if isinstance(vocabulary, int) and vocabulary > 1 else None
+    if run.config.get("data", {}).get("source") == "synthetic":
+        text = f"There was nothing to learn: the tokens are random. {_sentence(evidence)}"
+        return Finding(question, "unknown", text)
+    if chance is not None:
+        evidence += f"; guessing every token alike gives {chance:.3f}"
+    if chance is not None and last >= chance:
+        text = f"No: {evidence}."
+        return Finding(question, "bad", text, ["Look for a learning rate far too high or labels that are wrong."])
+    if last >= first:
+        return Finding(question, "bad", f"No: {evidence}.", ["Lower the learning rate, or check the data."])
+    if len(evaluations) >= 5:
+        quarter = evaluations[-max(2, len(evaluations) // 4)]
+        if last < quarter * (1 - STILL_FALLING):
+            if run.total_steps is not None and run.last_step < run.total_steps:
+                return Finding(question, "good", f"Yes: {evidence}. It is still falling.")
+            text = f"Yes: {evidence}. It was still falling at the end."
+            return Finding(question, "good", text, ["Train longer: the validation loss had not settled."])
+    return Finding(question, "good", f"Yes: {evidence}.")
+
+
+def _healthy(run: Run) -> Finding:
+    question = "Is it healthy?"
+    worries: list[str] = []
+    changes: list[str] = []
+    mark: Mark = "good"
+    states = {judge(rows[-1]).state for rows in run.heartbeats.values()}
+    dumps = sorted(run.directory.glob("dumps/*/summary.md"), key=lambda path: path.stat().st_mtime)
+    if dumps and states & {"failed", "dead", "stalled"}:
+        changes.append(f"Read {dumps[-1]}: it says what was stuck where.")
+    if states & {"failed", "dead"}:
+        command = f"trifocal train --resume {shell_path(run.directory)}"
+        changes.append(f"Mend the cause, and go on from the last checkpoint: {command}")
+    if "stopped" in states:
+        mark = "watch"
+        worries.append(f"it was stopped at step {run.last_step:,}")
+        changes.append(f"Go on to its last step: trifocal train --resume {shell_path(run.directory)}.")
+    for rank, rows in run.heartbeats.items():
+        verdict = judge(rows[-1])
+        if verdict.state in ("failed", "dead", "stalled"):
+            mark = "bad"
+            state = "has failed" if verdict.state == "failed" else f"is {verdict.state}"
+            worries.append(f"rank {rank} {state}: {verdict.reason}")
+        elif verdict.state == "slow":
+            mark = "watch" if mark == "good" else mark
+            worries.append(f"rank {rank} is slow: {verdict.reason}")
+    events = run.of_kind("event")
+    for severity, worse in (("error", "bad"), ("warning", "watch")):
+        messages = [event["message"] for event in events if event.get("severity") == severity]
+        if messages:
+            mark = "bad" if worse == "bad" or mark == "bad" else "watch"
+            worries.append(f"{_count(len(messages), severity)}, the last one: {messages[-1]}")
+    if run.left_out:
+        mark = "watch" if mark == "good" else mark
+        worries += run.complaints()
+    steps, norms = run.series("train", "gradient_norm")
+    # Before the peak of the learning rate, and in the first tenth, gradients are large in every run.
+    warm = max(run.config.get("schedule", {}).get("warmup_steps", 0), run.last_step / 10)
+    norms = [norm for step, norm in zip(steps, norms, strict=True) if step > warm]
+    if len(norms) >= 20:
+        median = statistics.median(norms)
+        spikes = sum(norm > SPIKE_FACTOR * median for norm in norms)
+        if spikes > SPIKE_SHARE * len(norms):
+            mark = "watch" if mark == "good" else mark
+            worries.append(
+                f"the gradient norm spikes in {spikes / len(norms):.0%} of the logged steps (median {median:.2g})"
+            )
+            changes.append("Lengthen the warm-up, or lower the peak learning rate: gradients spike.")
+    lost = [row["step"] for row in run.of_kind("train") if row.get("loss") is not None and not is_number(row["loss"])]
+    if lost:
+        mark = "bad"
+        worries.append(f"the loss is not a number at step {lost[0]:,}")
+    if worries:
+        return Finding(question, mark, _sentence("; ".join(worries)), changes)
+    if not run.heartbeats and not run.of_kind("train"):
+        return Finding(question, "unknown", "No heartbeat and no training rows.")
+    return Finding(question, "good", f"Yes: no warnings, no spikes in the gradient, nothing stalled.{_lenses(run)}")
+
+
+def _lenses(run: Run) -> str:
+    """How the attention uses its branches, at the last look; empty without telemetry."""
+    last = run.last_telemetry()
+    if not last:
+        return ""
+
+    def mean(name: str) -> float | None:
+        values = [row[name] for row in last if is_number(row.get(name))]
+        return statistics.fmean(values) if values else None
+
+    gates = ", ".join(f"{label} {mean(f'gate_mean_{branch}') or 0:.2f}" for branch, label in BRANCHES.items())
+    text = f" The lenses are open ({gates})."
+    recall, chance = mean("dense_recall"), mean("recall_by_chance")
+    if recall is not None and chance is not None:
+        text += f" Selection finds {recall:.0%} of full attention's best blocks; chance would find {chance:.0%}."
+    return text
+
+
+def _fast(run: Run) -> Finding:
+    question = "Is it fast for its hardware?"
+    rates = run.series("train", "tokens_per_second")[1]
+    if not rates:
+        return Finding(question, "unknown", "No throughput was logged yet.")
+    rate = statistics.median(rates)
+    text = [f"{rate:,.0f} tokens/s (median)"]
+    changes: list[str] = []
+    mark: Mark = "good"
+    executed = run.series("train", "executed_mfu")[1]
+    measured = _share_of_measured(run, rate)
+    if executed:
+        share = statistics.median(executed)
+        mark = "good" if share >= GOOD_MFU else "watch" if share >= FAIR_MFU else "bad"
+        words = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}[mark]
+        text.append(f"{share:.1%} of the GPU's peak (executed FLOPs): it is {words}")
+        if mark != "good":
+            changes.append(_speed_advice(run, "the GPU has room", gpu=True))
+    elif measured is not None:
+        share, flops = measured
+        mark = "good" if share >= GOOD_SHARE else "watch" if share >= FAIR_SHARE else "bad"
+        words = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}[mark]
+        device = run.environment["measured_speed"]["device"].upper()
+        text.append(
+            f"{share:.0%} of the {flops / 1e9:,.0f} GFLOP/s that large products reach on this {device} when it has "
+            f"nothing else to do (executed FLOPs): it is {words}"
+        )
+        if mark != "good":
+            changes.append(_speed_advice(run, "the device waits or is shared", gpu=device != "CPU"))
+            changes.append("Keep other programs away: their time counts as idle.")
+    else:
+        mark = "unknown"
+        text.append("neither a data sheet nor a measurement of this device is known, so no utilisation is claimed")
+    phases = run.phase_seconds()
+    total = sum(seconds for phase, seconds in phases.items() if phase not in ("start", "compile"))
+    for phase, limit, advice in (
+        ("data", DATA_SHARE, "Raise data.prefetch_batches, or bring the data closer: training waits for it."),
+        ("checkpoint", OVERHEAD_SHARE, "Save less often: checkpoints take a good part of the time."),
+        ("evaluate", OVERHEAD_SHARE, "Evaluate less often or on fewer batches: it takes a good part of the time."),
+        ("sample", OVERHEAD_SHARE, "Sample less often or fewer tokens: it takes a good part of the time."),
+        ("telemetry", TELEMETRY_SHARE, "Raise log.telemetry_interval_steps: looking at the attention takes time."),
+    ):
+        share = phases.get(phase, 0.0) / total if total > 0 else 0.0
+        if share > limit:
+            mark = "watch" if mark in ("good", "unknown") else mark
+            text.append(f"{share:.0%} of the time goes to {phase}")
+            changes.append(advice)
+    tail = rates[-max(1, len(rates) // 10) :]
+    if len(rates) >= 20 and statistics.median(tail) < SLOWDOWN * rate:
+        mark = "watch" if mark in ("good", "unknown") else mark
+        text.append(f"it slowed down to {statistics.median(tail):,.0f} towards the end")
+        changes.append("Look at the throughput chart: something took speed away late in the run.")
+    return Finding(question, mark, _sentence("; ".join(text)), changes)
+
+
+def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float] | None:
+    """The executed FLOPs' share of the speed of products that was measured when the run began, and that speed."""
+    speed = run.environment.get("measured_speed")
+    try:
+        config = ModelConfig.from_dict(run.config.get("model", {}))
+        flops = flops_per_token(config, run.config["train"]["sequence_length"]).executed_training
+    except (KeyError, TypeError, ValueError):
+        # A configuration that is not whole, or of another version.
+        return None
+    if not speed:
+        return None
+    # Each process has its share of the cores, and measured with it.
+    processes = str(run.environment.get("variables", {}).get("WORLD_SIZE", "1"))
+    peak = speed["matmul_flops"] * (int(processes) if processes.isdecimal() else 1)
+    return tokens_per_second * flops / peak, peak
+
+
+def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
+    """What makes steps faster and this run does not have."""
+    train = run.config.get("train", {})
+    missing = []
+    accumulated = train.get("global_batch_size", 0) // max(1, train.get("micro_batch_size", 1))
+    processes = len(run.heartbeats) or 1
+    if accumulated > processes:
+        missing.append("a larger train.micro_batch_size")
+    if gpu and train.get("precision") != "bf16":
+        missing.append('train.precision "bf16"')
+    missing += [f"train.{name}" for name in ("compile", "cuda_graphs")[: 1 + gpu] if not train.get(name)]
+    if not missing:
+        return f"Look with --trace.what profiler at where the time of a step goes: {why}."
+    return f"Try {', '.join(missing[:-1])}{' and ' if missing[1:] else ''}{missing[-1]}: {why}."
+
+
+def _ends(values: list[float]) -> tuple[float, float]:
+    """Means of the first and the last twentieth: single batches are noisy."""
+    share = max(1, len(values) // 20)
+    return statistics.fmean(values[:share]), statistics.fmean(values[-share:])
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def _sentence(text: str) -> str:
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")

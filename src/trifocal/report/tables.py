@@ -1,0 +1,266 @@
+"""The report's tables: key figures, comparison, figures by layer, events, ranks, environment and config."""
+
+import json
+import statistics
+from collections.abc import Callable, Iterable
+from html import escape
+from typing import Any
+
+from trifocal.runlog.masking import mask_arguments, mask_text, mask_variables
+from trifocal.runlog.progress import duration
+from trifocal.runlog.readable import is_number
+from trifocal.runlog.run import Run
+from trifocal.runlog.verdict import judge
+
+_MOST_EVENTS = 200
+_OF_READING = ("prefetch_batches", "retry_", "request_timeout_seconds", "stall_")
+"""Settings of `data` that change how the text is read, and not the text, begin so."""
+
+
+def key_figures(run: Run) -> dict[str, str]:
+    """The figures that people ask for first, formatted, with their units; those that the run has."""
+    figures: dict[str, str] = {}
+    total = run.total_steps
+    unfinished = total is not None and run.last_step < total
+    figures["steps"] = f"{run.last_step:,}" + (f" / {total:,}" if unfinished else "")
+    losses = run.series("train", "loss")[1]
+    evaluations = run.series("evaluation", "validation_loss")[1]
+    bits = run.series("evaluation", "bits_per_byte")[1]
+    rates = run.series("train", "tokens_per_second")[1]
+    tokens = run.series("train", "tokens_seen")[1]
+    executed = run.series("train", "executed_mfu")[1]
+    memory = run.series("train", "memory_peak_bytes")[1] or run.series("train", "memory_allocated_bytes")[1]
+    if evaluations:
+        figures["validation loss, last"] = f"{evaluations[-1]:.4f}"
+        figures["validation loss, best"] = f"{min(evaluations):.4f}"
+    elif losses:
+        figures["training loss, last"] = f"{losses[-1]:.4f}"
+    if bits:
+        figures["bits per byte, last"] = f"{bits[-1]:.4f}"
+    if rates:
+        figures["tokens/s, median"] = f"{statistics.median(rates):,.0f}"
+    if executed:
+        figures["MFU, executed"] = f"{statistics.median(executed):.1%}"
+    dense = run.series("train", "dense_equivalent_mfu")[1]
+    if dense:
+        figures["MFU, dense equivalent"] = f"{statistics.median(dense):.1%}"
+    if tokens:
+        figures["tokens seen"] = _short(tokens[-1])
+    seconds = sum(run.phase_seconds().values())
+    if seconds:
+        figures["time"] = duration(seconds)
+    if memory:
+        figures["memory, most"] = f"{max(memory) / 2**30:.2f} GiB"
+    return figures
+
+
+def comparison(runs: list[Run]) -> str:
+    """Key figures side by side, and the config keys in which the runs differ."""
+    figures = [key_figures(run) for run in runs]
+    names = list(dict.fromkeys(name for figure in figures for name in figure))
+    rows = [[name, *(figure.get(name, "-") for figure in figures)] for name in names]
+    side_by_side = table(["", *(run.name for run in runs)], rows, number_columns=True)
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in in_words(runs))
+    side_by_side = f"{said}{side_by_side}"
+    settings = [flat(run.config) for run in runs]
+    keys = sorted({key for setting in settings for key in setting} - {"run.directory"})
+    different = [key for key in keys if len({setting.get(key, "-") for setting in settings}) > 1]
+    if not different:
+        return f'<div class="card scroll">{side_by_side}</div><p class="soft">The configs are the same.</p>'
+    rows = [[key, *(setting.get(key, "-") for setting in settings)] for key in different]
+    differences = table(["config that differs", *(run.name for run in runs)], rows)
+    return f'<div class="card scroll">{side_by_side}</div><div class="card scroll second">{differences}</div>'
+
+
+def in_words(runs: list[Run]) -> list[str]:
+    """Which of several runs learned most, and which was fastest, among those of which one figure means the same.
+
+    Models, optimizers, precisions and batches are what people compare; the text, its length and how much of it was
+    read, and for speed the devices, are what has to be alike.
+    """
+    evaluated = [run for run in runs if run.series("evaluation", "validation_loss")[0]]
+    timed = [run for run in runs if run.series("train", "tokens_per_second")[0]]
+    return [*_ranked(evaluated, _learned_under, _most_learned), *_ranked(timed, _fast_under, _fastest)]
+
+
+def _ranked(
+    runs: list[Run], conditions: Callable[[Run], dict[str, str]], rank: Callable[[list[Run]], str]
+) -> list[str]:
+    """A sentence for each group of runs under the same conditions, and one that says what the groups differ in."""
+    groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
+    for run in runs:
+        groups.setdefault(tuple(conditions(run).items()), []).append(run)
+    sentences = [rank(group) for group in groups.values()]
+    if len(groups) > 1:
+        known = [dict(group) for group in groups]
+        names = list(dict.fromkeys(name for group in known for name in group))
+        different = [
+            f"{name} ({', '.join(dict.fromkeys(group.get(name, 'unknown') for group in known))})"
+            for name in names
+            if len({group.get(name) for group in known}) > 1
+        ]
+        what = "losses" if rank is _most_learned else "speeds"
+        sentences.append(f"Not all {what} are ranked together: the runs differ in {', '.join(different)}.")
+    return list(filter(None, sentences))
+
+
+def _learned_under(run: Run) -> dict[str, str]:
+    """What has to be alike where validation losses are compared."""
+    settings, steps = flat(run.config), run.series("evaluation", "validation_loss")[0]
+    other = tuple(f"data.{name}" for name in _OF_READING)
+    names = [name for name in settings if name.startswith("data.") and not name.startswith(other)]
+    # With another tokenizer, bits per byte still compare.
+    names = [*(name for name in names if name != "data.tokenizer"), "train.sequence_length"]
+    found = {name: settings.get(name, "unknown") for name in sorted(names)}
+    found["sequences evaluated"] = _product(settings, "evaluate.batches", "train.micro_batch_size")
+    read = _product(settings, "train.global_batch_size", "train.sequence_length")
+    found["tokens read"] = f"{steps[-1] * int(read):,}" if read.isdecimal() else f"those of {steps[-1]:,} steps"
+    return found
+
+
+def _product(settings: dict[str, str], first: str, second: str) -> str:
+    values = [settings.get(first, ""), settings.get(second, "")]
+    return str(int(values[0]) * int(values[1])) if all(map(str.isdecimal, values)) else "unknown"
+
+
+def _fast_under(run: Run) -> dict[str, str]:
+    """What has to be alike where tokens/s are compared."""
+    settings = flat(run.config)
+    devices = [str(gpu.get("name")) for gpu in run.environment.get("gpus") or []]
+    return {
+        "device": devices[0] if devices else str(run.environment.get("cpu", {}).get("name")),
+        "processes": str(run.environment.get("variables", {}).get("WORLD_SIZE", "1")),
+        **{name: settings.get(name, "unknown") for name in ("data.source", "train.sequence_length")},
+    }
+
+
+def _most_learned(runs: list[Run]) -> str:
+    # Losses a token compare within a tokenizer alone.
+    one_tokenizer = len({run.config.get("data", {}).get("tokenizer") for run in runs}) == 1
+    name, unit = ("validation_loss", "nats per token") if one_tokenizer else ("bits_per_byte", "bits per byte")
+    series = {run.name: run.series("evaluation", name)[1] for run in runs}
+    ends = {name: values[-1] for name, values in series.items() if values}
+    if len(ends) < 2:
+        return ""
+    best, second = sorted(ends, key=ends.__getitem__)[:2]
+    more = f" ({ends[second] / ends[best] - 1:.1%} more)" if ends[best] > 0 else ""
+    last = f"its last validation loss is {ends[best]:.3f} {unit}"
+    return f"{best} learned most: {last}, {second}'s {ends[second]:.3f}{more}."
+
+
+def _fastest(runs: list[Run]) -> str:
+    rates = {run.name: run.series("train", "tokens_per_second")[1] for run in runs}
+    speeds = {name: statistics.median(values) for name, values in rates.items() if values}
+    if len(speeds) < 2:
+        return ""
+    best, second = sorted(speeds, key=speeds.__getitem__, reverse=True)[:2]
+    times = f", {speeds[best] / speeds[second]:.2f} times {second}" if speeds[second] > 0 else ""
+    return f"{best} was fastest: {speeds[best]:,.0f} tokens/s{times}."
+
+
+def layer_table(run: Run) -> str:
+    """Every figure of the telemetry's last look, a column for each layer; empty without telemetry."""
+    last = run.last_telemetry()
+    if not last:
+        return ""
+    names = [name for name in last[0] if name not in ("kind", "step", "unix_time_seconds", "layer")]
+    figures = [
+        [name.replace("_", " "), *(f"{row[name]:.3f}" if is_number(row.get(name)) else "-" for row in last)]
+        for name in names
+        if not isinstance(last[0][name], list)
+    ]
+    body = table(["layer", *(str(row["layer"]) for row in last)], figures, number_columns=True)
+    summary = f"All figures of every layer, at step {last[0]['step']:,}"
+    return f'<details class="card"><summary>{summary}</summary><div class="scroll">{body}</div></details>'
+
+
+def events_table(run: Run) -> str:
+    """What happened, with the time since the run's first row."""
+    events = run.of_kind("event")
+    began = run.rows[0]["unix_time_seconds"]
+    rows = []
+    for event in events[-_MOST_EVENTS:]:
+        severity = str(event.get("severity", "info"))
+        mark = {"error": "bad", "warning": "watch"}.get(severity, "unknown")
+        rows.append(
+            f'<tr><td class="number">{event["step"]:,}</td>'
+            f'<td class="number">{duration(max(0.0, event["unix_time_seconds"] - began))}</td>'
+            f'<td><span class="mark {mark}">{escape(severity)}</span></td>'
+            f'<td class="text"><b>{escape(str(event["name"]))}</b> {escape(str(event["message"]))}</td></tr>'
+        )
+    more = f'<p class="soft">The last {_MOST_EVENTS} of {len(events):,}.</p>' if len(events) > _MOST_EVENTS else ""
+    head = "<tr><th>step</th><th>time</th><th></th><th>what happened</th></tr>"
+    return f'<div class="card scroll"><table class="tight">{head}{"".join(rows)}</table>{more}</div>'
+
+
+def ranks_table(runs: list[Run]) -> str:
+    """The verdict on every process."""
+    rows = []
+    for run in runs:
+        for rank, beats in run.heartbeats.items():
+            verdict = judge(beats[-1])
+            names = [run.name] * (len(runs) > 1)
+            rows.append([*names, str(rank), verdict.state, str(beats[-1]["host"]), verdict.reason])
+    if not rows:
+        return '<p class="card soft">No heartbeat was written.</p>'
+    head = [*["run"] * (len(runs) > 1), "rank", "state", "host", "why"]
+    return f'<div class="card scroll">{table(head, rows)}</div>'
+
+
+def settings(runs: list[Run]) -> str:
+    """Environment and config, folded."""
+    parts = []
+    for run in runs:
+        for title, text in (
+            ("Environment", json.dumps(_masked(run.environment), indent=2) if run.environment else ""),
+            ("Config", mask_text(run.config_text)),
+        ):
+            if text:
+                label = of_run(title, run, len(runs) > 1)
+                parts.append(f"<details><summary>{escape(label)}</summary><pre>{escape(text)}</pre></details>")
+    return f'<div class="card">{"".join(parts)}</div>' if parts else '<p class="card soft">Neither was saved.</p>'
+
+
+def _masked(environment: dict[str, Any]) -> dict[str, Any]:
+    """As it is written today; runs of earlier versions wrote all."""
+    variables, command = environment.get("variables"), environment.get("command")
+    masked = dict(environment)
+    if isinstance(variables, dict):
+        masked["variables"] = mask_variables({str(name): str(value) for name, value in variables.items()})
+    if isinstance(command, list):
+        masked["command"] = mask_arguments(map(str, command))
+    return masked
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """A nested config as dotted names and values in TOML's spelling."""
+    result: dict[str, str] = {}
+    for name, value in config.items():
+        if isinstance(value, dict):
+            result |= flat(value, f"{prefix}{name}.")
+        else:
+            result[prefix + name] = mask_text(json.dumps(value, default=str))
+    return result
+
+
+def table(head: Iterable[str], rows: list[list[str]], *, number_columns: bool = False) -> str:
+    """An HTML table; the first column names the row."""
+    kind = "number" if number_columns else "text"
+    lines = ["<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>"]
+    for first, *others in rows:
+        cells = "".join(f'<td class="{kind}">{escape(cell)}</td>' for cell in others)
+        lines.append(f"<tr><td>{escape(first)}</td>{cells}</tr>")
+    tight = "" if number_columns else ' class="tight"'
+    return f"<table{tight}>{''.join(lines)}</table>"
+
+
+def of_run(title: str, run: Run, compared: bool) -> str:
+    """A title that names the run where there are several."""
+    return f"{title}: {run.name}" if compared else title
+
+
+def _short(number: float) -> str:
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {unit}"
+    return f"{number:.0f}"

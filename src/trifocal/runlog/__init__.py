@@ -1,0 +1,32 @@
+"""Seeing a run: heartbeat, metrics, progress, environment, memory, stacks."""
+
+from trifocal.runlog.environment import environment, host_memory_bytes, write_backends, write_environment
+from trifocal.runlog.hardware import peak_bf16_flops
+from trifocal.runlog.heartbeat import Heartbeat
+from trifocal.runlog.memory_statistics import MemoryStatistics, memory_statistics
+from trifocal.runlog.metrics import MetricsWriter, read_metrics
+from trifocal.runlog.progress import Progress
+from trifocal.runlog.sinks import SINKS, check_sinks, make_sinks
+from trifocal.runlog.stacks import StackDump
+from trifocal.runlog.watchdog import Watchdog
+from trifocal.telemetry.attention_telemetry import AttentionTelemetry
+
+__all__ = [
+    "SINKS",
+    "AttentionTelemetry",
+    "Heartbeat",
+    "MemoryStatistics",
+    "MetricsWriter",
+    "Progress",
+    "StackDump",
+    "Watchdog",
+    "check_sinks",
+    "environment",
+    "host_memory_bytes",
+    "make_sinks",
+    "memory_statistics",
+    "peak_bf16_flops",
+    "read_metrics",
+    "write_backends",
+    "write_environment",
+]

@@ -1,0 +1,100 @@
+"""What one process leaves in a dump folder: stacks at once, then all that may take a moment, each part by itself.
+
+| file | holds |
+|---|---|
+| stacks_rank*.txt | the Python stacks of all threads |
+| native_stacks_rank*.txt | the same with the frames of C and C++ code, if py-spy is installed |
+| collectives_rank*.txt | the last collectives, from the flight recorders of NCCL and gloo |
+| cuda_memory_rank*.txt | PyTorch's summary of the GPU's memory |
+| rank*.json | the heartbeat row of that moment, and the last collective of each group |
+
+A part that fails says so in its own file; nothing here raises.
+"""
+
+import faulthandler
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trifocal.runlog.collectives import Collective, describe, last_of_each_group, recorded_collectives
+from trifocal.runlog.jsonl import Row, logger
+from trifocal.runlog.native_stacks import find_py_spy, native_stacks
+from trifocal.runlog.whole_files import write_whole
+
+_one_at_a_time = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a rank said of itself."""
+
+    row: Row
+    collectives: list[Collective]
+    """The last of each group."""
+
+
+def write_stacks(folder: Path, rank: int) -> None:
+    """Write the stacks of all threads; made by faulthandler, without waiting for anything."""
+    try:
+        with (folder / f"stacks_rank{rank}.txt").open("w") as file:
+            faulthandler.dump_traceback(file=file, all_threads=True)
+    except OSError as error:
+        logger.warning("cannot write the stacks of rank %d: %s", rank, error)
+
+
+def write_details(folder: Path, rank: int, row: Row, device: torch.device, *, native_seconds: float = 10.0) -> None:
+    """Write everything but the stacks; the files that other ranks wait for come first.
+
+    Args:
+        folder: The dump.
+        rank: Of this process.
+        row: Its heartbeat row.
+        device: Where it computes.
+        native_seconds: The longest that py-spy may take; 0 leaves it out.
+    """
+    with _one_at_a_time:
+        collectives: list[Collective] = []
+        page = ""
+        try:
+            collectives = recorded_collectives()
+            page = describe(collectives) if collectives else ""
+        except Exception as error:
+            page = f"cannot be read: {error}\n"
+        if page:
+            _write(folder / f"collectives_rank{rank}.txt", lambda: page)
+        answer = {"row": row, "collectives": [found.row() for found in last_of_each_group(collectives)]}
+        _write(folder / f"rank{rank}.json", lambda: json.dumps(answer, indent=1) + "\n")
+        if native_seconds > 0 and find_py_spy() is not None:
+            _write(folder / f"native_stacks_rank{rank}.txt", lambda: native_stacks(native_seconds))
+        if device.type == "cuda":
+            # Last: the allocator's lock may be held by a thread that hangs in the driver.
+            _write(folder / f"cuda_memory_rank{rank}.txt", lambda: torch.cuda.memory_summary(device))
+
+
+def read_answers(folder: Path) -> dict[int, Answer]:
+    """What the ranks have answered so far."""
+    answers = {}
+    for path in folder.glob("rank*.json"):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+            collectives = [Collective(**fields) for fields in content["collectives"]]
+            answers[int(path.stem.removeprefix("rank"))] = Answer(content["row"], collectives)
+        except (OSError, ValueError, KeyError):
+            # It will be read again when it is whole.
+            continue
+    return dict(sorted(answers.items()))
+
+
+def _write(path: Path, make: Callable[[], str]) -> None:
+    try:
+        try:
+            text = make()
+        except Exception as error:
+            text = f"failed: {type(error).__name__}: {error}\n"
+        write_whole(path, text)
+    except OSError as error:
+        logger.warning("cannot write %s: %s", path, error)

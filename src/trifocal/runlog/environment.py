@@ -1,0 +1,207 @@
+"""What a run ran on and with: `env.json`."""
+
+import hashlib
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trifocal._version import __version__
+from trifocal.ops import backend_choices
+from trifocal.runlog.hardware import matmul_rate, peak_bf16_flops
+from trifocal.runlog.masking import mask_arguments, mask_variables
+from trifocal.runlog.whole_files import write_whole
+
+_PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "safetensors",
+    "datasets",
+    "pyarrow",
+    "tokenizers",
+    "transformers",
+    "tensorboard",
+    "wandb",
+    "trackio",
+    "plotly",
+)
+_VARIABLES = (
+    "NCCL_",
+    "TORCH",
+    "PYTORCH_",
+    "CUDA_",
+    "CUBLAS",
+    "CUDNN_",
+    "NVIDIA_",
+    "TRITON_",
+    "OMP_",
+    "KMP_",
+    "MKL_",
+    "GLOO_",
+    "UCX_",
+    "FI_",
+    "PYTHONHASHSEED",
+)
+_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(config_text: str | None = None) -> dict[str, Any]:
+    """Describe this process's software, hardware and settings.
+
+    Args:
+        config_text: The run's resolved config as saved; its hash tells whether two runs had the same one.
+
+    Returns:
+        JSON types only: `trifocal` (version, git_commit, git_changed), `config_sha256`, `command`, `python`, `host`,
+        `system`, `packages`, `cpu` (name, logical_cores, usable_cores, memory_bytes), `torch` (threads, cuda,
+        cudnn, nccl), `gpus` (name, compute_capability, memory_bytes, peak_bf16_flops), `gpu_driver`, and
+        `variables` (of PyTorch, NCCL, CUDA, Triton, the math libraries and networks, and the process's place among
+        others), and `measured_speed` (null; see `write_environment`). What does not exist here is null; what is
+        secret by its name, and who logs in by a URL, is `***`.
+    """
+    commit, changed = _git_state(Path(__file__).parent)
+    return {
+        "trifocal": {"version": __version__, "git_commit": commit, "git_changed": changed},
+        "config_sha256": hashlib.sha256(config_text.encode()).hexdigest() if config_text is not None else None,
+        "command": mask_arguments(sys.argv),
+        "python": platform.python_version(),
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "cpu": {
+            "name": _cpu_name(),
+            "logical_cores": os.cpu_count(),
+            "usable_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "memory_bytes": host_memory_bytes(),
+        },
+        "torch": {
+            "threads": torch.get_num_threads(),
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "nccl": _nccl_version(),
+        },
+        "gpus": _gpus(),
+        "gpu_driver": _gpu_driver(),
+        "variables": mask_variables(
+            {
+                name: value
+                for name, value in sorted(os.environ.items())
+                if name.startswith(_VARIABLES) or name in _PLACES
+            }
+        ),
+        "measured_speed": None,
+    }
+
+
+def write_environment(
+    path: str | os.PathLike[str],
+    config_text: str | None = None,
+    *,
+    device: torch.device | None = None,
+    precision: str = "fp32",
+) -> dict[str, Any]:
+    """Write `environment(config_text)` to a file as indented JSON, and return it.
+
+    Args:
+        path: The file.
+        config_text: As in `environment`.
+        device: Where the run computes. If no data sheet tells how fast it can be, the speed of large products is
+            measured there for a twentieth of a second: `measured_speed` (device, precision, matmul_flops in FLOP/s).
+        precision: Of the products.
+    """
+    description = environment(config_text)
+    if device is not None and (device.type != "cuda" or peak_bf16_flops(torch.cuda.get_device_name(device)) is None):
+        rate = matmul_rate(device, precision, 0.05)
+        description["measured_speed"] = {"device": device.type, "precision": precision, "matmul_flops": rate}
+    write_whole(Path(path), json.dumps(description, indent=2) + "\n")
+    return description
+
+
+def write_backends(path: str | os.PathLike[str]) -> None:
+    """Write which code ran each operation in this process, why, and how often so far, as JSON.
+
+    Compiled code counts when it is compiled, not when it runs; a CUDA graph when it is recorded.
+    """
+    rows = [
+        {"operation": operation, "backend": backend, "reason": reason, "calls": calls}
+        for (operation, backend, reason), calls in sorted(backend_choices().items())
+    ]
+    write_whole(Path(path), json.dumps(rows, indent=1) + "\n")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _run(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
+        return None
+    try:
+        finished = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return finished.stdout.strip()
+
+
+def _git_state(folder: Path) -> tuple[str | None, bool | None]:
+    # The package may be installed inside somebody else's repository: its own files must be tracked there.
+    if _run("git", "-C", str(folder), "ls-files", "--error-unmatch", str(folder.parent / "_version.py")) is None:
+        return None, None
+    status = _run("git", "-C", str(folder), "status", "--porcelain", "--", str(folder.parent))
+    return _run("git", "-C", str(folder), "rev-parse", "HEAD"), None if status is None else bool(status)
+
+
+def _cpu_name() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def host_memory_bytes() -> int | None:
+    """Memory of this machine; None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        return None
+
+
+def _nccl_version() -> str | None:
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _gpus() -> list[dict[str, Any]]:
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "compute_capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+                "peak_bf16_flops": peak_bf16_flops(properties.name),
+            }
+        )
+    return gpus
+
+
+def _gpu_driver() -> str | None:
+    answer = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return answer.splitlines()[0] if answer else None

@@ -1,0 +1,93 @@
+"""Peak speed of devices: of GPUs by data sheet, the denominator of MFU; of others as large products reach it."""
+
+import time
+
+import torch
+
+# Dense bf16 matrix products with fp32 accumulation, in TFLOP/s, from the vendors' documents; where a sheet gives the
+# figure with sparsity alone, half of it. The first key that is part of the device's name counts, so the longer name of
+# a family stands before the shorter. Compared in November 2026 with reprints of these documents by others, which agree
+# but for rounding, besides GH200, H200 NVL, H800 PCIe and A800, of which none was found: they have the chips of their
+# neighbours here. The L40 and the GeForce cards add up in fp32 at half the speed that is often quoted for them.
+_PEAK_BF16_TFLOPS = (
+    ("GB200", 2500.0),  # NVIDIA GB200 NVL72 sheet: 180 PFLOP/s over 72 GPUs
+    ("B200", 2250.0),  # NVIDIA HGX B200 sheet: 18 PFLOP/s over 8 GPUs
+    ("B100", 1750.0),  # NVIDIA HGX B100 sheet: 14 PFLOP/s over 8 GPUs
+    ("H200 NVL", 835.5),  # NVIDIA H200 sheet: 1,671 with sparsity
+    ("GH200", 989.4),  # NVIDIA GH200 sheet: 1,979 with sparsity
+    ("H200", 989.4),  # NVIDIA H200 sheet: 1,979 with sparsity
+    ("H100 NVL", 835.5),  # NVIDIA H100 sheet: 1,671 with sparsity
+    ("H100 PCIe", 756.5),  # NVIDIA H100 sheet: 1,513 with sparsity
+    ("H100", 989.4),  # NVIDIA H100 sheet (SXM): 1,979 with sparsity
+    ("H800 PCIe", 756.5),  # NVIDIA H800 sheet: 1,513 with sparsity
+    ("H800", 989.4),  # NVIDIA H800 sheet (SXM): 1,979 with sparsity
+    ("H20", 148.0),  # NVIDIA H20 sheet
+    ("A100", 312.0),  # NVIDIA A100 sheet
+    ("A800", 312.0),  # NVIDIA A800 sheet
+    ("A10G", 70.0),  # NVIDIA A10G sheet (AWS g5): 140 with sparsity
+    ("A10", 125.0),  # NVIDIA A10 sheet
+    ("A30", 165.0),  # NVIDIA A30 sheet
+    ("A40", 149.7),  # NVIDIA A40 sheet
+    ("L40S", 362.05),  # NVIDIA L40S sheet
+    ("L40", 181.05),  # NVIDIA L40 sheet
+    ("L4", 121.0),  # NVIDIA L4 sheet: 242 with sparsity
+    ("RTX 4090", 165.2),  # NVIDIA Ada architecture paper, appendix A
+    ("RTX 3090", 71.0),  # NVIDIA GA102 architecture paper
+    ("MI300X", 1307.4),  # AMD Instinct MI300X sheet
+)
+
+# Slices of a GPU, and slower or faster devices that share a listed one's name.
+_OTHER_DEVICES = frozenset({"MIG", "LAPTOP", "TI", "D"})
+
+
+def peak_bf16_flops(device_name: str) -> float | None:
+    """Peak dense bf16 speed of a GPU, by its data sheet.
+
+    Args:
+        device_name: As `torch.cuda.get_device_name()` gives it.
+
+    Returns:
+        FLOP/s, or None for a device that the table does not know: then no utilisation is reported, not a
+        guess.
+    """
+    words = device_name.upper().replace("-", " ").split()
+    if _OTHER_DEVICES.intersection(words):
+        return None
+    for name, tflops in _PEAK_BF16_TFLOPS:
+        parts = name.upper().split()
+        if all(part in words for part in parts):
+            return tflops * 1e12
+    return None
+
+
+def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> float:
+    """Speed of large products, the fastest of those tried.
+
+    On a CPU in the time for which this process had its processors, so that it is a figure of the machine alone: on a
+    busy one, the time of day said anything from a half to a tenth of it.
+
+    Args:
+        device: Where; a CPU with the threads that PyTorch has now.
+        precision: "fp32" or "bf16".
+        seconds: How long to try; three products at least.
+
+    Returns:
+        FLOP/s.
+    """
+    size = 4096 if device.type == "cuda" else 768
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+    # Of all threads together.
+    shares = 1 if device.type == "cuda" else torch.get_num_threads()
+    clock = time.perf_counter if device.type == "cuda" else time.process_time
+    times: list[float] = []
+    left @ right
+    while len(times) < 3 or sum(times) < seconds:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        begin = clock()
+        left @ right
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append((clock() - begin) / shares)
+    return 2 * size**3 / min(times)

@@ -1,0 +1,153 @@
+"""Append-only JSON lines that a crash, a full disk or a reader at the wrong moment cannot spoil."""
+
+import json
+import logging
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from trifocal.errors import UserError
+
+Row = dict[str, Any]
+
+logger = logging.getLogger("trifocal")
+
+
+class JsonLinesWriter:
+    """Appends one JSON object a line; a failing disk costs rows, never the run.
+
+    Each row is one unbuffered write, so a killed process loses nothing that was written. When a write fails
+    or is cut short (a full disk), the torn part is cut off again, one warning is logged for the whole run,
+    and the next row is tried as if nothing had happened. A torn last line left by a crash is removed when the
+    file is opened.
+
+    Args:
+        path: The file; it and its folder are created where missing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._file: int | None = None
+        self._warned = False
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._size = complete_size(self.path) if self.path.exists() else 0
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            os.ftruncate(self._file, self._size)
+        except OSError as error:
+            self._warn(error)
+
+    def append(self, row: Mapping[str, Any]) -> bool:
+        """Write one row.
+
+        Args:
+            row: What json can write. Non-finite numbers become NaN and Infinity, as Python's json reads them.
+
+        Returns:
+            Whether the row is in the file.
+
+        Raises:
+            TypeError: If a value is not JSON (a tensor, for example): a mistake of the caller's, never of the
+                disk's.
+        """
+        line = (json.dumps(row, separators=(",", ":")) + "\n").encode()
+        if self._file is None:
+            return False
+        try:
+            written = os.write(self._file, line)
+            if written == len(line):
+                self._size += written
+                return True
+            self._warn(OSError(f"only {written} of {len(line)} bytes were written"))
+        except OSError as error:
+            self._warn(error)
+        self.truncate(self._size)
+        return False
+
+    def truncate(self, size: int) -> None:
+        """Cut the file after its first `size` bytes."""
+        if self._file is None:
+            return
+        try:
+            os.ftruncate(self._file, size)
+            self._size = size
+        except OSError as error:
+            self._warn(error)
+
+    def close(self) -> None:
+        """Close the file; rows appended later are dropped."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning("cannot write %s (%s); training goes on, rows are missing there", self.path, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def complete_size(path: Path) -> int:
+    """Bytes up to and with the last newline: what is left when a torn last line is cut off."""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                return start + newline + 1
+            end = start
+    return 0
+
+
+def read_lines(
+    path: str | os.PathLike[str], *, last_bytes: int | None = None, required: Collection[str] = ()
+) -> list[Row]:
+    """Read the rows of a JSON-lines file that may still be growing.
+
+    Args:
+        path: The file.
+        last_bytes: Read only about this many bytes from the end, whole lines of them; None reads everything.
+        required: Fields that every row has.
+
+    Returns:
+        The rows in order. A torn last line (no newline yet) is left out.
+
+    Raises:
+        UserError: If the file is missing, or a complete line is not a JSON object or lacks a field; names the line.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            start = 0 if last_bytes is None else max(0, size - last_bytes)
+            file.seek(start)
+            content = file.read()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if start > 0:
+        content = content[content.find(b"\n") + 1 :]
+    lines = content[: content.rfind(b"\n") + 1].splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        missing = [name for name in required if name not in row] if isinstance(row, dict) else []
+        if not isinstance(row, dict) or missing:
+            place = f"line {number}" if start == 0 else f"line {number} of the last {last_bytes} bytes"
+            expected = f"a JSON object with {missing[0]!r}" if missing else "a JSON object"
+            raise UserError(f"{path}, {place}: expected {expected}, got {line[:60]!r}; remove that line")
+        rows.append(row)
+    return rows

@@ -1,0 +1,153 @@
+"""The run's one stream of metrics: `metrics.jsonl`.
+
+Every row is a JSON object with `kind`, `step` (optimizer steps done) and `unix_time_seconds`. Units are in
+the names.
+
+| kind | fields |
+|---|---|
+| `train` | loss (nats per token), learning_rate, gradient_norm, tokens_per_second, step_seconds, data_wait_seconds_p50, data_wait_seconds_p95, skipped_documents, tokens_seen, epoch, memory_allocated_bytes, memory_reserved_bytes, memory_peak_bytes, executed_mfu, dense_equivalent_mfu |
+| `evaluation` | validation_loss (nats per token), perplexity, bits_per_byte |
+| `event` | name, severity (info, warning, error), message, and what the event adds; docs/diagnostics.md has all names |
+| `telemetry` | layer, and what telemetry/attention_telemetry.py documents |
+
+A number that is not finite is written as NaN or Infinity, as Python's json reads it. A value that does not
+exist on this machine (MFU on a CPU) is null or left out.
+"""  # noqa: E501
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Any, Self
+
+from trifocal.errors import UserError
+from trifocal.runlog.jsonl import JsonLinesWriter, Row, read_lines
+from trifocal.runlog.sinks.thread import Sink, SinkThread
+
+logger = logging.getLogger("trifocal")
+
+# What readers need of the rows of a kind, whatever version wrote them.
+_REQUIRED = {"event": ("name", "severity", "message"), "telemetry": ("layer",)}
+
+
+class MetricsWriter:
+    """Writes the metric rows of one run; see the module's table for their fields.
+
+    The stream has one line of history. Resuming from step s removes every row from the first one past s on,
+    so that what the interrupted process did after its last checkpoint does not appear twice, and adds a
+    `resumed` event.
+
+    Args:
+        path: The `metrics.jsonl`; appended to if it exists.
+        resume_step: The step of the checkpoint that the run goes on from; None for a new run.
+        sinks: Consumers of the same rows, each fed by a thread of its own. One that fails is warned about once, with
+            a warning and a `sink_failed` event, and then left alone.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, resume_step: int | None = None, sinks: Iterable[Sink] = ()
+    ) -> None:
+        # Not a plain lock: a sink that does not keep up is found, and written about, while a row is being written.
+        self._lock = threading.RLock()
+        self._file = JsonLinesWriter(path)
+        self._step = 0
+        self._sinks = [SinkThread(sink, self._say_failed) for sink in sinks]
+        if resume_step is not None:
+            rows_dropped = self._drop_after(resume_step)
+            message = f"resumed from step {resume_step}, {rows_dropped} later rows dropped"
+            self.event(resume_step, "resumed", message, rows_dropped=rows_dropped)
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append one row; any thread may.
+
+        Args:
+            kind: `train`, `evaluation`, `event`, `telemetry`, …
+            step: Optimizer steps done.
+            values: The fields, JSON types only: numbers on the host, no tensors.
+        """
+        row: Row = {"kind": kind, "step": step, "unix_time_seconds": round(time.time(), 3), **values}
+        with self._lock:
+            self._step = step
+            self._file.append(row)
+            for sink in self._sinks:
+                sink.write(row)
+
+    def event(self, step: int, name: str, message: str, *, severity: str = "info", **values: Any) -> None:
+        """Append an event row.
+
+        Args:
+            step: Optimizer steps done.
+            name: A short fixed name: `checkpoint_saved`, `gate_shut`, `stalled`, …
+            message: One sentence for a person.
+            severity: `info`, `warning` or `error`.
+            values: Further fields.
+        """
+        self.write("event", step, name=name, severity=severity, message=message, **values)
+
+    def close(self) -> None:
+        """Close the sinks, waiting for them a bounded time, and the file."""
+        for sink in self._sinks:
+            sink.close()
+        self._file.close()
+
+    def _say_failed(self, sentence: str) -> None:
+        logger.warning("%s", sentence)
+        self.event(self._step, "sink_failed", sentence, severity="warning")
+
+    @classmethod
+    def silent(cls) -> "MetricsWriter":
+        """A writer that writes nothing, for every process but the first."""
+        return _SilentWriter()
+
+    def _drop_after(self, step: int) -> int:
+        if not self._file.path.exists():
+            return 0
+        rows = read_lines(self._file.path)
+        lines = self._file.path.read_bytes().splitlines(keepends=True)
+        keep = next((index for index, row in enumerate(rows) if row.get("step", 0) > step), len(rows))
+        self._file.truncate(sum(map(len, lines[:keep])))
+        return len(rows) - keep
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _SilentWriter(MetricsWriter):
+    def __init__(self) -> None:
+        """Opens nothing."""
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Take a row and forget it."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[Row]:
+    """Read the metric rows of a run, also of one that is still going.
+
+    Args:
+        path: The `metrics.jsonl`.
+        kind: Only rows of this kind; None for all.
+
+    Returns:
+        The rows in the order written; a torn last line is left out.
+
+    Raises:
+        UserError: If the file is missing, or a complete line is not a JSON object with `kind` and `step`, or lacks
+            what every row of its kind has.
+    """
+    rows = read_lines(path, required=("kind", "step"))
+    for row in rows:
+        missing = [name for name in _REQUIRED.get(str(row["kind"]), ()) if name not in row]
+        if missing or type(row["step"]) is not int:
+            wrong = f"without {missing[0]!r}" if missing else f"whose step is {row['step']!r}"
+            raise UserError(f"{path}: there is a row of kind {row['kind']!r} {wrong}; remove that line")
+    return rows if kind is None else [row for row in rows if row.get("kind") == kind]

@@ -1,0 +1,138 @@
+"""How far the run is, for the person who started it."""
+
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as RichProgress
+
+
+class Progress:
+    """Shows step, loss, tokens/s and the time left: a live bar on a terminal, plain lines elsewhere.
+
+    The plain lines (a log file, a pipe, CI) hold no control characters, and come at most every
+    `interval_seconds` besides the first and the last step.
+
+    Args:
+        total_steps: Steps of the whole run.
+        start_step: Steps done before this process (a resumed run).
+        stream: Where to write; standard output by default.
+        interval_seconds: Least time between two plain lines.
+        enabled: False shows nothing (every rank but the first).
+        clock: Seconds since any moment; tests have one of their own.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        start_step: int = 0,
+        stream: TextIO | None = None,
+        interval_seconds: float = 5.0,
+        enabled: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._clock = clock
+        self._total_steps = total_steps
+        self._stream = stream or sys.stdout
+        self._interval_seconds = interval_seconds
+        self._enabled = enabled
+        self._history: deque[tuple[float, int]] = deque([(self._clock(), start_step)], maxlen=200)
+        self._last_line = float("-inf")
+        self._last_step: int | None = None
+        self._loss: float | None = None
+        self._rate: float | None = None
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        if enabled and self._stream.isatty():
+            self._bar = RichProgress(
+                TextColumn("[bold]training"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[numbers]}"),
+                TextColumn("elapsed"),
+                TimeElapsedColumn(),
+                console=Console(file=self._stream),
+                expand=True,
+            )
+            self._task = self._bar.add_task("training", total=total_steps, completed=start_step, numbers="")
+
+    def update(self, step: int, *, loss: float | None = None, tokens_per_second: float | None = None) -> None:
+        """Show that a step is done.
+
+        Args:
+            step: Optimizer steps done.
+            loss: Nats per token; None keeps the last one shown.
+            tokens_per_second: Rate of the whole run; None keeps the last one shown.
+        """
+        if not self._enabled or step == self._last_step:
+            return
+        now = self._clock()
+        self._last_step = step
+        self._history.append((now, step))
+        self._loss = self._loss if loss is None else loss
+        self._rate = self._rate if tokens_per_second is None else tokens_per_second
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, numbers=self._numbers())
+        elif now - self._last_line >= self._interval_seconds or step == self._total_steps:
+            self._last_line = now
+            width = len(str(self._total_steps))
+            self._write(f"step {step:{width}}/{self._total_steps}  {self._numbers()}")
+
+    def message(self, text: str) -> None:
+        """Print a line above the bar, or among the plain lines."""
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False, highlight=False)
+        else:
+            self._write(text)
+
+    def remaining_seconds(self) -> float | None:
+        """Time left at the pace of the recent steps; None before the first one."""
+        (first_time, first_step), (last_time, last_step) = self._history[0], self._history[-1]
+        if last_step <= first_step:
+            return None
+        return (self._total_steps - last_step) * (last_time - first_time) / (last_step - first_step)
+
+    def _numbers(self) -> str:
+        parts = []
+        if self._loss is not None:
+            parts.append(f"loss {self._loss:.4f}")
+        if self._rate is not None:
+            parts.append(f"{self._rate:,.0f} tokens/s")
+        remaining = self.remaining_seconds()
+        if remaining is not None:
+            parts.append(f"ETA {duration(remaining)}")
+        return "  ".join(parts)
+
+    def _write(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def __enter__(self) -> Self:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def duration(seconds: float) -> str:
+    """A length of time for people: `0:42`, `3:07`, `2:05:00`, `3d 04:00`."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days}d {hour:02}:{minute:02}"
+    if hours:
+        return f"{hours}:{minute:02}:{second:02}"
+    return f"{minute}:{second:02}"

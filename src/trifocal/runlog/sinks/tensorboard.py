@@ -1,0 +1,39 @@
+"""TensorBoard as a reader of the metric rows (extra `tensorboard`)."""
+
+import os
+from typing import Any
+
+from trifocal.runlog.jsonl import Row
+from trifocal.runlog.sinks.rows import missing, scalars
+
+
+class TensorBoardSink:
+    """Hands every number of a metric row to TensorBoard as `kind/field`, and every event as text.
+
+    Args:
+        directory: Where TensorBoard's event files go.
+        resume_step: The step that the run goes on from; what TensorBoard has of later steps is hidden.
+
+    Raises:
+        UserError: If TensorBoard is not installed; names the extra.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise missing("TensorBoard", "tensorboard") from error
+        purge_step = None if resume_step is None else resume_step + 1
+        self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step)
+
+    def write(self, row: Row) -> None:
+        """Take one row."""
+        step, when = row["step"], row["unix_time_seconds"]
+        if row["kind"] == "event":
+            self._writer.add_text(f"event/{row['name']}", row["message"], step, walltime=when)
+        for name, value in scalars(row).items():
+            self._writer.add_scalar(name, value, step, walltime=when)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()

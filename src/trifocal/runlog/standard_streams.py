@@ -1,0 +1,106 @@
+"""Standard output and standard error that may be lost: a broken pipe, a full disk, a closed terminal."""
+
+import os
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TextIO, cast
+
+
+class LastingStreams:
+    """While active, a write to `sys.stdout` or `sys.stderr` never raises because the stream is lost.
+
+    Each write is tried, so that output comes back when a disk has room again. Contexts nest: an inner one uses the
+    streams of the outer one.
+    """
+
+    def __init__(self) -> None:
+        self._before: tuple[TextIO | None, TextIO | None] = (None, None)
+        self._streams: list[_LastingStream] = []
+
+    def news(self) -> list[str]:
+        """A sentence for each stream that is lost, once in the life of the stream."""
+        found = [stream for stream in self._streams if stream.error and not stream.told]
+        for stream in found:
+            stream.told = True
+        return [f"{stream.title} is lost ({stream.error}); training goes on" for stream in found]
+
+    def __enter__(self) -> Self:
+        self._before = sys.stdout, sys.stderr
+        self._streams = [_lasting(sys.stdout, "standard output"), _lasting(sys.stderr, "standard error")]
+        sys.stdout, sys.stderr = (cast("TextIO", stream) for stream in self._streams)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for before, stream in zip(self._before, self._streams, strict=True):
+            stream.flush()
+            if before is None or before.closed:
+                stream.close()
+        sys.stdout, sys.stderr = self._before  # type: ignore[assignment]
+
+
+class _LastingStream:
+    """A stream whose `write` and `flush` note an error instead of raising it; all else is the stream's own."""
+
+    def __init__(self, stream: TextIO, title: str, error: str = "") -> None:
+        self._stream = stream
+        self.title, self.error, self.told = title, error, False
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = self._stream.encoding
+            return self.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        except (OSError, ValueError) as error:  # ValueError: the file was closed.
+            self._note(error)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except (OSError, ValueError) as error:
+            self._note(error)
+
+    def _note(self, error: OSError | ValueError) -> None:
+        self.error = (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _lasting(stream: TextIO | None, title: str) -> _LastingStream:
+    if isinstance(stream, _LastingStream):
+        return stream
+    if stream is None or stream.closed:
+        return _LastingStream(Path(os.devnull).open("w"), title, "it is closed")
+    return _LastingStream(stream, title)
+
+
+def open_closed_descriptors() -> None:
+    """Open /dev/null in place of each standard stream that the process was started without (`>&-`).
+
+    Otherwise the next file that is opened gets its number, and libraries write their messages into that file.
+    """
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The system gives the lowest free number, which is this one.
+            os.open(os.devnull, os.O_RDWR)
+
+
+def discard_lost_output() -> None:
+    """Drop what cannot be written any more.
+
+    Python would try again when the process ends, and end it with status 120.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:
+            with Path(os.devnull).open("wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())

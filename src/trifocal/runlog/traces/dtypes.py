@@ -1,0 +1,82 @@
+"""Which type every tensor has: `dtypes_rank*.csv`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.runlog.traces.base import Lines, ModuleHooks, Moment, Trace, local, write_table
+
+# What the optimizer changes by a little in each step must hold a little.
+_FULL_PRECISION = (torch.float32, torch.float64)
+
+
+class DtypeTrace(Trace):
+    """Lists parameters, gradients, the optimizer's state, activations and the gradients of activations.
+
+    An activation is a module's output; each is listed once, with every type that it had.
+
+    Args:
+        model: Whose tensors.
+        optimizer: Of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+        self._hooks: ModuleHooks | None = None
+        self._seen = Lines()
+        self._rows: list[dict[str, Any]] = []
+
+    def begin(self, moment: Moment) -> None:
+        """Hook every module."""
+        self._moment = moment
+        self._hooks = ModuleHooks(self._model, left=self._left)
+
+    def end(self) -> None:
+        """Unhook, and look at what stays between steps."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        listed = [*self._kept(), *self._seen.take()]
+        rows = {(kind, name, dtype): shape for kind, name, dtype, shape in listed}
+        self._rows = [
+            {
+                "kind": kind,
+                "name": name,
+                "dtype": str(dtype).removeprefix("torch."),
+                "shape": "x".join(map(str, shape)) or "scalar",
+                "remark": _remark(kind, dtype),
+            }
+            for (kind, name, dtype), shape in rows.items()
+        ]
+        self._rows.sort(key=lambda row: row["kind"])
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the table."""
+        write_table(folder / f"dtypes_rank{rank}.csv", self._rows)
+
+    def _kept(self) -> Iterator[tuple[str, str, torch.dtype, tuple[int, ...]]]:
+        for name, parameter in self._model.named_parameters():
+            yield "parameter", name, parameter.dtype, tuple(local(parameter).shape)
+            if parameter.grad is not None:
+                yield "gradient", name, parameter.grad.dtype, tuple(local(parameter.grad).shape)
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield "optimizer state", f"{name}.{key}", value.dtype, tuple(local(value).shape)
+
+    def _left(self, name: str, outputs: list[Tensor]) -> None:
+        for output in outputs if self._moment.phase else ():
+            self._seen.add(("activation", name, output.dtype, tuple(output.shape)))
+            if output.grad_fn is not None:
+                output.register_hook(
+                    lambda gradient: self._seen.add(
+                        ("gradient of activation", name, gradient.dtype, tuple(gradient.shape))
+                    )
+                )
+
+
+def _remark(kind: str, dtype: torch.dtype) -> str:
+    if kind in ("parameter", "optimizer state") and dtype.is_floating_point and dtype not in _FULL_PRECISION:
+        return "small updates are lost at this precision"
+    return ""

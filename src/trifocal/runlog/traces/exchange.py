@@ -1,0 +1,74 @@
+"""What is exchanged between processes, module by module or bucket by bucket, and when: `exchange_rank*.csv`.
+
+Beside it `collectives_rank*.csv`, every collective of the window from PyTorch's flight recorder, and under DDP
+`ddp_rank*.json`, its own figures.
+"""
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trifocal.distributed.gradient_watch import GradientWatch
+from trifocal.runlog.collectives import recorded_collectives
+from trifocal.runlog.traces.base import Lines, Moment, Trace, write_table
+
+
+class ExchangeTrace(Trace):
+    """Notes each bucket of DDP; each gathering of weights and scattering of gradients of FSDP2.
+
+    Args:
+        model: Whose parameters' names to use.
+        module: The model as it is trained.
+        watch: Which sees what is exchanged.
+    """
+
+    def __init__(self, model: nn.Module, module: nn.Module, watch: GradientWatch) -> None:
+        self._model, self._module, self._watch = model, module, watch
+        self._seen = Lines()
+        self._rows: list[dict[str, Any]] = []
+
+    def begin(self, moment: Moment) -> None:
+        """Be told of every exchange."""
+        self._moment = moment
+        self._since = time.time()
+        self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
+        self._watch.observe(self._exchange)
+
+    def end(self) -> None:
+        """Listen no more, and make the rows."""
+        self._watch.observe(None)
+        clock = self._moment.clock
+        for columns, row, began, start, ended in self._seen.take():
+            row = {**columns, **row, **clock.between(began, start, "begin_milliseconds")}
+            self._rows.append(row | (clock.between(start, ended[0]) if ended else {}))
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the tables."""
+        write_table(folder / f"exchange_rank{rank}.csv", self._rows)
+        self._rows = []
+        age = time.time() - self._since
+        collectives = [found.row() for found in recorded_collectives() if found.age_seconds <= age]
+        write_table(folder / f"collectives_rank{rank}.csv", collectives)
+        if isinstance(self._module, DistributedDataParallel):
+            figures = self._module._get_ddp_logging_data()
+            (folder / f"ddp_rank{rank}.json").write_text(json.dumps(figures, indent=1, default=str) + "\n")
+
+    def _exchange(self, kind: str, name: str, buffer: Tensor, parameters: list[Tensor]) -> Callable[[], None]:
+        moment = self._moment
+        names = [self._names[id(parameter)] for parameter in parameters]
+        row = {
+            "phase": moment.phase,
+            "exchange": kind,
+            "of": name,
+            "bytes": buffer.numel() * buffer.element_size(),
+            "dtype": str(buffer.dtype).removeprefix("torch."),
+            "parameters": " ".join(names),
+        }
+        ended: list[Any] = []
+        self._seen.add((moment.columns(), row, moment.phase_began, moment.clock.mark(), ended))
+        return lambda: ended.append(moment.clock.mark())

@@ -1,0 +1,55 @@
+"""When each parameter's gradient arrives, and in which order: `gradients_rank*.csv`."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.runlog.traces.base import Lines, Mark, Moment, Trace, write_table
+
+
+class GradientTrace(Trace):
+    """Notes each accumulation into a parameter's gradient, with its time since backward began.
+
+    Of a sharded model: when the shard's gradient is there, after the exchange.
+
+    Args:
+        model: Whose parameters.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._seen = Lines()
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        self._rows: list[dict[str, Any]] = []
+
+    def begin(self, moment: Moment) -> None:
+        """Hook every parameter."""
+        self._moment = moment
+        for name, parameter in self._model.named_parameters():
+
+            def arrived(parameter: Tensor, name: str = name) -> None:
+                self._seen.add((moment.columns(), name, parameter.numel(), moment.phase_began, moment.clock.mark()))
+
+            self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+
+    def end(self) -> None:
+        """Unhook, and make the rows: the order counts from 1 in each backward pass."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        order: dict[tuple[int, int], int] = {}
+        columns: dict[str, int]
+        began: Mark
+        mark: Mark
+        for columns, name, entries, began, mark in self._seen.take():
+            key = (columns["step"], columns["micro_batch"])
+            order[key] = order.get(key, 0) + 1
+            times = self._moment.clock.between(began, mark)
+            self._rows.append({**columns, "order": order[key], "parameter": name, "entries": entries, **times})
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the table."""
+        write_table(folder / f"gradients_rank{rank}.csv", self._rows)
+        self._rows = []

@@ -1,0 +1,114 @@
+"""What fills the memory: `memory_rank*.csv`, and on a GPU `memory_snapshot_rank*.pickle` for pytorch.org/memory_viz."""
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.runlog.traces.base import ModuleHooks, Moment, Trace, local, size_in_bytes, write_table
+
+_SNAPSHOT_EVENTS = 200_000
+
+
+class MemoryTrace(Trace):
+    """Bytes by module, of the first micro-batch of a window, and the allocator's history on a GPU.
+
+    Parameters, gradients, the optimizer's state and what is saved for backward count where they belong: without
+    those of the modules inside. What two modules save counts for the first. Of a sharded model: this process's part,
+    and weights that are whole during a forward pass count nowhere. What a GPU's allocator handed out from the beginning
+    of a module's forward pass to its end, and has not got back, counts with the modules inside.
+
+    Args:
+        model: Whose modules.
+        optimizer: Of its parameters.
+        device: Where they are.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+        self._model, self._optimizer, self._device = model, optimizer, device
+        self._on_gpu = device.type == "cuda"
+        self._rows: list[dict[str, Any]] = []
+        self._snapshot: Any = None
+
+    def begin(self, moment: Moment) -> None:
+        """Hook every module, and start the allocator's history."""
+        self._moment, self._first = moment, True
+        self._modules = {path or "model": module for path, module in self._model.named_modules()}
+        self._stack: list[tuple[str, int, set[int]]] = []
+        self._saved: dict[str, int] = {}
+        self._grown: dict[str, int] = {}
+        self._counted = _weights_of(self._model)
+        if self._on_gpu:
+            # Python frames alone: naming those of C++ takes minutes.
+            torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS, stacks="python")
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Count in the first forward pass."""
+        if name not in ("forward", "compile") or not self._first:
+            yield
+            return
+        self._first = False
+        hooks = ModuleHooks(self._model, entered=self._entered, left=self._left)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor):
+                yield
+        finally:
+            hooks.remove()
+
+    def end(self) -> None:
+        """Stop the history, and make the rows."""
+        if self._on_gpu:
+            self._snapshot = torch.cuda.memory._snapshot()
+            torch.cuda.memory._record_memory_history(enabled=None)
+        for name, module in self._modules.items():
+            own = list(module.parameters(recurse=False))
+            states = [value for parameter in own for value in self._optimizer.state.get(parameter, {}).values()]
+            row = {
+                "module": name,
+                "parameter_bytes": sum(map(size_in_bytes, own)),
+                "gradient_bytes": sum(size_in_bytes(parameter.grad) for parameter in own),
+                "optimizer_bytes": sum(size_in_bytes(value) for value in states if isinstance(value, Tensor)),
+                "saved_for_backward_bytes": self._saved.get(name, 0),
+            }
+            if self._on_gpu:
+                row["forward_growth_bytes"] = self._grown.get(name)
+            self._rows.append(row)
+        total = {"module": "total", **{key: sum(row[key] for row in self._rows) for key in list(row)[1:5]}}
+        self._rows.append(total)
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the table and the snapshot."""
+        write_table(folder / f"memory_rank{rank}.csv", self._rows)
+        self._rows = []
+        if self._snapshot is not None:
+            (folder / f"memory_snapshot_rank{rank}.pickle").write_bytes(pickle.dumps(self._snapshot))
+            self._snapshot = None
+
+    def _entered(self, name: str, inputs: list[Tensor]) -> None:
+        # Under FSDP a module's weights are others while it runs: whole, in memory that is used again afterwards.
+        self._stack.append((name, self._allocated(), _weights_of(self._modules[name])))
+
+    def _left(self, name: str, outputs: list[Tensor]) -> None:
+        _, before, _ = self._stack.pop()
+        self._grown[name] = self._grown.get(name, 0) + self._allocated() - before
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
+
+    def _pack(self, tensor: Tensor) -> Tensor:
+        storage = local(tensor).untyped_storage()
+        name, _, weights = self._stack[-1] if self._stack else ("model", 0, set[int]())
+        if storage.data_ptr() not in self._counted and storage.data_ptr() not in weights:
+            self._counted.add(storage.data_ptr())
+            self._saved[name] = self._saved.get(name, 0) + storage.nbytes()
+        return tensor
+
+
+def _weights_of(module: nn.Module) -> set[int]:
+    """Where the module's parameters, and those of the modules inside, lie now."""
+    return {local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}

@@ -1,0 +1,82 @@
+"""In which order the modules run forward and backward, and when: `modules_rank*.csv`."""
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from trifocal.runlog.traces.base import Lines, Mark, ModuleHooks, Moment, Trace, write_table
+
+
+class ModuleTrace(Trace):
+    """Notes every pass through every module.
+
+    A row's event is `forward`; `recompute` for what checkpointing repeats in backward; `backward` from the gradient
+    of the module's first output until that of its first input, where both exist.
+
+    Args:
+        model: Whose modules.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._hooks: ModuleHooks | None = None
+        self._open: list[tuple[str, Mark, list[Tensor]]] = []
+        self._seen = Lines()
+        self._rows: list[dict[str, Any]] = []
+
+    def begin(self, moment: Moment) -> None:
+        """Hook every module."""
+        self._moment = moment
+        self._hooks = ModuleHooks(self._model, entered=self._entered, left=self._left)
+
+    def end(self) -> None:
+        """Unhook, and make the rows."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        clock = self._moment.clock
+        order: dict[tuple[int, int, str], int] = {}
+        for columns, event, name, phase_began, begin, ended in self._seen.take():
+            key = (columns["step"], columns["micro_batch"], event)
+            order[key] = order.get(key, 0) + 1
+            row = {**columns, "event": event, "order": order[key], "module": name}
+            row |= clock.between(phase_began, begin, "begin_milliseconds")
+            if ended and ended[0] is not None:
+                row |= clock.between(begin, ended[0])
+            self._rows.append(row)
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the table."""
+        write_table(folder / f"modules_rank{rank}.csv", self._rows)
+        self._rows = []
+
+    def _entered(self, name: str, inputs: list[Tensor]) -> None:
+        self._open.append((name, self._moment.clock.mark(), inputs))
+
+    def _left(self, name: str, outputs: list[Tensor]) -> None:
+        _, begin, inputs = self._open.pop()
+        moment = self._moment
+        if not moment.phase:
+            return
+        again = moment.phase == "backward"
+        event = "recompute" if again else "forward"
+        self._seen.add((moment.columns(), event, name, moment.phase_began, begin, [moment.clock.mark()]))
+        if again:
+            # The graph of a repeated pass gives saved tensors; the gradient flows through the first one's.
+            return
+        # Under autograd, and with a graph of its own: a module that returns its input has no backward pass.
+        output = next((tensor for tensor in outputs if tensor.grad_fn is not None), None)
+        if output is None:
+            return
+        columns, ended = moment.columns(), list[Mark]()
+
+        def begun(gradient: Tensor) -> None:
+            self._seen.add((columns, "backward", name, moment.phase_began, moment.clock.mark(), ended))
+
+        def finished(gradient: Tensor) -> None:
+            ended.append(moment.clock.mark())
+
+        output.register_hook(begun)
+        source = next((tensor for tensor in inputs if tensor.requires_grad and tensor is not output), None)
+        if source is not None:
+            source.register_hook(finished)

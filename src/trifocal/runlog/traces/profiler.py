@@ -1,0 +1,56 @@
+"""What takes the time: `torch.profiler` over the window; `profile_rank*.json.gz` and `operations_rank*.txt`.
+
+The first opens in Perfetto (ui.perfetto.dev) or chrome://tracing, the second in any editor.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from trifocal.runlog.traces.base import Moment, Trace
+
+_ROWS = 50
+
+
+class ProfilerTrace(Trace):
+    """Profiles all steps of the window, with the phases as ranges.
+
+    Args:
+        device: Where the work is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._profiler: profile | None = None
+
+    def begin(self, moment: Moment) -> None:
+        """Start profiling."""
+        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+        self._moment = moment
+        # One window is one cycle, whose events are all kept; without `acc_events` PyTorch warns of others.
+        self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
+        self._profiler.start()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A range in the profile."""
+        with record_function(f"step {self._moment.step}: {name}"):
+            yield
+
+    def end(self) -> None:
+        """Stop profiling."""
+        if self._profiler is not None:
+            self._profiler.stop()
+
+    def write(self, folder: Path, rank: int) -> None:
+        """Write the trace and the table."""
+        if self._profiler is None:
+            return
+        self._profiler.export_chrome_trace(str(folder / f"profile_rank{rank}.json.gz"))
+        by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
+        table = self._profiler.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=80)
+        (folder / f"operations_rank{rank}.txt").write_text(table + "\n", encoding="utf-8")
+        self._profiler = None

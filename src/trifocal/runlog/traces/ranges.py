@@ -1,0 +1,56 @@
+"""NVTX ranges for Nsight Systems: phases, modules, and the operations that PyTorch names itself. Writes no file.
+
+nsys profile --trace cuda,nvtx trifocal train CONFIG.toml --trace.what nvtx --trace.steps 10:13
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.runlog.traces.base import ModuleHooks, Moment, Trace
+
+
+class RangeTrace(Trace):
+    """Opens and closes ranges; needs a GPU.
+
+    Args:
+        model: Whose modules get ranges in forward passes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._hooks: ModuleHooks | None = None
+        self._operations: Any = None
+
+    def begin(self, moment: Moment) -> None:
+        """Hook every module, and let PyTorch name its operations."""
+        self._moment = moment
+        self._hooks = ModuleHooks(self._model, entered=self._entered, left=self._left)
+        self._operations = torch.autograd.profiler.emit_nvtx()
+        self._operations.__enter__()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """A range around the phase."""
+        torch.cuda.nvtx.range_push(f"step {self._moment.step}: {name}")
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    def end(self) -> None:
+        """Unhook."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        if self._operations is not None:
+            self._operations.__exit__(None, None, None)
+            self._operations = None
+
+    def _entered(self, name: str, inputs: list[Tensor]) -> None:
+        torch.cuda.nvtx.range_push(name)
+
+    def _left(self, name: str, outputs: list[Tensor]) -> None:
+        torch.cuda.nvtx.range_pop()

@@ -1,0 +1,166 @@
+"""Traces on demand: a close look at some steps of a run, off unless it is asked for.
+
+Which looks exist, what each answers and which file it writes is in TRACES and, for readers, in docs/training.md. Their
+hooks are there in the traced steps alone; every other step runs as if there were none.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import nn
+
+from trifocal.distributed import Parallel
+from trifocal.runlog.heartbeat import Phases
+from trifocal.runlog.traces.anomalies import AnomalyFound, AnomalyTrace
+from trifocal.runlog.traces.base import Clock, Moment, Trace
+from trifocal.runlog.traces.dtypes import DtypeTrace
+from trifocal.runlog.traces.exchange import ExchangeTrace
+from trifocal.runlog.traces.gradients import GradientTrace
+from trifocal.runlog.traces.memory_trace import MemoryTrace
+from trifocal.runlog.traces.modules import ModuleTrace
+from trifocal.runlog.traces.profiler import ProfilerTrace
+from trifocal.runlog.traces.ranges import RangeTrace
+
+TRACES = ("gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx", "anomalies")
+HOOKED = ("gradients", "modules", "exchange", "dtypes", "memory", "anomalies")
+"""Those that a replayed CUDA graph calls nothing of."""
+INSIDE_LAYERS = ("modules", "dtypes", "memory")
+"""Those that see nothing of a compiled layer."""
+UNBOUNDED = ("nvtx", "anomalies")
+"""Those that keep nothing, so that any number of steps may be traced."""
+
+Window = tuple[int, int]
+
+
+class Tracer:
+    """Evaluator at the steps of some windows; a context manager around training.
+
+    Args:
+        directory: The run; files go to `traces/steps_FIRST-LAST` in it.
+        what: Of TRACES.
+        windows: Steps from the first up to, not including, the second; in order and apart.
+        interval_steps: Each step that this divides, and no window has, is a window of its own; 0 for none.
+        model: The model itself.
+        parallel: The model as it is trained.
+        optimizer: Of its parameters.
+        device: Where it is.
+        rank: Of this process.
+        phases: The heartbeat, which is told the phases as in any step.
+        report: Called with a name and a sentence: `traced` when files were written, `trace_failed` when they could
+            not be, `anomaly` when a NaN was found.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        what: Sequence[str],
+        windows: Sequence[Window],
+        *,
+        interval_steps: int = 0,
+        model: nn.Module,
+        parallel: Parallel,
+        optimizer: torch.optim.Optimizer,
+        device: torch.device,
+        rank: int,
+        phases: Phases,
+        report: Callable[[str, str], None],
+    ) -> None:
+        self._directory, self._rank, self._device = directory / "traces", rank, device
+        self._windows, self._interval_steps = windows, interval_steps
+        self._phases, self._report = phases, report
+        makers: dict[str, Callable[[], Trace | None]] = {
+            "gradients": lambda: GradientTrace(model),
+            "modules": lambda: ModuleTrace(model),
+            # A single process exchanges nothing.
+            "exchange": lambda: ExchangeTrace(model, parallel.module, parallel.watch) if parallel.watch else None,
+            "dtypes": lambda: DtypeTrace(model, optimizer),
+            "memory": lambda: MemoryTrace(model, optimizer, device),
+            "profiler": lambda: ProfilerTrace(device),
+            "nvtx": lambda: RangeTrace(model),
+            "anomalies": lambda: AnomalyTrace(directory, rank),
+        }
+        self._traces = [trace for name in what if (trace := makers[name]()) is not None]
+        self._moment = Moment(Clock(device))
+        self._first: int | None = None
+        """First step of the window that is open."""
+
+    @contextlib.contextmanager
+    def step(self, step: int) -> Iterator[Phases]:
+        """Around a step.
+
+        Args:
+            step: Its number.
+
+        Yields:
+            What to tell the phases: this tracer in a traced step, the heartbeat in any other.
+        """
+        window = next((window for window in self._windows if window[0] <= step < window[1]), None)
+        if window is None and self._interval_steps and step % self._interval_steps == 0:
+            window = step, step + 1
+        if window is None or not self._traces:
+            yield self._phases
+            return
+        if self._first is None:
+            self._first = step
+            for trace in self._traces:
+                trace.begin(self._moment)
+        self._moment.enter_step(step)
+        try:
+            yield self
+        except AnomalyFound as error:
+            self._report("anomaly", str(error))
+            raise
+        if step + 1 == window[1]:
+            self._close()
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around a phase of a traced step; tells the heartbeat and every trace."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._phases.phase(name))
+            self._moment.enter_phase(name)
+            for trace in self._traces:
+                stack.enter_context(trace.phase(name))
+            stack.callback(self._moment.leave_phase)
+            yield
+
+    def _close(self) -> None:
+        """End the window and write its files."""
+        first, self._first = self._first, None
+        if first is None:
+            return
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        for trace in self._traces:
+            trace.end()
+        folder = self._directory / f"steps_{first}-{self._moment.step}"
+        failed: OSError | None = None
+        for trace in self._traces:
+            try:
+                folder.parent.mkdir(exist_ok=True)
+                folder.mkdir(exist_ok=True)
+                trace.write(folder, self._rank)
+            except OSError as error:
+                failed = error
+        if failed is not None:
+            self._report("trace_failed", f"traces in {folder} could not be written: {failed}; training goes on")
+        else:
+            self._report("traced", f"steps {first} to {self._moment.step} are traced in {folder}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._close()
+        except Exception as failure:
+            # A failed device would hide why the run ends.
+            if error is None:
+                raise
+            self._report("trace_failed", f"the open traces are lost: {failure}")

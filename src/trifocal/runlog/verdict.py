@@ -1,0 +1,140 @@
+"""Is a rank running, slow, stalled, finished, stopped or dead: judged from its heartbeat alone.
+
+| state | when |
+|---|---|
+| finished, stopped, failed | the last row says so |
+| dead | rows are late and the process is gone (its number may be another's); 3 intervals and 10 s from another host |
+| stalled | the phase is older than the limit learned from the run, or the process is stopped, or exists and is silent |
+| slow | the phase lasts 3 times its median and 1 s longer, or its last 5 times were twice it, by a tenth of a step |
+| running | otherwise; a phase without a past has no expectation: it is running, and the reason says since when |
+
+The age of a phase is that of the last row: a short step may have ended many times since. It grows with the time since
+then only when rows are late, by two intervals; who cannot write a row is not taking steps either. What a compiler has
+taken of a phase is no part of its age.
+"""
+
+import socket
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+from trifocal.runlog.jsonl import Row
+from trifocal.runlog.proc import process_start, process_state
+from trifocal.runlog.progress import duration
+
+State = Literal["running", "slow", "stalled", "finished", "stopped", "failed", "dead"]
+
+LATE_INTERVALS = 2.0
+SILENT_INTERVALS = 3.0
+SILENT_SECONDS = 10.0
+SLOW_FACTOR = 3.0
+SLOW_SECONDS = 1.0
+RECENT_SLOW_FACTOR = 2.0
+RECENT_SLOW_SHARE_OF_STEP = 0.1
+_STEP_PHASES = ("data", "forward", "backward", "optimizer")
+# Letters of /proc/PID/stat: gone, or ended and not yet waited for by its parent; stopped, or held by a debugger.
+_OVER, _STOPPED = ("X", "x", "Z"), ("T", "t")
+_WHY_SILENT = {"D": "it waits for a disk or a device in the kernel"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to think of a rank."""
+
+    state: State
+    reason: str
+    """One line for a person: which phase, how long, how many times its median, where."""
+
+
+def judge(row: Row, now: float | None = None) -> Verdict:
+    """Judge a rank by the last row of its heartbeat.
+
+    Args:
+        row: The last row; see runlog/heartbeat.py for its fields.
+        now: Seconds since the epoch; the present by default.
+
+    Returns:
+        The verdict.
+    """
+    now = time.time() if now is None else now
+    if row["status"] == "stopped":
+        return Verdict("stopped", f"it was asked to stop, and saved step {row['step']:,}")
+    if row["status"] in ("finished", "failed"):
+        return Verdict(row["status"], f"at step {row['step']:,}")
+    silence = max(0.0, now - row["unix_time_seconds"])
+    late = silence > LATE_INTERVALS * row["interval_seconds"]
+    state = _state(row) if late and row["host"] == socket.gethostname() else "?"
+    if state in _OVER:
+        return Verdict("dead", f"process {row['pid']} is gone since {duration(silence)}; {_last_seen(row)}")
+    if state in _STOPPED:
+        what = (
+            f"process {row['pid']} is stopped for {duration(silence)} (Ctrl-Z, SIGSTOP or a debugger; it goes on after"
+        )
+        return Verdict("stalled", f"{what} kill -CONT {row['pid']}); {_last_seen(row)}")
+    if silence > SILENT_INTERVALS * row["interval_seconds"] + SILENT_SECONDS:
+        return _silent(row, silence, state)
+    return _present(row, silence if late else 0.0)
+
+
+def _state(row: Row) -> str:
+    """Linux's letter for what the row's process does; X also where another process has its number by now."""
+    began, now = row.get("process_start"), process_start(row["pid"])
+    return "X" if None not in (began, now) and began != now else process_state(row["pid"])
+
+
+def _silent(row: Row, silence: float, state: str) -> Verdict:
+    if row["host"] != socket.gethostname():
+        return Verdict("dead", f"no heartbeat from {row['host']} for {duration(silence)}; {_last_seen(row)}")
+    reason = _WHY_SILENT.get(state, "in C code that keeps the interpreter's lock")
+    what = f"process {row['pid']} exists but is silent for {duration(silence)}: {reason}"
+    return Verdict("stalled", f"{what}; {_last_seen(row)}")
+
+
+def _last_seen(row: Row) -> str:
+    return f"last seen in {row['phase']} at step {row['step']:,}{_place(row)}"
+
+
+def _place(row: Row) -> str:
+    return f", at {row['where']}" if row["where"] else ""
+
+
+def _present(row: Row, silence: float) -> Verdict:
+    phase, expected, limit = row["phase"], row["expected_phase_seconds"], row["stall_limit_seconds"]
+    whole = row["phase_seconds"] + silence
+    if row["compiling"]:
+        return Verdict("running", f"compiling in {phase} for {duration(whole)}")
+    # Rows of runs from before this field existed lack it.
+    age = whole - row.get("compile_seconds", 0.0)
+    if limit is not None and age > limit:
+        since = time.strftime("%H:%M:%S", time.localtime(row["unix_time_seconds"] - row["phase_seconds"]))
+        reason = f"in {phase} for {duration(age)}, since {since}, usually {expected:.2g} s{_place(row)}"
+        return Verdict("stalled", reason)
+    if expected is not None and age > SLOW_FACTOR * expected and age > expected + SLOW_SECONDS:
+        times = age / max(expected, 1e-3)
+        reason = f"in {phase} for {duration(age)}, {times:.1f} times its median of {expected:.2g} s{_place(row)}"
+        return Verdict("slow", reason)
+    slow = _slow_lately(row)
+    if slow is not None:
+        return slow
+    if phase == "other":
+        return Verdict("running", "between two phases")
+    if expected is None:
+        return Verdict("running", f"first {phase} for {duration(age)}, no expectation yet{_place(row)}")
+    return Verdict("running", f"in {phase}, usually {expected:.2g} s")
+
+
+def _slow_lately(row: Row) -> Verdict | None:
+    typical, recent = row["typical_seconds"], row["recent_seconds"]
+    step_seconds = sum(typical.get(phase, 0.0) for phase in _STEP_PHASES)
+    known = [phase for phase in _STEP_PHASES if phase in typical and phase in recent]
+    excess = {phase: recent[phase] - typical[phase] for phase in known}
+    if not excess:
+        return None
+    phase = max(excess, key=lambda name: excess[name])
+    if recent[phase] < RECENT_SLOW_FACTOR * typical[phase] or excess[phase] <= RECENT_SLOW_SHARE_OF_STEP * step_seconds:
+        return None
+    times = recent[phase] / max(typical[phase], 1e-4)
+    reason = (
+        f"{phase} takes {times:.1f} times its median lately: {recent[phase]:.2g} s instead of {typical[phase]:.2g} s"
+    )
+    return Verdict("slow", reason)

@@ -1,0 +1,184 @@
+"""Notices a stall from inside, and leaves behind what a person needs to understand it.
+
+Past the limit that the heartbeat has learned for the phase (never in `start`, `compile` or `wait`, never before a
+phase has ended once), or on SIGUSR1, `dumps/` gets a folder with
+
+- `summary.md`: one page in words: which rank is stuck in what, since when, where, who waits for whom;
+- the files of runlog/dump.py, from every rank whose watchdog is alive.
+
+The training goes on, on a full disk too. One dump is made for a stall, however long it lasts and however many ranks
+it has reached.
+"""
+
+import faulthandler
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from trifocal.errors import UserError
+from trifocal.runlog.dump import read_answers, write_details, write_stacks
+from trifocal.runlog.heartbeat import Heartbeat
+from trifocal.runlog.jsonl import Row, logger
+from trifocal.runlog.progress import duration
+from trifocal.runlog.run import read_run
+from trifocal.runlog.stacks import StackDump
+from trifocal.runlog.stall_summary import stall_summary
+from trifocal.runlog.whole_files import write_whole
+
+# A rank that finds itself stalled this soon after another adds to its dump.
+_SAME_STALL_SECONDS = 60.0
+# The others look for dumps with every row of their heartbeats; py-spy takes its time after that.
+_ANSWER_INTERVALS = 2.0
+_ANSWER_SECONDS = 15.0
+_POLL_SECONDS = 0.2
+
+
+class Watchdog:
+    """Watches the process's own heartbeat; a context manager inside the heartbeat's.
+
+    Args:
+        heartbeat: The heartbeat of this process; its thread does the watching.
+        run_directory: Dumps go to `dumps` in it.
+        device: Where the process computes.
+        on_stall: Called in the heartbeat's thread with a sentence and the dump's folder, once for each stall: the
+            place to write an event. Without it the sentence is logged as a warning.
+    """
+
+    def __init__(
+        self,
+        heartbeat: Heartbeat,
+        run_directory: str | os.PathLike[str],
+        *,
+        device: torch.device | str = "cpu",
+        on_stall: Callable[[str, Path], None] | None = None,
+    ) -> None:
+        self.directory = Path(run_directory)
+        self._heartbeat = heartbeat
+        self._device = torch.device(device)
+        self._on_stall = on_stall
+        self._rank = heartbeat.rank
+        self._stacks = StackDump(self.directory / "dumps", self._rank)
+        self._stacks_size = self._stacks.size()
+        self._stalled: tuple[str, float] | None = None
+        self._seen: set[Path] = set(self._folders())
+
+    def observe(self, row: Row) -> None:
+        """Look at one heartbeat row; called by the heartbeat's thread."""
+        # If no thread of Python's gets to run for that long, C code holds the interpreter's lock: faulthandler's own
+        # thread, which needs no lock, writes the stacks.
+        frozen_seconds = max(self._heartbeat.minimum_stall_seconds, 3 * row["interval_seconds"])
+        faulthandler.dump_traceback_later(frozen_seconds, file=self._stacks.file)
+        self._answer_other_ranks(row)
+        limit, size = row["stall_limit_seconds"], self._stacks.size()
+        entry = self._heartbeat.current_phase()
+        age = row["phase_seconds"] - row["compile_seconds"]
+        if limit is not None and age > limit and entry != self._stalled:
+            self._stalled = entry
+            self._report_stall(row)
+        elif size > self._stacks_size:
+            self._dump("asked", "was asked for its stacks", row)
+        self._stacks_size = size
+
+    def _report_stall(self, row: Row) -> None:
+        expected, limit = row["expected_phase_seconds"], row["stall_limit_seconds"]
+        what = (
+            f"is stalled in {row['phase']} for {duration(row['phase_seconds'])} "
+            f"(usually {expected:.2g} s, limit {limit:.0f} s)"
+        )
+        folder = self._current_stall() or self._dump("stalled", what, row)
+        sentence = f"rank {self._rank} {what}, at {row['where']}; see {folder / 'summary.md'}"
+        if self._on_stall is None:
+            logger.warning("%s", sentence)
+        else:
+            self._on_stall(sentence, folder)
+
+    def _current_stall(self) -> Path | None:
+        """The dump that another rank has just begun, which has this rank's answer already."""
+        for folder in self._seen:
+            try:
+                recent = time.time() - folder.stat().st_mtime < _SAME_STALL_SECONDS
+            except OSError:
+                continue
+            if recent and folder.name.startswith("stalled_") and f"_rank{self._rank}_" not in folder.name:
+                return folder
+        return None
+
+    def _dump(self, reason: str, what: str, row: Row) -> Path:
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = self.directory / "dumps" / f"{reason}_step_{row['step']:08}_rank{self._rank}_{stamp}"
+        self._seen.add(folder)
+        try:
+            folder.parent.mkdir(exist_ok=True)
+            folder.mkdir(exist_ok=True)
+            write_stacks(folder, self._rank)
+            self._write_summary(folder, what, row)
+        except OSError as error:
+            logger.warning("cannot write the dump %s (%s); training goes on", folder, error)
+        else:
+            # Not in the heartbeat's thread, which must go on beating.
+            self._in_background(self._complete, folder, what, row)
+        return folder
+
+    def _complete(self, folder: Path, what: str, row: Row) -> None:
+        """Add what takes a moment, and what the other ranks answer as they do."""
+        write_details(folder, self._rank, row, self._device)
+        others = self._running_ranks() - {self._rank}
+        deadline = time.monotonic() + _ANSWER_INTERVALS * row["interval_seconds"] + _ANSWER_SECONDS
+        answered = -1
+        while True:
+            here = len(others & read_answers(folder).keys())
+            if here > answered:
+                answered = here
+                self._write_summary(folder, what, row)
+            if answered == len(others) or time.monotonic() > deadline:
+                return
+            time.sleep(_POLL_SECONDS)
+
+    def _running_ranks(self) -> set[int]:
+        try:
+            run = read_run(self.directory, whole_heartbeats=False)
+        except (UserError, OSError):
+            return set()
+        return {rank for rank, rows in run.heartbeats.items() if rows[-1]["status"] == "running"}
+
+    def _write_summary(self, folder: Path, what: str, row: Row) -> None:
+        text = stall_summary(self.directory, folder, self._rank, what, row, read_answers(folder))
+        write_whole(folder / "summary.md", text)
+
+    def _answer_other_ranks(self, row: Row) -> None:
+        """Add this rank's part to the dumps that other ranks began."""
+        for folder in self._folders():
+            if folder not in self._seen:
+                self._seen.add(folder)
+                write_stacks(folder, self._rank)
+                self._in_background(write_details, folder, self._rank, row, self._device)
+
+    def _in_background(self, action: Callable[..., None], *arguments: object) -> None:
+        def guarded() -> None:
+            try:
+                action(*arguments)
+            except Exception:
+                logger.warning("a dump of rank %d is not complete; training goes on", self._rank, exc_info=True)
+
+        threading.Thread(target=guarded, name="trifocal-dump", daemon=True).start()
+
+    def _folders(self) -> list[Path]:
+        return [path for path in (self.directory / "dumps").glob("*_rank*") if path.is_dir()]
+
+    def __enter__(self) -> Self:
+        self._heartbeat.observers.append(self.observe)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._heartbeat.observers.remove(self.observe)
+        self._stacks.close()
+        # Last: the heartbeat's thread may have set it once more, and the file's number will be another's.
+        faulthandler.cancel_dump_traceback_later()

@@ -1,0 +1,147 @@
+"""The attention picture of a run: what each branch reads, for one sequence of validation text.
+
+At every evaluation the trainer stores the same sequence in `attention/step_*.npz` (numpy, compressed, no pickles; well
+under 1 MB): Q evenly spaced queries of the T tokens, in all L layers, G groups, J selection blocks.
+
+| array | type and shape | meaning |
+|---|---|---|
+| header | uint8, [bytes] | JSON in UTF-8: `version` (1), `step`, `geometry` (the six sizes and the window), `texts` (one for each token) |
+| positions | int32, [T] | position of each token in its document |
+| documents | int32, [T] | document of each token |
+| queries | int32, [Q] | which tokens' queries are described |
+| selected | int16, [L, Q, G, N] | chosen blocks, ascending, counted from the start of the query's document; -1 pads |
+| importance | uint8, [L, Q, G, J] | share of the importance (Eq. 9, 10) in each block, as round(255 * sqrt(share)) |
+| dense | uint8, [L, Q, G, J] | what full attention over the selected branch's keys would give each block, in the same code |
+| gates | uint8, [L, Q, G, 3] | gates of cmp, slc, win, mean over the group's heads, as round(255 * gate) |
+
+The window needs no array: a query reads the last `window_size` tokens of its document, its own included.
+"""  # noqa: E501
+
+import io
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trifocal.errors import UserError
+from trifocal.ops import Documents, Geometry
+from trifocal.runlog.whole_files import write_whole
+from trifocal.telemetry.maps import LayerAttention, block_importance, dense_block_mass
+
+VERSION = 1
+_MOST_QUERIES, _FEWEST_QUERIES = 128, 32
+_MOST_CELLS = 2**20
+"""Bytes of one map before compression, as far as _FEWEST_QUERIES allow."""
+_ARRAYS = ("positions", "documents", "queries", "selected", "importance", "dense", "gates")
+
+
+@dataclass(frozen=True)
+class AttentionPicture:
+    """What the branches of every layer read of one sequence; the module's table says what each array holds."""
+
+    step: int
+    geometry: Geometry
+    texts: list[str]
+    positions: NDArray[np.int32]
+    documents: NDArray[np.int32]
+    queries: NDArray[np.int32]
+    selected: NDArray[np.int16]
+    importance: NDArray[np.uint8]
+    dense: NDArray[np.uint8]
+    gates: NDArray[np.uint8]
+
+    def save(self, path: Path) -> None:
+        """Write the file; whoever reads at the same time sees the whole of it or nothing.
+
+        Raises:
+            OSError: If the disk does not take it.
+        """
+        header = {"version": VERSION, "step": self.step, "geometry": asdict(self.geometry), "texts": self.texts}
+        content = io.BytesIO()
+        arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _ARRAYS}
+        arrays["header"] = np.frombuffer(json.dumps(header, ensure_ascii=False).encode(), dtype=np.uint8)
+        np.savez_compressed(content, **arrays)  # type: ignore[arg-type]
+        path.parent.mkdir(exist_ok=True)
+        write_whole(path, content.getvalue())
+
+
+def read_picture(path: Path) -> AttentionPicture:
+    """Read what `AttentionPicture.save` wrote.
+
+    Raises:
+        UserError: If the file is damaged or of another version; names it.
+    """
+    try:
+        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+            header = json.loads(file["header"].tobytes())
+            arrays = {name: file[name] for name in _ARRAYS}
+    except Exception as error:  # What damage makes of the archive and its headers is no few kinds of error.
+        raise UserError(f"cannot read the attention picture {path} ({error}); remove it") from error
+    if header["version"] != VERSION:
+        raise UserError(f"{path} is of version {header['version']}, this Trifocal reads version {VERSION}")
+    return AttentionPicture(header["step"], Geometry(**header["geometry"]), header["texts"], **arrays)
+
+
+def picture_queries(num_tokens: int, cells_per_query: int) -> int:
+    """How many queries a picture describes.
+
+    Args:
+        num_tokens: T.
+        cells_per_query: L * G * J.
+    """
+    return min(num_tokens, max(_FEWEST_QUERIES, min(_MOST_QUERIES, _MOST_CELLS // cells_per_query)))
+
+
+def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:
+    """The part of the picture that shows some layers, in the code of the file, still on the device.
+
+    Args:
+        layer: What they computed.
+        queries: Which queries, [Q].
+    """
+    importance = block_importance(layer, queries)
+    importance = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
+    gates = layer.gates[..., queries, :, :].float().unflatten(-2, (layer.k_slc.shape[-2], -1)).mean(-2)
+    return {
+        "selected": layer.selected[..., queries, :, :].to(torch.int16),
+        "importance": _root_code(importance),
+        "dense": _root_code(dense_block_mass(layer, queries)),
+        "gates": (255 * gates).round().clamp(0, 255).to(torch.uint8),
+    }
+
+
+def assemble(
+    step: int,
+    geometry: Geometry,
+    texts: list[str],
+    documents: Documents | None,
+    queries: Tensor,
+    layers: dict[str, Tensor],
+) -> AttentionPicture:
+    """Put the layers' parts together, on the host.
+
+    Args:
+        step: Optimizer steps done.
+        geometry: Block sizes, in tokens.
+        texts: The text of each token.
+        documents: Packed documents, if there are several.
+        queries: Which queries, [Q].
+        layers: From `describe_layers`, with a dimension of layers in front.
+    """
+    num_tokens = len(texts)
+    maps = {name: map_of_layers.cpu().numpy() for name, map_of_layers in layers.items()}
+    if documents is None:
+        positions, ids = np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, dtype=np.int32)
+    else:
+        positions, ids = documents.positions.cpu().numpy(), documents.ids.cpu().numpy()
+    return AttentionPicture(step, geometry, texts, positions, ids, queries.to(torch.int32).cpu().numpy(), **maps)
+
+
+def _root_code(share: Tensor) -> Tensor:
+    """Shares between 0 and 1 as a byte of their square root: small ones keep some digits."""
+    return (255 * share.clamp(0, 1).sqrt()).round().to(torch.uint8)

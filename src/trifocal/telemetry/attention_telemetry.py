@@ -1,0 +1,264 @@
+"""What the attention does during a run: gates and chosen blocks of every layer, as `telemetry` rows.
+
+Measured on the first sequence of a batch by a forward pass of its own, without gradient: nothing is added to the
+training step, compiled or not, and the cost is one sequence's forward pass, and full attention of some of its queries,
+every `interval` steps. The host waits for the device once, at the end.
+
+A row has `layer` and the figures that telemetry/statistics.py documents; those that compare with full
+attention are null where every query reads all that it may. Alarms are events, once when a state begins, and an `info`
+event with the suffix `_over` when it ends:
+
+| event | when |
+|---|---|
+| gate_shut | a branch's mean gate in a layer is below SHUT_GATE: the branch adds nothing there |
+| gate_saturated | a branch's gate entropy in a layer is below SATURATED_ENTROPY: its gates are stuck at 0 or 1 |
+| choices_local | of the choices that were free, more than LOCAL_SHARE lie inside the window: selection adds nothing |
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trifocal.nn import NSAttention
+from trifocal.ops import Documents, Geometry
+from trifocal.runlog.jsonl import Row
+from trifocal.runlog.metrics import MetricsWriter
+from trifocal.telemetry.attention_picture import AttentionPicture, assemble, describe_layers, picture_queries
+from trifocal.telemetry.maps import MOST_SCORES, LayerAttention, evenly_spaced
+from trifocal.telemetry.statistics import BRANCHES, attention_statistics
+
+SHUT_GATE = 0.02
+SATURATED_ENTROPY = 0.02
+LOCAL_SHARE = 0.95
+
+
+Describe = Callable[[LayerAttention], dict[str, Tensor]]
+
+
+@dataclass
+class _Record:
+    """What the hooks have seen of one layer."""
+
+    layer: NSAttention
+    gates: Tensor | None = None
+    keys: Tensor | None = None
+    choices: int = 0
+
+
+class AttentionTelemetry:
+    """Measures the NSA layers of a model.
+
+    Args:
+        model: A model with `NSAttention` layers, called as `model(tokens, cu_seqlens=...)`; pass what the trainer
+            calls before compilation. A model without such layers gives no rows.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.layers = [module for module in model.modules() if isinstance(module, NSAttention)]
+        self._active: set[tuple[str, int, str]] = set()
+
+    def measure(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
+        """Run the first sequence of a batch through the model and describe its attention.
+
+        With a sharded model every rank must call this, as any forward pass.
+
+        Args:
+            tokens: [B, T], on the model's device.
+            cu_seqlens: Borders of documents over the flattened B * T tokens, on the host; those inside the first
+                sequence are kept.
+
+        Returns:
+            For each layer its `layer` and figures, JSON types only.
+        """
+        if not self.layers:
+            return []
+        figures = self.figures(tokens, cu_seqlens=cu_seqlens)
+        # One transfer for all figures of all layers.
+        columns = torch.cat([value.float().flatten(1) for value in map(_as_columns, figures.values())], dim=1).tolist()
+        rows: list[Row] = []
+        for layer, numbers in enumerate(columns):
+            row: Row = {"layer": layer}
+            remaining = iter(numbers)
+            for name, value in figures.items():
+                width = _as_columns(value).shape[1]
+                rounded = [_rounded(next(remaining)) for _ in range(width)]
+                row[name] = rounded if value.ndim > 1 else rounded[0]
+            rows.append(row)
+        return rows
+
+    def figures(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
+        """What `measure` gives, [layers, ...], still on the device: the host has waited for nothing."""
+        documents = _documents_of_first(cu_seqlens, tokens)
+        return self._observe(tokens[:1], documents, attention_statistics)
+
+    def picture(
+        self, step: int, tokens: Tensor, texts: list[str], *, cu_seqlens: Tensor | None = None
+    ) -> AttentionPicture:
+        """Run the first sequence of a batch through the model and keep what each branch of each layer reads.
+
+        With a sharded model every rank must call this.
+
+        Args:
+            step: Optimizer steps done.
+            tokens, cu_seqlens: As in `measure`.
+            texts: The text of each of the T tokens.
+
+        Raises:
+            ValueError: If there are not as many texts as tokens, or the model has no NSA layer.
+        """
+        num_tokens = tokens.shape[1]
+        if len(texts) != num_tokens or not self.layers:
+            raise ValueError(f"expected {num_tokens} texts and an NSA layer, got {len(texts)} and {len(self.layers)}")
+        geometry, num_groups = self.layers[0].geometry, self.layers[0].num_kv_heads
+        cells = len(self.layers) * num_groups * geometry.num_selection_blocks(num_tokens)
+        queries = evenly_spaced(num_tokens, picture_queries(num_tokens, cells), tokens.device)
+        documents = _documents_of_first(cu_seqlens, tokens)
+        layers = self._observe(tokens[:1], documents, lambda layer: describe_layers(layer, queries))
+        return assemble(step, geometry, texts, documents, queries, layers)
+
+    def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> None:
+        """Measure, write a row for each layer, and an event for each alarm that begins or ends.
+
+        Args:
+            metrics: Where to write.
+            step: Optimizer steps done.
+            tokens, cu_seqlens: As in `measure`.
+        """
+        rows = self.measure(tokens, cu_seqlens=cu_seqlens)
+        for row in rows:
+            metrics.write("telemetry", step, **row)
+        alarms = {key: message for row in rows for key, message in alarms_of(row)}
+        for name, layer, branch in sorted(alarms.keys() - self._active):
+            values: Row = {"layer": layer, "branch": branch} if branch else {"layer": layer}
+            metrics.event(step, name, alarms[name, layer, branch], severity="warning", **values)
+        for name, layer, branch in sorted(self._active - alarms.keys()):
+            what = f"layer {layer}{', ' + branch if branch else ''}: {name} is over"
+            metrics.event(step, f"{name}_over", what, layer=layer)
+        self._active = set(alarms)
+
+    @torch.no_grad()
+    def _observe(self, tokens: Tensor, documents: Documents | None, describe: Describe) -> dict[str, Tensor]:
+        """Describe every layer of a forward pass, as many at a time as memory allows; [layers, ...]."""
+        described: list[dict[str, Tensor]] = []
+        waiting: list[LayerAttention] = []
+
+        def describe_waiting() -> None:
+            # Matrix products in bf16 would not match the log-sum-exp that the layers computed.
+            with torch.autocast(tokens.device.type, enabled=False):
+                described.append(describe(LayerAttention.stack(waiting)))
+            waiting.clear()
+
+        def take(layer: LayerAttention) -> None:
+            if waiting and (len(waiting) + 1) * layer.num_scores > MOST_SCORES:
+                describe_waiting()
+            waiting.append(layer)
+
+        records = [_Record(layer) for layer in self.layers]
+        with self._recording(records, take, documents):
+            self.model(tokens, cu_seqlens=documents)
+        for record in records:
+            if record.choices != 1:
+                raise RuntimeError(f"expected one call of trifocal::select_blocks in each layer, got {record.choices}")
+        describe_waiting()
+        return {name: torch.cat([part[name] for part in described]) for name in described[0]}
+
+    @contextmanager
+    def _recording(
+        self, records: list[_Record], take: Callable[[LayerAttention], None], documents: Documents | None
+    ) -> Iterator[None]:
+        current: list[_Record] = []
+
+        def enter(record: _Record) -> Callable[[nn.Module, Any], None]:
+            return lambda module, inputs: current.append(record)
+
+        def keep_gates(module: nn.Module, inputs: Any, gates: Tensor) -> None:
+            current[-1].gates = gates[0]
+
+        def keep_keys(module: nn.Module, inputs: Any, keys: Tensor) -> None:
+            current[-1].keys = keys
+
+        def choice(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: Geometry, scale: float, selected: Tensor) -> None:
+            record = current[-1]
+            if record.gates is None or record.keys is None:
+                raise RuntimeError("a layer chose its blocks before its gates and keys were computed")
+            k_slc = record.layer.selected_keys(record.keys, documents)[0]
+            layer = LayerAttention(record.gates, q[0], k_cmp[0], lse[0], k_slc, selected[0], geometry, scale, documents)
+            record.choices += 1
+            take(layer)
+
+        handles = []
+        for record in records:
+            handles.append(record.layer.register_forward_pre_hook(enter(record)))
+            handles.append(record.layer.gate.register_forward_hook(keep_gates))
+            handles.append(record.layer.k_proj.register_forward_hook(keep_keys))
+        try:
+            with _SelectionRecorder(choice):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class _SelectionRecorder(TorchDispatchMode):
+    """Sees every call of the operator `trifocal::select_blocks`, whichever backend makes the choice."""
+
+    def __init__(self, record: Callable[[Tensor, Tensor, Tensor, Geometry, float, Tensor], None]) -> None:
+        super().__init__()
+        self._record = record
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.trifocal.select_blocks.default:
+            q, k_cmp, lse, sizes, _, scale, *_ = args
+            self._record(q, k_cmp, lse, Geometry(*sizes), scale, result)
+        return result
+
+
+def _documents_of_first(cu_seqlens: Tensor | None, tokens: Tensor) -> Documents | None:
+    """The documents of the first sequence of [B, T] tokens, on their device, without waiting for it."""
+    if cu_seqlens is None:
+        return None
+    length = tokens.shape[1]
+    inside = [border for border in cu_seqlens.tolist() if border < length]
+    return Documents.from_cu_seqlens(torch.tensor([*inside, length], dtype=torch.int32), length).to(tokens.device)
+
+
+def _as_columns(value: Tensor) -> Tensor:
+    """[layers] or [layers, n] as [layers, n]."""
+    return value[:, None] if value.ndim == 1 else value
+
+
+def _rounded(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 5)
+
+
+def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
+    """The alarms that one layer's figures give.
+
+    Args:
+        row: From `AttentionTelemetry.measure`.
+
+    Yields:
+        Name, layer and branch (empty where there is none), and a sentence.
+    """
+    layer = row["layer"]
+    for branch in BRANCHES:
+        mean, entropy = row[f"gate_mean_{branch}"], row[f"gate_entropy_{branch}"]
+        if mean is None or entropy is None:
+            # Not a number, like the loss of the next step, which ends the run and says where it began.
+            continue
+        if mean < SHUT_GATE:
+            yield ("gate_shut", layer, branch), f"layer {layer}: the {branch} gate is shut, its mean is {mean:.4f}"
+        elif entropy < SATURATED_ENTROPY:
+            sentence = f"layer {layer}: the {branch} gate is saturated, its entropy is {entropy:.4f} nats"
+            yield ("gate_saturated", layer, branch), sentence
+    if row["free_local_share"] > LOCAL_SHARE:
+        sentence = f"layer {layer}: {row['free_local_share']:.0%} of the free choices lie inside the window"
+        yield ("choices_local", layer, ""), sentence

@@ -1,0 +1,164 @@
+"""The checkpoints of a run on the disk: which there are, which one is meant, and holding one while it is read."""
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from trifocal.errors import UserError
+from trifocal.paths import shell_path
+from trifocal.train.manifest import MANIFEST, CheckpointDamaged, is_intact, verify_checkpoint
+from trifocal.train.replaced_run import where_replaced
+from trifocal.train.run_files import PARTIAL, rename_to_remove
+
+_PREFIX = "step_"
+
+
+def checkpoint_path(root: Path, step: int) -> Path:
+    """Where the checkpoint of a step lies."""
+    return root / f"{_PREFIX}{step:08d}"
+
+
+def checkpoint_step(path: Path) -> int:
+    """The step of a checkpoint that `list_checkpoints` or `find_checkpoint` gave."""
+    return int(path.name.removeprefix(_PREFIX))
+
+
+def list_checkpoints(root: Path) -> list[Path]:
+    """The checkpoints of a run, the oldest first; unfinished ones are not among them."""
+    if not root.is_dir():
+        return []
+    return sorted(path for path in root.iterdir() if _step_of(path) is not None)
+
+
+def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> None:
+    """Delete all checkpoints but the newest ones and those of steps divisible by `keep_every_steps` (0: none).
+
+    One that is being read (`open_checkpoint`) stays until the next time.
+    """
+    for path in list_checkpoints(root)[:-keep_last]:
+        step = _step_of(path)
+        if step is not None and not (keep_every_steps and step % keep_every_steps == 0):
+            with _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB) as free:
+                doomed = rename_to_remove(path) if free else None
+            if doomed is not None:
+                shutil.rmtree(doomed)
+
+
+def set_aside_later(path: Path) -> None:
+    """Make it the newest: rename later ones to `superseded_*`, delete what a killed process left unfinished."""
+    for unfinished in path.parent.glob(f"{PARTIAL}*"):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    found = list_checkpoints(path.parent)
+    for later in found[found.index(path) + 1 :]:
+        target = later.with_name(f"superseded_{later.name}")
+        shutil.rmtree(target, ignore_errors=True)
+        later.rename(target)
+
+
+def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Path:
+    """The verified checkpoint to go on from.
+
+    Args:
+        run_directory: The run.
+        name: Name of one of its checkpoints, like `step_00000500`; empty takes the newest.
+        command: What the person typed, for the advice to type it with another checkpoint.
+
+    Raises:
+        UserError: If there is none, or it is damaged; names the damaged file, and the command that takes the newest
+            intact one before it. Another one is never taken silently.
+    """
+    path = _choose_checkpoint(run_directory / "checkpoints", name)
+    _verify(path, command)
+    return path
+
+
+def _verify(path: Path, command: str) -> None:
+    try:
+        verify_checkpoint(path)
+    except CheckpointDamaged as error:
+        for earlier in reversed([found for found in list_checkpoints(path.parent) if found < path]):
+            if is_intact(earlier):
+                advice = f"go on from the one before with: {command} --checkpoint {earlier.name}"
+                break
+        else:
+            advice = "no intact checkpoint lies before it"
+        raise CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}; {advice}") from None
+
+
+@contextlib.contextmanager
+def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Path]:
+    """As `find_checkpoint`, of a run that may be going on: what is being read is not pruned meanwhile.
+
+    Args:
+        root: The run's `checkpoints`, or another folder that has them.
+        name: Of a checkpoint in it; empty takes the newest.
+        command: As in `find_checkpoint`.
+
+    Raises:
+        UserError: As `find_checkpoint`; or if the checkpoint was deleted all the same, by hand, by a new run, or on a
+            file system without locks.
+    """
+    while True:
+        path = _choose_checkpoint(root, name)
+        with _lock(path, fcntl.LOCK_SH):
+            # Between choosing and locking it may have been pruned; newer ones are there then.
+            if not path.is_dir():
+                continue
+            try:
+                _verify(path, command)
+                yield path
+            except (UserError, OSError) as error:
+                if path.is_dir():
+                    raise
+                raise UserError(f"checkpoint {path.name} was deleted while it was read; try again") from error
+            return
+
+
+def _choose_checkpoint(root: Path, name: str) -> Path:
+    run_directory = root.parent
+    found = list_checkpoints(root)
+    if name and Path(name).name == name and (root / name / MANIFEST).exists():
+        return root / name
+    if not found:
+        begin = f"trifocal train {shell_path(run_directory / 'config.toml')} --overwrite"
+        raise UserError(
+            f"{run_directory} has no checkpoint yet{where_replaced(run_directory)}; wait for its first one, or begin "
+            f"again with: {begin}"
+        )
+    if name and root / name not in found:
+        raise UserError(f"{run_directory} has no checkpoint {name!r}; it has {', '.join(p.name for p in found)}")
+    return root / name if name else found[-1]
+
+
+@contextlib.contextmanager
+def _lock(path: Path, kind: int) -> Iterator[bool]:
+    """Lock a checkpoint, by its manifest: shared to read it, exclusive to delete it.
+
+    Yields:
+        False if somebody else has it. Where the file system has no locks, or there is nothing to lock, it is free.
+    """
+    try:
+        # A network file system gives an exclusive lock to who may write.
+        file = os.open(path / MANIFEST, os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR)
+    except OSError:
+        yield True
+        return
+    try:
+        try:
+            fcntl.flock(file, kind)
+        except BlockingIOError:
+            yield False
+        except OSError:
+            yield True
+        else:
+            yield True
+    finally:
+        os.close(file)
+
+
+def _step_of(path: Path) -> int | None:
+    digits = path.name.removeprefix(_PREFIX)
+    return int(digits) if path.name.startswith(_PREFIX) and digits.isdecimal() and path.is_dir() else None

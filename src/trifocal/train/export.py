@@ -1,0 +1,34 @@
+"""What it takes to use a trained model: its weights and configuration, and its tokenizer."""
+
+import json
+from pathlib import Path
+
+from trifocal.data import Tokenizer
+from trifocal.models import DecoderLM, save_weights
+from trifocal.runlog.whole_files import write_whole
+
+WEIGHTS = "weights"
+"""In the folder of a run: the model of the last checkpoint, for use."""
+STEP_FILE = "trainer_state.json"
+
+
+def export_weights(model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, step: int) -> None:
+    """Write weights, configuration, tokenizer and step, in files of the names that Hugging Face gives them.
+
+    `model.safetensors`, `config.json`, `tokenizer_config.json`, `tokenizer.json` unless the tokens are bytes, and
+    `trainer_state.json` with `global_step`.
+
+    Args:
+        model: The model itself, without wrappers.
+        tokenizer: Of the text that it was trained on.
+        folder: Made if it does not exist, in one that does; files of the same names are replaced.
+        step: Optimizer steps done.
+
+    Raises:
+        OSError: If the disk does not take them; without `trainer_state.json`, the files may be of different steps.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / STEP_FILE).unlink(missing_ok=True)
+    tokenizer.save(folder)
+    save_weights(model, folder)
+    write_whole(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")

@@ -1,0 +1,170 @@
+"""The run that `--overwrite` replaces: kept beside the new one until the new one's first step has ended.
+
+Until then nobody knows whether the new run can start at all: whether its data can be read, its model fits, its loss is
+finite. So the old folder is only renamed. For a run in `NAME`:
+
+| `NAME` | `.NAME.replaced` | state |
+|---|---|---|
+| a run | | nothing is being replaced |
+| absent, or a start whose first step has not ended | the replaced run, whole | `restore_replaced` puts it back |
+
+One rename leads from each state to the next, and nothing is copied: a kill or a full disk leaves one of the two, and
+every start begins with `restore_replaced`. What is to be deleted is first renamed to `.NAME.deleting`. The process that
+replaces a run holds the locks of both folders, so that no other start restores what it still replaces.
+"""
+
+import shutil
+from pathlib import Path
+
+from trifocal.errors import UserError
+from trifocal.paths import shell_path
+from trifocal.runlog.whole_files import partial_name
+from trifocal.train.lock import LOCK_FILE, RunLock
+from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run
+
+
+def replaced_path(folder: Path) -> Path:
+    """Where the run waits that a start in this folder replaces."""
+    return _beside(folder, ".{}.replaced")
+
+
+def failed_path(folder: Path) -> Path:
+    """Where `restore_replaced` keeps what the start left that did not end its first step."""
+    return _beside(folder, "{}.failed")
+
+
+def has_replaced(folder: Path) -> bool:
+    """Whether a run in this folder is being replaced, or was when its process died."""
+    return is_run(replaced_path(folder))
+
+
+def whole_run(folder: Path) -> Path:
+    """Where the run is that `restore_replaced` would leave in the folder."""
+    return replaced_path(folder) if has_replaced(folder) else folder
+
+
+def where_replaced(folder: Path) -> str:
+    """The end of a sentence about a folder without a usable run: where one is; empty if there is none."""
+    if not has_replaced(folder):
+        return ""
+    place = replaced_path(folder)
+    return f" (the run that was there before is in {place}, and is put back by the next trifocal train there)"
+
+
+def replace_run(folder: Path, lock: RunLock) -> None:
+    """Rename the folder of a run aside, and make an empty one in its place.
+
+    Args:
+        folder: Of the run; a link to it stays one.
+        lock: Of the folder, taken; takes that of the new folder too.
+
+    Raises:
+        UserError: If the folder cannot be renamed; it is where it was.
+        OSError: If the new folder cannot be made; `restore_replaced` puts the run back.
+    """
+    real, replaced = folder.resolve(), replaced_path(folder)
+    advice = "choose another --run.directory, or empty the folder yourself"
+    if real.is_mount():
+        raise UserError(f"the run in {folder} is not replaced: it is a mount point, which cannot be renamed; {advice}")
+    if Path.cwd().is_relative_to(real):
+        raise UserError(
+            f"the run in {folder} is not replaced: it is the folder that you are in, and would be renamed; start from "
+            "another one"
+        )
+    try:
+        real.rename(replaced)
+    except OSError as error:
+        raise UserError(
+            f"the run in {folder} is not replaced, and stays as it was: it cannot be renamed to {replaced} "
+            f"({error.strerror}); {advice}"
+        ) from error
+    flush_folder(real.parent)
+    real.mkdir()
+    lock.take(real)
+
+
+def restore_replaced(folder: Path, lock: RunLock) -> str:
+    """Put a replaced run back: the first step of the start that was to replace it has not ended.
+
+    What that start left goes to `NAME.failed`. Where no run is being replaced, nothing happens.
+
+    Args:
+        folder: Of the run.
+        lock: Takes the locks of both folders if there is something to do.
+
+    Returns:
+        What was put back, in a sentence; empty if nothing.
+
+    Raises:
+        UserError: If another process trains there; or if a folder cannot be renamed: the next call goes on.
+    """
+    real, replaced, failed = folder.resolve(), replaced_path(folder), failed_path(folder)
+    shutil.rmtree(_deleting_path(folder), ignore_errors=True)
+    if not has_replaced(folder):
+        return ""
+    kept = ""
+    try:
+        if real.is_dir():
+            lock.take(real)
+        lock.take(replaced)
+        if is_run(real) and (real / CONFIG_FILE).is_file():
+            if is_run(failed):
+                _delete(failed, folder)
+            real.rename(failed)
+            kept = f"; what the other one left is in {failed}"
+        elif real.is_dir():
+            # That start ended before its configuration was there.
+            for name in (LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)):
+                (real / name).unlink(missing_ok=True)
+            real.rmdir()
+        replaced.rename(real)
+        flush_folder(real.parent)
+    except OSError as error:
+        if not has_replaced(folder):
+            # Whoever replaced it has gone on meanwhile.
+            return ""
+        raise UserError(
+            f"the run that was in {folder} before could not be put back, and waits in {replaced}: {error}; mend that "
+            "and start again"
+        ) from error
+    return f"the run that was in {folder} is there as before: the first step of its replacement did not end{kept}"
+
+
+def delete_replaced(folder: Path, lock: RunLock) -> str:
+    """Delete the run that is being replaced, if there is one: the new one's first step has ended.
+
+    Args:
+        folder: Of the new run.
+        lock: Gives back the lock of the replaced run.
+
+    Returns:
+        What could not be deleted, in a sentence; empty if all is gone.
+
+    Raises:
+        OSError: If the replaced run cannot even be renamed; it will be put back.
+    """
+    if not has_replaced(folder):
+        return ""
+    # Not while its file is open: a network file system would keep that under another name.
+    lock.release(replaced_path(folder))
+    left = _delete(replaced_path(folder), folder)
+    return f"{left} could not be deleted: nobody needs it any more; rm -r {shell_path(left)}" if left else ""
+
+
+def _beside(folder: Path, pattern: str) -> Path:
+    # Of the folder itself, where a link leads to it: only there one rename is enough.
+    real = folder.resolve()
+    return real.with_name(pattern.format(real.name))
+
+
+def _deleting_path(folder: Path) -> Path:
+    return _beside(folder, ".{}.deleting")
+
+
+def _delete(doomed: Path, folder: Path) -> Path | None:
+    """Delete a folder; what is left of it, if something is. A kill in the middle leaves nothing under its name."""
+    deleting = _deleting_path(folder)
+    doomed.rename(deleting)
+    flush_folder(deleting.parent)
+    shutil.rmtree(deleting, ignore_errors=True)
+    return deleting if deleting.exists() else None

@@ -1,0 +1,68 @@
+"""What a person should know of a run that goes on: from where, what is different, what the learning rate does."""
+
+import operator
+from typing import Any
+
+from trifocal.fields import dotted_fields
+from trifocal.train.run_config import RunConfig
+from trifocal.train.schedule import learning_rate_of
+
+# What `--resume` names by itself; the folder may have been moved.
+_NOT_COMPARED = frozenset({"run.directory"})
+# A step of the schedule itself is smaller.
+_JUMP = 1.1
+
+
+def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """The keys in which two configurations differ, with both values."""
+    found = {}
+    for name in dotted_fields(RunConfig):
+        value = operator.attrgetter(name)
+        if name not in _NOT_COMPARED and value(saved) != value(now):
+            found[name] = value(saved), value(now)
+    return found
+
+
+def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
+    """Sentences for the start of a run that goes on.
+
+    Args:
+        saved: The configuration that the run had.
+        now: The one that it has from here on.
+        step: Of the checkpoint.
+    """
+    changed = _shown(differences(saved, now))
+    how = f"; differs from the saved configuration: {changed}" if changed else ", with the saved configuration"
+    notes = [f"goes on from step {step:,} of {now.train.steps:,}{how}"]
+    if step < now.train.steps:
+        notes.append(_learning_rate_note(saved, now, step))
+    return notes
+
+
+def _shown(changed: dict[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{name} {_value(before)} -> {_value(after)}" for name, (before, after) in changed.items())
+
+
+def _value(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _learning_rate_note(saved: RunConfig, now: RunConfig, step: int) -> str:
+    before, after = learning_rate_of(saved, step), learning_rate_of(now, step + 1)
+    schedule, left = now.schedule, now.train.steps - step
+    note = f"learning rate: {before:.3g} in step {step:,}, {after:.3g} in step {step + 1:,}"
+    if schedule.rewarmup_steps and schedule.rewarmup_start == step:
+        end = min(step + schedule.rewarmup_steps, now.train.steps)
+        return f"{note}, rising to {learning_rate_of(now, end):.3g} in step {end:,}"
+    expected = learning_rate_of(saved, step + 1)
+    if after > _JUMP * max(before, expected):
+        steps = max(2, min(schedule.warmup_steps or left, left // 10))
+        note += f"; it jumps to {after / before:.3g} times" if before else "; it jumps"
+        if step >= schedule.warmup_steps:
+            note += (
+                f"; to let it rise in {steps} steps, add --schedule.rewarmup_start {step} "
+                f"--schedule.rewarmup_steps {steps}"
+            )
+    elif after * _JUMP < min(before, expected):
+        note += f"; it falls to {after / before:.3g} times"
+    return note

@@ -1,0 +1,344 @@
+"""The configuration of a run: one section a component, every field written out in the presets of `configs/`.
+
+Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
+What a run resolved is saved as `config.toml` in its directory, and loads back identically.
+"""
+
+import operator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from trifocal.data import DataConfig
+from trifocal.fields import check_seconds, checked, dotted_fields
+from trifocal.models import ModelConfig
+from trifocal.paths import user_path
+from trifocal.runlog import SINKS
+from trifocal.runlog.traces import TRACES, UNBOUNDED
+
+MAX_TRACED_STEPS = 100
+"""What keeps something of every step may not do so for ever."""
+# Of a number of 64 bits.
+_MOST_DIGITS = 18
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)
+
+
+def _count(text: str) -> int:
+    """The steps or layers that a text names; -1 for what is no such number."""
+    return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else -1
+
+
+def _parts(text: str) -> list[str]:
+    return list(dict.fromkeys(filter(None, map(str.strip, text.split(",")))))
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSection:
+    """Where the run lives, and on what it runs."""
+
+    directory: str = "runs/unnamed"
+    """Folder of everything that the run writes, `~` for the home folder; refused if it holds a run already."""
+    seed: int = 1337
+    """Seed of the initial weights and of every random choice of the trainer."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train; "auto" takes a GPU if there is one."""
+    deterministic: bool = False
+    """Only operations that repeat bit for bit on a GPU too: some are slower, and one that has no such form raises."""
+
+    def __post_init__(self) -> None:
+        _require(bool(self.directory.strip()), "run.directory must name a folder, got an empty string")
+        object.__setattr__(self, "directory", str(user_path(self.directory, "run.directory")))
+        _require(0 <= self.seed < 2**63, f"run.seed must lie in [0, 2^63), got {self.seed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSection:
+    """How long, on how much at once, in which precision."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run."""
+    sequence_length: int = 128
+    """Tokens in a training sequence."""
+    global_batch_size: int = 8
+    """Sequences in one optimizer step, over all micro-batches and processes."""
+    micro_batch_size: int = 8
+    """Sequences in one forward and backward pass; divides the global batch; the rest is accumulated."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Precision of the matrix products; the weights and the optimizer are fp32 either way."""
+    activation_checkpointing: str = "none"
+    """Layers that recompute their activations in backward: "none", "all", or a half-open range like "0:6"."""
+    compile: bool = False
+    """Compile the layers with torch.compile: a slower start, faster steps."""
+    cuda_graphs: bool = False
+    """Record a micro-batch's forward and backward once and replay them: small batches are no longer bound by the host.
+    For GPUs; elsewhere it does nothing, and a note says so. Under ddp, gradients are then exchanged after backward, not
+    during it; under fsdp and hsdp, with every micro-batch."""
+    gradient_clip_norm: float = 1.0
+    """Largest norm of the whole gradient; longer ones are scaled down to it. 0 turns clipping off."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "sequence_length", "global_batch_size", "micro_batch_size"):
+            value = getattr(self, name)
+            _require(value >= 1, f"train.{name} must be at least 1, got {value}")
+        _require(
+            self.gradient_clip_norm >= 0,
+            f"train.gradient_clip_norm must be at least 0, got {self.gradient_clip_norm}",
+        )
+        self.checkpointed_layers(0)
+
+    def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
+        """The half-open range of layers that `activation_checkpointing` names.
+
+        Args:
+            num_layers: Layers of the model.
+
+        Raises:
+            ValueError: If the field is none of its three forms.
+        """
+        if self.activation_checkpointing == "none":
+            return 0, 0
+        if self.activation_checkpointing == "all":
+            return 0, num_layers
+        first, last = map(_count, self.activation_checkpointing.partition(":")[::2])
+        _require(
+            0 <= first < last,
+            'train.activation_checkpointing must be "none", "all" or a range of layers like "0:6", '
+            f'got "{self.activation_checkpointing}"',
+        )
+        return first, last
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSection:
+    """How several processes share the work. A single process has nothing to share, whatever is written here."""
+
+    mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
+    """"ddp": every process has the whole model; "fsdp": weights, gradients and optimizer are spread over all; "hsdp":
+    spread over some, repeated over the rest; "none": one process only; "auto": ddp where the model fits, else fsdp."""
+    shards: int = 0
+    """Processes that share one copy of the model under hsdp; divides their number. 0: those of one machine."""
+    reshard_after_forward: bool = True
+    """Under fsdp and hsdp, give a block's weights back after its forward pass and collect them again for backward:
+    less memory, more traffic."""
+    static_graph: bool = False
+    """Tell ddp that every step uses the same parameters in the same order, so that it need not look."""
+    timeout_seconds: float = 600.0
+    """The longest that a process waits for the others before the run stops."""
+    silence_seconds: float = 20.0
+    """A process that gives no sign of life for this long is lost, and the others stop."""
+
+    def __post_init__(self) -> None:
+        _require(self.shards >= 0, f"parallel.shards must be at least 0, got {self.shards}")
+        for name in ("timeout_seconds", "silence_seconds"):
+            check_seconds(f"parallel.{name}", getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerSection:
+    """AdamW. Norms, embeddings, biases and every other vector take no weight decay."""
+
+    learning_rate: float = 3e-4
+    """Peak learning rate, reached at the end of the warm-up."""
+    beta1: float = 0.9
+    """Decay of the running mean of the gradient."""
+    beta2: float = 0.95
+    """Decay of the running mean of its square."""
+    epsilon: float = 1e-8
+    """Added to the root of that square."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay, times the learning rate, on matrices only."""
+
+    def __post_init__(self) -> None:
+        _require(self.learning_rate > 0, f"optimizer.learning_rate must be positive, got {self.learning_rate}")
+        for name in ("beta1", "beta2"):
+            value = getattr(self, name)
+            _require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
+        _require(self.epsilon > 0, f"optimizer.epsilon must be positive, got {self.epsilon}")
+        _require(self.weight_decay >= 0, f"optimizer.weight_decay must be at least 0, got {self.weight_decay}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleSection:
+    """Linear warm-up, then a cosine down to a floor that is reached in the last step; and, where a finished run goes on
+    to more steps, a second linear warm-up from the floor to the cosine."""
+
+    warmup_steps: int = 100
+    """Steps of linear warm-up from zero; the last of them has the peak learning rate. 0 starts at the peak."""
+    minimum_factor: float = 0.1
+    """Floor of the cosine, as a share of the peak learning rate."""
+    rewarmup_start: int = 0
+    """The step after which the learning rate rises once more from the floor: the one that a run goes on from."""
+    rewarmup_steps: int = 0
+    """Steps of this linear rise; the last of them has the cosine's learning rate. 0 follows the cosine alone."""
+
+    def __post_init__(self) -> None:
+        _require(self.warmup_steps >= 0, f"schedule.warmup_steps must be at least 0, got {self.warmup_steps}")
+        _require(
+            0 <= self.minimum_factor <= 1,
+            f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}",
+        )
+        for name in ("rewarmup_start", "rewarmup_steps"):
+            value = getattr(self, name)
+            _require(value >= 0, f"schedule.{name} must be at least 0, got {value}")
+        _require(
+            self.rewarmup_steps == 0 or self.rewarmup_start >= self.warmup_steps,
+            f"schedule.rewarmup_start {self.rewarmup_start} lies in the first warm-up of {self.warmup_steps} steps; it "
+            "is the step that the run goes on from",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointSection:
+    """When the run is saved, and which saves are kept. The last step and an interruption always save."""
+
+    interval_steps: int = 500
+    """Steps between checkpoints; 0 saves only at the end and on an interruption."""
+    asynchronous: bool = False
+    """Copy everything to the host's memory and write it while training goes on; the last save is waited for."""
+    keep_last: int = 2
+    """Newest checkpoints that are kept."""
+    keep_every_steps: int = 0
+    """Checkpoints of steps divisible by this are kept for good; 0 keeps none beyond the newest."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (("interval_steps", 0), ("keep_last", 1), ("keep_every_steps", 0)):
+            value = getattr(self, name)
+            _require(value >= lowest, f"checkpoint.{name} must be at least {lowest}, got {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateSection:
+    """Loss on validation documents, which training never sees."""
+
+    interval_steps: int = 500
+    """Steps between evaluations; 0 turns them off. The last step always evaluates otherwise."""
+    batches: int = 16
+    """Micro-batches of one evaluation; always the same ones."""
+
+    def __post_init__(self) -> None:
+        _require(self.interval_steps >= 0, f"evaluate.interval_steps must be at least 0, got {self.interval_steps}")
+        _require(self.batches >= 1, f"evaluate.batches must be at least 1, got {self.batches}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSection:
+    """What the run tells while it goes."""
+
+    interval_steps: int = 10
+    """Steps between rows of metrics.jsonl."""
+    sample_interval_steps: int = 0
+    """Steps between samples, written to samples/; 0 turns them off. The last step always samples otherwise."""
+    sample_prompt: str = "def "
+    """Text that a sample continues."""
+    sample_tokens: int = 200
+    """New tokens in a sample."""
+    sample_temperature: float = 0.8
+    """Temperature of a sample; 0 always takes the likeliest token."""
+    telemetry_interval_steps: int = 100
+    """Steps between looks at gates and chosen blocks, on one sequence; 0 turns them off."""
+    heartbeat_seconds: float = 5.0
+    """Time between rows of the heartbeat."""
+    sinks: str = ""
+    """Who else gets the metrics, separated by commas: "tensorboard", "wandb", "trackio"; each needs the extra of its
+    name."""
+    project: str = "trifocal"
+    """Project under which wandb and trackio file the run."""
+
+    def __post_init__(self) -> None:
+        for name, lowest in (
+            ("interval_steps", 1),
+            ("sample_interval_steps", 0),
+            ("sample_tokens", 1),
+            ("telemetry_interval_steps", 0),
+        ):
+            value = getattr(self, name)
+            _require(value >= lowest, f"log.{name} must be at least {lowest}, got {value}")
+        _require(bool(self.sample_prompt), "log.sample_prompt must not be empty")
+        for name in self.sink_names():
+            _require(name in SINKS, f'log.sinks must name some of {", ".join(SINKS)}, got "{name}"')
+        _require(bool(self.project.strip()), "log.project must not be empty")
+        _require(
+            self.sample_temperature >= 0,
+            f"log.sample_temperature must be at least 0, got {self.sample_temperature}",
+        )
+        check_seconds("log.heartbeat_seconds", self.heartbeat_seconds)
+
+    def sink_names(self) -> list[str]:
+        """The parts of `sinks`, each once."""
+        return _parts(self.sinks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSection:
+    """A close look at some steps, written to traces/ in the run's folder; off unless `what` names something."""
+
+    what: str = ""
+    """What to look at, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
+    "anomalies"."""
+    steps: str = "10:13"
+    """In which steps: half-open ranges like "10:13", separated by commas; steps count from 1."""
+    interval_steps: int = 0
+    """Trace each step that this divides too, in a folder of its own; 0 traces those of `steps` alone."""
+
+    def __post_init__(self) -> None:
+        _require(self.interval_steps >= 0, f"trace.interval_steps must be at least 0, got {self.interval_steps}")
+        names = self.names()
+        for name in names:
+            _require(name in TRACES, f'trace.what must name some of {", ".join(TRACES)}, got "{name}"')
+        _require(not {"nvtx", "profiler"} <= set(names), "trace.what: nvtx and profiler exclude each other")
+        for first, end in self.windows():
+            bounded = [name for name in names if name not in UNBOUNDED]
+            _require(
+                not bounded or end - first <= MAX_TRACED_STEPS,
+                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(bounded)} can look at "
+                f"{MAX_TRACED_STEPS} at once",
+            )
+
+    def names(self) -> list[str]:
+        """The parts of `what`, each once."""
+        return _parts(self.what)
+
+    def windows(self) -> list[tuple[int, int]]:
+        """The ranges of `steps`: the first step, and the one after the last; none where it is empty.
+
+        Raises:
+            ValueError: If they are not in this form, or not in order.
+        """
+        found: list[tuple[int, int]] = []
+        if not self.steps.strip():
+            return found
+        for part in self.steps.split(","):
+            first, _, end = part.strip().partition(":")
+            bounds = _count(first), _count(end)
+            _require(
+                0 <= bounds[0] < bounds[1] and (not found or found[-1][1] <= bounds[0]),
+                f'trace.steps must be ranges of steps in order, like "10:13" or "10:13, 500:501", got "{self.steps}"',
+            )
+            _require(bounds[0] > 0, f'trace.steps: steps count from 1, got "{self.steps}"')
+            found.append(bounds)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """Everything that decides a training run."""
+
+    run: RunSection = field(default_factory=RunSection)
+    model: ModelConfig
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainSection = field(default_factory=TrainSection)
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    optimizer: OptimizerSection = field(default_factory=OptimizerSection)
+    schedule: ScheduleSection = field(default_factory=ScheduleSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    evaluate: EvaluateSection = field(default_factory=EvaluateSection)
+    log: LogSection = field(default_factory=LogSection)
+    trace: TraceSection = field(default_factory=TraceSection)
+
+    def __post_init__(self) -> None:
+        # Code makes configurations too, and what a run saves must load again.
+        for name, kind in dotted_fields(RunConfig).items():
+            checked(kind, operator.attrgetter(name)(self), name)

@@ -1,0 +1,121 @@
+"""Damaged data files, whatever the damage: batches, or one line that says what is wrong; never a traceback."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.errors import UserError
+
+SECONDS = 4.0
+"""For each kind of file; the damage is drawn from a fixed seed, so a slow machine sees less of the same."""
+
+
+def texts() -> list[str]:
+    return [f"{number} gate lens ☃ " * (number % 7) for number in range(60)]
+
+
+def make_text(path: Path) -> None:
+    path.write_text("\n".join(texts()), encoding="utf-8")
+
+
+def make_jsonl(path: Path) -> None:
+    records = [json.dumps({"id": number, "text": text}) for number, text in enumerate(texts())]
+    path.write_text("\n".join(records), encoding="utf-8")
+
+
+def make_parquet(path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"id": list(range(60)), "text": texts()})
+    parquet.write_table(table, path, row_group_size=25)
+
+
+def compress(make: Callable[[Path], None]) -> Callable[[Path], None]:
+    def make_compressed(path: Path) -> None:
+        make(path)
+        path.write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+
+    return make_compressed
+
+
+def damage(content: bytes, generator: random.Random) -> bytes:
+    """Bits flipped (in the tail most often: the footer of parquet), bytes left out, doubled, overwritten or odd."""
+    broken = bytearray(content)
+    kind = generator.choice(["flip", "flip", "tail", "tail", "cut", "double", "zeros", "insert"])
+    at = generator.randrange(len(broken))
+    length = generator.randrange(1, 200)
+    if kind == "tail":
+        at = len(broken) - 1 - generator.randrange(min(len(broken), 1000))
+    if kind in ("flip", "tail"):
+        broken[at] ^= 1 << generator.randrange(8)
+    elif kind == "cut":
+        del broken[at : at + length]
+    elif kind == "double":
+        broken[at:at] = broken[at : at + length]
+    elif kind == "zeros":
+        broken[at : at + length] = bytes(len(broken[at : at + length]))
+    else:
+        odd = [
+            b"\0",
+            b"\xff\xfe",
+            b"\r",
+            b"9" * 5000,
+            b"[" * 5000,
+            b'{"a":' * 2000,
+            b"\\ud800",
+            b'"',
+            b"null",
+            b"\x1b[2J",
+        ]
+        broken[at:at] = generator.choice(odd)
+    return bytes(broken)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "make"),
+    [
+        ("text", "a.txt", make_text),
+        ("text", "a.txt.gz", compress(make_text)),
+        ("jsonl", "a.jsonl", make_jsonl),
+        ("jsonl", "a.jsonl.gz", compress(make_jsonl)),
+        ("parquet", "a.parquet", make_parquet),
+    ],
+)
+def test_damaged_files_give_batches_or_one_line(
+    tmp_path: Path, kind: str, name: str, make: Callable[[Path], None]
+) -> None:
+    path = tmp_path / name
+    make(path)
+    content = path.read_bytes()
+    generator = random.Random(1337)
+    end = time.monotonic() + SECONDS
+    tried, refused = 0, 0
+    while tried < 400 and (time.monotonic() < end or tried < 20):
+        path.write_bytes(damage(content, generator))
+        config = DataConfig(
+            source=f"{kind}:{path}",
+            validation_fraction=0.05,
+            shuffle_sequences=4,
+            shuffle_documents=16,
+            on_bad_document=generator.choice(["stop", "skip"]),
+        )
+        tried += 1
+        try:
+            with make_loader(
+                config, tokenizer=make_tokenizer("bytes"), sequence_length=64, batch_size=4, vocab_size=257
+            ) as loader:
+                for _ in range(25):
+                    assert next(loader).tokens.shape == (4, 64)
+        except UserError as error:
+            refused += 1
+            message = str(error)
+            assert message.isprintable() and str(path) in message and len(message) < 1000
+    assert refused > 0 and tried >= 20

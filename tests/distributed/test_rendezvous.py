@@ -1,0 +1,44 @@
+"""A start gets a name of its own, in a store that remembers starts before it."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from trifocal.distributed.rendezvous import meet
+from trifocal.errors import UserError
+
+
+def start(store: dist.Store, kinds: list[str], seconds: float = 20.0) -> list[Callable[[], Any]]:
+    """A process for each kind of device, in a thread each; calls that give what each returned, or raise what it met."""
+    size = len(kinds)
+    with ThreadPoolExecutor(size) as pool:
+        # The last rank first: nobody waits for an order.
+        found = [
+            pool.submit(meet, store, rank, size, device=kinds[rank], timeout_seconds=seconds)
+            for rank in reversed(range(size))
+        ]
+    return [each.result for each in reversed(found)]
+
+
+def test_every_start_has_a_name_of_its_own() -> None:
+    """Also where one process of an earlier start was the only one of it that came."""
+    store = dist.HashStore()
+    first = {name() for name in start(store, ["cpu"] * 3)}
+    dist.PrefixStore("trifocal", store).set("asks/2", "of a process that is gone")
+    second = {name() for name in start(store, ["cpu"] * 3)}
+    assert len(first) == len(second) == 1
+    assert first != second
+
+
+def test_kinds_of_devices_that_differ_are_refused_in_all() -> None:
+    for name in start(dist.HashStore(), ["cuda", "cuda", "cpu"]):
+        with pytest.raises(UserError, match=r"^rank 2 on .* would train on cpu, and rank 0 on .* on cuda; look at "):
+            name()
+
+
+def test_a_process_that_does_not_come_is_named() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 did not come in 0 s"):
+        meet(dist.HashStore(), 0, 2, device="cpu", timeout_seconds=0.1)

@@ -1,0 +1,155 @@
+"""The dense twin on packed documents: each attends as it would alone, at the cost of its own length."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import trifocal.nn.packed as packed_module
+from trifocal.nn.packed import packed_attention
+from trifocal.ops import Documents
+from trifocal.ops.dispatch import backend_choices
+
+# Alike and whole; alike but for the last; in rows of 16; across every multiple of the longest; one; of one token.
+PACKS = {
+    "alike": [16] * 4,
+    "alike but for the last": [16] * 3 + [5],
+    "in rows": [16, 4, 12, 9, 7, 16],
+    "across": [3, 11, 1, 13, 7, 2, 12],
+    "one": [21],
+    "single tokens": [1] * 6,
+}
+
+
+def inputs(lengths: list[int], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((6, 8), (2, 8), (2, 5))
+    return [torch.randn(1, sum(lengths), *s, generator=generator, dtype=dtype).requires_grad_() for s in shapes]
+
+
+def borders(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+
+
+def alone(q: Tensor, k: Tensor, v: Tensor, lengths: list[int]) -> Tensor:
+    """A softmax for each document by itself, without SDPA."""
+    found = []
+    for q_THD, k_TGD, v_TGV in zip(*(x[0].split(lengths) for x in (q, k, v)), strict=True):
+        k_THD, v_THV = (x.repeat_interleave(q.shape[2] // x.shape[1], 1) for x in (k_TGD, v_TGV))
+        scores = torch.einsum("thd,shd->hts", q_THD, k_THD) * q.shape[3] ** -0.5
+        future = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
+        found.append(torch.einsum("hts,shv->thv", scores.masked_fill(future, -torch.inf).softmax(-1), v_THV))
+    return torch.cat(found)[None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("lengths", PACKS.values(), ids=PACKS)
+def test_documents_attend_as_if_alone(lengths: list[int], dtype: torch.dtype) -> None:
+    x = inputs(lengths, dtype)
+    documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths))
+    upstream = torch.randn(1, sum(lengths), 6, 5, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    eps = torch.finfo(dtype).eps
+    for given in (documents, documents._replace(max_length=None, aligned=False)):
+        found, expected = packed_attention(*x, given), alone(*x, lengths)
+        torch.testing.assert_close(found, expected, rtol=0, atol=64 * eps)
+        gradients = [torch.autograd.grad(o, x, upstream) for o in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=0, atol=512 * eps)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        (PACKS["alike"], (16, True)),
+        (PACKS["alike but for the last"], (16, True)),
+        (PACKS["in rows"], (16, True)),
+        (PACKS["across"], (16, False)),
+        ([100] * 3, (100, True)),
+        ([3, 7], (8, False)),
+        ([7, 9], (16, True)),
+        (PACKS["one"], (21, True)),
+    ],
+)
+def test_length_of_rows(lengths: list[int], expected: tuple[int, bool]) -> None:
+    """Where no document crosses a multiple of the longest, or of the next power of two, rows are whole."""
+    documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths))
+    assert (documents.max_length, documents.aligned) == expected
+    assert documents.max_length >= max(lengths)
+
+
+def products(call: Callable[[], Any]) -> int:
+    # PyTorch does not count those of the CPU's fused kernel.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def test_costs_what_a_batch_costs() -> None:
+    """32 documents of 64 beside 32 rows of 64: as many products; documents of other lengths, at most twice as many."""
+    lengths = [64] * 32
+    q, k, v = (x.detach() for x in inputs(lengths, torch.float32))
+    v = torch.randn(*v.shape[:3], k.shape[3])
+
+    def cost(lengths: list[int]) -> int:
+        documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths))
+        return products(lambda: packed_attention(q, k, v, documents))
+
+    rows_q, rows_k, rows_v = (x.view(32, 64, *x.shape[2:]).transpose(1, 2) for x in (q, k, v))
+    batch = products(
+        lambda: torch.nn.functional.scaled_dot_product_attention(
+            rows_q, *(x.repeat_interleave(3, 1) for x in (rows_k, rows_v)), is_causal=True
+        )
+    )
+    assert cost(lengths) == batch > 0
+    assert cost([60, 64, 50, 64, 18] * 8) <= 2 * batch
+
+
+def test_the_choice_is_recorded() -> None:
+    before = backend_choices()
+    packed_attention(*inputs([3, 4]), Documents.from_cu_seqlens(borders([3, 4]), 7))
+    key = "packed_attention", "rows", "the tensors are not on a CUDA device"
+    assert backend_choices()[key] == before.get(key, 0) + 1
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "width", "obstacle"),
+    [
+        ("cpu", torch.bfloat16, 64, "not on a CUDA device"),
+        ("cuda", torch.float32, 64, "bfloat16 and float16"),
+        ("cuda", torch.bfloat16, 256, "up to 192"),
+        ("cuda", torch.bfloat16, 192, ""),
+    ],
+)
+def test_rules_of_the_choice(
+    device: str, dtype: torch.dtype, width: int, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    found = packed_module._varlen_obstacle(device, 0, dtype, width)
+    assert (obstacle in found) if obstacle else not found
+
+
+def test_varlen_is_asked_for_what_it_can_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One width of 8, 16, 24 …, the bound of the host, the scale of D: with the operator's own arithmetic in its place.
+
+    The kernel needs a GPU; `tests/gpu/test_packed.py` runs it.
+    """
+    lengths = PACKS["across"]
+    asked = []
+
+    def varlen_attn(q: Tensor, k: Tensor, v: Tensor, *rest: Any, scale: float, **options: Any) -> Tensor:
+        asked.append((q.shape, k.shape, v.shape, *rest[2:], options["window_size"]))
+        assert scale == 12**-0.5
+        return alone(q[None] * (q.shape[2] ** 0.5 * scale), k[None], v[None], lengths)[0]
+
+    monkeypatch.setattr(packed_module, "varlen_attn", varlen_attn)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((6, 12), (2, 12), (2, 5))
+    x = [torch.randn(1, sum(lengths), *s, generator=generator, dtype=torch.float64) for s in shapes]
+    documents = Documents.from_cu_seqlens(borders(lengths), sum(lengths))
+    found = packed_module._varlen(*x, documents)
+    torch.testing.assert_close(found, alone(*x, lengths), rtol=0, atol=1e-14)
+    total = sum(lengths)
+    assert asked == [((total, 6, 16), (total, 2, 16), (total, 2, 16), 16, 16, (-1, 0))]

@@ -1,0 +1,589 @@
+"""The report in a real browser, and its words and figures without one."""
+
+import json
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from tests.children import ROOT
+from tests.report.browser import Browser, find
+from tests.written_runs import TEXT, set_last_beat, write_picture, write_run
+from trifocal.errors import UserError
+from trifocal.report import summarise, write_report
+from trifocal.report.assets import SCRIPT, STYLE
+from trifocal.report.attention_charts import attention_charts, distance_labels
+from trifocal.report.charts import smoothed, thin, training_charts
+from trifocal.report.picture import pictures_of
+from trifocal.report.tables import in_words
+from trifocal.runlog import MetricsWriter
+from trifocal.runlog.run import read_run
+from trifocal.telemetry.attention_picture import read_picture
+
+MakeRun = Callable[..., Path]
+CHARTS_OF_A_CPU_RUN = 8
+ATTENTION_CHARTS = 11
+MAPS = 4
+GPU_ONLY_CHARTS = 1
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    executable = find()
+    if executable is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    with Browser(executable, tmp_path_factory.mktemp("profile")) as opened:
+        yield opened
+
+
+@pytest.fixture(scope="module")
+def opened(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Browser:
+    """The browser with one report in it; each test that takes it touches another part of the page."""
+    browser.open(write_report(write_run(tmp_path_factory.mktemp("report") / "run", steps=400)))
+    return browser
+
+
+def drawn(browser: Browser) -> int:
+    """Charts in the page whose plot has marks on it."""
+    script = """[...document.querySelectorAll('.js-plotly-plot')].filter(
+        (plot) => plot.querySelector('.scatterlayer .trace, .barlayer .trace, .heatmaplayer image')).length"""
+    return int(browser.evaluate(script))
+
+
+@pytest.mark.parametrize(("width", "theme"), [(1280, "light"), (1280, "dark"), (390, "light"), (390, "dark")])
+def test_every_chart_is_drawn_without_a_word_on_the_console(
+    make_run: MakeRun, browser: Browser, width: int, theme: str
+) -> None:
+    page = write_report(make_run(steps=300, gpu=True, ranks=2))
+    browser.requests.clear()
+    browser.open(page, width=width, theme=theme)
+    assert browser.problems == []
+    assert drawn(browser) == CHARTS_OF_A_CPU_RUN + GPU_ONLY_CHARTS + ATTENTION_CHARTS + MAPS
+    assert browser.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page is wider than its screen"
+    assert browser.evaluate("document.documentElement.dataset.theme") == theme
+    fetched = {url for url in browser.requests if not url.startswith(("data:", "blob:"))}
+    assert fetched == {page.resolve().as_uri()}
+
+
+def test_the_theme_button_repaints_every_chart(opened: Browser) -> None:
+    colour = "document.querySelector('#chart-loss .lines path.js-line:last-of-type').style.stroke"
+    before = opened.evaluate(colour)
+    opened.evaluate("document.getElementById('theme').click()")
+    assert opened.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert opened.evaluate(colour) != before
+    assert drawn(opened) == CHARTS_OF_A_CPU_RUN + ATTENTION_CHARTS + MAPS
+    assert opened.problems == []
+
+
+def test_hover_shows_values_and_zoom_zooms(opened: Browser) -> None:
+    opened.evaluate("Plotly.Fx.hover('chart-throughput', [{curveNumber: 0, pointNumber: 5}])")
+    assert "tokens" in opened.evaluate("document.querySelector('#chart-throughput .ytitle').textContent")
+    assert opened.evaluate("document.querySelector('#chart-throughput .hoverlayer').textContent") != ""
+    span = "(() => { const r = document.getElementById('chart-loss')._fullLayout.xaxis.range; return r[1] - r[0]; })()"
+    before = opened.evaluate(span)
+    opened.evaluate("document.querySelector('#chart-loss [data-title=\"Zoom in\"]').click()")
+    assert 0 < opened.evaluate(span) < 0.6 * before
+
+
+def test_the_picture_shows_the_text_that_a_query_reads(opened: Browser) -> None:
+    key = TEXT.index("second")
+
+    def pane(selector: str) -> str:
+        parts = f"[...document.querySelectorAll('.reader .text {selector}')].map((part) => part.textContent)"
+        return str(opened.evaluate(f"{parts}.join('|')"))
+
+    # The cell of the last row, at the column of a word in its document, by its distance in pixels.
+    point = f"""(() => {{
+      const div = document.querySelector('[data-map=slc]'), layout = div._fullLayout, box = div.getBoundingClientRect();
+      return [box.left + layout.xaxis._offset + layout.xaxis.d2p({key}),
+              box.top + layout.yaxis._offset + layout.yaxis.d2p({len(TEXT) - 1})];
+    }})()"""
+    opened.evaluate("document.querySelector('.picture').scrollIntoView()")
+    x, y = opened.evaluate(point)
+    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x - 4, y=y)
+    opened.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+    tip = "document.querySelector('.tip').hidden ? '' : document.querySelector('.tip').innerText"
+    deadline = time.time() + 10
+    while not (text := opened.evaluate(tip)) and time.time() < deadline:
+        time.sleep(0.05)
+    second = TEXT.index("∎") + 1
+    start = second + (key - second) // 8 * 8
+    assert f"Tokens {start}\N{EN DASH}{start + 7} for query {len(TEXT) - 1}" in text
+    assert TEXT[start : start + 8] in text and "not selected" in text
+    while pane("mark") != "\N{RETURN SYMBOL}\n" and time.time() < deadline:
+        time.sleep(0.05)
+    own = second + (len(TEXT) - 1 - second) // 8 * 8
+    assert pane("mark") == "\N{RETURN SYMBOL}\n"
+    assert pane(".unread") == TEXT[:second], "another document is not read"
+    assert pane(".slc").replace("|", "") == TEXT[second : second + 8] + TEXT[own - 16 : len(TEXT) - 1]
+    assert pane(".win").replace("|", "") == TEXT[len(TEXT) - 12 : len(TEXT) - 1]
+    assert opened.problems == []
+
+
+def test_layer_group_and_step_of_the_picture_can_be_chosen(opened: Browser) -> None:
+    assert opened.evaluate("[...document.querySelectorAll('.picture select.layer option')].length") == 4
+    script = """(async () => {
+      const set = (name, value) => {
+        const input = document.querySelector('.picture ' + name);
+        input.value = value;
+        input.dispatchEvent(new Event('input'));
+      };
+      set('.layer', 1); set('.group', 1); set('.frame', 0); set('.row', 3);
+      await new Promise((done) => setTimeout(done, 300));
+      return [document.querySelector('.frame-label').textContent, document.querySelector('.text mark').textContent];
+    })()"""
+    assert opened.evaluate(script) == ["200", TEXT[3] if TEXT[3].strip() else "\N{MIDDLE DOT}"]
+    assert "hold 100 %" in opened.evaluate("document.querySelector('.reader-head').textContent")
+    assert opened.problems == []
+
+
+def test_a_damaged_picture_is_named(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    path = run / "attention" / "step_00000300.npz"
+    path.write_bytes(path.read_bytes()[:200])
+    with pytest.raises(UserError, match=r"step_00000300\.npz.*remove it"):
+        write_report(run)
+
+
+def test_a_long_run_keeps_a_few_pictures_with_both_ends(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    for step in range(310, 420, 10):
+        write_picture(run, step, 4)
+    steps = [picture.step for picture in pictures_of(read_run(run))]
+    assert len(steps) == 6 and (steps[0], steps[-1]) == (150, 410)
+
+
+def test_samples_over_time_can_be_stepped_through(opened: Browser) -> None:
+    shown = (
+        "[...document.querySelectorAll('.sample-box pre')].filter((text) => !text.hidden).map((t) => t.dataset.step)"
+    )
+    assert opened.evaluate(shown) == ["400"]
+    opened.evaluate(
+        "(() => { const s = document.querySelector('.sample-box input'); s.value = 1;"
+        " s.dispatchEvent(new Event('input')); })()"
+    )
+    assert opened.evaluate(shown) == ["200"]
+    assert opened.evaluate("document.querySelector('.sample-box output').textContent") == "step 200"
+
+
+def test_a_comparison_draws_every_run(make_run: MakeRun, browser: Browser) -> None:
+    runs = [make_run("nsa", steps=300), make_run("dense", steps=300, learning_rate=1e-3, telemetry=False)]
+    page = write_report(runs, runs[0].parent / "both.html")
+    browser.open(page)
+    assert browser.problems == []
+    assert browser.evaluate("document.querySelectorAll('#chart-throughput .scatterlayer .trace').length") == 2
+    text = browser.evaluate("document.body.innerText")
+    assert "optimizer.learning_rate" in text and "data.source" not in text.split("Environment and config")[0]
+
+
+class Checker(HTMLParser):
+    """Collects what a page would fetch, and its text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetches: list[str] = []
+        self.scripts = 0
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.scripts += tag == "script"
+        for name, value in attributes:
+            if name in ("src", "href") and value is not None and not value.startswith(("data:", "#")):
+                self.fetches.append(value)
+
+
+def test_the_page_is_one_file_with_plotly_in_it_once(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    page = write_report(run)
+    assert page == run / "report.html"
+    checker = Checker()
+    checker.feed(page.read_text())
+    assert checker.fetches == []
+    assert checker.scripts == 4
+    assert page.stat().st_size < 7e6
+
+
+def test_text_of_the_run_cannot_become_part_of_the_page(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    evil = "</script><script>alert(1)</script>"
+    (run / "samples" / "step_99999999.txt").write_text(evil)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(300, evil, evil, severity="warning")
+        metrics.write("train", 301, loss=float("nan"))
+    assert "<script>alert" not in write_report(run).read_text()
+
+
+HTML = "<!-- <script> a page <b>of</b> the web & its </script> \u2028 \u2029 ]]> <!--"
+
+
+def test_data_that_are_html_change_nothing(make_run: MakeRun, browser: Browser) -> None:
+    run = make_run(steps=300)
+    (run / "samples" / "step_99999999.txt").write_text(HTML)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(300, "note", HTML, severity="warning")
+    for path in (run / "attention").glob("*.npz"):
+        picture = read_picture(path)
+        replace(picture, texts=[HTML, *picture.texts[1:]]).save(path)
+    renamed = run.rename(run.with_name(HTML.replace("/", "|")))
+    browser.open(write_report(renamed))
+    assert browser.problems == []
+    assert drawn(browser) == CHARTS_OF_A_CPU_RUN + ATTENTION_CHARTS + MAPS
+    shown = browser.evaluate("document.querySelector('.picture .text').textContent")
+    assert HTML in shown
+    assert HTML in browser.evaluate("[...document.querySelectorAll('.sample-box pre')].at(-1).textContent")
+
+
+def test_a_report_is_not_written_through_a_link(make_run: MakeRun, tmp_path: Path) -> None:
+    run, outside = make_run(steps=100), tmp_path / "outside"
+    outside.write_text("mine")
+    (run / "report.html").symlink_to(outside)
+    page = write_report(run)
+    assert outside.read_text() == "mine" and page.is_file() and not page.is_symlink()
+
+
+def test_secrets_of_an_earlier_version_are_not_shown(make_run: MakeRun) -> None:
+    run = make_run(steps=100)
+    environment = {"variables": {"NVIDIA_API_KEY": "hunter2"}, "command": ["--api-key", "hunter2"]}
+    (run / "env.json").write_text(json.dumps(environment))
+    with (run / "config.toml").open("a") as file:
+        file.write('\n[mirror]\nsource = "https://me:hunter2@host/data"\n')
+    assert "hunter2" not in write_report(run).read_text()
+
+
+def test_a_run_that_only_began_and_one_that_is_broken(make_run: MakeRun, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    (empty / "heartbeat").mkdir(parents=True)
+    page = write_report(empty).read_text()
+    assert "Too few rows to tell yet" in page and "No heartbeat was written" in page
+    with pytest.raises(UserError, match="no run directory"):
+        write_report(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="is not a run"):
+        write_report(tmp_path)
+    with pytest.raises(UserError, match="at least one"):
+        write_report([])
+    broken = make_run("broken", steps=100)
+    (broken / "config.toml").write_text("[model\n")
+    with pytest.raises(UserError, match=r"config\.toml is not valid TOML"):
+        write_report(broken)
+    fine = make_run("fine", steps=100)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot write the report"):
+        write_report(fine, tmp_path / "file" / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        ("config.toml", b"\xff\x00", r"config\.toml is not valid TOML: .*0xff"),
+        ("env.json", b"[]", r"env\.json holds no JSON object; remove it"),
+        ("metrics.jsonl", b'{"kind":"train"}\n', r"metrics\.jsonl, line 1: expected a JSON object with 'step'"),
+        ("heartbeat/rank0.jsonl", b'{"a":1}\n', r"rank0\.jsonl, line 1: expected a JSON object with 'unix_time"),
+    ],
+)
+def test_a_file_that_is_not_what_it_should_be_is_named(
+    make_run: MakeRun, file: str, content: bytes, expected: str
+) -> None:
+    run = make_run("broken", steps=20)
+    (run / file).write_bytes(content)
+    with pytest.raises(UserError, match=expected):
+        write_report(run)
+
+
+def test_without_plotly_the_error_names_the_extra(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(UserError, match=r"pip install 'trifocal\[report\]'"):
+        write_report(make_run(steps=100))
+
+
+def marks(run: Path) -> list[str]:
+    return [finding.mark for finding in summarise(read_run(run))]
+
+
+def words(run: Path) -> str:
+    return " ".join(finding.text for finding in summarise(read_run(run)))
+
+
+def test_a_good_run_is_called_good(make_run: MakeRun) -> None:
+    run = make_run(steps=2000, final_loss=1.6, gpu=True)
+    assert marks(run)[:3] == ["good", "good", "good"]
+    assert "1.690 nats per token" in words(run) and "of the GPU's peak (executed FLOPs): it is well used" in words(run)
+
+
+@pytest.mark.parametrize(
+    ("rate", "mark", "word"),
+    [(5e12, "good", "well used"), (1e13, "watch", "used fairly"), (1e14, "bad", "mostly idle")],
+)
+def test_a_cpu_is_compared_with_what_its_products_reach(make_run: MakeRun, rate: float, mark: str, word: str) -> None:
+    run = make_run(steps=300)
+    config = (run / "config.toml").read_text().replace("[train]", "[train]\nsequence_length = 128")
+    (run / "config.toml").write_text(config)
+    assert marks(run)[2] == "unknown", "nothing was measured"
+    environment = json.loads((run / "env.json").read_text())
+    environment["measured_speed"] = {"device": "cpu", "precision": "fp32", "matmul_flops": rate}
+    (run / "env.json").write_text(json.dumps(environment))
+    assert marks(run)[2] == mark and word in words(run)
+    assert f"of the {rate / 1e9:,.0f} GFLOP/s that large products reach on this CPU" in words(run)
+    # A share of all processes that measured, however many wrote a heartbeat at some time.
+    before = words(run).split("of the")[0]
+    set_last_beat(run, rank=1)
+    assert words(run).split("of the")[0] == before
+    environment["variables"]["WORLD_SIZE"] = "2"
+    (run / "env.json").write_text(json.dumps(environment))
+    assert f"of the {2 * rate / 1e9:,.0f} GFLOP/s" in words(run)
+
+
+@pytest.mark.parametrize(
+    ("train", "advice"),
+    [
+        ({}, 'Try train.precision "bf16", train.compile and train.cuda_graphs: the GPU has room.'),
+        ({"precision": "bf16", "compile": True}, "Try train.cuda_graphs: the GPU has room."),
+        ({"precision": "bf16", "compile": True, "cuda_graphs": True}, "Look with --trace.what profiler at where"),
+        (
+            {"precision": "bf16", "compile": True, "micro_batch_size": 2, "global_batch_size": 8},
+            "Try a larger train.micro_batch_size and train.cuda_graphs: the GPU has room.",
+        ),
+    ],
+)
+def test_only_what_a_run_does_not_have_is_advised(make_run: MakeRun, train: dict[str, object], advice: str) -> None:
+    run = make_run(steps=300, gpu=True)
+    rewrite_training(run, lambda row: row.update(executed_mfu=0.05))
+    lines = "".join(f"{name} = {json.dumps(value)}\n" for name, value in train.items())
+    config = (run / "config.toml").read_text().replace("[train]\n", f"[train]\n{lines}")
+    (run / "config.toml").write_text(config)
+    assert advice in summarise(read_run(run))[3].text
+
+
+def test_a_comparison_says_which_run_learned_most_and_which_was_fastest(make_run: MakeRun) -> None:
+    good, bad = make_run("good", steps=300, final_loss=1.5), make_run("bad", steps=300, final_loss=3.0, gpu=True)
+    runs = [read_run(bad), read_run(good)]
+    learned, fastest = in_words(runs)
+    assert (
+        learned.startswith("good learned most: its last validation loss is 1.5") and "nats per token, bad's" in learned
+    )
+    assert fastest.startswith("bad was fastest: 4") and "times good." in fastest
+    # Tokens of two tokenizers are not of one size.
+    runs[0].config["data"]["tokenizer"] = "gpt2"
+    assert "bits per byte" in in_words(runs)[0]
+    assert learned in write_report([bad, good], good.parent / "both.html").read_text().replace("&#x27;", "'")
+    assert in_words(runs[:1]) == []
+
+
+def test_only_runs_under_the_same_conditions_are_ranked(make_run: MakeRun) -> None:
+    runs = [read_run(make_run(name, steps=300, final_loss=loss)) for name, loss in (("a", 1.5), ("b", 2.5), ("c", 1.0))]
+    sizes = {"sequence_length": 128, "global_batch_size": 8, "micro_batch_size": 8}
+    for run in runs:
+        run.config["train"] |= sizes
+        run.config["evaluate"] = {"batches": 16}
+    assert in_words(runs)[0].startswith("c learned most") and len(in_words(runs)) == 2
+    for section, name, value, said in (
+        ("train", "sequence_length", 256, "train.sequence_length (128, 256)"),
+        ("evaluate", "batches", 4, "sequences evaluated (128, 32)"),
+        ("data", "source", "text:x", 'data.source ("builtin", "text:x")'),
+        ("train", "global_batch_size", 16, "tokens read (307,200, 614,400)"),
+    ):
+        kept = runs[2].config[section].get(name)
+        runs[2].config[section][name] = value
+        learned, caveat, *_ = in_words(runs)
+        assert learned.startswith("a learned most") and "c" not in learned.split(":")[1].split()
+        assert caveat.startswith("Not all losses are ranked together: the runs differ in ") and said in caveat
+        runs[2].config[section][name] = kept
+    runs[1].environment["variables"]["WORLD_SIZE"] = "2"
+    assert in_words(runs)[-1] == "Not all speeds are ranked together: the runs differ in processes (1, 2)."
+    assert any(sentence.startswith(("a was fastest", "c was fastest")) for sentence in in_words(runs))
+
+
+def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> None:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["kind"] in ("train", "evaluation"):
+            change(row)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_overfitting_is_named_with_its_step(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+
+    def overfit(row: dict[str, float]) -> None:
+        if row["kind"] == "evaluation":
+            row["validation_loss"] = 2.0 + abs(row["step"] - 800) / 1000
+
+    rewrite_training(run, overfit)
+    assert marks(run)[0] == "watch"
+    assert "Stop near step 800" in words(run)
+
+
+def test_who_was_not_done_is_told_to_train_longer_only_at_the_end(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+
+    def falling(row: dict[str, float]) -> None:
+        if row["kind"] == "evaluation":
+            row["validation_loss"] = 4.0 - row["step"] / 1000
+
+    rewrite_training(run, falling)
+    assert "Train longer" in words(run) and "still falling at the end" in words(run)
+    (run / "config.toml").write_text((run / "config.toml").read_text().replace("steps = 2000", "steps = 9000"))
+    assert "Train longer" not in words(run) and "It is still falling." in words(run)
+
+
+def test_a_run_that_learned_nothing_is_called_bad(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+    rewrite_training(run, lambda row: row.update(loss=5.6, validation_loss=5.6))
+    assert marks(run)[0] == "bad"
+    assert f"{math.log(257):.3f}" in words(run)
+
+
+def test_spikes_warnings_and_lost_losses_are_unhealthy(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+    rewrite_training(run, lambda row: row.update(gradient_norm=100.0 if row["step"] % 300 == 0 else 1.0))
+    assert marks(run)[1] == "watch" and "gradient norm spikes" in words(run)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(2000, "gate_shut", "layer 3: the compressed gate is shut", severity="warning")
+        metrics.write("train", 2001, loss=float("nan"))
+    assert marks(run)[1] == "bad"
+    assert "layer 3: the compressed gate is shut" in words(run) and "not a number at step 2,001" in words(run)
+
+
+def test_warnings_are_marked_on_the_loss_and_every_rank_has_its_memory(make_run: MakeRun) -> None:
+    run = make_run(steps=300, ranks=3)
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(200, "gate_shut", "layer 3: the <cmp> gate is shut", severity="warning")
+    charts = {chart.key: chart for chart in training_charts([read_run(run)])}
+    (marks,) = [trace for trace in charts["loss"].traces if trace["mode"] == "markers"]
+    assert marks["x"] == [200] and marks["text"] == ["layer 3: the &lt;cmp&gt; gate is shut"]
+    names = [trace["name"] for trace in charts["memory"].traces]
+    assert names == ["allocated", "rank 1, allocated", "rank 2, allocated"]
+
+
+def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        if row["kind"] == "telemetry":
+            row |= {"dense_recall": None, "dense_mass_covered": None, "recall_by_chance": None}
+            row |= {f"heads_ignoring_{branch}": 0.0 for branch in ("cmp", "slc", "win")}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    charts = {chart.key: chart for chart in attention_charts(read_run(run))}
+    assert not {"recall", "recall_map", "ignored"} & set(charts)
+    assert "No head ignores a lens" in charts["gates"].caption
+    assert "lenses are open" in words(run) and "full attention" not in words(run)
+
+
+def test_selected_blocks_draw_what_has_a_course_and_say_the_rest(make_run: MakeRun) -> None:
+    charts = {chart.key: chart for chart in attention_charts(read_run(make_run(steps=400)))}
+    (trace,) = charts["selection"].traces
+    assert trace["name"] == "of the compressed lens's importance, selected"
+    assert "Level all along: 75% of a query's blocks" in charts["selection"].caption
+    assert "25% of queries, with fewer blocks than they may select." in charts["selection"].caption
+
+
+def test_all_charts_over_steps_have_one_axis(make_run: MakeRun) -> None:
+    runs = [read_run(make_run("long", steps=400)), read_run(make_run("short", steps=200))]
+    ranges = [chart.layout["xaxis"].get("range") for chart in training_charts(runs) if chart.key != "phases"]
+    assert len(ranges) > 5 and all(found == [0, 408.0] for found in ranges)
+    of_steps = [chart for chart in attention_charts(runs[0]) if chart.key != "distances"]
+    assert all(chart.layout["xaxis"]["range"] == [0, 408.0] for chart in of_steps)
+
+
+def test_branches_have_the_colours_of_the_docs() -> None:
+    palette = (ROOT / "docs" / "figures" / "palette.py").read_text()
+    found = re.search(r'COMPRESSED, SELECTED, WINDOW, DENSE = "(.*?)", "(.*?)", "(.*?)", "(.*?)"', palette)
+    assert found is not None
+    light = SCRIPT.split("dark: {")[0]
+    for name, colour in zip(("cmp", "slc", "win", "dense"), found.groups(), strict=True):
+        assert f'{name}: "{colour}"' in light
+        assert name == "dense" or f"--{name}: {colour}" in STYLE
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_phone_scrolls_wide_tables_and_charts_sideways_and_stays_short(
+    make_run: MakeRun, browser: Browser, theme: str
+) -> None:
+    names = ("first", "a run with a long name", "another one", "the last of them")
+    browser.open(write_report(make_run("alone", steps=300, layers=12)), width=390, theme=theme)
+    assert browser.evaluate("document.documentElement.scrollHeight") < 6500
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    wide = "[...document.querySelectorAll('.charts')].every((row) => row.scrollWidth > row.clientWidth)"
+    assert browser.evaluate(wide)
+    runs = [make_run(name, steps=300, learning_rate=1e-3 * index + 1e-4) for index, name in enumerate(names)]
+    browser.open(write_report(runs, runs[0].parent / "all.html"), width=390, theme=theme)
+    assert browser.evaluate("document.documentElement.scrollWidth") == 390
+    table = "[...document.querySelectorAll('#side-by-side .scroll')].map((box) => box.scrollWidth > box.clientWidth)"
+    assert browser.evaluate(table) == [True, True]
+    broken = "[...document.querySelectorAll('#side-by-side td')].filter((cell) => cell.clientHeight > 60).length"
+    assert browser.evaluate(broken) == 0, "no cell is squeezed into a column of letters"
+    assert browser.problems == []
+
+
+def test_early_gradients_are_no_spikes(make_run: MakeRun) -> None:
+    run = make_run(steps=2000)
+    rewrite_training(run, lambda row: row.update(gradient_norm=100.0 if row["step"] <= 200 else 1.0))
+    assert marks(run)[1] == "good"
+
+
+def test_a_stopped_run_is_not_a_finished_one(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    set_last_beat(run, status="stopped", step=300)
+    assert marks(run)[1] == "watch" and "It was stopped at step 300" in words(run)
+    assert f"Go on to its last step: trifocal train --resume {run}." in words(run)
+
+
+def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    totals = {"data": 500.0, "forward": 50.0, "backward": 50.0}
+    set_last_beat(run, pid=2**22 + 5, unix_time_seconds=1.7e9, total_seconds=totals)
+    assert marks(run)[1] == "bad" and "Rank 0 is dead" in words(run)
+    assert marks(run)[3] == "bad" and f"trifocal train --resume {run}." in words(run)
+    assert "summary.md" not in words(run)
+    (run / "dumps" / "lost_step_00000300").mkdir(parents=True)
+    (run / "dumps" / "lost_step_00000300" / "summary.md").write_text("# Rank 0 stops")
+    assert summarise(read_run(run))[3].text.startswith(f"Read {run}/dumps/lost_step_00000300/summary.md: ")
+    assert marks(run)[2] == "watch" and "time goes to data" in words(run)
+
+
+def test_time_by_phase_adds_up_over_resumes(make_run: MakeRun) -> None:
+    run = make_run(steps=300)
+    before = read_run(run).phase_seconds()
+    set_last_beat(run, pid=1, status="running", total_seconds={"forward": 5.0})
+    set_last_beat(run, pid=1, status="finished", total_seconds={"forward": 7.0, "data": 1.0})
+    after = read_run(run).phase_seconds()
+    assert after["forward"] == before["forward"] + 7.0
+    assert after["data"] == before["data"] + 1.0
+
+
+def test_thinning_keeps_ends_spikes_and_order() -> None:
+    values = [1.0] * 100_000
+    values[54_321], values[77_777] = 9.0, -9.0
+    steps, kept = thin(list(range(100_000)), values, most=1000)
+    assert len(kept) <= 1100
+    assert steps == sorted(steps) and steps[0] == 0 and steps[-1] == 99_999
+    assert dict(zip(steps, kept, strict=True))[54_321] == 9.0 and dict(zip(steps, kept, strict=True))[77_777] == -9.0
+    assert thin([1, 2], [3.0, 4.0]) == ([1, 2], [3.0, 4.0])
+
+
+def test_long_curves_have_a_trend_and_short_ones_do_not(make_run: MakeRun) -> None:
+    for steps, lines in ((2000, 1), (8000, 2)):
+        charts = {chart.key: chart for chart in training_charts([read_run(make_run(f"run{steps}", steps=steps))])}
+        for key in ("gradient_norm", "throughput"):
+            assert len(charts[key].traces) == lines
+            assert all(min(trace["y"]) > 0 for trace in charts[key].traces)
+
+
+def test_smoothing_keeps_straight_lines_and_does_not_lag() -> None:
+    line = [3.0 - 0.01 * index for index in range(300)]
+    assert smoothed(line) == pytest.approx(line)
+    assert smoothed([0.0, 3.0, 0.0, 0.0, 6.0], width=3) == pytest.approx([0.0, 1.0, 1.0, 2.0, 5.0])
+    steep = [10.0 / (index + 1) for index in range(300)]
+    assert smoothed(steep)[0] == 10.0, "it starts at the first logged value"
+    noisy = [float(index % 2) for index in range(300)]
+    assert max(smoothed(noisy)) < 0.8, "also at the ends"
+    assert smoothed([]) == []
+
+
+def test_distance_bins_double() -> None:
+    assert distance_labels(5) == ["0", "1", "2-3", "4-7", "8-15"]
+    assert distance_labels(1) == ["0"]

@@ -1,0 +1,213 @@
+"""`trifocal watch` from the files of runs in every state."""
+
+import io
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.children import environment
+from tests.written_runs import set_last_beat
+from trifocal.cli import main
+from trifocal.cli.console import SafeConsole
+from trifocal.report.live_view import Silences, curve, remaining_seconds, render, verdicts
+from trifocal.runlog import MetricsWriter
+from trifocal.runlog.run import read_run
+
+MakeRun = Callable[..., Path]
+
+
+def shown(run: Path, width: int = 100) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(render(read_run(run, whole_heartbeats=False), width=width))
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
+    run = make_run(steps=500, gpu=True, ranks=2)
+    text = shown(run)
+    for part in (
+        "500/500",
+        "loss",
+        "⠑",
+        "validation",
+        "tokens/s",
+        "MFU (executed)",
+        "cmp 0.35 ▅▄▃▂",
+        "recall 70%",
+        "finished",
+    ):
+        assert part in text, part
+    assert "saved checkpoints/step_500" in text
+
+
+def test_a_low_terminal_shows_the_processes_first_and_cuts_nothing_off(make_run: MakeRun) -> None:
+    run = read_run(make_run(steps=500, gpu=True, ranks=2), whole_heartbeats=False)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(render(run, width=80, height=15))
+    lines = console.file.getvalue().rstrip().splitlines()  # type: ignore[attr-defined]
+    verdicts_of = [index for index, line in enumerate(lines) if "finished" in line]
+    assert verdicts_of == [4, 5], "progress, head and a line of their own"
+    loss = next(index for index, line in enumerate(lines) if line.startswith("loss"))
+    assert loss > verdicts_of[-1] and "tokens/s" in "".join(lines)
+    assert len(lines) <= 15
+
+
+def test_every_rank_has_its_verdict(make_run: MakeRun) -> None:
+    run = make_run(steps=500, ranks=4)
+    now = time.time()
+    set_last_beat(run, 0, unix_time_seconds=now)
+    set_last_beat(run, 1, unix_time_seconds=now, phase="data", phase_seconds=9.0, expected_phase_seconds=0.5)
+    set_last_beat(run, 2, unix_time_seconds=now, phase="backward", phase_seconds=500.0, where="hook (model.py:7)")
+    set_last_beat(run, 3, unix_time_seconds=now - 100, host="elsewhere")
+    lines = {line.split()[0]: line for line in shown(run, 160).splitlines() if line.strip()[:1].isdigit()}
+    assert "running" in lines["0"]
+    assert "slow" in lines["1"] and "18.0 times its median of 0.5 s" in lines["1"]
+    assert "stalled" in lines["2"] and "hook (model.py:7)" in lines["2"]
+    assert "dead" in lines["3"] and "elsewhere" in lines["3"]
+
+
+def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
+    run, now = make_run(steps=500, ranks=2), time.time()
+    healthy = {"phase_seconds": 0.0, "expected_phase_seconds": 60.0, "host": "elsewhere"}
+    silences = Silences()
+
+    def states(at: float) -> list[str]:
+        found = verdicts(read_run(run, whole_heartbeats=False), at, silences=silences)
+        return [found[rank].state for rank in (0, 1)]
+
+    # Rank 0 lives by a clock an hour behind; rank 1 died by a clock an hour ahead.
+    set_last_beat(run, 0, unix_time_seconds=now - 3600, **healthy)
+    set_last_beat(run, 1, unix_time_seconds=now + 3600, **healthy)
+    assert states(now)[0] == "dead", "one look cannot tell"
+    set_last_beat(run, 0, unix_time_seconds=now - 3595, **healthy)
+    assert states(now + 5) == ["running", "running"]
+    assert states(now + 60) == ["dead", "dead"]
+
+
+@pytest.mark.parametrize(
+    ("where", "command"),
+    [
+        ("me@node-3.cluster:runs/x", "ssh -t me@node-3.cluster 'trifocal watch runs/x'"),
+        ("node7:~/runs/x", "ssh -t node7 'trifocal watch ~/runs/x'"),
+        ("node7:~/a b", """ssh -t node7 'trifocal watch ~/'"'"'a b'"'"''"""),
+    ],
+)
+def test_a_run_on_another_machine_is_watched_over_there(
+    where: str, command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["watch", where]) == 2
+    assert capsys.readouterr().err == f"trifocal: to watch a run on another machine: {command}\n"
+
+
+def test_a_folder_may_have_a_colon_in_its_name(
+    make_run: MakeRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run("node7:run", steps=100)
+    monkeypatch.chdir(run.parent)
+    assert main(["watch", run.name]) == 0
+    assert main(["watch", "-oProxyCommand=x:y"]) == 2
+    assert "ssh" not in capsys.readouterr().err
+
+
+def test_nothing_in_a_file_moves_the_terminal(make_run: MakeRun) -> None:
+    attack = "\x1b]0;title\x07\x1b[2J\x9b31m\u202eharmless"
+    run = make_run(steps=100)
+    run = run.rename(run.with_name(f"a{attack}"))
+    with MetricsWriter(run / "metrics.jsonl") as metrics:
+        metrics.event(100, "note", attack, severity="warning")
+    set_last_beat(run, 0, unix_time_seconds=time.time(), phase=attack, where=attack, phase_seconds=500.0)
+    console = SafeConsole(file=io.StringIO(), width=200, force_terminal=True)
+    console.print(render(read_run(run, whole_heartbeats=False), width=200))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert text.count("]0;title[2J31mharmless") >= 3
+    # What is left are rich's own colours.
+    assert not set(re.sub(r"\x1b\[[0-9;]*m", "", text)) & set("\x1b\x07\x9b\u202e\r\b")
+
+
+def test_what_is_no_file_is_passed_over(make_run: MakeRun) -> None:
+    run = make_run(steps=100)
+    # Opening one of these would wait for ever.
+    os.mkfifo(run / "heartbeat" / "rank7.jsonl")
+    os.mkfifo(run / "samples" / "step_00000009.txt")
+    os.mkfifo(run / "attention" / "step_00000009.npz")
+    for name in ("metrics.jsonl", "config.toml", "env.json"):
+        (run / name).unlink(missing_ok=True)
+        os.mkfifo(run / name)
+    assert "finished" in shown(run)
+
+
+def test_the_exit_status_tells_a_script(make_run: MakeRun, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(steps=100)
+    assert main(["watch", str(run)]) == 0
+    set_last_beat(run, 0, unix_time_seconds=time.time(), phase_seconds=500.0)
+    assert main(["watch", str(run), "--interval-seconds", "0"]) == 1
+    assert "stalled" in capsys.readouterr().out
+    assert main(["watch", str(run / "nowhere")]) == 2
+    assert main(["watch", str(run), "--interval-seconds", "-1"]) == 2
+    assert "at least 0" in capsys.readouterr().err
+
+
+def test_it_is_live_on_a_terminal_and_ends_with_the_run(make_run: MakeRun) -> None:
+    run = make_run(steps=100)
+    # Not late for as long as it takes to start.
+    set_last_beat(run, 0, unix_time_seconds=time.time(), step=77, expected_phase_seconds=60.0, interval_seconds=600.0)
+    code = f"from trifocal.cli import main; main(['watch', {str(run)!r}, '--interval-seconds', '0.1'])"
+    parent, child = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=child, env=environment(TERM="xterm-256color", COLUMNS=120)
+    )
+    os.close(child)
+    # However slow the machine is: nothing here is measured.
+    seen, finished, deadline = "", False, time.monotonic() + 240
+    try:
+        while process.poll() is None:
+            assert time.monotonic() < deadline, seen
+            if select.select([parent], [], [], 0.1)[0]:
+                try:
+                    seen += os.read(parent, 65536).decode(errors="replace")
+                except OSError:  # the other end is closed
+                    break
+            if not finished and "running" in seen:
+                finished = True
+                set_last_beat(run, 0, status="finished", step=100)
+        status = process.wait(60)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(parent)
+    assert status == 0
+    assert seen.index("running") < seen.rindex("finished")
+
+
+def test_a_run_that_only_began(tmp_path: Path) -> None:
+    (tmp_path / "run" / "heartbeat").mkdir(parents=True)
+    assert "no rank has written a heartbeat yet" in shown(tmp_path / "run")
+
+
+def test_the_time_left_follows_the_pace(make_run: MakeRun) -> None:
+    path = make_run(steps=400)
+    run = read_run(path)
+    run.heartbeats = {}
+    run.rows = [{"kind": "train", "step": step, "unix_time_seconds": 1e9 + 2.0 * step} for step in range(10, 101, 10)]
+    assert remaining_seconds(run) == pytest.approx(600.0)
+    run.rows = run.rows[:1]
+    assert remaining_seconds(run) is None
+
+
+def test_a_curve_falls_from_the_first_line_to_the_last() -> None:
+    lines = curve([8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0], 4, 2)
+    assert lines == ["⠑⢄⠀⠀", "⠀⠀⠑⢄"]
+    assert curve([], 10, 4) == []
+    assert curve([2.0, 2.0], 5, 1) == [chr(0x2800 + 0x40 + 0x80)]
+    # A fall from the top to the bottom is one stroke: eight dots below the first.
+    assert curve([1.0, 0.0], 5, 2) == [chr(0x2800 + 0x01 + 0x10 + 0x20 + 0x80), chr(0x2800 + 0x08 + 0x10 + 0x20 + 0x80)]
+    assert [len(line) for line in curve([float(n) for n in range(1000)], 30, 3)] == [30, 30, 30]

@@ -1,0 +1,192 @@
+"""What a dump holds: collectives in words, native frames within bounds, and never a failure."""
+
+import json
+import os
+import shutil
+import stat
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.written_runs import Clock
+from trifocal.runlog import Heartbeat, Watchdog
+from trifocal.runlog.collectives import (
+    Collective,
+    decode,
+    describe,
+    last_of_each_group,
+    recorded_collectives,
+    who_waits_for_whom,
+)
+from trifocal.runlog.dump import Answer, read_answers, write_details, write_stacks
+from trifocal.runlog.jsonl import JsonLinesWriter
+from trifocal.runlog.native_stacks import find_py_spy, native_stacks
+from trifocal.runlog.stall_summary import stall_summary
+
+CPU = torch.device("cpu")
+
+
+def entry(number: int, name: str = "nccl:all_reduce", **fields: Any) -> dict[str, Any]:
+    """A record as NCCL's flight recorder gives it."""
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": ("0", "default_pg"),
+        "collective_seq_id": number,
+        "p2p_seq_id": 0,
+        "is_p2p": False,
+        "profiling_name": name,
+        "time_created_ns": (1000 + number) * 10**9,
+        "input_sizes": [[16, 4]],
+        "input_dtypes": ["Float"],
+        "state": "completed",
+        "retired": True,
+        "duration_ms": 0.25,
+        "frames": [
+            {"name": "all_reduce", "filename": "/x/site-packages/torch/distributed/c10d.py", "line": 1},
+            {"name": "exchange", "filename": "/home/me/own.py", "line": 7},
+        ],
+    } | fields
+
+
+def test_records_are_told_in_words() -> None:
+    found = decode({"entries": [entry(1), entry(2, state="started", retired=False, duration_ms=None)]}, now=1012.0)
+    assert [collective.ended for collective in found] == [True, False]
+    page = describe(found)
+    assert (
+        "not ended:\n\n  nccl all_reduce number 2 of group 0 default_pg: started, called 10.0 s ago; [16, 4] Float; "
+        "exchange (own.py:7)\n" in page
+    )
+    assert "number 1 of group 0 default_pg: completed, called 11.0 s ago, took 0.25 ms" in page
+    assert describe([]) == "No collective is on record.\n"
+    assert last_of_each_group(found) == found[1:]
+
+
+def collective(number: int, *, ended: bool, library: str = "nccl", group: str = "0 default_pg") -> Collective:
+    state = "completed" if ended else "started"
+    return Collective(library, group, number, "all_reduce", "[1] Float", ended, state, 5.0, None, "")
+
+
+def test_it_says_who_waits_for_whom() -> None:
+    open_one, before = collective(5, ended=False), collective(4, ended=True)
+    assert who_waits_for_whom({0: [open_one], 1: [before], 2: [open_one]}) == [
+        "Ranks 0, 2 wait in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not come to it."
+    ]
+    (sentence,) = who_waits_for_whom({0: [open_one], 1: [open_one]})
+    assert sentence.startswith("All ranks are in nccl's all_reduce number 5")
+    # Nobody waits; another library's numbers are counted apart.
+    assert who_waits_for_whom({0: [collective(5, ended=True)], 1: [before]}) == []
+    apart = [collective(9, ended=True, library="gloo"), before]
+    assert "rank 1" in who_waits_for_whom({0: [apart[0], open_one], 1: apart})[0]
+    assert who_waits_for_whom({}) == []
+
+
+def test_without_processes_there_is_nothing_on_record(tmp_path: Path) -> None:
+    assert recorded_collectives() == []
+    write_stacks(tmp_path, 3)
+    row = Heartbeat(tmp_path / "heartbeat", 3).snapshot()
+    write_details(tmp_path, 3, row, CPU, native_seconds=0)
+    assert {path.name for path in tmp_path.iterdir()} == {"rank3.json", "stacks_rank3.txt"}
+    answer = read_answers(tmp_path)[3]
+    assert answer.row == json.loads(json.dumps(row)) and answer.collectives == []
+    (tmp_path / "rank4.json").write_text('{"row"')
+    assert list(read_answers(tmp_path)) == [3]
+
+
+@pytest.fixture
+def fake_py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Puts a program called py-spy on the path."""
+
+    def put(script: str) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        file = folder / "py-spy"
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+    return put
+
+
+def test_py_spy_is_asked_for_this_process_with_native_frames(fake_py_spy: Any) -> None:
+    fake_py_spy('echo "$@"')
+    assert native_stacks() == f"dump --native --pid {os.getpid()}\n"
+
+
+def test_a_py_spy_that_hangs_is_ended(fake_py_spy: Any) -> None:
+    fake_py_spy("echo Thread 1; exec sleep 600")
+    begin = time.monotonic()
+    assert native_stacks(seconds=0.3) == "py-spy was ended after 0.3 s\nThread 1\n"
+    assert time.monotonic() - begin < 10
+
+
+def test_a_py_spy_that_fails_says_why(fake_py_spy: Any, tmp_path: Path) -> None:
+    fake_py_spy("echo Permission denied >&2; exit 1")
+    assert native_stacks() == "py-spy failed with status 1: Permission denied\n"
+    write_details(tmp_path, 0, Heartbeat(tmp_path / "heartbeat").snapshot(), CPU)
+    assert "Permission denied" in (tmp_path / "native_stacks_rank0.txt").read_text()
+
+
+def test_without_py_spy_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
+    assert native_stacks().startswith("py-spy is not installed")
+
+
+@pytest.mark.skipif(find_py_spy() is None or not sys.platform.startswith("linux"), reason="needs py-spy on Linux")
+def test_py_spy_itself_sees_c_frames() -> None:
+    text = native_stacks(30.0)
+    assert "test_py_spy_itself_sees_c_frames" in text and "(libc.so" in text, text
+
+
+def test_a_part_that_fails_says_so_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> list[Collective]:
+        raise RuntimeError("no recorder")
+
+    monkeypatch.setattr("trifocal.runlog.dump.recorded_collectives", broken)
+    write_details(tmp_path, 0, Heartbeat(tmp_path / "heartbeat").snapshot(), CPU, native_seconds=0)
+    assert (tmp_path / "collectives_rank0.txt").read_text() == "cannot be read: no recorder\n"
+    assert 0 in read_answers(tmp_path)
+
+
+def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path) -> None:
+    beats = {}
+    for rank in (0, 1, 2):
+        with JsonLinesWriter(tmp_path / "heartbeat" / f"rank{rank}.jsonl") as writer:
+            beats[rank] = Heartbeat(tmp_path / "heartbeat", rank).snapshot() | {"phase": "backward", "step": 7}
+            beats[rank] |= {"status": "finished"} if rank == 2 else {}
+            writer.append(beats[rank])
+    folder = tmp_path / "dumps" / "stalled"
+    folder.mkdir(parents=True)
+    write_stacks(folder, 0)
+    answers = {0: Answer(beats[0], [collective(5, ended=False)])}
+    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)
+    assert text.startswith("# Rank 0 is stalled\n\nAt step 7,")
+    assert "- Rank 0 was in backward for 0:00" in text
+    assert "- Rank 1 has not answered: " in text
+    assert "Rank 2" not in text and "| 2 | finished | 7 |" in text
+    assert "- `stacks_rank*.txt`: the Python stacks" in text and "`cuda_memory" not in text
+    answers[1] = Answer(beats[1], [collective(4, ended=True)])
+    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)
+    assert "- Rank 0 waits in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not come" in text
+
+
+def test_where_nothing_can_be_written_the_stall_is_said_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file stands where the folder of dumps should be."""
+    (tmp_path / "dumps").write_text("")
+    said: list[str] = []
+    clock = Clock()
+    heartbeat = Heartbeat(tmp_path / "heartbeat", clock=clock)
+    with Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: said.append(text)) as watchdog:
+        with heartbeat.phase("data"):
+            clock.pass_seconds(1.0)
+        with heartbeat.phase("data"):
+            clock.pass_seconds(121.0)
+            watchdog.observe(heartbeat.snapshot())
+    assert "rank 0 is stalled in data" in said[0]
+    assert "cannot open" in caplog.text and "cannot write the dump" in caplog.text

@@ -1,0 +1,131 @@
+"""What is written down about the machine is what the machine says."""
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.written_runs import Clock
+from trifocal.runlog import environment, memory_statistics, peak_bf16_flops, write_environment
+from trifocal.runlog.hardware import matmul_rate
+
+
+def test_versions_settings_and_hash(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HOME_SECRET", "x")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    description = write_environment(tmp_path / "env.json", "abc")
+    assert json.loads((tmp_path / "env.json").read_text()) == description
+    assert description["packages"]["torch"] == torch.__version__
+    assert description["packages"]["numpy"] == np.__version__
+    # SHA-256 of "abc", FIPS 180-2, appendix B.1.
+    assert description["config_sha256"].startswith("ba7816bf8f01cfea414140de5dae2223")
+    assert description["variables"]["NCCL_DEBUG"] == "INFO"
+    assert description["variables"]["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "1"
+    assert description["variables"]["WORLD_SIZE"] == "2"
+    assert "HOME_SECRET" not in description["variables"]
+    assert description["host"] == socket.gethostname()
+    assert description["cpu"]["memory_bytes"] > 1e8
+    assert description["cpu"]["logical_cores"] == os.cpu_count()
+    assert environment()["config_sha256"] is None
+
+
+@pytest.mark.parametrize(
+    "name", ["NVIDIA_API_KEY", "TORCH_HUB_TOKEN", "CUDA_secret", "TRITON_Password", "NCCL_PASSWD", "MKL_CREDENTIALS"]
+)
+def test_what_is_secret_by_its_name_is_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
+    monkeypatch.setenv(name, "hunter2")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    variables = write_environment(tmp_path / "env.json")["variables"]
+    assert variables[name] == "***" and variables["NCCL_DEBUG"] == "INFO"
+    assert "hunter2" not in (tmp_path / "env.json").read_text()
+
+
+def test_who_logs_in_by_a_url_or_a_flag_is_masked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TORCH_HOME_MIRROR", "https://me:hunter2@mirror/x@y?token=hunter2&page=3")
+    arguments = ["train", "--hub.api-key", "hunter2", "--token=hunter2", "--data.source", "s3://k:hunter2@host/data"]
+    harmless = ["--log.sample_tokens", "50", "--data.tokenizer=bytes", "--train.steps", "3"]
+    monkeypatch.setattr("sys.argv", [*arguments, *harmless])
+    found = write_environment(tmp_path / "env.json")
+    assert "hunter2" not in (tmp_path / "env.json").read_text()
+    assert found["variables"]["TORCH_HOME_MIRROR"] == "https://***@mirror/x@y?token=***&page=3"
+    assert found["command"] == [
+        "train", "--hub.api-key", "***", "--token=***", "--data.source", "s3://***@host/data", *harmless
+    ]  # fmt: skip
+
+
+def test_the_commit_is_the_repositorys() -> None:
+    folder = Path(__file__).parent
+    answer = subprocess.run(["git", "-C", folder, "rev-parse", "HEAD"], capture_output=True, text=True)
+    if answer.returncode != 0:
+        pytest.skip("not a git checkout")
+    assert environment()["trifocal"]["git_commit"] == answer.stdout.strip()
+
+
+def test_memory_follows_an_allocation() -> None:
+    before = memory_statistics("cpu")
+    block = np.ones(50_000_000 // 8)
+    after = memory_statistics("cpu")
+    assert after.allocated_bytes - before.allocated_bytes > 0.9 * block.nbytes
+    assert after.peak_allocated_bytes >= after.allocated_bytes
+    assert after.reserved_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.4),
+        ("NVIDIA H100 PCIe", 756.5),
+        ("NVIDIA H100 NVL", 835.5),
+        ("NVIDIA H200", 989.4),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", 70.0),
+        ("NVIDIA L40S", 362.05),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA GB200", 2500.0),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+    ],
+)
+def test_peaks_of_the_data_sheets(name: str, tflops: float) -> None:
+    assert peak_bf16_flops(name) == pytest.approx(tflops * 1e12)
+
+
+@pytest.mark.parametrize(
+    "name", ["Tesla V100-SXM2-16GB", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"]
+)
+def test_no_guess_for_what_the_table_does_not_know(name: str) -> None:
+    assert peak_bf16_flops(name) is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_speed_of_products_is_measured_where_no_sheet_tells_it(tmp_path: Path, precision: str) -> None:
+    description = write_environment(tmp_path / "env.json", device=torch.device("cpu"), precision=precision)
+    found = description["measured_speed"]
+    assert found["device"] == "cpu" and found["precision"] == precision
+    assert 1e8 < found["matmul_flops"] < 1e15
+
+
+def test_the_speed_of_a_cpu_is_that_of_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others take the processor away for most of the time; that changes nothing."""
+    day, own = Clock(), Clock()
+
+    def product(*_: object) -> None:
+        day.pass_seconds(1.0)
+        own.pass_seconds(0.1)
+
+    monkeypatch.setattr("torch.Tensor.__matmul__", product)
+    monkeypatch.setattr("time.perf_counter", day)
+    monkeypatch.setattr("time.process_time", own)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 2)
+    assert matmul_rate(torch.device("cpu"), "fp32") == pytest.approx(2 * 768**3 / 0.05)
+
+
+def test_without_a_device_nothing_is_measured() -> None:
+    assert environment()["measured_speed"] is None

@@ -1,0 +1,194 @@
+"""The heartbeat with real threads, files and busy C code."""
+
+import logging
+import re
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.written_runs import Clock, wait_for
+from trifocal.runlog import Heartbeat
+from trifocal.runlog import heartbeat as heartbeat_module
+from trifocal.runlog.jsonl import Row, read_lines
+
+
+def rows_of(folder: Path, rank: int = 0) -> list[Row]:
+    return read_lines(folder / f"rank{rank}.jsonl")
+
+
+def test_it_beats_while_the_main_thread_is_inside_one_long_operation(tmp_path: Path) -> None:
+    took, size = 0.0, 250
+    while took < 0.3:  # one call of torch, made longer until it is long on this machine
+        size *= 2
+        matrix = torch.ones(size, size)
+        began = time.time()
+        torch.linalg.matrix_power(matrix, 1024)
+        took = time.time() - began
+    with Heartbeat(tmp_path, 3, interval_seconds=0.02) as heartbeat, heartbeat.phase("forward"):
+        began = time.time()
+        torch.linalg.matrix_power(matrix, 1024)
+        took = time.time() - began
+    # Rows have their time in whole milliseconds.
+    during = [row for row in rows_of(tmp_path, 3) if round(began, 3) < row["unix_time_seconds"] < began + took]
+    assert len(during) >= 5
+    assert {row["phase"] for row in during} == {"forward"}
+    ages = [row["phase_seconds"] for row in during]
+    assert ages == sorted(ages) and ages[-1] > took / 2
+    assert during[-1]["where"].startswith("test_it_beats_while_the_main_thread")
+    assert during[-1]["rank"] == 3
+
+
+def test_the_module_documents_every_field_and_no_other(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path) as heartbeat:
+        row = heartbeat.snapshot()
+    table = [line for line in (heartbeat_module.__doc__ or "").splitlines() if line.startswith("| ")]
+    documented = [name for line in table[1:] for name in re.split(r",\s*", line.split("|")[1].strip())]
+    assert sorted(documented) == sorted(row)
+
+
+def test_phases_learn_what_to_expect(tmp_path: Path) -> None:
+    clock = Clock()
+    heartbeat = Heartbeat(tmp_path, minimum_stall_seconds=0.01, clock=clock)
+    assert heartbeat.snapshot()["phase"] == "start"
+    for seconds in (0.5, 2.0, 1.0):
+        with heartbeat.phase("data"):
+            clock.pass_seconds(seconds)
+    assert heartbeat.snapshot()["phase"] == "other"
+    with heartbeat.phase("data"):
+        clock.pass_seconds(0.25)
+        row = heartbeat.snapshot()
+    assert (row["expected_phase_seconds"], row["stall_limit_seconds"]) == (1.0, 10.0)
+    assert (row["phase_seconds"], row["total_seconds"]["data"]) == (0.25, 3.75)
+    assert row["typical_seconds"] == {"data": 1.0}
+
+
+def test_no_limit_before_a_phase_has_ended_once_nor_at_start_or_compile(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
+        with heartbeat.phase("forward"):
+            assert heartbeat.snapshot()["stall_limit_seconds"] is None
+        for _ in range(2):
+            with heartbeat.phase("compile"):
+                assert heartbeat.snapshot()["stall_limit_seconds"] is None
+        with heartbeat.phase("forward"):
+            assert heartbeat.snapshot()["stall_limit_seconds"] == 120
+
+
+def test_a_compilers_time_is_told_apart_up_to_the_first_look_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter([False, True, True, False, False, False])
+    monkeypatch.setattr(heartbeat_module, "where", lambda thread, others: ("", next(answers)))
+    clock = Clock()
+    heartbeat = Heartbeat(tmp_path, clock=clock)
+    with heartbeat.phase("forward"):
+        rows = []
+        for _ in range(5):
+            clock.pass_seconds(1.0)
+            rows.append(heartbeat.snapshot())
+    with heartbeat.phase("forward"):
+        rows.append(heartbeat.snapshot())
+    assert [row["compiling"] for row in rows] == [False, True, True, False, False, False]
+    assert [row["stall_limit_seconds"] for row in rows] == [None, None, None, None, None, 120.0]
+    assert [row["compile_seconds"] == row["phase_seconds"] for row in rows[1:4]] == [True] * 3
+    assert rows[0]["compile_seconds"] == rows[5]["compile_seconds"] == 0.0
+    # From then on the age grows.
+    assert rows[4]["compile_seconds"] == rows[3]["compile_seconds"] < rows[4]["phase_seconds"]
+
+
+def test_nested_phases_return_to_the_outer_one_and_totals_add_up(tmp_path: Path) -> None:
+    clock = Clock()
+    heartbeat = Heartbeat(tmp_path, clock=clock)
+    with heartbeat.phase("evaluate"):
+        clock.pass_seconds(1.0)
+        with heartbeat.phase("data"):
+            clock.pass_seconds(5.0)
+        assert heartbeat.snapshot()["phase"] == "evaluate"
+        clock.pass_seconds(3.0)
+        assert heartbeat.snapshot()["phase_seconds"] == 3.0
+    assert heartbeat.snapshot()["total_seconds"] == {"start": 0.0, "evaluate": 4.0, "data": 5.0, "other": 0.0}
+
+
+def test_progress_keeps_what_is_not_given(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
+        heartbeat.update(step=4, loss=2.0, tokens_per_second=100.0)
+        heartbeat.update(step=5)
+    row = rows_of(tmp_path)[-1]
+    assert (row["step"], row["loss"], row["tokens_per_second"]) == (5, 2.0, 100.0)
+    assert row["status"] == "finished"
+    assert row["memory_allocated_bytes"] > 1e6
+
+
+def test_the_last_row_says_whether_it_failed(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), Heartbeat(tmp_path):
+        raise KeyError("boom")
+    assert rows_of(tmp_path)[-1]["status"] == "failed"
+
+
+def test_a_full_disk_never_reaches_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rank0.jsonl").symlink_to("/dev/full")
+    with caplog.at_level(logging.WARNING), Heartbeat(tmp_path, interval_seconds=0.01) as heartbeat:
+        for _ in range(5):
+            with heartbeat.phase("forward"):
+                time.sleep(0.02)
+    thread_warnings = [record for record in caplog.records if record.threadName == "trifocal-heartbeat"]
+    assert len(thread_warnings) == 1
+
+
+def test_an_observer_that_fails_is_warned_about_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    heartbeat = Heartbeat(tmp_path, interval_seconds=0.01)
+    heartbeat.observers.append(lambda row: row["no such field"])
+    with caplog.at_level(logging.WARNING), heartbeat:
+        wait_for(lambda: heartbeat.path.exists() and len(rows_of(tmp_path)) > 2)
+    assert len(caplog.records) == 1
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"interval_seconds .* got 0"):
+        Heartbeat(tmp_path, interval_seconds=0)
+    with (
+        Heartbeat(tmp_path) as heartbeat,
+        pytest.raises(ValueError, match="got 'think'"),
+        heartbeat.phase("think"),
+    ):
+        pass
+
+
+def test_a_beat_is_cheap(tmp_path: Path) -> None:
+    with Heartbeat(tmp_path, interval_seconds=60) as heartbeat:
+        for _ in range(300):
+            for name in ("data", "forward", "backward", "optimizer"):
+                with heartbeat.phase(name):
+                    pass
+        # This thread's own time: others may need the processor.
+        began = time.thread_time()
+        for _ in range(1000):
+            with heartbeat.phase("forward"):
+                pass
+        phase_seconds = (time.thread_time() - began) / 1000
+        began = time.thread_time()
+        for _ in range(50):
+            heartbeat.snapshot()
+        snapshot_seconds = (time.thread_time() - began) / 50
+    # A tenth of a per mille of a 1 s step; ten times that measured.
+    assert phase_seconds < 100e-6
+    assert snapshot_seconds < 20e-3
+
+
+def test_a_row_has_the_time_at_which_its_phase_was_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, looked = Clock(), []
+
+    def slow_look(*args: object, **others: object) -> tuple[str, bool]:
+        looked.append(time.time())
+        clock.pass_seconds(50.0)
+        return "", False
+
+    monkeypatch.setattr(heartbeat_module, "where", slow_look)
+    heartbeat = Heartbeat(tmp_path, clock=clock)
+    with heartbeat.phase("data"):
+        clock.pass_seconds(2.0)
+        before = time.time()
+        row = heartbeat.snapshot()
+    assert before - 0.001 <= row["unix_time_seconds"] <= looked[0] + 0.001
+    assert row["phase_seconds"] == 2.0

@@ -1,0 +1,105 @@
+"""One stream, one line of history."""
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from trifocal.errors import UserError
+from trifocal.runlog import MetricsWriter, read_metrics
+
+
+def test_rows_carry_kind_step_and_time(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        metrics.write("train", 1, loss=2.5)
+        metrics.write("evaluation", 1, validation_loss=2.0)
+        metrics.event(1, "checkpoint_saved", "saved", severity="info", directory="step_1")
+    rows = read_metrics(path)
+    assert [row["kind"] for row in rows] == ["train", "evaluation", "event"]
+    assert all(row["step"] == 1 and row["unix_time_seconds"] > 1.7e9 for row in rows)
+    assert read_metrics(path, "train")[0]["loss"] == 2.5
+    assert rows[2]["name"] == "checkpoint_saved" and rows[2]["directory"] == "step_1"
+
+
+def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as metrics:
+        for step in range(1, 8):
+            metrics.write("train", step, loss=float(step))
+    with path.open("a") as file:
+        file.write('{"kind":"train","st')
+    with MetricsWriter(path, resume_step=4) as metrics:
+        for step in range(5, 8):
+            metrics.write("train", step, loss=-float(step))
+    assert [row["loss"] for row in read_metrics(path, "train")] == [1, 2, 3, 4, -5, -6, -7]
+    (event,) = read_metrics(path, "event")
+    assert (event["name"], event["step"], event["rows_dropped"]) == ("resumed", 4, 3)
+
+
+def test_two_resumes_from_the_same_step_leave_one_history(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for resume_step in (None, 2, 2):
+        with MetricsWriter(path, resume_step=resume_step) as metrics:
+            for step in range(1 if resume_step is None else 3, 6):
+                metrics.write("train", step, loss=0.0)
+    assert [row["step"] for row in read_metrics(path, "train")] == [1, 2, 3, 4, 5]
+
+
+def test_a_tensor_is_the_callers_mistake(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics, pytest.raises(TypeError):
+        metrics.write("train", 1, loss=torch.zeros(()))
+
+
+def test_a_loss_that_is_not_finite_is_kept_as_such(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write("train", 1, loss=float("nan"), gradient_norm=float("inf"))
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert row["loss"] != row["loss"] and row["gradient_norm"] == float("inf")
+
+
+class BrokenSink:
+    calls = 0
+
+    def write(self, row: dict[str, object]) -> None:
+        self.calls += 1
+        raise RuntimeError("no connection")
+
+    def close(self) -> None:
+        raise AssertionError("a sink that was left out is not touched again")
+
+
+def test_a_sink_that_fails_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sink = BrokenSink()
+    with caplog.at_level(logging.WARNING), MetricsWriter(tmp_path / "m.jsonl", sinks=[sink]) as metrics:
+        metrics.write("train", 1, loss=1.0)
+        metrics.write("train", 2, loss=1.0)
+    assert sink.calls == 1
+    assert caplog.text.count("no connection") == 1
+    assert len(read_metrics(tmp_path / "m.jsonl", "train")) == 2
+    assert [row["name"] for row in read_metrics(tmp_path / "m.jsonl", "event")] == ["sink_failed"]
+
+
+def test_the_stream_is_plain_json_lines(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        metrics.write("train", 1, loss=1.0)
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line)["loss"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ('{"kind": "telemetry", "step": 3}', "a row of kind 'telemetry' without 'layer'"),
+        ('{"kind": "event", "step": 3, "name": "x"}', "a row of kind 'event' without 'severity'"),
+        ('{"kind": "train", "step": "3"}', "a row of kind 'train' whose step is '3'"),
+        ("[" * 100_000, "expected a JSON object"),
+    ],
+)
+def test_a_row_that_lacks_what_readers_need_is_one_line(tmp_path, row, expected):
+    (tmp_path / "metrics.jsonl").write_text(row + "\n")
+    with pytest.raises(UserError, match=re.escape(expected)):
+        read_metrics(tmp_path / "metrics.jsonl")

@@ -1,0 +1,151 @@
+"""Running, slow, stalled, finished, dead: each from the rows that it writes."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.written_runs import beat
+from trifocal.runlog.proc import process_start, process_state
+from trifocal.runlog.verdict import judge
+
+
+def verdict(after_seconds: float = 1.0, **fields: Any) -> tuple[str, str]:
+    row = beat(**fields)
+    answer = judge(row, row["unix_time_seconds"] + after_seconds)
+    return answer.state, answer.reason
+
+
+def test_a_healthy_rank_is_running() -> None:
+    assert verdict() == ("running", "in forward, usually 0.2 s")
+    assert verdict(phase="other", expected_phase_seconds=None) == ("running", "between two phases")
+
+
+def test_a_row_of_an_earlier_version_is_judged_too() -> None:
+    row = beat(phase_seconds=130.0)
+    del row["compile_seconds"]
+    assert judge(row, row["unix_time_seconds"]).state == "stalled"
+
+
+def test_finished_and_failed_stay_so_for_ever() -> None:
+    assert verdict(1e6, status="finished")[0] == "finished"
+    assert verdict(1e6, status="failed", step=7) == ("failed", "at step 7")
+    assert verdict(1e6, status="stopped", step=371) == ("stopped", "it was asked to stop, and saved step 371")
+
+
+def test_three_times_the_median_is_slow_and_names_phase_and_factor() -> None:
+    state, reason = verdict(phase="data", phase_seconds=11.0, expected_phase_seconds=0.5, where="get (queue.py:1)")
+    assert state == "slow"
+    assert "in data for 0:11, 22.0 times its median of 0.5 s, at get (queue.py:1)" in reason
+
+
+@pytest.mark.parametrize("after_seconds", [0.0, 3.0, 9.9])
+def test_short_steps_between_two_rows_are_not_one_long_phase(after_seconds: float) -> None:
+    fields = {"interval_seconds": 5.0, "phase_seconds": 0.05, "expected_phase_seconds": 0.05}
+    assert verdict(after_seconds, **fields) == ("running", "in forward, usually 0.05 s")
+    # Rows that are overdue come from a process that writes nothing, and so goes nowhere.
+    state, reason = verdict(10.1, **fields)
+    assert state == "slow" and "in forward for 0:10" in reason
+
+
+def test_what_a_compiler_took_of_a_phase_is_not_its_age() -> None:
+    fields = {"phase_seconds": 200.0, "compile_seconds": 199.9, "expected_phase_seconds": 0.2}
+    assert verdict(0.0, **fields) == ("running", "in forward, usually 0.2 s")
+    assert verdict(0.0, **fields | {"phase_seconds": 202.0})[0] == "slow"
+    assert verdict(0.0, **fields | {"phase_seconds": 320.1})[0] == "stalled"
+
+
+def test_a_short_phase_may_jitter() -> None:
+    assert verdict(0.0, phase="data", phase_seconds=0.5, expected_phase_seconds=0.001)[0] == "running"
+
+
+def test_past_the_limit_is_stalled_and_says_where() -> None:
+    state, reason = verdict(phase="backward", phase_seconds=130.0, where="hook (model.py:7)")
+    assert state == "stalled" and "hook (model.py:7)" in reason and "2:10" in reason
+
+
+def test_no_expectation_or_compiling_is_never_stalled() -> None:
+    fields = {"phase_seconds": 9000.0, "expected_phase_seconds": None, "stall_limit_seconds": None}
+    state, reason = verdict(**fields)
+    assert state == "running" and reason.startswith("first forward for 2:30:00")
+    assert verdict(phase_seconds=9000.0, compiling=True) == ("running", "compiling in forward for 2:30:00")
+
+
+def test_a_phase_that_became_slower_is_slow_between_steps_too() -> None:
+    recent = {"data": 0.01, "forward": 0.2, "backward": 1.3, "optimizer": 0.05}
+    state, reason = verdict(phase="data", phase_seconds=0.0, expected_phase_seconds=0.01, recent_seconds=recent)
+    assert state == "slow" and "backward takes 3.2 times its median lately: 1.3 s instead of 0.4 s" in reason
+    small = {"data": 0.03, "forward": 0.2, "backward": 0.4, "optimizer": 0.05}
+    assert verdict(recent_seconds=small)[0] == "running"
+    nothing = {"data": 0.0}
+    assert verdict(phase="data", phase_seconds=0.0, typical_seconds=nothing, recent_seconds=nothing)[0] == "running"
+
+
+@pytest.fixture
+def sleeper() -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(["sleep", "600"])
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_silence_of_a_process_that_is_gone_is_death(sleeper: subprocess.Popen[bytes]) -> None:
+    assert verdict(11.0, pid=sleeper.pid)[0] != "dead"
+    sleeper.kill()
+    # Ended, but its parent has not asked for its status: it still has its number.
+    wait_for_state(sleeper.pid, "Z")
+    assert verdict(9.0, pid=sleeper.pid)[0] == "running", "rows are not late yet"
+    assert verdict(11.0, pid=sleeper.pid)[0] == "dead"
+    sleeper.wait()
+    state, reason = verdict(11.0, pid=sleeper.pid, where="hook (model.py:7)")
+    assert state == "dead" and f"process {sleeper.pid} is gone since 0:11; last seen in forward at step 100" in reason
+    assert reason.endswith("at hook (model.py:7)")
+    # On another machine nobody can look.
+    assert verdict(11.0, host="another-host", phase_seconds=0.0, expected_phase_seconds=30.0)[0] == "running"
+    assert verdict(60.0, host="another-host")[0] == "dead"
+
+
+def test_a_process_whose_number_another_one_has_by_now_is_dead(sleeper: subprocess.Popen[bytes]) -> None:
+    began = process_start(sleeper.pid)
+    assert began is not None and began >= (process_start(os.getpid()) or 0)
+    assert verdict(60.0, pid=sleeper.pid)[0] == "stalled"
+    state, reason = verdict(60.0, pid=sleeper.pid, process_start=began - 1)
+    assert state == "dead" and f"process {sleeper.pid} is gone since 1:00" in reason
+    row = beat(pid=sleeper.pid)
+    del row["process_start"]
+    assert judge(row, row["unix_time_seconds"] + 60.0).state == "stalled", "a row of an earlier version"
+
+
+def test_a_stopped_process_is_stalled_and_told_how_to_go_on(sleeper: subprocess.Popen[bytes]) -> None:
+    sleeper.send_signal(signal.SIGSTOP)
+    wait_for_state(sleeper.pid, "T")
+    state, reason = verdict(11.0, pid=sleeper.pid)
+    assert state == "stalled" and "is stopped for 0:11" in reason and f"kill -CONT {sleeper.pid}" in reason
+    sleeper.send_signal(signal.SIGCONT)
+    wait_for_state(sleeper.pid, "S")
+    assert "is stopped" not in verdict(11.0, pid=sleeper.pid)[1]
+
+
+def wait_for_state(pid: int, letter: str) -> None:
+    deadline = time.monotonic() + 10
+    while process_state(pid) != letter:
+        assert time.monotonic() < deadline, f"never {letter}"
+        time.sleep(0.01)
+
+
+def test_silence_of_a_process_that_exists_is_a_stall() -> None:
+    state, reason = verdict(60.0, pid=os.getpid())
+    assert state == "stalled" and "interpreter's lock" in reason and "forward (attention.py:190)" in reason
+
+
+def test_now_is_the_default() -> None:
+    assert judge(beat(unix_time_seconds=time.time())).state == "running"
+
+
+@pytest.mark.parametrize("after_seconds", [0.0, 20.0])
+def test_a_few_missed_beats_are_not_death(after_seconds: float) -> None:
+    assert verdict(after_seconds, host="another-host", phase_seconds=0.0, expected_phase_seconds=30.0)[0] == "running"

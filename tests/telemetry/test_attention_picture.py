@@ -1,0 +1,99 @@
+"""The attention picture against the model that it shows, and its file."""
+
+import contextlib
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.telemetry.test_telemetry import GEOMETRY, LENGTH, model_of
+from trifocal.errors import UserError
+from trifocal.telemetry.attention_picture import AttentionPicture, picture_queries, read_picture
+from trifocal.telemetry.attention_telemetry import AttentionTelemetry
+
+TEXTS = [chr(97 + index % 26) for index in range(LENGTH)]
+
+
+def picture_of(borders: list[int] | None = None, attention: str = "nsa") -> AttentionPicture:
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 64
+    cu_seqlens = None if borders is None else torch.tensor(borders)
+    return AttentionTelemetry(model_of(attention)).picture(7, tokens, TEXTS, cu_seqlens=cu_seqlens)
+
+
+@pytest.mark.parametrize("borders", [None, [0, 60, 200, 2 * LENGTH]])
+def test_it_shows_what_a_query_may_read_and_no_more(borders: list[int] | None) -> None:
+    picture = picture_of(borders)
+    layers, queries, groups, blocks = picture.importance.shape
+    assert (layers, queries, groups, blocks) == (3, 128, 2, 19)
+    assert picture.selected.shape == (3, 128, 2, 4) and picture.gates.shape == (3, 128, 2, 3)
+    assert (picture.step, picture.geometry, picture.texts) == (7, GEOMETRY, TEXTS)
+    second = 60 if borders else LENGTH
+    assert picture.documents.tolist() == [int(t >= second) for t in range(LENGTH)]
+    assert picture.positions.tolist() == [t - second if t >= second else t for t in range(LENGTH)]
+    own = picture.positions[picture.queries] // 8
+    for index, block in enumerate(own.tolist()):
+        for chosen in picture.selected[:, index].reshape(-1, 4).tolist():
+            kept = [b for b in chosen if b >= 0]
+            assert len(kept) == min(4, block + 1) and kept == sorted(kept)
+            assert {0, block} <= set(kept) and max(kept) == block
+        assert (picture.dense[:, index, :, block + 1 :] == 0).all()
+        assert (picture.importance[:, index, :, block + 1 :] == 0).all()
+    # The code is a square root: its squares add up to the whole, but for rounding.
+    total = ((picture.dense / 255.0) ** 2).sum(-1)
+    assert np.abs(total - 1).max() < 0.05
+    assert picture.gates.mean() / 255 == pytest.approx(0.5, abs=0.1)
+
+
+def test_free_choices_are_the_most_important_blocks() -> None:
+    picture = picture_of()
+    block = int(picture.positions[picture.queries[-1]]) // 8
+    for layer in range(3):
+        for group in range(2):
+            free = set(range(1, block - 1))
+            (taken,) = set(picture.selected[layer, -1, group].tolist()) & free
+            importance = picture.importance[layer, -1, group]
+            assert importance[taken] == max(importance[list(free)])
+
+
+def test_the_file_gives_back_what_was_written(tmp_path: Path) -> None:
+    picture = picture_of()
+    path = tmp_path / "attention" / "step_00000007.npz"
+    picture.save(path)
+    again = read_picture(path)
+    for name in ("step", "geometry", "texts"):
+        assert getattr(again, name) == getattr(picture, name)
+    for name in ("positions", "documents", "queries", "selected", "importance", "dense", "gates"):
+        mine, other = getattr(picture, name), getattr(again, name)
+        assert mine.dtype == other.dtype and np.array_equal(mine, other)
+    assert path.stat().st_size < 40_000
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "step_1.npz"
+    path.write_bytes(b"no picture")
+    with pytest.raises(UserError, match=r"step_1\.npz"):
+        read_picture(path)
+    picture_of().save(path)
+    content = path.read_bytes()
+    # In the compressed data too, and in what the archive says of itself.
+    for place in range(30, len(content), 53):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
+        with contextlib.suppress(UserError):
+            read_picture(path)
+
+
+def test_a_picture_needs_texts_and_a_sparse_model() -> None:
+    with pytest.raises(ValueError, match="expected 150 texts"):
+        AttentionTelemetry(model_of()).picture(1, torch.zeros(1, LENGTH, dtype=torch.long), ["a"])
+    with pytest.raises(ValueError, match="and 0"):
+        picture_of(attention="dense")
+
+
+def test_deep_and_long_models_are_shown_at_fewer_queries() -> None:
+    assert picture_queries(100, 1) == 100
+    assert picture_queries(2048, 12 * 2 * 32) == 128
+    assert picture_queries(65536, 30 * 4 * 1024) == 32
+    assert math.prod((picture_queries(8192, 28 * 4 * 128), 28, 4, 128)) <= 2**20

@@ -1,0 +1,331 @@
+"""Telemetry against counting by hand, on a real model."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from trifocal.checks.seeds import small_config
+from trifocal.models import DecoderLM
+from trifocal.ops import Documents, Geometry, compressed_attention, mean_compress, select_blocks
+from trifocal.runlog import MetricsWriter, read_metrics
+from trifocal.telemetry import attention_telemetry as telemetry_module
+from trifocal.telemetry.attention_telemetry import AttentionTelemetry, alarms_of
+from trifocal.telemetry.maps import LayerAttention, dense_block_mass
+from trifocal.telemetry.statistics import (
+    attention_statistics,
+    dense_recall,
+    distance_bins,
+    gate_statistics,
+    importance_covered,
+    selection_statistics,
+)
+
+GEOMETRY = Geometry(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=4,
+    num_initial_blocks=1,
+    num_local_blocks=2,
+    window_size=16,
+)
+LENGTH = 150  # 19 blocks, the last one short; far more than n
+
+
+def layer_of(borders: list[int] | None) -> LayerAttention:
+    generator = torch.Generator().manual_seed(5)
+    q = 3 * torch.randn(1, LENGTH, 4, 8, generator=generator)
+    k = torch.randn(1, LENGTH, 2, 8, generator=generator)
+    cu_seqlens = None if borders is None else torch.tensor(borders)
+    k_cmp = mean_compress(k, GEOMETRY, cu_seqlens=cu_seqlens)
+    _, lse = compressed_attention(q, k_cmp, k_cmp, GEOMETRY, cu_seqlens=cu_seqlens)
+    selected = select_blocks(q, k_cmp, lse, GEOMETRY, cu_seqlens=cu_seqlens)
+    documents = documents_of(borders)
+    gates = torch.full((LENGTH, 4, 3), 0.5)
+    return LayerAttention(gates, q[0], k_cmp[0], lse[0], k[0], selected[0], GEOMETRY, 8**-0.5, documents)
+
+
+def documents_of(borders: list[int] | None) -> Documents | None:
+    return None if borders is None else Documents.from_cu_seqlens(torch.tensor(borders), LENGTH)
+
+
+@pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
+def test_selection_figures_equal_counting_by_hand(borders: list[int] | None) -> None:
+    selected = layer_of(borders).selected
+    figures = selection_statistics(selected, GEOMETRY, documents_of(borders))
+    starts = [0] if borders is None else borders[:-1]
+    bins = [0.0] * distance_bins(LENGTH, GEOMETRY)
+    total = forced = free = local = fewer = queries = shared = compared = 0
+    blocks: dict[int, int] = {}
+    for t in range(LENGTH):
+        position = t - max(start for start in starts if start <= t)
+        own = position // 8
+        for group in range(2):
+            chosen = [block for block in selected[t, group].tolist() if block >= 0]
+            queries += 1
+            fewer += len(chosen) < 4
+            for block in chosen:
+                distance = own - block
+                bins[0 if distance == 0 else 1 + int(math.log2(distance))] += 1
+                total += 1
+                blocks[block] = blocks.get(block, 0) + 1
+                is_forced = block < 1 or block > own - 2
+                forced += is_forced
+                if not is_forced and own + 1 > 4:
+                    free += 1
+                    local += position - 8 * block < 16
+            if t > 0 and position > 0:
+                before = selected[t - 1, group].tolist()
+                shared += sum(block in before for block in chosen)
+                compared += len(chosen)
+    assert figures["selected_distance_shares"].tolist() == pytest.approx([count / total for count in bins])
+    assert figures["selected_forced_share"].item() == pytest.approx(forced / total)
+    assert figures["free_local_share"].item() == pytest.approx(local / free)
+    assert figures["fewer_than_n_share"].item() == pytest.approx(fewer / queries)
+    entropy = -sum(count / total * math.log(count / total) for count in blocks.values())
+    assert figures["selected_block_entropy"].item() == pytest.approx(entropy, rel=1e-5)
+    # Measured at 128 of the 149 pairs.
+    assert figures["neighbour_overlap"].item() == pytest.approx(shared / compared, abs=0.05)
+
+
+@pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
+def test_covered_importance_is_everything_when_everything_is_chosen(borders: list[int] | None) -> None:
+    layer = layer_of(borders)
+    everything = torch.arange(19, dtype=torch.int32).expand(LENGTH, 2, 19)
+    covered = importance_covered(replace(layer, selected=everything))
+    assert covered.item() == pytest.approx(1.0, abs=1e-5)
+    nothing = torch.full((LENGTH, 2, 4), -1, dtype=torch.int32)
+    assert importance_covered(replace(layer, selected=nothing)).item() == 0.0
+
+
+def test_covered_importance_equals_the_sum_by_hand() -> None:
+    layer = layer_of(None)
+    q, k_cmp, lse, selected = layer.q, layer.k_cmp, layer.lse, layer.selected
+    sample = torch.linspace(0, LENGTH - 1, 128).round().long().tolist()
+    shares = []
+    for t in sample:
+        for group in range(2):
+            importance = [0.0] * 19
+            for block in range(k_cmp.shape[0]):
+                if 4 * block + 7 > t:
+                    continue
+                for head in (2 * group, 2 * group + 1):
+                    score = (q[t, head] @ k_cmp[block, group]).item() * 8**-0.5
+                    p = math.exp(score - lse[t, head].item())
+                    for j in range(19):
+                        importance[j] += p * GEOMETRY.overlap_tokens(block, j) / 4
+            if sum(importance) > 0:
+                taken = sum(importance[j] for j in selected[t, group].tolist() if j >= 0)
+                shares.append(taken / sum(importance))
+    covered = importance_covered(layer)
+    assert covered.item() == pytest.approx(sum(shares) / len(shares), rel=1e-4)
+    assert 0.3 < covered.item() < 1.0
+
+
+@pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
+def test_recall_equals_ranking_blocks_by_hand(borders: list[int] | None) -> None:
+    layer = layer_of(borders)
+    starts = [0] if borders is None else borders[:-1]
+    recalls, masses, chances = [], [], []
+    for t in torch.linspace(0, LENGTH - 1, 128).round().long().tolist():
+        start = max(border for border in starts if border <= t)
+        candidates = (t - start) // 8 + 1
+        if candidates <= 4:
+            continue
+        for group in range(2):
+            mass = [0.0] * candidates
+            for head in (2 * group, 2 * group + 1):
+                p = (layer.k_slc[start : t + 1, group].double() @ layer.q[t, head].double() * 8**-0.5).softmax(0)
+                for s, share in enumerate(p.tolist()):
+                    mass[s // 8] += share / 2
+            chosen = [block for block in layer.selected[t, group].tolist() if block >= 0]
+            best = sorted(range(candidates), key=lambda block: -mass[block])[:4]
+            recalls.append(len(set(best) & set(chosen)) / 4)
+            masses.append(sum(mass[block] for block in chosen))
+            chances.append(4 / candidates)
+    figures = {name: value.item() for name, value in dense_recall(layer).items()}
+    assert figures["dense_recall"] == pytest.approx(sum(recalls) / len(recalls), rel=1e-5)
+    assert figures["dense_mass_covered"] == pytest.approx(sum(masses) / len(masses), rel=1e-5)
+    assert figures["recall_by_chance"] == pytest.approx(sum(chances) / len(chances), rel=1e-5)
+    assert figures["recall_by_chance"] < figures["dense_recall"] < 1.0
+
+
+def test_recall_is_everything_when_the_best_are_chosen_and_nothing_when_the_worst_are() -> None:
+    layer = layer_of(None)
+    queries = torch.arange(LENGTH)
+    mass = dense_block_mass(layer, queries)
+    assert torch.allclose(mass.sum(-1), torch.ones(LENGTH, 2))
+    best = replace(layer, selected=mass.topk(4, -1).indices.sort(-1).values.int())
+    assert dense_recall(best)["dense_recall"].item() == 1.0
+    order = mass.masked_fill(mass == 0, torch.inf).argsort(-1)[..., :4]
+    worst = dense_recall(replace(layer, selected=order.int()))
+    # Of fewer than eight candidates, the last four are partly the first four.
+    candidates = [count for t in layer.sampled_queries().tolist() if (count := t // 8 + 1) > 4]
+    unavoidable = sum(max(0, 8 - count) / 4 for count in candidates) / len(candidates)
+    assert worst["dense_recall"].item() == pytest.approx(unavoidable, rel=1e-5)
+
+
+def test_recall_needs_a_choice() -> None:
+    layer = layer_of(None)
+    wide = replace(layer, geometry=replace(GEOMETRY, num_selected_blocks=19))
+    assert all(math.isnan(value.item()) for value in dense_recall(wide).values())
+
+
+@pytest.mark.parametrize("borders", [None, [0, 5, 90, LENGTH]])
+def test_many_layers_at_once_are_those_one_by_one(borders: list[int] | None) -> None:
+    first = layer_of(borders)
+    second = replace(first, q=first.q.flip(-1), selected=first.selected.flip(1), gates=first.gates * 0.1)
+    together = attention_statistics(LayerAttention.stack([first, second]))
+    for index, layer in enumerate((first, second)):
+        for name, value in attention_statistics(layer).items():
+            assert torch.allclose(together[name][index], value, equal_nan=True), name
+
+
+def test_layers_are_described_in_parts_that_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = torch.arange(LENGTH)[None] % 64
+    telemetry = AttentionTelemetry(model_of())
+    whole = telemetry.measure(tokens)
+    sizes: list[int] = []
+
+    def counting(layer: LayerAttention) -> dict[str, torch.Tensor]:
+        sizes.append(len(layer.q))
+        return attention_statistics(layer)
+
+    monkeypatch.setattr(telemetry_module, "attention_statistics", counting)
+    monkeypatch.setattr(telemetry_module, "MOST_SCORES", 2 * 128 * LENGTH * 4)
+    assert telemetry.measure(tokens) == whole
+    assert sizes == [2, 1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_layers_are_seen() -> None:
+    model, tokens = model_of(), torch.arange(LENGTH)[None] % 64
+    rows = AttentionTelemetry(model).measure(tokens)
+    for block in model.blocks:
+        block.compile(backend="eager")
+    model(tokens, tokens).backward()
+    assert AttentionTelemetry(model).measure(tokens) == rows
+
+
+def test_few_queries_stand_for_a_long_sequence() -> None:
+    layer = layer_of(None)
+    assert layer.sampled_queries().tolist()[-1] == LENGTH - 1 and len(layer.sampled_queries()) == 128
+    long = replace(layer, q=torch.empty(65536, 64, 1, device="meta"))
+    assert len(long.sampled_queries()) == 16
+
+
+def test_gate_figures() -> None:
+    gates = torch.full((10, 4, 3), 0.5)
+    gates[:, 0, 0] = 0.0
+    gates[:, 1, 1] = torch.linspace(0, 1, 10)
+    figures = {name: value.item() for name, value in gate_statistics(gates).items()}
+    assert figures["gate_mean_cmp"] == pytest.approx(0.375)
+    assert figures["heads_ignoring_cmp"] == 0.25 and figures["heads_ignoring_slc"] == 0.0
+    assert figures["gate_entropy_win"] == pytest.approx(math.log(2))
+    assert figures["gate_entropy_cmp"] == pytest.approx(0.75 * math.log(2))
+    assert figures["gate_spread_win"] == 0.0
+    assert figures["gate_share_win"] == pytest.approx((gates[..., 2] / gates.sum(-1)).double().mean().item(), rel=1e-5)
+    assert sum(figures[f"gate_share_{branch}"] for branch in ("cmp", "slc", "win")) == pytest.approx(1)
+    assert figures["gate_spread_slc"] == pytest.approx(gates[..., 1].double().std(correction=0).item(), rel=1e-5)
+
+
+def model_of(attention: str = "nsa", gate: str = "sigmoid") -> DecoderLM:
+    model = DecoderLM(small_config(num_layers=3, value_dim=8, geometry=GEOMETRY, attention=attention, gate=gate))
+    model.init_weights(3)
+    return model
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_a_model_gives_a_row_for_each_layer(gate: str) -> None:
+    model = model_of(gate=gate)
+    rows = AttentionTelemetry(model).measure(torch.arange(2 * LENGTH).view(2, LENGTH) % 64)
+    assert [row["layer"] for row in rows] == [0, 1, 2]
+    start = 0.5 if gate == "sigmoid" else 1 / 3
+    for row in rows:
+        assert sum(row["selected_distance_shares"]) == pytest.approx(1, abs=1e-3)
+        assert row["gate_mean_slc"] == pytest.approx(start, abs=0.1)
+        assert 0 < row["importance_covered"] <= 1
+        assert 0 < row["dense_recall"] <= 1
+        # Queries in the first three blocks have at most three candidates.
+        assert row["fewer_than_n_share"] == pytest.approx(24 / LENGTH, abs=1e-4)
+
+
+def test_packed_documents_keep_the_borders_of_the_first_sequence() -> None:
+    model = model_of()
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 64
+    borders = torch.tensor([0, 70, 200, 2 * LENGTH])
+    (row, *_) = AttentionTelemetry(model).measure(tokens, cu_seqlens=borders)
+    assert row["fewer_than_n_share"] == pytest.approx(48 / LENGTH, abs=1e-4)
+
+
+def test_measuring_leaves_the_model_and_its_training_as_they_were() -> None:
+    tokens = torch.arange(LENGTH).view(1, LENGTH) % 64
+    model, twin = model_of(), model_of()
+    telemetry = AttentionTelemetry(model)
+    telemetry.measure(tokens)
+    model.set_activation_checkpointing(0, 3)
+    for each in (model, twin):
+        each(tokens, tokens).backward()
+    telemetry.measure(tokens)
+    for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
+        assert mine.grad is not None and other.grad is not None
+        assert torch.equal(mine.grad, other.grad)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_dense_model_has_none() -> None:
+    assert AttentionTelemetry(model_of("dense")).measure(torch.zeros(1, 8, dtype=torch.long)) == []
+
+
+def test_alarms_are_events_once_and_end(tmp_path: Path) -> None:
+    model = model_of()
+    tokens = torch.arange(LENGTH).view(1, LENGTH) % 64
+    telemetry = AttentionTelemetry(model)
+    gate = telemetry.layers[1].gate.proj
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        telemetry.log(metrics, 10, tokens)
+        with torch.no_grad():
+            gate.bias.view(4, 3)[:, 2] = -20.0
+        telemetry.log(metrics, 20, tokens)
+        telemetry.log(metrics, 30, tokens)
+        with torch.no_grad():
+            gate.bias.zero_()
+        telemetry.log(metrics, 40, tokens)
+    events = read_metrics(tmp_path / "metrics.jsonl", "event")
+    assert [(event["step"], event["name"], event["layer"]) for event in events] == [
+        (20, "gate_shut", 1),
+        (40, "gate_shut_over", 1),
+    ]
+    assert events[0]["severity"] == "warning" and events[0]["branch"] == "win"
+    assert len(read_metrics(tmp_path / "metrics.jsonl", "telemetry")) == 12
+
+
+def test_gates_that_are_no_numbers_raise_nothing(tmp_path: Path) -> None:
+    """The update before the look may have been one too far; the loss tells so, the look must not end the run first."""
+    telemetry = AttentionTelemetry(model_of())
+    with torch.no_grad():
+        telemetry.layers[1].gate.proj.bias.fill_(math.nan)
+    with MetricsWriter(tmp_path / "metrics.jsonl") as metrics:
+        telemetry.log(metrics, 10, torch.arange(LENGTH).view(1, LENGTH) % 64)
+    rows = read_metrics(tmp_path / "metrics.jsonl", "telemetry")
+    assert rows[1]["gate_mean_cmp"] is None
+    assert read_metrics(tmp_path / "metrics.jsonl", "event") == []
+
+
+def test_every_alarm_has_its_threshold() -> None:
+    healthy = {"layer": 0, "free_local_share": 0.5}
+    for branch in ("cmp", "slc", "win"):
+        healthy |= {f"gate_mean_{branch}": 0.5, f"gate_entropy_{branch}": 0.6}
+    assert list(alarms_of(healthy)) == []
+    names = [
+        [key[0] for key, _ in alarms_of(healthy | change)]
+        for change in (
+            {"gate_mean_cmp": 0.01, "gate_entropy_cmp": 0.01},
+            {"gate_mean_slc": 0.99, "gate_entropy_slc": 0.01},
+            {"free_local_share": 0.99},
+        )
+    ]
+    assert names == [["gate_shut"], ["gate_saturated"], ["choices_local"]]

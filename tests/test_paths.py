@@ -1,0 +1,40 @@
+"""Paths as people give them, and as they paste them."""
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from trifocal.errors import UserError
+from trifocal.paths import shell_path, user_path
+
+
+def test_home_is_expanded_at_the_beginning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert user_path("~/runs/a") == user_path(Path("~/runs/a")) == Path("/home/ada/runs/a")
+    assert user_path("runs/~") == Path("runs/~")
+    odd = user_path("./~/a~")
+    assert odd == Path.cwd() / "~" / "a~" and user_path(str(odd)) == odd
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("a\0b", r"--to 'a\\x00b' has a NUL character"),
+        (os.fsdecode(b"\xff"), r"--to '\\udcff' is not UTF-8 text"),
+        (
+            "~nobody_of_that_name/a",
+            r"no user 'nobody_of_that_name'; .* \./~nobody_of_that_name/a",
+        ),
+    ],
+)
+def test_what_no_path_can_be_is_refused(given: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        user_path(given, "--to")
+
+
+@pytest.mark.parametrize("path", ["-x", "a b", "$HOME", "it's", "plain", "--run"])
+def test_a_path_in_a_command_is_one_argument_and_no_flag(path: str) -> None:
+    (argument,) = shlex.split(shell_path(path))
+    assert Path(argument) == Path(path) and not argument.startswith("-")

@@ -1,0 +1,113 @@
+"""A run outlives its standard output and its terminal: real processes, as a shell starts them."""
+
+import os
+import pty
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.children import environment, free_port
+from tests.train.tiny import write_config
+from trifocal.runlog import read_metrics
+from trifocal.train.checkpoint_folders import list_checkpoints
+from trifocal.train.manifest import verify_checkpoint
+
+QUICK = ("--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0")
+
+
+def command(folder: Path, *flags: str, module: tuple[str, ...] = ("-m", "trifocal")) -> str:
+    return shlex.join([sys.executable, *module, "train", str(write_config(folder)), *QUICK, *flags])
+
+
+def shell(script: str, **variables: object) -> subprocess.CompletedProcess[str]:
+    """Run a script of bash; what is left over of it ends with the test."""
+    variables = {"OMP_NUM_THREADS": 1, **variables}
+    return subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, env=environment(**variables), timeout=120
+    )
+
+
+def steps(run: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(run / "metrics.jsonl", "train")]
+
+
+def lost(run: Path) -> list[str]:
+    return [row["message"] for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "output_lost"]
+
+
+@pytest.mark.parametrize(
+    ("script", "expected"),
+    [
+        ("{train} 2>&1 | head -1 > {out}; exit ${{PIPESTATUS[0]}}", ["output is lost (Broken pipe)"]),
+        ("{train} > /dev/full 2> /dev/full", ["output is lost (No space left on device)"]),
+        ("{train} >&- 2>&-", ["output is lost (it is closed)", "error is lost (it is closed)"]),
+    ],
+    ids=["head", "full", "closed"],
+)
+def test_lost_output_costs_no_step(tmp_path: Path, script: str, expected: list[str]) -> None:
+    out, run = tmp_path / "out", tmp_path / "run"
+    done = shell(script.format(train=command(tmp_path), out=out))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    assert (run / "weights" / "model.safetensors").is_file()
+    said = lost(run)
+    assert len(said) == len(expected), said
+    for sentence, part in zip(said, expected, strict=True):
+        assert part in sentence
+
+
+def test_an_error_keeps_its_status_without_output(tmp_path: Path) -> None:
+    for end in ("> /dev/full 2> /dev/full", ">&- 2>&-"):
+        assert shell(f"{command(tmp_path, '--train.steps', '0')} {end}").returncode == 2
+
+
+def test_two_processes_outlive_their_output(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}", "-m", "trifocal")
+    train = command(tmp_path, "--parallel.mode", "ddp", module=torchrun)
+    done = shell(f"{train} 2>&1 | head -1; exit ${{PIPESTATUS[0]}}", GLOO_SOCKET_IFNAME="lo")
+    assert done.returncode == 0, done.stderr
+    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6]
+    assert any("standard output is lost" in sentence for sentence in lost(tmp_path / "run"))
+
+
+def test_a_closed_terminal_stops_and_saves(tmp_path: Path) -> None:
+    """With the live bar on the terminal, which goes away: SIGHUP, and an error at each write from then on."""
+    run, script = tmp_path / "run", tmp_path / "script"
+    script.write_text(f"exec {command(tmp_path, '--train.steps', '100000')}\n")
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe("bash", ["bash", str(script)], environment(OMP_NUM_THREADS=1))
+    deadline = time.monotonic() + 90
+    shown = b""
+    while b"tokens/s" not in shown:
+        assert time.monotonic() < deadline, shown
+        shown += os.read(terminal, 65536)
+    os.close(terminal)
+    status = None
+    while status is None and time.monotonic() < deadline:
+        found, code = os.waitpid(pid, os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if found else None
+        time.sleep(0.05)
+    if status is None:
+        os.kill(pid, 9)
+    assert status == 0
+    newest = list_checkpoints(run / "checkpoints")[-1]
+    assert verify_checkpoint(newest)["step"] == steps(run)[-1] < 100000
+    assert any("Input/output error" in sentence for sentence in lost(run))
+
+
+def test_nohup_is_obeyed(tmp_path: Path) -> None:
+    """The process gets SIGHUP after its first step."""
+    run = tmp_path / "run"
+    train = command(tmp_path, "--train.steps", "40")
+    script = (
+        f"trap '' HUP; {train} & while ! grep -sq train {run}/metrics.jsonl; do sleep 0.05; done; kill -HUP $!; wait $!"
+    )
+    done = shell(script)
+    assert done.returncode == 0, done.stderr
+    assert steps(run)[-1] == 40
+    assert lost(run) == []

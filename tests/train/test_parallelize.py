@@ -1,0 +1,33 @@
+"""What a run's configuration makes of its processes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.tiny import make_config
+from trifocal.distributed import Processes
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM
+from trifocal.train.parallelize import parallelize_model
+
+
+def test_one_process_trains_the_model_itself(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    model = DecoderLM(config.model)
+    parallel, note = parallelize_model(model, config, Processes())
+    assert parallel.module is model
+    assert (parallel.mode, parallel.size, note) == ("none", 1, "")
+
+
+@pytest.mark.parametrize(
+    ("shards", "local_size", "says"),
+    [(1, 2, r"^parallel\.shards is 1: hsdp would share nothing"), (0, 1, "^each machine has one process, and ")],
+)
+def test_hybrid_sharding_without_shards_is_refused(tmp_path: Path, shards: int, local_size: int, says: str) -> None:
+    """It would be a slower DDP, in which nobody could say whose gradient was not finite."""
+    config = make_config(tmp_path, "--parallel.mode", "hsdp", "--parallel.shards", str(shards))
+    with torch.device("meta"):
+        model = DecoderLM(config.model)
+    with pytest.raises(UserError, match=says):
+        parallelize_model(model, config, Processes(0, 2, local_size))

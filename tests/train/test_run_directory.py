@@ -1,0 +1,279 @@
+"""The folder of a run while it trains, and what may stand in its place: never half a run, always one clear line."""
+
+import errno
+import json
+import os
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.children import ROOT, environment
+from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
+from trifocal.cli import main
+from trifocal.data import load_tokenizer
+from trifocal.distributed import Processes
+from trifocal.errors import UserError
+from trifocal.models import load_model
+from trifocal.runlog import read_metrics
+from trifocal.train import load_config, resume, train
+from trifocal.train.start import restarted_run
+
+
+def at_step(monkeypatch: pytest.MonkeyPatch, number: int, action: Any) -> None:
+    before_step(monkeypatch, lambda step, _: action() if step == number else None)
+
+
+@pytest.mark.parametrize("asynchronous", ["false", "true"])
+def test_a_run_whose_folder_is_moved_stops_and_goes_on_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], asynchronous: str
+) -> None:
+    run, moved = tmp_path / "run", tmp_path / "else where"
+    path = write_config(tmp_path)
+    flags = ("--checkpoint.asynchronous", asynchronous, "--evaluate.interval_steps", "1", "--train.steps", "50")
+    at_step(monkeypatch, 4, lambda: run.rename(moved))
+    assert main(["train", str(path), *flags]) == 2
+    monkeypatch.undo()
+    line = capsys.readouterr().err.strip().splitlines()[-1]
+    assert line == (
+        f"trifocal: {run} was moved to {moved} while its run trained: the run stopped after step 4; the checkpoint of "
+        f"step 2 is there, later steps are lost; go on with: trifocal train --resume '{moved}'"
+    )
+    assert not run.exists()
+    assert main(["train", "--resume", str(moved), "--train.steps", "6"]) == 0
+    assert [row["step"] for row in read_metrics(moved / "metrics.jsonl", "train")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("another", [False, True])
+def test_a_run_whose_folder_is_deleted_stops_and_leaves_another_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, another: bool
+) -> None:
+    run = tmp_path / "run"
+
+    def delete() -> None:
+        shutil.rmtree(run)
+        if another:
+            run.mkdir()
+            (run / ".trifocal_run").write_text("trifocal run, format 1\nanother\n")
+
+    at_step(monkeypatch, 3, delete)
+    with pytest.raises(UserError, match=r"run was deleted or replaced while its run trained.* stopped after step 3,"):
+        train(make_config(tmp_path))
+    assert [path.name for path in run.rglob("*")] == ([".trifocal_run"] if another else [])
+    assert run.exists() == another
+
+
+def test_a_folder_that_is_moved_in_the_first_step_has_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_step(monkeypatch, 1, lambda: (tmp_path / "run").rename(tmp_path / "moved"))
+    with pytest.raises(UserError, match=r"moved to \S+/moved .* there is no checkpoint yet, the steps are lost$"):
+        train(make_config(tmp_path))
+    assert not (tmp_path / "run").exists()
+
+
+def test_several_processes_stop_together_when_the_folder_is_moved(tmp_path: Path) -> None:
+    path, fault = write_config(tmp_path), tmp_path / "fault"
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
+        str(ROOT / "tests" / "distributed" / "faults.py"), "wait_at_step", "train", str(path),
+    ]  # fmt: skip
+    variables = environment(OMP_NUM_THREADS=1, FAULT_FILE=fault, GLOO_SOCKET_IFNAME="lo")
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while not fault.exists():
+            assert time.monotonic() < deadline and process.poll() is None
+            time.sleep(0.05)
+        (tmp_path / "run").rename(tmp_path / "moved")
+        Path(f"{fault}.go").touch()
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode != 0
+    assert f"trifocal: {tmp_path / 'run'} was moved to {tmp_path / 'moved'} while its run trained" in errors
+    assert "the checkpoint of step 2 is there" in errors and "loop.py" not in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_does_not_begin_anew_where_its_run_is_gone(tmp_path: Path) -> None:
+    store = torch.distributed.HashStore()
+    processes = Processes(launcher=store)
+    processes.begin()
+    assert store.check(["trifocal/begun"])
+    with pytest.raises(UserError, match=r"the run that torchrun began in .* is no longer there"):
+        restarted_run(replace(processes, restarted=True), tmp_path / "run")
+    processes.forget_begin()
+    assert not store.check(["trifocal/begun"])
+    assert restarted_run(processes, tmp_path / "run") == ""
+
+
+def step_of(weights: Path) -> int:
+    return int(json.loads((weights / "trainer_state.json").read_text())["global_step"])
+
+
+def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    assert train(make_config(tmp_path)).finished
+    assert step_of(run / "weights") == 6
+    with monkeypatch.context() as patch:
+        at_step(patch, 9, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        assert resume(run, config=make_config(tmp_path, "--train.steps", "20")).step == 9
+    assert f"{run / 'weights'} is of an earlier step until this run ends" in capsys.readouterr().out
+    assert step_of(run / "weights") == 9
+    saved = read_checkpoint(run / "checkpoints" / "step_00000009")
+    for name, tensor in load_model(run / "weights").state_dict().items():
+        assert torch.equal(tensor, saved[f"model.{name}"]), name
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("trifocal.train.export.save_weights", full)
+    with pytest.raises(UserError, match=r"step 12 is saved, but its weights could not .*No space left.*earlier"):
+        resume(run, config=make_config(tmp_path, "--train.steps", "12"))
+    assert not (run / "weights" / "trainer_state.json").exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o007, 0o660)])
+def test_the_umask_says_who_reads_the_weights(tmp_path: Path, umask: int, mode: int) -> None:
+    before = os.umask(umask)
+    try:
+        train(make_config(tmp_path, "--train.steps", "1"))
+    finally:
+        os.umask(before)
+    files = sorted((tmp_path / "run" / "weights").iterdir())
+    assert [path.name for path in files] == [
+        "config.json",
+        "model.safetensors",
+        "tokenizer_config.json",
+        "trainer_state.json",
+    ]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {mode}
+
+
+def test_the_weights_come_with_their_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<eos>": 0, "<unk>": 1, "a": 2, "quick": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    train(make_config(tmp_path, "--train.steps", "1", "--data.tokenizer", str(tmp_path / "tokenizer.json")))
+    (tmp_path / "tokenizer.json").unlink()
+    weights = tmp_path / "run" / "weights"
+    loaded = load_tokenizer(weights)
+    assert (loaded.encode("a quick fox").tolist(), loaded.separator, loaded.vocab_size) == ([2, 3, 1], 0, 4)
+    (weights / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"tokenizer_config\.json does not name a tokenizer_class"):
+        load_tokenizer(weights)
+    train(make_config(tmp_path, "--train.steps", "1", name="bytes"))
+    assert load_tokenizer(tmp_path / "bytes" / "weights").decode([65, 256]) == "A"
+
+
+def test_home_is_expanded_and_advice_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    path = write_config(tmp_path)
+    assert main(["train", "~/run.toml", "--run.directory", "~/at home", "--train.steps", "2"]) == 0
+    assert not (tmp_path / "~").exists() and (tmp_path / "at home" / "config.toml").is_file()
+    assert f"trifocal report '{tmp_path}/at home'" in capsys.readouterr().out
+    assert main(["train", "--resume=~/at home", "--train.steps", "3"]) == 0
+    assert main(["generate", "~/at home", "--prompt", "a", "--max-new-tokens", "1"]) == 0
+    capsys.readouterr()
+    assert main(["train", str(path), "--run.directory", "-x", "--train.steps", "2"]) == 0
+    assert 'trifocal generate ./-x --prompt "import "' in capsys.readouterr().out
+    assert main(["generate", "./-x", "--prompt", "a", "--max-new-tokens", "1"]) == 0
+    assert main(["train", str(path), "--run.directory", "-x"]) == 2
+    assert "trifocal train --resume ./-x)" in capsys.readouterr().err
+    assert main(["train", "--resume", "./-x", "--train.steps", "3"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("directory", "says"),
+    [
+        ("~nobody_of_that_name/x", "there is no user 'nobody_of_that_name'"),
+        ("runs\0x", "has a NUL character"),
+        (os.fsdecode(b"caf\xe9"), "is not UTF-8 text"),
+        ("x" * 300, "File name too long"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], directory: str, says: str
+) -> None:
+    path = write_config(tmp_path)
+    for arguments in (
+        [str(path), "--run.directory", directory],
+        ["--resume", directory],
+        [directory],
+    ):
+        assert main(["train", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and says in error, error
+    for command in (["generate", directory, "--prompt", "a"], ["watch", directory], ["report", directory]):
+        assert main(command) == 2
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and says in error, error
+    path.write_text(path.read_text().replace(str(tmp_path / "run"), json.dumps(directory)[1:-1]))
+    assert main(["train", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_files_of_somebody_else_and_folders_in_place_of_files_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(make_config(tmp_path, "--train.steps", "2")).directory
+    manifest = run / "checkpoints" / "step_00000002" / "manifest.json"
+    commands = (["train", "--resume", str(run)], ["generate", str(run), "--prompt", "a"])
+
+    def refused(says: str) -> None:
+        for command in commands:
+            assert main(command) == 2
+            error = capsys.readouterr().err
+            assert error.count("\n") == 1 and says in error, error
+
+    # Root may read everything: as if it were not.
+    originals = Path.open, Path.stat
+    for name in ("manifest.json", "rank0.json", "__0_0.distcp", ".metadata"):
+
+        def open_as_another(path: Path, *args: Any, forbidden: str = name, **kwargs: Any) -> Any:
+            if path.name == forbidden:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+            return originals[0](path, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "open", open_as_another)
+            refused(f"{name}: Permission denied")
+
+    def stat_as_another(path: Path, **kwargs: Any) -> Any:
+        if path.parent.name == "weights":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return originals[1](path, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", stat_as_another)
+        refused("Permission denied")
+        with pytest.raises(UserError, match=r"cannot read the model's weights .*: Permission denied"):
+            load_model(run / "weights")
+    manifest.unlink()
+    manifest.mkdir()
+    refused("manifest.json is a folder")
+    (run / ".lock").unlink()
+    (run / ".lock").mkdir()
+    assert main(["train", "--resume", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and ".lock" in error, error
+    for name in ("config.toml", "checkpoints"):
+        shutil.rmtree(run / name) if name == "checkpoints" else (run / name).unlink()
+        (run / name).mkdir() if name == "config.toml" else (run / name).touch()
+        for command in commands:
+            assert main(command) == 2
+            assert capsys.readouterr().err.count("\n") == 1
+    assert load_config(tmp_path / "run.toml").run.directory == str(run)

@@ -1,0 +1,234 @@
+"""A run directory to read, written by the real writers, and a real browser to look at pages with."""
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trifocal.ops import Geometry
+from trifocal.runlog import MetricsWriter, write_environment
+from trifocal.runlog.heartbeat import Heartbeat
+from trifocal.runlog.jsonl import JsonLinesWriter
+from trifocal.runlog.proc import process_start
+from trifocal.telemetry.attention_picture import AttentionPicture
+
+CONFIG = """\
+[run]
+directory = "{directory}"
+seed = 1337
+
+[model]
+vocab_size = 257
+dim = 128
+num_layers = {layers}
+attention = "nsa"
+
+[model.geometry]
+window_size = 64
+
+[data]
+source = "builtin"
+
+[train]
+steps = {steps}
+
+[optimizer]
+learning_rate = {learning_rate}
+"""
+
+
+def beat(**fields: Any) -> dict[str, Any]:
+    """A heartbeat row as a healthy rank in the middle of training writes it, with some fields replaced."""
+    row = Heartbeat(Path(os.devnull)).snapshot()
+    row |= {
+        "step": 100,
+        "phase": "forward",
+        "phase_seconds": 0.1,
+        "expected_phase_seconds": 0.2,
+        "stall_limit_seconds": 120.0,
+        "typical_seconds": {"data": 0.01, "forward": 0.2, "backward": 0.4, "optimizer": 0.05},
+        "recent_seconds": {"data": 0.01, "forward": 0.2, "backward": 0.4, "optimizer": 0.05},
+        "total_seconds": {"start": 3.0, "data": 9.0, "forward": 200.0, "backward": 410.0, "optimizer": 55.0},
+        "where": "forward (attention.py:190)",
+    }
+    if "pid" in fields:
+        row["process_start"] = process_start(fields["pid"])
+    return row | fields
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    """Wait until something has happened, however slow the machine is."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+class Clock:
+    """A clock that moves when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_seconds(self, seconds: float) -> None:
+        """Let time pass."""
+        self.now += seconds
+
+
+def write_run(
+    directory: Path,
+    *,
+    steps: int = 2000,
+    log_every: int = 10,
+    learning_rate: float = 3e-4,
+    final_loss: float = 1.6,
+    layers: int = 4,
+    gpu: bool = False,
+    telemetry: bool = True,
+    samples: int = 4,
+    ranks: int = 1,
+    seed: int = 0,
+) -> Path:
+    """Write a run whose figures look like those of a real one."""
+    rng = random.Random(seed)
+    directory.mkdir(parents=True)
+    text = CONFIG.format(directory=directory.name, layers=layers, steps=steps, learning_rate=learning_rate)
+    (directory / "config.toml").write_text(text)
+    write_environment(directory / "env.json", text)
+    began = time.time() - 700
+    with MetricsWriter(directory / "metrics.jsonl") as metrics:
+        for step in range(log_every, steps + 1, log_every):
+            done = step / steps
+            loss = final_loss + (5.55 - final_loss) * math.exp(-6 * done)
+            rate = (41_000 if not gpu else 410_000) * (1 + rng.gauss(0, 0.02))
+            metrics.write(
+                "train",
+                step,
+                loss=loss + rng.gauss(0, 0.06),
+                learning_rate=learning_rate * min(1, done / 0.05) * (0.55 + 0.45 * math.cos(math.pi * done)),
+                gradient_norm=math.exp(rng.gauss(-0.5 - done, 0.25)),
+                tokens_per_second=rate,
+                step_seconds=1024 / rate,
+                data_wait_seconds_p50=2e-4,
+                data_wait_seconds_p95=9e-4 * (1 + rng.random()),
+                tokens_seen=step * 1024,
+                epoch=0,
+                memory_allocated_bytes=int(0.7e9 + 2e6 * rng.random()),
+                memory_reserved_bytes=int(1.1e9) if gpu else None,
+                executed_mfu=0.41 + rng.gauss(0, 0.01) if gpu else None,
+                dense_equivalent_mfu=0.55 + rng.gauss(0, 0.01) if gpu else None,
+            )
+            if step % (10 * log_every) == 0:
+                metrics.write(
+                    "evaluation",
+                    step,
+                    validation_loss=loss + 0.08,
+                    perplexity=math.exp(loss + 0.08),
+                    bits_per_byte=(loss + 0.08) / math.log(2),
+                )
+                for layer in range(layers if telemetry else 0):
+                    metrics.write("telemetry", step, layer=layer, **telemetry_fields(done, layer, layers))
+        metrics.event(steps // 2, "checkpoint_saved", f"saved checkpoints/step_{steps // 2}")
+        metrics.event(steps, "checkpoint_saved", f"saved checkpoints/step_{steps}")
+    for rank in range(ranks):
+        with JsonLinesWriter(directory / "heartbeat" / f"rank{rank}.jsonl") as writer:
+            totals = {"start": 2.0, "data": 6.0, "forward": 210.0, "backward": 390.0}
+            totals |= {"optimizer": 52.0, "evaluate": 24.0, "checkpoint": 3.0, "other": 4.0}
+            middle = {name: seconds / 2 for name, seconds in totals.items()}
+            writer.append(beat(rank=rank, step=steps // 2, total_seconds=middle, unix_time_seconds=began + 350))
+            writer.append(beat(rank=rank, step=steps, status="finished", total_seconds=totals))
+    if telemetry:
+        for step in (steps // 2, steps):
+            write_picture(directory, step, layers)
+    (directory / "samples").mkdir()
+    for index in range(samples):
+        step = steps * (index + 1) // samples
+        sample = 'def forward(self, x):\n    """Return <b>x</b> & more."""\n    return x\n' * (index + 1)
+        (directory / "samples" / f"step_{step:08}.txt").write_text(sample)
+    return directory
+
+
+def telemetry_fields(done: float, layer: int, layers: int) -> dict[str, Any]:
+    """One layer's telemetry: compressed gates close with depth, selection learns to look further."""
+    depth = layer / max(1, layers - 1)
+    fields: dict[str, Any] = {}
+    shown = {"cmp": 0.4, "slc": 0.3, "win": 0.3}
+    for branch, level in (("cmp", 0.5 - 0.3 * done * depth), ("slc", 0.5 + 0.2 * done), ("win", 0.5 + 0.3 * done)):
+        fields[f"gate_mean_{branch}"] = level
+        fields[f"gate_spread_{branch}"] = 0.05 + 0.1 * done
+        fields[f"gate_share_{branch}"] = shown[branch]
+        fields[f"gate_entropy_{branch}"] = -level * math.log(level) - (1 - level) * math.log(1 - level)
+        fields[f"heads_ignoring_{branch}"] = max(0.0, 0.3 * done * depth) if branch == "cmp" else 0.0
+    shares = [0.3, 0.2, 0.2, 0.15, 0.1 + 0.03 * done * depth]
+    return fields | {
+        "selected_distance_shares": [*shares, 1 - sum(shares)],
+        "selected_forced_share": 0.375,
+        "importance_covered": 0.6 + 0.25 * done,
+        "dense_recall": 0.4 + 0.3 * done,
+        "dense_mass_covered": 0.5 + 0.3 * done,
+        "recall_by_chance": 0.35,
+        "free_local_share": 0.1,
+        "neighbour_overlap": 0.7 + 0.1 * depth,
+        "selected_block_entropy": 2.0,
+        "fewer_than_n_share": 0.25,
+    }
+
+
+GEOMETRY = Geometry(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=8,
+    num_selected_blocks=4,
+    num_initial_blocks=1,
+    num_local_blocks=1,
+    window_size=12,
+)
+TEXT = "def add(a, b):\n    return a + b\n∎# <script>: a second document that is longer than the first one &c.\n"
+
+
+def write_picture(directory: Path, step: int, layers: int) -> None:
+    """A picture of two documents: every query chooses the latest blocks, and full attention likes the first."""
+    texts = list(TEXT)
+    second = texts.index("∎") + 1
+    documents = np.array([int(t >= second) for t in range(len(texts))], dtype=np.int32)
+    positions = np.array([t - second if t >= second else t for t in range(len(texts))], dtype=np.int32)
+    queries = np.arange(len(texts), dtype=np.int32)
+    blocks = GEOMETRY.num_selection_blocks(len(texts))
+    shape = (layers, len(texts), 2)
+    selected = np.full((*shape, 4), -1, dtype=np.int16)
+    importance, dense = np.zeros((*shape, blocks), dtype=np.uint8), np.zeros((*shape, blocks), dtype=np.uint8)
+    for t in range(len(texts)):
+        own = positions[t] // 8
+        chosen = sorted({0, *range(max(0, own - 2), own + 1)})
+        selected[:, t, :, : len(chosen)] = chosen
+        importance[:, t, :, : own + 1] = round(255 * (1 / (own + 1)) ** 0.5)
+        dense[:, t, :, 0] = 255
+    gates = np.full((*shape, 3), 128, dtype=np.uint8)
+    picture = AttentionPicture(step, GEOMETRY, texts, positions, documents, queries, selected, importance, dense, gates)
+    picture.save(directory / "attention" / f"step_{step:08}.npz")
+
+
+@pytest.fixture
+def make_run(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a run directory of this name under the test's own folder."""
+
+    def make(name: str = "showcase", **settings: Any) -> Path:
+        return write_run(tmp_path / name, **settings)
+
+    return make
+
+
+def set_last_beat(run: Path, rank: int = 0, **fields: Any) -> None:
+    """Append a heartbeat row with these fields."""
+    with JsonLinesWriter(run / "heartbeat" / f"rank{rank}.jsonl") as writer:
+        writer.append(json.loads(json.dumps(beat(rank=rank, **fields))))
