@@ -28,7 +28,7 @@ def test_rooms_import_in_one_direction():
         command = Path(shutil.which("lint-imports") or pytest.skip("import-linter is not installed"))
     done = subprocess.run([command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stdout
-    assert "2 kept, 0 broken" in done.stdout
+    assert "3 kept, 0 broken" in done.stdout
 
 
 def test_every_room_has_its_place_in_the_contract():
@@ -81,7 +81,7 @@ def test_optional_packages_are_imported_lazily():
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         for path in SOURCES
-        if "triton" not in path.parts and path.name != "__main__.py"
+        if {"triton", "hopper"}.isdisjoint(path.parts) and path.name != "__main__.py"
     ]
     code = (
         "import sys, importlib\n"
@@ -96,7 +96,7 @@ def test_files_stay_readable():
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert statistics.median(lengths.values()) < 200
     for path, length in lengths.items():
-        kernel = "triton" in path.relative_to(ROOT).parts
+        kernel = not {"triton", "hopper"}.isdisjoint(path.relative_to(ROOT).parts)
         assert length <= (700 if kernel else 400), f"{path.relative_to(ROOT)} has {length} lines"
 
 

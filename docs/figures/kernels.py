@@ -63,7 +63,7 @@ def draw_rows() -> Figure:
     heads, shades = 4, _shades(COMPRESSED, 4)
     for left, title, queries in (
         (3, "window, compressed: queries side by side", (40, 41, 42, 43)),
-        (53, "selected, keys outside: whoever chose the block", (17, 41, 58, 59)),
+        (53, "selected, block-major: those that chose the block", (17, 41, 58, 59)),
     ):
         ax.text(left, 33, title, fontweight="bold", color=INK, va="center")
         for number, query in enumerate(queries):
@@ -93,9 +93,9 @@ def draw_orders(selected_blocks: Tensor) -> Figure:
         chosen[row, [int(block) for block in choice if block >= 0]] = True
     own = (first + np.arange(count)) // 16
     titles = (
-        ("keys outside", "holds one block,\npasses the queries that chose it", "the usual"),
-        ("masked tiles", "holds a tile of queries,\npasses all blocks, masks row by row", "short pasts"),
-        ("query by query", "holds one query,\npasses the blocks that it chose", "decoding"),
+        ("block-major", "holds one block,\npasses the queries that chose it", "the usual"),
+        ("masked", "holds a tile of queries,\npasses all blocks, masks row by row", "short pasts"),
+        ("query-major", "holds one query,\npasses the blocks that it chose", "decoding"),
     )
     for ax, (name, what, when) in zip(figure.subplots(1, 3), titles, strict=True):
         image = np.full((count, blocks, 3), 1.0)
@@ -106,12 +106,12 @@ def draw_orders(selected_blocks: Tensor) -> Figure:
             ax.axvline(line, color="white", linewidth=0.8)
         for line in range(1, count):
             ax.axhline(line, color="white", linewidth=0.8)
-        if name == "keys outside":
+        if name == "block-major":
             block = int(chosen[:, 1:12].sum(0).argmax()) + 1
             rows = np.flatnonzero(chosen[:, block])
             _hold(ax, block, 0, 1, count, [(block, row) for row in rows])
             _path(ax, (block + 0.5, rows[0] + 0.5), (block + 0.5, rows[-1] + 0.5))
-        elif name == "masked tiles":
+        elif name == "masked":
             _hold(ax, 0, 12, own[15] + 1, 4, [(b, r) for r in range(12, 16) for b in np.flatnonzero(chosen[r])])
             _path(ax, (0.5, 14), (own[15] + 0.5, 14))
         else:
@@ -166,7 +166,7 @@ def draw_index(selected_blocks: Tensor) -> Figure:
 
 
 def draw_scoring() -> Figure:
-    """Left: the own and the carried part of a block's importance. Right: halving the threshold."""
+    """Left: the direct and the overflow part of a block's importance. Right: halving the threshold."""
     geometry = Geometry()
     figure = Figure(figsize=(9.5, 3.7), facecolor="white", layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1.15, 1])
@@ -177,19 +177,21 @@ def draw_scoring() -> Figure:
         left.text(x + taps / 2, 0.35, f"block j{' + 1' if block else ''}", ha="center", va="center", color="white")
         for tap in range(taps):
             level = 1.2 + (tap % 2) * 0.85
-            own = geometry.overlap_tokens(x + tap, block) / geometry.compression_stride
-            carried = geometry.compression_block_size / geometry.compression_stride - own
-            for start, weight, alpha in ((x + tap, own, 0.95), (x + tap + own, carried, 0.45))[: 2 if carried else 1]:
+            direct = geometry.overlap_tokens(x + tap, block) / geometry.compression_stride
+            overflow = geometry.compression_block_size / geometry.compression_stride - direct
+            for start, weight, alpha in ((x + tap, direct, 0.95), (x + tap + direct, overflow, 0.45))[
+                : 2 if overflow else 1
+            ]:
                 left.add_patch(Rectangle((start + 0.03, level), weight - 0.06, 0.7, facecolor=COMPRESSED, alpha=alpha))
-            left.text(x + tap + own / 2, level + 0.35, f"{own:g}", ha="center", va="center", color="white")
-            if carried:
-                left.text(x + tap + 1.5, level + 0.35, f"{carried:g}", ha="center", va="center", color=INK)
+            left.text(x + tap + direct / 2, level + 0.35, f"{direct:g}", ha="center", va="center", color="white")
+            if overflow:
+                left.text(x + tap + 1.5, level + 0.35, f"{overflow:g}", ha="center", va="center", color=INK)
     left.annotate(
         "", (taps + 0.75, 0.75), (taps + 0.5, 2.0), arrowprops={"arrowstyle": "->", "color": INK, "linewidth": 1.3}
     )
     left.axvline(taps, color=INK, linewidth=0.9, linestyle=(0, (3, 3)), ymin=0.02, ymax=0.8)
-    left.text(0.05, 3.25, "own: to the block that it starts in", color=COMPRESSED, fontsize=9)
-    left.text(taps + 0.15, 3.25, "carried: to the next", color=COMPRESSED, alpha=0.7, fontsize=9)
+    left.text(0.05, 3.25, "direct: to the block that it starts in", color=COMPRESSED, fontsize=9)
+    left.text(taps + 0.15, 3.25, "overflow: to the next", color=COMPRESSED, alpha=0.7, fontsize=9)
     left.set(xlim=(-0.1, 2 * taps + 1.15), ylim=(-0.2, 3.7), xticks=[], yticks=[])
     left.set_title("Overlap in two parts", loc="left", fontweight="bold")
     left.spines[:].set_visible(False)

@@ -210,7 +210,8 @@ import torch
 
 from trifocal.checks import cost_checks as cost
 from trifocal.checks.seeds import MINIMAL
-from trifocal.ops.triton import ahead, interval, interval_backward, launch, selected_backward_masked
+from trifocal.ops import devices, pipeline
+from trifocal.ops.triton import launch
 
 counts = []
 for length in cost.LENGTHS:
@@ -219,12 +220,11 @@ for length in cost.LENGTHS:
 
     blocks = MINIMAL.num_compressed_blocks(length)
     branches = tuple(empty(keys, 2, 16) for keys in (blocks, blocks, *[length] * 4))
-    call = (empty(length, 8, 16), branches, empty(length, 8, 3), MINIMAL, 0.25, None, None, True)
+    call = (MINIMAL, 0.25, True, empty(length, 8, 16), branches, empty(length, 8, 3), None, None)
     with mock.patch.object(launch.Kernel, "__getitem__", lambda *_: lambda *_args, **_constants: None):
-        for module in (interval, interval_backward, selected_backward_masked):
-            module.multiprocessors = lambda device: 132
+        devices.multiprocessors = lambda device: 132
         with torch.no_grad():
-            counts.append(cost._count_operations(lambda: ahead._whole(*call)).total())
+            counts.append(cost._count_operations(lambda: pipeline._run_kernels(*call)).total())
 print(json.dumps(counts))
 """
 

@@ -1,15 +1,12 @@
 """The page about the kernels: work and limits of its table by formula, rules and bounds as the code has them."""
 
-import re
-
 import pytest
 
 from tests.docs.pages import ROOT, text_of
 from trifocal import Geometry
-from trifocal.ops import triton
+from trifocal.ops import dispatch
 
 PAGE = text_of(ROOT / "docs/kernels.md")
-KERNELS = ROOT / "src/trifocal/ops/triton"
 TOKENS, HEADS, GROUPS, DIM = 65536, 64, 4, 128
 TENSOR_GB = TOKENS * HEADS * DIM * 2 / 1e9
 
@@ -67,35 +64,34 @@ def test_work_and_limits_are_those_of_the_formula(work):
         assert float(remains) == pytest.approx(float(measured) - float(limit), abs=0.006), part
 
 
-def constant(file: str, name: str) -> int:
-    """A module's constant; read, not imported: kernels are defined for the interpreter or for a GPU at import."""
-    return eval(re.search(rf"^{name} = ([\d* ]+)$", text_of(KERNELS / file), re.MULTILINE)[1])
-
-
 def test_rules_and_buffers_are_those_of_the_code():
-    spread = " ".join(PAGE.split())
-    masked, geometry = constant("selected.py", "MASKED_UP_TO"), Geometry()
+    spread, geometry = " ".join(PAGE.split()), Geometry()
+    masked, backward = dispatch.MASKED_UP_TO, dispatch.MASKED_BACKWARD_UP_TO
     tokens = masked * geometry.num_selected_blocks * geometry.selection_block_size
     assert f"at most {masked} times `n` blocks ({tokens:,} tokens" in spread
-    backward = constant("selected.py", "MASKED_BACKWARD_UP_TO")
     assert f"Backward changes at {backward} times `n` blocks ({tokens * backward // masked:,} tokens)" in spread
-    assert f"fewer than {constant('selected_tiles.py', 'ENOUGH_PROGRAMS')} programs a multiprocessor" in spread
-    assert f"fewer than {constant('selected.py', 'FEWEST_SHARERS')} queries" in spread
-    buffer = constant("selected.py", "BUFFER_BYTES")
+    assert f"fewer than {dispatch.ENOUGH_PROGRAMS} programs a multiprocessor" in spread
+    assert f"fewer than {dispatch.FEWEST_SHARERS} queries" in spread
+    buffer = dispatch.SELECTED_BUFFER_BYTES
     chunk = buffer // (HEADS * geometry.num_selected_blocks * DIM * 2) // 64 * 64
     assert f"fit {buffer >> 30} GiB: {chunk:,} queries at A" in spread
-    assert constant("scoring.py", "BUFFER_BYTES") == 2**30 // 4
+    assert dispatch.IMPORTANCE_BUFFER_BYTES == 2**30 // 4
     assert "a quarter of a GiB" in spread
-    assert f"`D` and `V` up to {triton.WIDEST_HEAD}" in spread
-    assert f"up to {triton.MOST_HEADS_OF_A_GROUP} heads a group" in spread
-    assert f"a multiple of {triton.BLOCK_MULTIPLE};" in spread
+    assert f"`D` and `V` up to {dispatch.WIDEST_HEAD}" in spread
+    assert f"up to {dispatch.MOST_HEADS_OF_A_GROUP} heads a group" in spread
+    assert f"a multiple of {dispatch.BLOCK_MULTIPLE};" in spread
 
 
-def test_functions_that_the_page_names_exist():
-    source = "\n".join(text_of(path) for path in [*KERNELS.glob("*.py"), ROOT / "src/trifocal/ops/fused.py"])
-    for name in ("choose_order", "choose_hopper", "fits_by_hand", "part_of_queries"):
+def test_rules_that_the_page_names_exist():
+    rules = (
+        "selected_order",
+        "interval_on_hopper",
+        "importance_on_hopper",
+        "choice_on_hopper",
+        "selected_on_hopper",
+        "masked_part_queries",
+    )
+    for name in rules:
         assert f"`{name}`" in PAGE
-        assert f"def {name}(" in source
-    from trifocal.ops.triton.selected_tiles import FEWEST_HEADS_BY_ROLES
-
-    assert f"from {FEWEST_HEADS_BY_ROLES} heads a group on" in PAGE
+        assert callable(getattr(dispatch, name))
+    assert f"from {dispatch.FEWEST_HEADS_OF_WARP_SPECIALIZED} heads a group on" in PAGE

@@ -57,7 +57,7 @@ CASES = (
     Case("widest", SMALL, 300, 4, 2, 256, 256),
     Case("fewer queries than keys", PAPER, 77, 16, 1, 128, 128, keys=900, batch=2),
     Case("one query", PAPER, 1, 16, 1, 128, 64, keys=700, batch=2),
-    Case("keys outside: many more blocks than chosen", SMALL, 1500, 8, 2, 64, 64),
+    Case("block-major: many more blocks than chosen", SMALL, 1500, 8, 2, 64, 64),
     Case("few programs: a block's rows in parts", PAPER, 1100, 12, 2, 64, 64, batch=2),
     Case("in parts, packed: a document that they cut", PAPER, 1300, 32, 2, 128, 128, lengths=(65, 1100, 1, 134)),
     Case("in parts, fewer queries than keys", PAPER, 500, 16, 1, 128, 64, keys=1500),

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 # Widths that no other test has, so that nothing is compiled yet.
 CASES = (
     Case("in the mask's order", PAPER, 640, 24, 2, 80, 96),
-    Case("keys outside", PAPER, 9000, 16, 1, 128, 96),
+    Case("block-major", PAPER, 9000, 16, 1, 128, 96),
     Case("packed documents", PAPER, 900, 24, 2, 112, 80, lengths=(500, 17, 383)),
 )
 
@@ -28,7 +28,7 @@ def compiled() -> int:
 
 @pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 def test_nothing_is_left_to_compile(case):
-    from trifocal.ops.triton.ahead import compile_ahead
+    from trifocal.ops.pipeline import compile_ahead
 
     inputs = draw(case, torch.bfloat16)
     leaves = inputs.leaves()

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tests.gpu.cases import CASES, PAPER, SMALL, Case, allowed, branch_masks, choice, cotangent, draw, error
+from tests.ops_triton.forced import order_rule
 from trifocal import Geometry, nsa_attention, ops
+from trifocal.ops import dispatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -88,25 +90,26 @@ def test_each_branch(case, dtype):
 
 
 @pytest.mark.parametrize("case", [CASES[1], CASES[8], *CASES[11:]], ids=lambda case: case.why)
-@pytest.mark.parametrize("by_hand", [None, False], ids=["by hand", "portable"])
+@pytest.mark.parametrize("portable", [False, True], ids=["as chosen", "portable"])
 @pytest.mark.parametrize("part_queries", [100, 192, 10_000])
-def test_parts_of_a_block(case, by_hand, part_queries):
+def test_parts_of_a_block(case, portable, part_queries, monkeypatch):
     """d_k and d_v of the masked order, cut anywhere or not at all, are right and the same twice."""
-    from trifocal.ops.triton.selected import selected_forward
     from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.selected_forward import selected_forward
 
     inputs = draw(case, torch.bfloat16)
     chosen, rules = choice(case, inputs), {"cu_seqlens": case.documents}
     q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
     scale, documents = case.dim**-0.5, case.documents
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents, order="masked")
+    monkeypatch.setattr(dispatch, "selected_order", order_rule("masked"))
+    monkeypatch.setattr(dispatch, "masked_part_queries", lambda *sizes: part_queries)
+    if portable:
+        monkeypatch.setattr(dispatch, "selected_on_hopper", lambda *tensors, **sizes: False)
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
     d_o = cotangent(o)
 
     def gradients():
-        return selected_backward(
-            d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents,
-            order="masked", by_hand=by_hand, part_queries=part_queries,
-        )  # fmt: skip
+        return selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     o_exact = ops.selected_attention(*exact, chosen, case.geometry, backend="reference", **rules)
@@ -119,12 +122,12 @@ def test_parts_of_a_block(case, by_hand, part_queries):
 
 
 @pytest.mark.parametrize("heads", [1, 3, 6, 7, 16, 48])
-@pytest.mark.parametrize("by_hand", [None, False], ids=["by hand", "portable"])
+@pytest.mark.parametrize("portable", [False, True], ids=["as chosen", "portable"])
 @pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 70)], ids=["one document", "packed"])
-def test_keys_outside_in_chunks(heads, by_hand, lengths):
+def test_block_major_in_chunks(heads, portable, lengths, monkeypatch):
     """Groups of any size, whole slots in a tile or not; rows of several chunks, whose d_k and d_v are added up."""
-    from trifocal.ops.triton.selected import selected_forward
     from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.selected_forward import selected_forward
 
     case = Case("in chunks", PAPER, 400, 2 * heads, 2, 64, 128, lengths=lengths)
     inputs = draw(case, torch.bfloat16)
@@ -132,11 +135,14 @@ def test_keys_outside_in_chunks(heads, by_hand, lengths):
     q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
     arguments = (chosen, case.geometry, case.dim**-0.5, case.documents)
     # One byte: as few rows in a chunk as can be.
-    options = {"order": "gathered", "by_hand": by_hand, "buffer_bytes": 1}
+    monkeypatch.setattr(dispatch, "SELECTED_BUFFER_BYTES", 1)
+    monkeypatch.setattr(dispatch, "selected_order", order_rule("block_major"))
+    if portable:
+        monkeypatch.setattr(dispatch, "selected_on_hopper", lambda *tensors, **sizes: False)
 
     def attend():
-        o, lse = selected_forward(q, k, v, *arguments, **options)
-        return o, *selected_backward(cotangent(o), q, k, v, o, lse, *arguments, **options)
+        o, lse = selected_forward(q, k, v, *arguments)
+        return o, *selected_backward(cotangent(o), q, k, v, o, lse, *arguments)
 
     got = attend()
     exact = [x.double().requires_grad_() for x in (q, k, v)]
@@ -154,20 +160,22 @@ def test_keys_outside_in_chunks(heads, by_hand, lengths):
 @pytest.mark.parametrize("dim", [64, 128, 192])
 @pytest.mark.parametrize("heads", [1, 6, 16])
 @pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 970)], ids=["one document", "packed"])
-def test_keys_of_the_window_by_hand(dim, heads, lengths):
+def test_keys_of_the_window_on_hopper(dim, heads, lengths, monkeypatch):
     """The Hopper kernel for d_k and d_v, which only calls with more programs than these take by themselves."""
-    from trifocal.ops.triton.interval import _HOPPER
     from trifocal.ops.triton.window import window_backward, window_forward
 
-    case = Case("window by hand", PAPER, 1300, 2 * heads, 2, dim, 128, lengths=lengths)
+    case = Case("window on Hopper", PAPER, 1300, 2 * heads, 2, dim, 128, lengths=lengths)
     inputs = draw(case, torch.bfloat16)
     q, k, v = inputs.q, inputs.k_win, inputs.v_win
     window, scale, documents = case.geometry.window_size, case.dim**-0.5, case.documents
     o, lse = window_forward(q, k, v, window, scale, documents)
 
+    monkeypatch.setattr(dispatch, "FEWEST_PROGRAMS_OF_WINDOW_DKDV", 0)
+    packed = documents is not None
+    assert dispatch.interval_on_hopper("dkdv", q, k, v, o, window=True, packed=packed), "the portable kernel would run"
+
     def gradients():
-        options = {"hopper_d_k_d_v": _HOPPER["d_k_d_v", True][dim]}
-        return window_backward(cotangent(o), q, k, v, o, lse, window, scale, documents, **options)
+        return window_backward(cotangent(o), q, k, v, o, lse, window, scale, documents)
 
     exact = [x.double().requires_grad_() for x in (q, k, v)]
     o_exact = ops.window_attention(*exact, window, backend="reference", cu_seqlens=documents)
@@ -211,14 +219,14 @@ def test_every_group_size(heads):
     assert max(errors.values()) <= bound, (errors, bound)
 
 
-@pytest.mark.parametrize("places", [0, 4])
+@pytest.mark.parametrize("num_selected", [0, 4])
 @pytest.mark.parametrize("block", [64, 256], ids=["whole blocks", "blocks in parts"])
-@pytest.mark.parametrize("queries", [1, 300, 5000], ids=["query by query", "masked", "keys outside"])
-def test_an_index_of_no_block_selects_nothing_whatever_its_size(queries, block, places):
+@pytest.mark.parametrize("queries", [1, 300, 5000], ids=["query-major", "masked", "block-major"])
+def test_an_index_of_no_block_selects_nothing_whatever_its_size(queries, block, num_selected):
     """In 32 bits 2**32 is 0, and 2**30 is 0 where a block has four parts; a choice may have no place at all."""
     case = Case("no block", Geometry(32, 16, block), queries, 8, 2, 64, 64, keys=5000 if queries == 1 else 0)
     inputs = draw(case, torch.bfloat16)
-    numbers = torch.tensor([2**32, 2**30, -(2**63), 2**63 - 1], device="cuda")[:places]
+    numbers = torch.tensor([2**32, 2**30, -(2**63), 2**63 - 1], device="cuda")[:num_selected]
     sizes = (1, queries, 2)
     nothing = torch.full((*sizes, 1), -1, dtype=torch.int32, device="cuda")
     got, pads = (run(case, inputs, chosen) for chosen in (numbers.expand(*sizes, -1), nothing))

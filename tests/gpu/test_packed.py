@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trifocal.nn.packed import packed_attention
 from trifocal.ops import Documents
-from trifocal.ops.backends import backend_choices
+from trifocal.ops.dispatch import backend_choices
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.gpu.cases import PAPER, SMALL
 from tests.ops.cases import geometry
 from trifocal import Geometry, ops
+from trifocal.ops import dispatch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,6 +53,14 @@ CASES = (
     Case("no overlap, four a selection block", geometry(16, 16, 64, 3, 1, 1, 40), 2100, 16, 1, 128),
     Case("8 a selection block, of which 2 reach over", geometry(48, 16, 128, 3, 0, 1, 40), 3000, 8, 1, 128),
 )
+
+
+@pytest.fixture(autouse=True)
+def also_for_few_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rule would leave these cases to the portable kernel."""
+    monkeypatch.setattr(dispatch, "MOST_QUERIES_OF_PORTABLE_IMPORTANCE", 0)
+
+
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 
 
@@ -70,25 +79,26 @@ def draw(case: Case, *, equal_keys: bool = False) -> tuple[Tensor, Tensor, Tenso
 
 
 def importance_parts(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """`own` and `carried` of all queries, NaN where the kernel wrote nothing; zero where nothing can be carried."""
-    from trifocal.ops.triton.scoring import LINE, LOG2_E, choose_hopper
-    from trifocal.ops.triton.scoring_hopper import launch_hopper_importance
+    """`direct` and `overflow` of all queries, NaN where the kernel wrote nothing; zero where no block reaches over."""
+    from trifocal.ops.hopper.scoring import launch_importance
+    from trifocal.ops.triton.common import LOG2_E
+    from trifocal.ops.triton.scoring import LINE
 
-    configuration = choose_hopper(q, k, case.geometry, None)
+    configuration = dispatch.importance_on_hopper(q, k, case.geometry, packed=False)
     assert configuration is not None, "the portable kernel would run"
     blocks = case.geometry.num_selection_blocks(case.num_keys)
     lines = -(-blocks // LINE.value)
     sizes = (case.batch, case.queries, case.groups, lines * LINE.value)
-    own, carried = (torch.full(sizes, torch.nan, device="cuda") for _ in range(2))
+    direct, overflow = (torch.full(sizes, torch.nan, device="cuda") for _ in range(2))
     shift = case.num_keys - case.queries
-    launch_hopper_importance(
-        q, k, lse, own, carried, case.geometry, 0, case.queries, shift, blocks, lines, case.dim**-0.5 * LOG2_E,
+    launch_importance(
+        q, k, lse, direct, overflow, case.geometry, 0, case.queries, shift, blocks, lines, case.dim**-0.5 * LOG2_E,
         **configuration,
     )  # fmt: skip
     if case.geometry.compression_block_size == case.geometry.compression_stride:
-        assert carried.isnan().all()
-        carried.zero_()
-    return own[..., :blocks], carried[..., :blocks]
+        assert overflow.isnan().all()
+        overflow.zero_()
+    return direct[..., :blocks], overflow[..., :blocks]
 
 
 def candidates(case: Case) -> Tensor:
@@ -99,9 +109,9 @@ def candidates(case: Case) -> Tensor:
     return (blocks < count[:, None]) & (count > case.geometry.num_selected_blocks)[:, None]
 
 
-def added(own: Tensor, carried: Tensor) -> Tensor:
-    """Importance: nothing is carried into the first block."""
-    return torch.cat((own[..., :1], own[..., 1:] + carried[..., 1:]), -1)
+def added(direct: Tensor, overflow: Tensor) -> Tensor:
+    """Importance: nothing reaches over into the first block."""
+    return torch.cat((direct[..., :1], direct[..., 1:] + overflow[..., 1:]), -1)
 
 
 def exact_importance(case: Case, q: Tensor, k: Tensor, lse: Tensor) -> Tensor:
@@ -142,23 +152,24 @@ def test_two_runs_agree(case: Case) -> None:
 
 @each_case
 @pytest.mark.parametrize("buffer_bytes", [2**28, 1], ids=["at once", "in chunks"])
-def test_the_choice_is_the_rule_on_the_same_importance(case: Case, buffer_bytes: int) -> None:
+def test_the_choice_is_the_rule_on_the_same_importance(
+    case: Case, buffer_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exactly: forced blocks, then the most important, ties to the lower index."""
     from trifocal.ops.triton.scoring import select_blocks_forward
 
     q, k, lse = draw(case)
     rules = case.geometry
-    chosen = select_blocks_forward(
-        q, k, lse, rules, case.num_keys, case.dim**-0.5, None, hopper=True, buffer_bytes=buffer_bytes,
-    )  # fmt: skip
+    monkeypatch.setattr(dispatch, "IMPORTANCE_BUFFER_BYTES", buffer_bytes)
+    chosen = select_blocks_forward(q, k, lse, rules, case.num_keys, case.dim**-0.5, None)
     importance = added(*importance_parts(case, q, k, lse))
     position = torch.arange(case.num_keys - case.queries, case.num_keys, device="cuda")
-    own = (position // rules.selection_block_size)[:, None, None]
+    home = (position // rules.selection_block_size)[:, None, None]
     block = torch.arange(importance.shape[-1], device="cuda")
     importance = importance.nan_to_num(0.0)
-    forced = (block < rules.num_initial_blocks) | (block > own - rules.num_local_blocks)
+    forced = (block < rules.num_initial_blocks) | (block > home - rules.num_local_blocks)
     importance = importance.masked_fill(forced, torch.inf)
-    importance = importance.masked_fill(block > own, -torch.inf)
+    importance = importance.masked_fill(block > home, -torch.inf)
     ranked, order = importance.sort(dim=-1, descending=True, stable=True)
     ranked, order = (x[..., : rules.num_selected_blocks] for x in (ranked, order))
     order = order.masked_fill(ranked == -torch.inf, len(block)).sort(-1).values
@@ -166,21 +177,24 @@ def test_the_choice_is_the_rule_on_the_same_importance(case: Case, buffer_bytes:
 
 
 @each_case
-def test_both_importance_kernels_choose_the_same(case: Case) -> None:
+def test_both_importance_kernels_choose_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both add the heads up in one order: in shape A's geometry not a bit differs, elsewhere a near tie may."""
     from trifocal.ops.triton.scoring import select_blocks_forward
 
     inputs, others = draw(case), (case.geometry, case.num_keys, case.dim**-0.5, None)
-    hopper, portable = (select_blocks_forward(*inputs, *others, hopper=by_hand) for by_hand in (True, False))
+    hopper = select_blocks_forward(*inputs, *others)
+    monkeypatch.setattr(dispatch, "importance_on_hopper", lambda *tensors, **options: None)
+    monkeypatch.setattr(dispatch, "choice_on_hopper", lambda *sizes, **options: False)
+    portable = select_blocks_forward(*inputs, *others)
     assert (hopper == portable).all(-1).double().mean() > 0.999
 
 
 def test_equal_keys_make_equal_blocks() -> None:
     """In every bit, or ties would not go to the lower index."""
     case = Case("ties", PAPER, 2300, 16, 1, 128)
-    own, carried = importance_parts(case, *draw(case, equal_keys=True))
+    direct, overflow = importance_parts(case, *draw(case, equal_keys=True))
     query = 2299
     whole = (query + 1 - PAPER.compression_block_size) // PAPER.selection_block_size
     assert whole > 32
-    for part in (own[0, query, 0, :whole], carried[0, query, 0, 1:whole]):
+    for part in (direct[0, query, 0, :whole], overflow[0, query, 0, 1:whole]):
         assert (part == part[0]).all(), part

@@ -109,7 +109,7 @@ def test_compiled_gradients_err_no_more_than_eager_ones(model, tmp_path):
 @pytest.mark.parametrize("attention", ["nsa", "dense"])
 def test_the_bench_times_the_same_steps_recorded(model, attention):
     """Whole steps as one micro-batch, nothing checkpointed, the fewest steps of warm-up; at a length where the kernels
-    take keys outside. What a graph holds is part of the peak: at least what the same step takes without one."""
+    take the block-major order. A graph's memory is part of the peak: at least that of the same step without one."""
     figures = []
     for cuda_graphs in (False, True):
         torch._dynamo.reset()

@@ -5,10 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-import trifocal.ops.triton as kernels
 from tests.models.measured_memory import allocated_peak, shaped_peak
 from trifocal.models import ModelConfig, TrainingSetup, parameter_count, training_memory
-from trifocal.ops import Geometry
+from trifocal.ops import Geometry, dispatch
 
 SMALL = ModelConfig(
     vocab_size=257, dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, mlp_dim=160,
@@ -62,7 +61,7 @@ def test_reference_against_allocations(case, precision):
 @pytest.fixture
 def kernels_without_gpu(monkeypatch):
     """Lets the kernels' operators be chosen; they give shapes alone here."""
-    monkeypatch.setattr(kernels, "_device_obstacle", lambda *arguments: None)
+    monkeypatch.setattr(dispatch, "_device_obstacle", lambda *arguments: None)
 
 
 PAPER = ModelConfig(

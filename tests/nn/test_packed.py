@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import trifocal.nn.packed as packed_module
 from trifocal.nn.packed import packed_attention
 from trifocal.ops import Documents
-from trifocal.ops.backends import backend_choices
+from trifocal.ops.dispatch import backend_choices
 
 # Alike and whole; alike but for the last; in rows of 16; across every multiple of the longest; one; of one token.
 PACKS = {

@@ -60,7 +60,7 @@ def compile_launches(name: str, architecture: str, call: Callable[[], Any]) -> I
 def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
     from triton.runtime.jit import JITFunction
 
-    from trifocal.ops.triton import common, interval, scoring, selected_backward_gathered, selected_tiles
+    from trifocal.ops import devices
 
     launches = []
 
@@ -71,11 +71,9 @@ def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))
-        for module in (common, scoring, selected_backward_gathered):
-            stack.enter_context(mock.patch.object(module, "architecture", lambda device: architecture))
-        stack.enter_context(mock.patch.object(common, "has_copy_engine", lambda device: architecture == "hopper"))
-        for module in (interval, scoring, selected_tiles):
-            stack.enter_context(mock.patch.object(module, "is_hopper", lambda device: architecture == "hopper"))
+        stack.enter_context(mock.patch.object(devices, "architecture", lambda device: architecture))
+        for name in ("has_copy_engine", "is_hopper"):
+            stack.enter_context(mock.patch.object(devices, name, lambda device: architecture == "hopper"))
         call()
     return launches
 

@@ -10,11 +10,6 @@ from torch import Tensor
 from tests.ops.cases import USUAL, Case
 from tests.tolerances import assert_close
 from trifocal.ops.layout import Documents
-from trifocal.ops.triton.common import Tile
-
-# Small tiles make several of them out of short sequences; the d_k, d_v tile has other proportions on purpose.
-TILE = Tile(32, 16, 4, 1)
-OTHER_TILE = Tile(16, 32, 4, 1)
 
 CASES = (
     Case("several tiles, 3 heads a group, odd dims", USUAL, 53, batch=2, heads=6, groups=2, dim=8, value_dim=5),

@@ -9,7 +9,7 @@ import pytest
 
 CASES = {
     "in the mask's order": (512, False, False),
-    "keys outside": (16384, False, False),
+    "block-major": (16384, False, False),
     "packed documents": (1024, True, False),
     "a given choice": (512, False, True),
 }
@@ -25,7 +25,7 @@ def asked_for(length: int, packed: bool, given: bool) -> list[tuple[str, bool]]:
     from tests.ops_triton.compilation import _record
     from trifocal.ops.geometry import Geometry
     from trifocal.ops.layout import Documents
-    from trifocal.ops.triton.ahead import compile_ahead
+    from trifocal.ops.pipeline import compile_ahead
 
     def empty(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, device="meta", dtype=dtype)
@@ -67,10 +67,10 @@ def found():
 def test_all_are_compiled_and_none_is_launched(found, case):
     names = [name for name, _ in found[case]]
     assert all(only_compiled for _, only_compiled in found[case])
-    for part in ("forward_kernel", "combine_forward", "combine_backward", "d_q_kernel", "d_k_d_v_kernel"):
+    for part in ("interval_forward", "combine_forward", "combine_backward", "interval_d_q", "interval_dkdv"):
         assert any(part in name for name in names), (part, names)
     assert any(name.startswith("choice") for name in names) == (case != "a given choice")
-    assert any("gathered" in name for name in names) == (case == "keys outside")
+    assert any("block_major" in name for name in names) == (case == "block-major")
     # The second call is of a kind that is ready.
     assert sum("combine_forward" in name for name in names) == 1
 

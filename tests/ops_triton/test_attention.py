@@ -4,11 +4,12 @@ import pytest
 import torch
 
 from tests.ops.cases import USUAL, Case, cotangent, draw, geometry
+from tests.ops_triton.forced import order_rule
 from tests.ops_triton.interval_cases import compare, documents_of
 from trifocal import nsa_attention, ops
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.ops import operators
-from trifocal.ops.triton import unsupported_reason
+from trifocal.ops import dispatch, operators
+from trifocal.ops.dispatch import unsupported_reason
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
@@ -75,17 +76,17 @@ def test_a_given_choice_low_precision_gates_and_frozen_inputs():
 
 @pytest.mark.parametrize(
     ("order", "geometry", "dtype"),
-    [("masked", USUAL, torch.int64), ("gathered", LARGE_BLOCKS, torch.int64), ("query", LARGE_BLOCKS, torch.int32)],
-    ids=["masked", "keys outside, blocks in parts", "query by query, blocks in parts, int32"],
+    [
+        ("masked", USUAL, torch.int64),
+        ("block_major", LARGE_BLOCKS, torch.int64),
+        ("query_major", LARGE_BLOCKS, torch.int32),
+    ],
+    ids=["masked", "block-major, blocks in parts", "query-major, blocks in parts, int32"],
 )
 def test_an_index_of_no_block_selects_nothing_whatever_its_size(order, geometry, dtype, monkeypatch):
     """In 32 bits 2**32 is 0, and 2**30 is 0 where a block has four parts."""
-    # Both imported before one is patched: the second takes the function from the first.
-    from trifocal.ops.triton import selected, selected_backward
-
-    backward = "masked" if order == "masked" else "gathered"
-    monkeypatch.setattr(selected, "choose_order", lambda *sizes, **options: order)
-    monkeypatch.setattr(selected_backward, "choose_order", lambda *sizes, **options: backward)
+    backward = "masked" if order == "masked" else "block_major"
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order, backward))
     numbers = [2**30, 2**29, 999, 2**31 - 1, -1, -(2**31)]
     if dtype == torch.int64:
         numbers += [2**31, 2**32, -(2**32), -(2**63), 2**63 - 1]

@@ -1,5 +1,7 @@
 """Every kernel compiles for sm_80 and sm_90 without a GPU, fits its shared memory, and spills little."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -12,13 +14,15 @@ MOST_SPILLED_BYTES = 256
 
 def calls():
     """What to compile: each kernel, at the widths that configurations are chosen by."""
+    from tests.ops_triton.forced import order_rule
+    from trifocal.ops import dispatch
     from trifocal.ops.layout import Documents
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
     from trifocal.ops.triton.mean_compression import mean_compress_backward, mean_compress_forward
     from trifocal.ops.triton.scoring import select_blocks_forward
-    from trifocal.ops.triton.selected import selected_forward
     from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.selected_forward import selected_forward
     from trifocal.ops.triton.window import window_backward, window_forward
 
     def empty(*shape, dtype=torch.bfloat16):
@@ -50,12 +54,15 @@ def calls():
         k, v = empty(1, length, groups, dim, dtype=dtype), empty(1, length, groups, value_dim, dtype=dtype)
         gate, lse = empty(1, length, heads, dtype=dtype), empty(1, length, heads, dtype=torch.float32)
         chosen = empty(1, length, groups, geometry.num_selected_blocks, dtype=torch.int32)
-        selected_forward(q, k, v, chosen, geometry, 0.1, documents, order=order)
-        if order != "query":
-            selected_backward(
-                d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents,
-                gate=gate, delta=lse, order=order, part_queries=part_queries,
-            )  # fmt: skip
+        rules = {"selected_order": order_rule(order)}
+        if part_queries is not None:
+            rules["masked_part_queries"] = lambda *sizes: part_queries
+        with mock.patch.multiple(dispatch, **rules):
+            selected_forward(q, k, v, chosen, geometry, 0.1, documents)
+            if order != "query_major":
+                selected_backward(
+                    d_o, q, k, v, d_o, lse, chosen, geometry, 0.1, documents, gate=gate, delta=lse
+                )  # fmt: skip
 
     def scoring(heads, groups, dim, packed=False, geometry=None, length=16384):
         geometry = geometry or Geometry()
@@ -86,9 +93,9 @@ def calls():
         result += [
             ("cmp 128", architecture, lambda: attention(64, 4, 128, 128, "cmp")),
             ("win 64", architecture, lambda: attention(12, 2, 64, 64, "win")),
-            ("slc 128, keys outside", architecture, lambda: selected(64, 4, 128, 128, "gathered")),
+            ("slc 128, block-major", architecture, lambda: selected(64, 4, 128, 128, "block_major")),
             ("slc 64, masked, parts", architecture, lambda: selected(12, 2, 64, 64, "masked", part_queries=192)),
-            ("slc 128, by query", architecture, lambda: selected(64, 4, 128, 128, "query")),
+            ("slc 128, query-major", architecture, lambda: selected(64, 4, 128, 128, "query_major")),
             ("scoring", architecture, lambda: scoring(64, 4, 128)),
             ("compression 64", architecture, lambda: compression(64)),
             ("compression 128 packed", architecture, lambda: compression(128, packed=True)),
@@ -99,13 +106,13 @@ def calls():
         ("win 192/128", "hopper", lambda: attention(64, 4, 192, 128, "win")),
         ("cmp 128, one head", "hopper", lambda: attention(2, 2, 128, 128, "cmp")),
         ("win 128, six heads", "hopper", lambda: attention(12, 2, 128, 128, "win")),
-        ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "gathered", packed=True)),
+        ("slc 128 packed", "hopper", lambda: selected(32, 8, 128, 128, "block_major", packed=True)),
         ("slc 64 packed, masked", "hopper", lambda: selected(12, 2, 64, 64, "masked", packed=True)),
         ("slc 128, masked", "hopper", lambda: selected(64, 4, 128, 128, "masked", part_queries=192)),
-        ("slc 64, keys outside, six heads", "hopper", lambda: selected(12, 2, 64, 64, "gathered")),
-        ("slc 64/128 packed", "hopper", lambda: selected(16, 2, 64, 128, "gathered", packed=True)),
-        ("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "gathered")),
-        ("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "gathered", torch.float32)),
+        ("slc 64, block-major, six heads", "hopper", lambda: selected(12, 2, 64, 64, "block_major")),
+        ("slc 64/128 packed", "hopper", lambda: selected(16, 2, 64, 128, "block_major", packed=True)),
+        ("slc 192/128", "hopper", lambda: selected(64, 4, 192, 128, "block_major")),
+        ("slc fp32", "ampere", lambda: selected(8, 2, 64, 64, "block_major", torch.float32)),
         ("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
         ("scoring of few queries", "hopper", lambda: scoring(64, 4, 128, length=8192)),
         ("scoring 192", "hopper", lambda: scoring(64, 4, 192)),
@@ -124,9 +131,9 @@ def rows():
 
 def test_every_kernel_is_compiled(rows):
     kernels = {(row["kernel"], row["architecture"]) for row in rows}
-    names = ("interval_forward_kernel", "interval_d_q_kernel", "interval_d_k_d_v_kernel", "sum_parts_kernel")
+    names = ("interval_forward_kernel", "interval_d_q_kernel", "interval_dkdv_kernel", "sum_parts_kernel")
     names += (
-        "query_forward_kernel",
+        "query_major_forward_kernel",
         "masked_forward_kernel",
         "masked_d_q_kernel",
         "importance_kernel",
@@ -135,24 +142,29 @@ def test_every_kernel_is_compiled(rows):
     names += ("mean_compress_kernel", "mean_compress_backward_kernel", "place_slots_kernel")
     names += ("reduce_slots_kernel", "reduce_pieces_kernel", "sum_parts_of_blocks_kernel")
     assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
-    written_for_hopper = ("hopper_forward_kernel", "hopper_d_q_kernel", "hopper_d_k_d_v_kernel", "row_numbers_kernel")
+    written_for_hopper = (
+        "interval_forward_hopper_kernel",
+        "interval_d_q_hopper_kernel",
+        "interval_dkdv_hopper_kernel",
+        "row_numbers_kernel",
+    )
     assert {(name, "hopper") for name in written_for_hopper} <= kernels
     assert not {(name, "ampere") for name in written_for_hopper} & kernels
     for call in ("cmp 128, one head", "win 128, six heads"):
         assert set(written_for_hopper) <= {row["kernel"] for row in rows if row["call"] == call}
     assert set(written_for_hopper[2:]) <= {row["kernel"] for row in rows if row["call"] == "win 64"}
-    assert ("gathered_backward_roles_kernel", "hopper") in kernels
-    assert {("importance_hopper_kernel", "hopper"), ("choice_by_warp_kernel", "hopper")} <= kernels
-    by_hand = ("gathered_forward", "gathered_backward", "masked_d_kv")
-    assert {(f"{name}_hopper_kernel", "hopper") for name in by_hand} <= kernels
-    assert {(f"{name}_kernel", "ampere") for name in by_hand} <= kernels
-    six_heads = {row["kernel"] for row in rows if row["call"] == "slc 64, keys outside, six heads"}
-    assert {"gathered_forward_hopper_kernel", "gathered_backward_hopper_kernel"} <= six_heads
+    assert ("block_major_backward_warp_specialized_kernel", "hopper") in kernels
+    assert {("importance_hopper_kernel", "hopper"), ("choice_hopper_kernel", "hopper")} <= kernels
+    written_twice = ("block_major_forward", "block_major_backward", "masked_dkdv")
+    assert {(f"{name}_hopper_kernel", "hopper") for name in written_twice} <= kernels
+    assert {(f"{name}_kernel", "ampere") for name in written_twice} <= kernels
+    six_heads = {row["kernel"] for row in rows if row["call"] == "slc 64, block-major, six heads"}
+    assert {"block_major_forward_hopper_kernel", "block_major_backward_hopper_kernel"} <= six_heads
 
 
 def test_scoring_of_few_queries_is_portable_but_for_the_choice(rows):
     kernels = {row["kernel"] for row in rows if row["call"] == "scoring of few queries"}
-    assert kernels == {"importance_kernel", "choice_by_warp_kernel"}
+    assert kernels == {"importance_kernel", "choice_hopper_kernel"}
 
 
 def test_shared_memory_fits(rows):

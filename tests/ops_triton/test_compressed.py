@@ -5,7 +5,9 @@ import torch
 
 from tests.ops import oracle
 from tests.ops.cases import ODD, Case, cotangent, draw
-from tests.ops_triton.interval_cases import CASES, OTHER_TILE, TILE, compare, documents_of, suits_copy_engine
+from tests.ops_triton.forced import interval_tile_rule
+from tests.ops_triton.interval_cases import CASES, compare, documents_of, suits_copy_engine
+from trifocal.ops import dispatch
 from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
@@ -13,6 +15,13 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has
 ALL = (*CASES, Case("no power of two anywhere", ODD, 31, batch=2, heads=3, groups=3, dim=5, value_dim=9))
 PATHS = [(case, False, 3) for case in ALL]
 PATHS += [(case, True, 1) for case in ALL if suits_copy_engine(case) and case.num_compressed]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(dispatch, "interval_tile", interval_tile_rule)
+
+
 each_path = pytest.mark.parametrize(
     ("case", "tma", "parts"),
     PATHS,
@@ -31,7 +40,9 @@ def exact_results(case, inputs, d_o, d_lse):
 
 
 @each_path
-def test_values_and_gradients(case, tma, parts):
+def test_values_and_gradients(case, tma, parts, monkeypatch):
+    monkeypatch.setattr(dispatch, "tma_fits", lambda *tensors: tma)
+    monkeypatch.setattr(dispatch, "interval_parts", lambda *sizes: parts)
     inputs = draw(case, torch.float32)
     q, k, v = inputs.q, inputs.k_cmp, inputs.v_cmp
     scale, documents = case.dim**-0.5, documents_of(case)
@@ -40,7 +51,7 @@ def test_values_and_gradients(case, tma, parts):
         # Slots that no document fills hold garbage, which may not matter.
         spare = case.num_keys // case.geometry.compression_stride - filled
         k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, spare), value=torch.nan) for x in (k, v))
-    o, lse = compressed_forward(q, k, v, case.geometry, case.num_keys, scale, documents, tile=TILE, tma=tma)
+    o, lse = compressed_forward(q, k, v, case.geometry, case.num_keys, scale, documents)
     d_o, d_lse = cotangent(o), cotangent(lse, seed=2).where(lse.isfinite(), 0.0)
     d_q, d_k, d_v = compressed_backward(
         d_o,
@@ -54,10 +65,6 @@ def test_values_and_gradients(case, tma, parts):
         scale,
         documents,
         d_lse=d_lse,
-        d_q_tile=TILE,
-        d_k_d_v_tile=OTHER_TILE,
-        parts=parts,
-        tma=tma,
     )
     assert d_k[:, filled:].eq(0).all()
     assert d_v[:, filled:].eq(0).all()
@@ -69,11 +76,10 @@ def test_queries_that_see_nothing_give_zeros():
     case = CASES[0]
     inputs = draw(case, torch.float32)
     q, k, v = inputs.q, inputs.k_cmp, inputs.v_cmp
-    o, lse = compressed_forward(q, k, v, case.geometry, case.num_keys, 0.3, None, tile=TILE)
+    o, lse = compressed_forward(q, k, v, case.geometry, case.num_keys, 0.3, None)
     blind = case.geometry.compression_block_size - 1
     assert o[:, :blind].eq(0).all()
     assert lse[:, :blind].eq(-torch.inf).all()
     assert lse[:, blind:].isfinite().all()
-    tiles = {"d_q_tile": TILE, "d_k_d_v_tile": OTHER_TILE}
-    d_q, _, _ = compressed_backward(cotangent(o), q, k, v, o, lse, case.geometry, case.num_keys, 0.3, None, **tiles)
+    d_q, _, _ = compressed_backward(cotangent(o), q, k, v, o, lse, case.geometry, case.num_keys, 0.3, None)
     assert d_q[:, :blind].eq(0).all()

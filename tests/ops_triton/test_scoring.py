@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -44,12 +45,13 @@ CASES = (
     Case("more taps than a tile holds", 20, 300, geometry=geometry(4, 1, 128, 2, 1, 0, 11)),
     Case("everything forced", 60, 60, geometry=geometry(8, 4, 16, 3, 1, 2, 11)),
     Case("chunks of queries", 150, 150, 2, 2, buffer_bytes=1),
-    Case("nothing to choose: fewer blocks than places", 40, 40),
+    Case("nothing to choose: fewer blocks than may be selected", 40, 40),
     Case("no compressed block", 7, 7),
 )
 
 
 def run(case: Case, q, k_cmp, lse, device: str):
+    from trifocal.ops import dispatch
     from trifocal.ops.layout import Documents
     from trifocal.ops.triton.scoring import select_blocks_forward
 
@@ -57,10 +59,11 @@ def run(case: Case, q, k_cmp, lse, device: str):
     if case.lengths is not None:
         borders = torch.tensor([0, *case.lengths], device=device).cumsum(0)
         documents = Documents.from_cu_seqlens(borders, case.keys)
-    return select_blocks_forward(
-        q.to(device), k_cmp.to(device), lse.to(device), case.geometry, case.keys, case.dim**-0.5, documents,
-        buffer_bytes=case.buffer_bytes,
-    ).cpu()  # fmt: skip
+    scale = case.dim**-0.5
+    with mock.patch.object(dispatch, "IMPORTANCE_BUFFER_BYTES", case.buffer_bytes):
+        return select_blocks_forward(
+            q.to(device), k_cmp.to(device), lse.to(device), case.geometry, case.keys, scale, documents
+        ).cpu()
 
 
 def draw(case: Case, equal_keys: bool = False):

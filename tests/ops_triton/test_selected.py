@@ -11,8 +11,11 @@ import torch
 from tests.ops import oracle
 from tests.ops.cases import geometry
 from tests.tolerances import assert_close
+from trifocal.ops import dispatch
 
 pytest.importorskip("triton")
+
+from tests.ops_triton.forced import order_rule, selected_tile_rule
 
 SMALL = geometry(8, 4, 16, 3, 1, 1, 11)
 TWO_TILES = geometry(32, 16, 128, 2, 1, 1, 11)  # a block larger than a tile, cut into two
@@ -33,18 +36,18 @@ class Case:
     batch: int = 1
     geometry: object = SMALL
     lengths: tuple[int, ...] | None = None
-    places: int = 3
+    num_selected: int = 3
 
 
 CASES = (
     Case("three heads a group, two batch entries, dims that fill no tile", 37, 37, 6, 2, 24, 40, batch=2),
     Case("fewer queries than keys, dims of two parts", 21, 60, 4, 1, 48, 16),
     Case("packed: long, 1 token, exactly a block, a block and one", 59, 59, 4, 2, lengths=(25, 1, 16, 17)),
-    Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, places=2),
-    Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, places=2),
-    Case("more places than there are blocks", 20, 20, places=5),
+    Case("blocks larger than a tile", 40, 140, 2, 2, geometry=TWO_TILES, num_selected=2),
+    Case("blocks of no power of two, one head a group", 30, 100, 2, 2, geometry=NO_POWER, num_selected=2),
+    Case("more may be selected than there are blocks", 20, 20, num_selected=5),
 )
-ORDERS = ("gathered", "masked", "query")
+ORDERS = ("block_major", "masked", "query_major")
 
 
 def draw(case: Case, seed: int = 0):
@@ -55,7 +58,7 @@ def draw(case: Case, seed: int = 0):
     v = torch.randn(case.batch, case.keys, case.groups, case.value_dim, generator=generator)
     d_o = torch.randn(case.batch, case.queries, case.heads, case.value_dim, generator=generator)
     blocks = case.geometry.num_selection_blocks(case.keys)
-    shape = (case.batch, case.queries, case.groups, case.places)
+    shape = (case.batch, case.queries, case.groups, case.num_selected)
     chosen = torch.randint(-1, blocks + 1, shape, generator=generator, dtype=torch.int32)
     return q, k, v, d_o, chosen
 
@@ -79,18 +82,19 @@ def exact(case: Case, q, k, v, d_o, chosen):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
-def test_values_and_gradients(case: Case, order: str, device: str) -> None:
-    from trifocal.ops.triton.selected import selected_forward
+def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.selected_forward import selected_forward
 
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     inputs = draw(case)
     expected = exact(case, *inputs)
     q, k, v, d_o, chosen = (x.to(device) for x in inputs)
     documents, scale = documents_of(case, device), case.dim**-0.5
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents, order=order)
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
     got = [o]
-    if order != "query":
-        got += selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents, order=order)
+    if order != "query_major":
+        got += selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents)
     for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), got, expected, strict=False):
         assert_close(name, actual, wanted, torch.float32)
     nothing = expected[0].abs().sum(-1) == 0
@@ -98,11 +102,13 @@ def test_values_and_gradients(case: Case, order: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [None, (60, 17, 23)], ids=["two batch entries", "packed"])
-def test_chunks_of_rows_and_pieces_of_blocks(lengths: tuple[int, ...] | None, device: str) -> None:
+def test_chunks_of_rows_and_pieces_of_blocks(
+    lengths: tuple[int, ...] | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A buffer of one chunk's least size and pieces of a few slots give the same sums as one of each."""
-    from trifocal.ops.triton.common import Tile
-    from trifocal.ops.triton.selected import selected_forward
     from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.tiles import SelectedTile
 
     case = Case("chunks", 100, 100, heads=2, batch=1 if lengths else 2, lengths=lengths)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
@@ -110,37 +116,41 @@ def test_chunks_of_rows_and_pieces_of_blocks(lengths: tuple[int, ...] | None, de
     chosen[..., 0] = 0
     expected = exact(case, *(x.cpu() for x in (q, k, v, d_o, chosen)))
     documents = documents_of(case, device)
-    tile = Tile(rows=16, keys=16, warps=4, stages=1)
-    options = {"order": "gathered", "buffer_bytes": 1, "tile": tile}
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents, **options)
-    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents, **options)
+    tile = SelectedTile(16, warps=4, stages=1, piece_slots=16)
+    monkeypatch.setattr(dispatch, "selected_order", order_rule("block_major"))
+    monkeypatch.setattr(dispatch, "selected_tile", selected_tile_rule(tile))
+    monkeypatch.setattr(dispatch, "SELECTED_BUFFER_BYTES", 1)
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, documents)
+    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
     for name, actual, wanted in zip(("o", "d_q", "d_k", "d_v"), (o, *got), expected, strict=True):
         assert_close(name, actual, wanted, torch.float32)
-    split = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents, **options, tile_d_q=tile)
-    assert all(torch.equal(one, other) for one, other in zip(got, split, strict=True))
+    again = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, documents)
+    assert all(torch.equal(one, other) for one, other in zip(got, again, strict=True))
 
 
-@pytest.mark.parametrize("order", ["gathered", "masked"])
-def test_gate_is_a_factor_on_the_gradient(order: str, device: str) -> None:
-    from trifocal.ops.triton.selected import selected_forward
+@pytest.mark.parametrize("order", ["block_major", "masked"])
+def test_gate_is_a_factor_on_the_gradient(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.selected_forward import selected_forward
 
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = Case("gate", 24, 24, heads=4, groups=2)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(1, 24, 4, generator=torch.Generator().manual_seed(3)).to(device)
     expected = exact(case, *(x.cpu() for x in (q, k, v, d_o * gate[..., None], chosen)))[1:]
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None, order=order)
-    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None, order=order, gate=gate)
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None)
+    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None, gate=gate)
     for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, expected, strict=True):
         assert_close(name, actual, wanted, torch.float32)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_strides_and_what_no_query_sees(order: str, device: str) -> None:
+def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of wider tensors give what copies give, and NaN in blocks that nobody chose reaches nothing."""
-    from trifocal.ops.triton.selected import selected_forward
     from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.selected_forward import selected_forward
 
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = Case("strides", 40, 60, heads=4, groups=2, batch=2)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     chosen = chosen.masked_fill(chosen == 1, 0)
@@ -152,10 +162,10 @@ def test_strides_and_what_no_query_sees(order: str, device: str) -> None:
     kv[..., :16], kv[..., 20:36] = k, v
     kv[:, 16:32] = math.nan
     k, v = kv[..., :16], kv[..., 20:36]
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None, order=order)
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, 0.25, None)
     assert_close("o", o, expected[0], torch.float32)
-    if order != "query":
-        got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None, order=order)
+    if order != "query_major":
+        got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, 0.25, None)
         assert_close("d_q", got[0], expected[1], torch.float32)
         for name, actual, wanted in zip(("d_k", "d_v"), got[1:], expected[2:], strict=True):
             seen = torch.ones(60, dtype=torch.bool)
@@ -164,31 +174,27 @@ def test_strides_and_what_no_query_sees(order: str, device: str) -> None:
 
 
 def test_order_follows_from_the_shape() -> None:
-    from trifocal.ops.triton.selected import choose_order
-
-    assert choose_order(1, 65536, 16, 64) == "query"
-    assert choose_order(1, 64, 16, 64) == "query"
-    assert choose_order(65536, 65536, 16, 64) == "gathered"
-    assert choose_order(512, 65536, 16, 64) == "gathered"
-    for length, forward, backward in ((2048, "masked", "masked"), (4096, "masked", "gathered")):
-        assert choose_order(length, length, 16, 64) == forward
-        assert choose_order(length, length, 16, 64, backward=True) == backward
-        assert choose_order(length, length, 16, 64, backward=True, packed=True) == forward
+    assert dispatch.selected_order(1, 65536, 16, 64) == "query_major"
+    assert dispatch.selected_order(1, 64, 16, 64) == "query_major"
+    assert dispatch.selected_order(65536, 65536, 16, 64) == "block_major"
+    assert dispatch.selected_order(512, 65536, 16, 64) == "block_major"
+    for length, forward, backward in ((2048, "masked", "masked"), (4096, "masked", "block_major")):
+        assert dispatch.selected_order(length, length, 16, 64) == forward
+        assert dispatch.selected_order(length, length, 16, 64, backward=True) == backward
+        assert dispatch.selected_order(length, length, 16, 64, backward=True, packed=True) == forward
     for backward in (False, True):
-        assert choose_order(4097, 4097, 16, 64, backward=backward, packed=True) == "gathered"
+        assert dispatch.selected_order(4097, 4097, 16, 64, backward=backward, packed=True) == "block_major"
 
 
 def test_programs_are_cut_where_there_are_few() -> None:
-    from trifocal.ops.triton.selected_tiles import part_of_queries
-
     # 16 sequences of 2,048 tokens, 12/2 heads: 1,024 blocks are enough for 132 multiprocessors.
-    assert part_of_queries(2048, 6, 16 * 2 * 32, 132) == 2048
+    assert dispatch.masked_part_queries(2048, 6, 16 * 2 * 32, 132) == 2048
     # Two of them: 128 blocks, of which the first has 192 tiles of 64 rows; parts of 18.
-    assert part_of_queries(2048, 6, 2 * 2 * 32, 132) == 192
-    assert part_of_queries(2048, 16, 4 * 32, 132) == 192
+    assert dispatch.masked_part_queries(2048, 6, 2 * 2 * 32, 132) == 192
+    assert dispatch.masked_part_queries(2048, 16, 4 * 32, 132) == 192
     # Short ones: no less than 16 tiles of rows.
-    assert part_of_queries(1024, 1, 8, 132) == 1024
-    assert part_of_queries(1024, 16, 16, 132) == 64
+    assert dispatch.masked_part_queries(1024, 1, 8, 132) == 1024
+    assert dispatch.masked_part_queries(1024, 16, 16, 132) == 64
 
 
 @pytest.mark.parametrize("part_queries", [7, 48])
@@ -199,7 +205,7 @@ def test_programs_are_cut_where_there_are_few() -> None:
         Case("fewer queries than keys", 37, 90, 4, 1, 48, 16),
         Case("many batch entries and groups", 50, 50, 3, 3, batch=3),
         Case("packed: long, 1 token, exactly a block, a block and one", 70, 70, 4, 2, lengths=(36, 1, 16, 17)),
-        Case("blocks of no power of two, one head a group", 50, 100, 2, 2, geometry=NO_POWER, places=2),
+        Case("blocks of no power of two, one head a group", 50, 100, 2, 2, geometry=NO_POWER, num_selected=2),
     ],
     ids=lambda case: case.why,
 )
@@ -207,22 +213,21 @@ def test_parts_of_a_block_are_added(
     case: Case, part_queries: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut at any query, with a gate, the parts add up to the gradient; what no part wrote is not read."""
-    from trifocal.ops.triton.selected import selected_forward
     from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.selected_forward import selected_forward
 
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(q.shape[:3], generator=torch.Generator().manual_seed(3)).to(device)
     expected = exact(case, *(x.cpu() for x in (q, k, v, d_o * gate[..., None], chosen)))[1:]
     documents, scale = documents_of(case, device), case.dim**-0.5
-    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents, order="masked")
+    monkeypatch.setattr(dispatch, "selected_order", order_rule("masked"))
+    monkeypatch.setattr(dispatch, "masked_part_queries", lambda *sizes: part_queries)
+    o, lse = selected_forward(q, k, v, chosen, case.geometry, scale, documents)
 
     def poisoned(*size, dtype, **options):
         return torch.zeros(*size, dtype=dtype, **options).fill_(math.nan if dtype.is_floating_point else 0)
 
     monkeypatch.setattr(torch, "empty", poisoned)
-    got = selected_backward(
-        d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents,
-        order="masked", gate=gate, part_queries=part_queries,
-    )  # fmt: skip
+    got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents, gate=gate)
     for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, expected, strict=True):
         assert_close(name, actual, wanted, torch.float32)

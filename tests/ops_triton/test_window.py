@@ -5,13 +5,22 @@ import torch
 
 from tests.ops import oracle
 from tests.ops.cases import Case, cotangent, draw
-from tests.ops_triton.interval_cases import CASES, OTHER_TILE, TILE, compare, documents_of, suits_copy_engine
+from tests.ops_triton.forced import interval_tile_rule
+from tests.ops_triton.interval_cases import CASES, compare, documents_of, suits_copy_engine
+from trifocal.ops import dispatch
 from trifocal.ops.triton.window import window_backward, window_forward
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
 PATHS = [(case, False, 21) for case in CASES] + [(case, True, 21) for case in CASES if suits_copy_engine(case)]
 PATHS += [(CASES[0], False, 2), (CASES[5], True, 2)]
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    monkeypatch.setattr(dispatch, "interval_tile", interval_tile_rule)
+
+
 each_path = pytest.mark.parametrize(
     ("case", "tma", "window_size"),
     PATHS,
@@ -26,29 +35,28 @@ def exact_results(case: Case, inputs, d_o, window_size):
 
 
 @each_path
-def test_values_and_gradients(case, tma, window_size):
+def test_values_and_gradients(case, tma, window_size, monkeypatch):
+    monkeypatch.setattr(dispatch, "tma_fits", lambda *tensors: tma)
     inputs = draw(case, torch.float32)
     q, k, v = inputs.q, inputs.k_win, inputs.v_win
     scale, documents = case.dim**-0.5, documents_of(case)
-    o, lse = window_forward(q, k, v, window_size, scale, documents, tile=TILE, tma=tma)
+    o, lse = window_forward(q, k, v, window_size, scale, documents)
     d_o = cotangent(o)
-    gradients = window_backward(
-        d_o, q, k, v, o, lse, window_size, scale, documents, d_q_tile=TILE, d_k_d_v_tile=OTHER_TILE, tma=tma
-    )
+    gradients = window_backward(d_o, q, k, v, o, lse, window_size, scale, documents)
     compare("o d_q d_k d_v", (o, *gradients), exact_results(case, inputs, d_o, window_size))
 
 
 def test_a_window_longer_than_the_keys():
     case = CASES[0]
     inputs = draw(case, torch.float32)
-    o, _ = window_forward(inputs.q, inputs.k_win, inputs.v_win, 2**40, case.dim**-0.5, None, tile=TILE)
+    o, _ = window_forward(inputs.q, inputs.k_win, inputs.v_win, 2**40, case.dim**-0.5, None)
     compare("o", (o,), exact_results(case, inputs, cotangent(o), 10**6)[:1])
 
 
 def test_a_window_of_one_key_gives_that_key_s_value():
     case = CASES[1]
     inputs = draw(case, torch.float32)
-    o, _ = window_forward(inputs.q, inputs.k_win, inputs.v_win, 1, 0.3, None, tile=TILE)
+    o, _ = window_forward(inputs.q, inputs.k_win, inputs.v_win, 1, 0.3, None)
     compare("o", (o,), (inputs.v_win.double().repeat_interleave(case.heads // case.groups, 2),))
 
 
@@ -57,9 +65,9 @@ def test_only_the_keys_in_reach_are_needed():
     inputs = draw(case, torch.float32)
     window_size = 21
     reach = case.queries + window_size - 1
-    whole, _ = window_forward(inputs.q, inputs.k_win, inputs.v_win, window_size, 0.25, None, tile=TILE)
+    whole, _ = window_forward(inputs.q, inputs.k_win, inputs.v_win, window_size, 0.25, None)
     k, v = inputs.k_win[:, -reach:], inputs.v_win[:, -reach:]
-    part, _ = window_forward(inputs.q, k, v, window_size, 0.25, None, tile=TILE)
+    part, _ = window_forward(inputs.q, k, v, window_size, 0.25, None)
     torch.testing.assert_close(part, whole)
 
 
@@ -67,11 +75,10 @@ def test_a_gate_scales_what_flows_back():
     case = CASES[0]
     inputs = draw(case, torch.float32)
     q, k, v = inputs.q, inputs.k_win, inputs.v_win
-    o, lse = window_forward(q, k, v, 21, 0.3, None, tile=TILE)
+    o, lse = window_forward(q, k, v, 21, 0.3, None)
     gate, d_o = inputs.gates[..., 2], cotangent(o)
-    tiles = {"d_q_tile": TILE, "d_k_d_v_tile": OTHER_TILE}
-    gated = window_backward(d_o, q, k, v, o, lse, 21, 0.3, None, gate=gate, **tiles)
-    scaled = window_backward(d_o * gate[..., None], q, k, v, o, lse, 21, 0.3, None, **tiles)
+    gated = window_backward(d_o, q, k, v, o, lse, 21, 0.3, None, gate=gate)
+    scaled = window_backward(d_o * gate[..., None], q, k, v, o, lse, 21, 0.3, None)
     compare("d_q d_k d_v", gated, [x.double() for x in scaled])
 
 
@@ -79,15 +86,14 @@ def test_strides_are_taken_as_they_come():
     case = CASES[1]
     inputs = draw(case, torch.float32)
     q, k, v = inputs.q, inputs.k_win, inputs.v_win
-    straight = window_forward(q, k, v, 21, 0.3, None, tile=TILE)
+    straight = window_forward(q, k, v, 21, 0.3, None)
     turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
     scattered = v.transpose(-1, -2).contiguous().transpose(-1, -2)
-    again = window_forward(*turned, scattered, 21, 0.3, None, tile=TILE)
+    again = window_forward(*turned, scattered, 21, 0.3, None)
     d_o = cotangent(straight[0])
-    tiles = {"d_q_tile": TILE, "d_k_d_v_tile": OTHER_TILE}
-    expected = window_backward(d_o, q, k, v, *straight, 21, 0.3, None, **tiles)
-    expanded = window_backward(d_o[:, :, :1].expand_as(d_o), *turned, scattered, *again, 21, 0.3, None, **tiles)
-    repeated = window_backward(d_o[:, :, :1].repeat(1, 1, 8, 1), q, k, v, *straight, 21, 0.3, None, **tiles)
+    expected = window_backward(d_o, q, k, v, *straight, 21, 0.3, None)
+    expanded = window_backward(d_o[:, :, :1].expand_as(d_o), *turned, scattered, *again, 21, 0.3, None)
+    repeated = window_backward(d_o[:, :, :1].repeat(1, 1, 8, 1), q, k, v, *straight, 21, 0.3, None)
     compare("o lse", again, [x.double() for x in straight])
     compare("d_q d_k d_v", expanded, [x.double() for x in repeated])
     assert [x.shape for x in expected] == [q.shape, k.shape, v.shape]

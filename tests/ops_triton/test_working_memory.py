@@ -6,23 +6,23 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trifocal.ops import Geometry
+from trifocal.ops import Geometry, devices, dispatch
 from trifocal.ops.triton import (
     choice_index,
     scoring,
-    selected,
     selected_backward,
-    selected_backward_gathered,
+    selected_backward_block_major,
     selected_backward_masked,
+    selected_forward,
 )
 from trifocal.ops.triton.working_memory import MULTIPROCESSORS, backward_working_bytes, forward_working_bytes
 
 BATCH, HEADS, GROUPS, DIM, VALUE_DIM = 1, 16, 2, 64, 32
 GEOMETRY = Geometry(32, 16, 64, 4, 1, 1, 128)
 # Up to 16 blocks the kernel goes through all of them; then through the keys of a sorted choice.
-LENGTHS = {"masked": 1024, "gathered": 4096}
+LENGTHS = {"masked": 1024, "block_major": 4096}
 # Backward changes its order sooner. The shorter one has too few rows to be cut into parts.
-BACKWARD = {"masked, whole": 128, "masked, in parts": 512, "gathered": 4096}
+BACKWARD = {"masked, whole": 128, "masked, in parts": 512, "block_major": 4096}
 
 
 class NotRun:
@@ -34,7 +34,7 @@ class NotRun:
 
 @pytest.fixture(autouse=True)
 def no_kernels(monkeypatch):
-    for module in (choice_index, scoring, selected, selected_backward_gathered, selected_backward_masked):
+    for module in (choice_index, scoring, selected_forward, selected_backward_block_major, selected_backward_masked):
         for name in vars(module).copy():
             if name.endswith("_kernel"):
                 monkeypatch.setattr(module, name, NotRun())
@@ -67,8 +67,8 @@ def inputs(length, dtype):
 def test_selected_forward(order, dtype):
     length = LENGTHS[order]
     q, k, v, choice = inputs(length, dtype)
-    assert selected.choose_order(length, length, 4, 64) == order
-    most, results = peak(lambda: selected.selected_forward(q, k, v, choice, GEOMETRY, 0.1, None))
+    assert dispatch.selected_order(length, length, 4, 64) == order
+    most, results = peak(lambda: selected_forward.selected_forward(q, k, v, choice, GEOMETRY, 0.1, None))
     allocated = most - sum(result.nbytes for result in results)
     formula = forward_working_bytes(GEOMETRY, BATCH, length, HEADS, GROUPS, DIM, VALUE_DIM, q.element_size())
     if order == "masked":
@@ -82,14 +82,14 @@ def test_selected_forward(order, dtype):
 @pytest.mark.parametrize("case", BACKWARD)
 def test_selected_backward(case, dtype, monkeypatch):
     length = BACKWARD[case]
-    monkeypatch.setattr(selected_backward_masked, "multiprocessors", lambda device: MULTIPROCESSORS)
+    monkeypatch.setattr(devices, "multiprocessors", lambda device: MULTIPROCESSORS)
     q, k, v, choice = inputs(length, dtype)
     o = torch.zeros(BATCH, length, HEADS, VALUE_DIM, dtype=dtype)
     lse = torch.zeros(BATCH, length, HEADS)
     most, (d_q, d_k, d_v) = peak(
         lambda: selected_backward.selected_backward(o, q, k, v, o, lse, choice, GEOMETRY, 0.1, None)
     )
-    results = d_q.nbytes + (0 if case == "gathered" else d_k.nbytes + d_v.nbytes)
+    results = d_q.nbytes + (0 if case == "block_major" else d_k.nbytes + d_v.nbytes)
     formula = backward_working_bytes(GEOMETRY, BATCH, length, HEADS, GROUPS, DIM, VALUE_DIM, q.element_size())
     assert formula == pytest.approx(most - results, rel=0.1)
 

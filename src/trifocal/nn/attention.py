@@ -14,7 +14,7 @@ from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
 from trifocal.nn.projection import project
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention
-from trifocal.ops.backends import check_backend
+from trifocal.ops.dispatch import check_backend
 from trifocal.ops.layout import compressed_layout, max_packed_compressed_blocks
 from trifocal.ops.validation import check_geometry, check_rank, check_whole_number
 
@@ -91,7 +91,7 @@ class NSAttention(nn.Module):
         gate: `"sigmoid"` per head, or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
         rope_theta: Base of the rotary frequencies.
-        backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.backends`.
+        backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
 
     Raises:
         ValueError: If the sizes do not fit one another.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.api import compress_by_mean
-from trifocal.ops.backends import Backend
+from trifocal.ops.dispatch import Backend
 from trifocal.ops.layout import max_packed_compressed_blocks
 from trifocal.ops.reference import compression_windows
 
@@ -19,7 +19,7 @@ class MeanCompressor(nn.Module):
 
     Args:
         geometry: Block sizes, in tokens.
-        backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.backends`.
+        backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
     """
 
     def __init__(self, geometry: Geometry, backend: Backend = "auto") -> None:

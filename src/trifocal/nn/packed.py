@@ -1,6 +1,6 @@
 """Causal attention within packed documents, for the dense twin: what it costs grows with the documents, not the pack.
 
-Which code runs is chosen before it runs, by rule, and counted in `trifocal.ops.backends.backend_choices()`:
+Which code runs is chosen before it runs, by rule, and counted in `trifocal.ops.dispatch.backend_choices()`:
 
 1. `varlen`: FlashAttention on the documents as they lie (`torch.nn.attention.varlen`), on a CUDA device of compute
    capability 8.0 or newer, for bfloat16 and float16 and D and V up to 192;
@@ -16,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from trifocal.ops import Documents
-from trifocal.ops.backends import count_choice
+from trifocal.ops.dispatch import count_choice
 
 OLDEST_CAPABILITY = (8, 0)
 # Up to 256, but the backward pass of wider heads than this needs the shared memory of some GPUs.

@@ -8,7 +8,7 @@ from trifocal.ops.api import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.backends import backend_choices
+from trifocal.ops.dispatch import backend_choices
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 

@@ -4,8 +4,8 @@ import math
 
 from torch import Tensor
 
-from trifocal.ops import fused, operators, reference
-from trifocal.ops.backends import resolve
+from trifocal.ops import operators, pipeline, reference
+from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
 from trifocal.ops.layout import Documents, max_packed_compressed_blocks, num_packed_compressed_blocks
 from trifocal.ops.validation import (
@@ -103,8 +103,7 @@ def compressed_attention(
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = _scale(scale, q)
     if resolve("compressed_attention", backend, q, v_cmp, geometry, scale) == "triton":
-        sizes, packed = operators.sizes_of(geometry), operators.tensors_of(documents)
-        return operators.compressed_attention(q, k_cmp, v_cmp, sizes, num_keys, scale, *packed)
+        return pipeline.run_compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
     return reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
 
 
@@ -151,7 +150,8 @@ def select_blocks(
     check_compressed_count(k_cmp, geometry, num_keys, documents)
     scale = _scale(scale, q)
     chosen = resolve("select_blocks", backend, q, k_cmp, geometry, scale)
-    return _select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents, chosen)
+    inputs = (q.detach(), k_cmp.detach(), lse.detach())
+    return pipeline.run_select_blocks(*inputs, geometry, num_keys, scale, documents, chosen)
 
 
 def selected_attention(
@@ -193,8 +193,7 @@ def selected_attention(
     check_selected_blocks(selected_blocks, q, k)
     scale = _scale(scale, q)
     if resolve("selected_attention", backend, q, v, geometry, scale) == "triton":
-        sizes, packed = operators.sizes_of(geometry), operators.tensors_of(documents)
-        return operators.selected_attention(q, k, v, selected_blocks, sizes, scale, *packed)[0]
+        return pipeline.run_selected_attention(q, k, v, selected_blocks, geometry, scale, documents)[0]
     return reference.selected_attention(q, k, v, selected_blocks, geometry, scale, documents)
 
 
@@ -232,7 +231,7 @@ def window_attention(
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
     scale = _scale(scale, q)
     if resolve("window_attention", backend, q, v, None, scale) == "triton":
-        return operators.window_attention(q, k, v, window_size, scale, *operators.tensors_of(documents))[0]
+        return pipeline.run_window_attention(q, k, v, window_size, scale, documents)[0]
     return reference.window_attention(q, k, v, window_size, scale, documents)
 
 
@@ -288,31 +287,15 @@ def nsa_attention(
         check_selected_blocks(selected_blocks, q, k_slc)
     scale = _scale(scale, q)
     if resolve("nsa_attention", backend, q, v_slc, geometry, scale) == "triton":
-        return fused.nsa_attention(
-            q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks
-        )
+        inputs = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
+        return pipeline.nsa_attention(q, inputs, gates, geometry, scale, documents, selected_blocks)
     o_cmp, lse = reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
     if selected_blocks is None:
-        selected_blocks = _select_blocks(q, k_cmp, lse, geometry, num_keys, scale, documents, "reference")
+        detached = (q.detach(), k_cmp.detach(), lse.detach())
+        selected_blocks = pipeline.run_select_blocks(*detached, geometry, num_keys, scale, documents, "reference")
     return reference.nsa_attention(
         q, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks, o_cmp
     )
-
-
-def _select_blocks(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: Geometry,
-    num_keys: int,
-    scale: float,
-    documents: Documents | None,
-    backend: str,
-) -> Tensor:
-    """The choice, of checked arguments on a resolved backend."""
-    cu_seqlens, *places = operators.tensors_of(documents)
-    inputs = (q.detach(), k_cmp.detach(), lse.detach())
-    return operators.select_blocks(*inputs, operators.sizes_of(geometry), num_keys, scale, cu_seqlens, backend, *places)
 
 
 def _num_keys(num_keys: int | None, q: Tensor) -> int:

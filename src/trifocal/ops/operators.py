@@ -1,4 +1,4 @@
-"""The operators that the dispatcher sees: `torch.ops.trifocal.*`, with what compilers and checkpoint policies need.
+"""The operators that the dispatcher sees: `torch.ops.trifocal.*`, with all that compilers and checkpoint policies need.
 
 An operator is opaque: `torch.compile` neither looks into it nor breaks the graph at it, and a policy of activation
 checkpointing can keep its result. So each has a fake implementation, which gives shapes alone, and a backward that
@@ -6,7 +6,7 @@ is an operator too. Bodies are the Triton kernels, imported when they first run;
 and is watched by telemetry, is one operator for both backends.
 
 The stages of the whole attention are these operators too, called without gradients, in front of one boundary of
-autograd: `trifocal.ops.fused`.
+autograd: `trifocal.ops.pipeline`.
 
 Geometry travels as a list of its sizes, documents as their three tensors or three times None.
 """
@@ -22,7 +22,7 @@ from trifocal.ops import reference
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 
-# What operators take strides as they come from: without it the compiler makes each of them a copy of q of its own.
+# Operators accept any strides. Without this tag the compiler copies q once for each of them.
 ANY_STRIDES = (torch.Tag.flexible_layout,)
 
 DocumentTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
@@ -50,7 +50,7 @@ def tensors_of(documents: Documents | None) -> DocumentTensors:
 
 
 def documents_of(cu_seqlens: Tensor | None, ids: Tensor | None, positions: Tensor | None) -> Documents | None:
-    """Documents from what operators take; None when there are none."""
+    """Documents from an operator's arguments; None when there are none."""
     if cu_seqlens is None or ids is None or positions is None:
         return None
     return Documents(cu_seqlens, ids, positions)
@@ -257,7 +257,7 @@ def selected_attention(
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse over the tokens of the chosen blocks; lse is not differentiable."""
-    from trifocal.ops.triton.selected import selected_forward
+    from trifocal.ops.triton.selected_forward import selected_forward
 
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):

@@ -10,7 +10,7 @@ import torch
 from trifocal.data import Tokenizer, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
-from trifocal.ops.backends import resolve
+from trifocal.ops.dispatch import resolve
 from trifocal.runlog import check_sinks, host_memory_bytes
 from trifocal.runlog.traces import HOOKED, INSIDE_LAYERS
 from trifocal.train.checkpoint_folders import list_checkpoints

@@ -1,4 +1,4 @@
-"""Who chose a block: the selected branch's index, and the choice as bits.
+"""The queries that chose a block: the selected branch's index, and the choice as bits.
 
 A query's choice lists blocks; kernels that keep a block's keys in place need the reverse, the queries that chose
 it. A slot is one place of the choice, number `(row * G + group) * N + place` with `row = batch * T + query`. The index
@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.layout import Documents
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv
 
 
 class ChoiceIndex(NamedTuple):
@@ -126,7 +127,7 @@ def _slot_keys_kernel(
     keys_per_chunk,
     unused,
     GROUPS: tl.constexpr,
-    PLACES: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -135,14 +136,14 @@ def _slot_keys_kernel(
     slot = tl.program_id(0).to(tl.int64) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < num_slots_of_rows
     slot = tl.where(inside, slot, 0)
-    place = (slot % PLACES).to(tl.int32)
-    row_group = (slot // PLACES).to(tl.int32)
+    place = (slot % NUM_SELECTED).to(tl.int32)
+    row_group = (slot // NUM_SELECTED).to(tl.int32)
     row = row_group // GROUPS
     group = row_group % GROUPS
     block = tl.load(selected_blocks + slot)
     _, position, first_token, document = row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED)
     used = inside & (block >= 0) & (block <= position // BLOCK)
-    for earlier in range(PLACES - 1):
+    for earlier in range(NUM_SELECTED - 1):
         other = tl.load(selected_blocks + slot - place + earlier, mask=earlier < place, other=-1)
         used = used & (other != block)
     if PACKED:
@@ -174,7 +175,7 @@ def build_choice_index(
     Raises:
         ValueError: If slots or keys do not fit into 32 bits.
     """
-    batch, num_queries, groups, places = selected_blocks.shape
+    batch, num_queries, groups, num_selected = selected_blocks.shape
     device = selected_blocks.device
     rows, num_slots = batch * num_queries, selected_blocks.numel()
     num_blocks = cdiv(num_keys, block_size)
@@ -197,14 +198,17 @@ def build_choice_index(
     _slot_keys_kernel[(cdiv(num_slots, slots_of_program),)](
         selected_blocks, keys, ids, positions, cu_seqlens, num_slots, num_queries, num_keys - num_queries,
         chunk_rows, num_blocks, keys_per_chunk, num_of_keys,
-        GROUPS=groups, PLACES=places, BLOCK=block_size, PACKED=documents is not None, SLOTS=slots_of_program,
+        GROUPS=groups, NUM_SELECTED=num_selected, BLOCK=block_size, PACKED=documents is not None,
+        SLOTS=slots_of_program,
     )  # fmt: skip
     sorted_keys, slots = torch.sort(keys, stable=True)
     every_key = torch.arange(num_of_keys + 1, dtype=key_type, device=device)
     starts = torch.searchsorted(sorted_keys, every_key, out_int32=True)
     pieces = (starts.diff() + (piece_slots - 1)) // piece_slots
     first_pieces = torch.nn.functional.pad(pieces.cumsum(0, dtype=torch.int32), (1, 0))
-    pieces_per_chunk = min(keys_per_chunk, chunk_rows * groups * places) + chunk_rows * groups * places // piece_slots
+    pieces_per_chunk = (
+        min(keys_per_chunk, chunk_rows * groups * num_selected) + chunk_rows * groups * num_selected // piece_slots
+    )
     # A key's pieces lie behind its first: each piece belongs to the last key that begins at or before it.
     every_piece = torch.arange(min(num_chunks * pieces_per_chunk, num_slots), dtype=torch.int32, device=device)
     piece_keys = torch.searchsorted(first_pieces[1:], every_piece, right=True, out_int32=True)
@@ -289,7 +293,7 @@ def _choice_bits_kernel(
     query_shift,
     num_words,
     GROUPS: tl.constexpr,
-    PLACES: tl.constexpr,
+    NUM_SELECTED: tl.constexpr,
     BLOCK: tl.constexpr,
     PACKED: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -303,9 +307,9 @@ def _choice_bits_kernel(
     if PACKED:
         position = tl.load(positions + position, mask=inside, other=0)
     own_block = position // BLOCK
-    choice = selected_blocks + ((batch * num_queries + query) * GROUPS + batch_group % GROUPS) * PLACES
+    choice = selected_blocks + ((batch * num_queries + query) * GROUPS + batch_group % GROUPS) * NUM_SELECTED
     chosen = tl.zeros([QUERIES], tl.int32)
-    for place in range(PLACES):
+    for place in range(NUM_SELECTED):
         block = tl.load(choice + place, mask=inside, other=-1)
         here = (block >= 0) & (block <= own_block) & (block // 32 == word)
         chosen = chosen | tl.where(here, 1 << (block & 31), 0)
@@ -315,13 +319,13 @@ def _choice_bits_kernel(
 
 def choice_bits(selected_blocks: Tensor, block_size: int, num_keys: int, documents: Documents | None) -> Tensor:
     """The choice as bits, [B, G, words, T], int32: bit `j % 32` of word `j // 32` is set if block j is chosen."""
-    batch, num_queries, groups, places = selected_blocks.shape
+    batch, num_queries, groups, num_selected = selected_blocks.shape
     num_words = cdiv(num_keys, 32 * block_size)
     bits = torch.empty(batch, groups, num_words, num_queries, dtype=torch.int32, device=selected_blocks.device)
     queries = 128
     _, positions, _ = documents_or(documents, bits)
     _choice_bits_kernel[(cdiv(num_queries, queries), num_words, batch * groups)](
         selected_blocks, bits, positions, num_queries, num_keys - num_queries, num_words,
-        GROUPS=groups, PLACES=places, BLOCK=block_size, PACKED=documents is not None, QUERIES=queries,
+        GROUPS=groups, NUM_SELECTED=num_selected, BLOCK=block_size, PACKED=documents is not None, QUERIES=queries,
     )  # fmt: skip
     return bits

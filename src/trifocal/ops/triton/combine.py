@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops.triton.common import unit_stride
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
 ROWS = 32
 
@@ -173,7 +174,7 @@ def combine_backward(
 
 
 def row_sums(d_o: Tensor, o: Tensor, d_lse: Tensor | None = None) -> Tensor:
-    """Row sums of `d_o * o` less `d_lse`, [B, T, H], fp32: what a softmax gives back. o is contiguous."""
+    """Row sums of `d_o * o` less `d_lse`, [B, T, H], fp32, which a softmax's gradient subtracts. o is contiguous."""
     d_o = unit_stride(d_o)
     delta = o.new_empty(o.shape[:3], dtype=torch.float32)
     d_lse_strides = (0, 0, 0) if d_lse is None else d_lse.stride()

@@ -5,8 +5,6 @@ nearly every tile of keys is full. FLOPs: forward `T * C * H * (D + V)` (half of
 2.5 times as many, 7/5 of that executed.
 """
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -17,7 +15,8 @@ from trifocal.ops.triton.combine import row_sums
 from trifocal.ops.triton.interval import Branch, IntervalProblem
 from trifocal.ops.triton.interval_backward import launch_backward
 from trifocal.ops.triton.interval_forward import launch_forward
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv
 
 
 def compressed_forward(
@@ -28,7 +27,6 @@ def compressed_forward(
     num_keys: int,
     scale: float,
     documents: Documents | None,
-    **configuration: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the compressed blocks in each query's past.
 
@@ -41,13 +39,12 @@ def compressed_forward(
         scale: Factor on the scores.
         documents: Packed documents, or None; then blocks lie document after document, and slots past the last one
             are never read.
-        **configuration: See `interval_forward.launch_forward`, for measurements.
 
     Returns:
         o, [B, T, H, V], in q's type, zero where no block is visible; lse, [B, T, H], fp32, natural log, -inf there.
     """
     branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=False)
-    return launch_forward(q, k_cmp, v_cmp, scale, branch, **configuration)
+    return launch_forward(q, k_cmp, v_cmp, scale, branch)
 
 
 def compressed_backward(
@@ -65,7 +62,6 @@ def compressed_backward(
     delta: Tensor | None = None,
     gate: Tensor | None = None,
     d_q: Tensor | None = None,
-    **configuration: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of compressed attention.
 
@@ -77,7 +73,6 @@ def compressed_backward(
         delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
         gate: This branch's weight in the mixed output, [B, T, H], or None.
         d_q: Gradient of the queries from other branches, contiguous, to add to in place, or None.
-        **configuration: See `interval_backward.launch_backward`, for measurements.
 
     Returns:
         d_q, d_k_cmp, d_v_cmp in the types of q, k_cmp, v_cmp; zero for slots that no document fills.
@@ -86,7 +81,7 @@ def compressed_backward(
         delta = row_sums(d_o, o, d_lse)
     branch = _branch(q, k_cmp, geometry, num_keys, documents, backward=True)
     problem = IntervalProblem(d_o, q, k_cmp, v_cmp, lse, delta, gate, scale, branch)
-    return launch_backward(problem, d_q, **configuration)
+    return launch_backward(problem, d_q)
 
 
 def _branch(
@@ -146,7 +141,7 @@ def place_slots_kernel(
 def place_slots(
     first_blocks: Tensor, cu_seqlens: Tensor, num_slots: int, num_keys: int, geometry: Geometry
 ) -> tuple[Tensor, Tensor]:
-    """The tokens whose queries see each compressed slot, begin and end, [slots], int32."""
+    """The range of tokens, begin and end, at which queries see each compressed slot, [slots], int32."""
     query_begin, query_end = (first_blocks.new_empty(num_slots) for _ in range(2))
     num_documents, slots_of_program = first_blocks.shape[0], 256
     if num_slots:

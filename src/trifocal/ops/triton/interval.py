@@ -2,7 +2,7 @@
 
 Query `t` sees keys `begin(t) <= key < end(t)`, and both ends never decrease along the sequence: a sliding window, the
 compressed blocks in a query's past, and either of them inside a packed document. Two consequences carry the kernels:
-what a tile of rows sees is one range of keys, from its first row's begin to its last row's end; and the tiles in
+a tile of rows sees one range of keys, from its first row's begin to its last row's end; and the tiles in
 the middle of the range are seen by every row, so only those at its ends pay for a mask.
 
 Three kernels, as in FlashAttention-2 (arXiv:2307.08691); rows as in `common`:
@@ -13,25 +13,25 @@ Three kernels, as in FlashAttention-2 (arXiv:2307.08691); rows as in `common`:
 | d_q | a tile of queries and d_o, d_q | key tiles | q and d_o once, k and v of the range, d_q out |
 | d_k, d_v | a tile of keys and values, d_k, d_v | row tiles of the whole group | k, v once, q and d_o of the rows |
 
-Where the device has a tensor copy engine (TMA) and strides allow, what a loop reads comes through it: a descriptor
+Where the device has a tensor copy engine (TMA) and strides allow, a loop reads through it: a descriptor
 costs a few instructions a tile, pointers cost registers. Keys are [1, 1, keys, columns] of [B, G, S, D]; rows are
 [1, 1, queries, heads, columns] of [B, G, T, R, D], if the heads of a group divide a tile.
 
 Masked keys and values never reach a product: pointers load them as zeros, and past the end so does the copy engine.
 
-The same three kernels exist a second time for Hopper (`interval_hopper`, `interval_hopper_d_q`,
-`interval_hopper_d_k_d_v`); `choose_hopper` says when they run.
+The same three kernels exist a second time for Hopper (`hopper.interval_forward`, `interval_d_q` and
+`interval_dkdv`); `dispatch.interval_on_hopper` says when they run.
 """
 
-import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import Widths, is_hopper, load_tile, multiprocessors, tma_fits
-from trifocal.ops.triton.launch import Descriptor, cdiv, describe_tiles
+from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, load_tile
+from trifocal.ops.triton.launch import Descriptor, describe_tiles
+from trifocal.ops.triton.tiles import Widths
 
 # fmt: off
 
@@ -90,16 +90,16 @@ def full_tiles(begin, end, full_begin, full_end, SIZE: tl.constexpr):
 
 
 @triton.jit
-def place_rows(row, num_queries, REP: tl.constexpr):
+def place_rows(row, num_queries, Q_PER_KV: tl.constexpr):
     """Query and head of rows; rows behind the last query stand in for it."""
-    query = row // REP
-    return tl.minimum(query, num_queries - 1), row - query * REP
+    query = row // Q_PER_KV
+    return tl.minimum(query, num_queries - 1), row - query * Q_PER_KV
 
 
 @triton.jit
 def place_rows_of_program(
     num_queries, query_shift, window_size, ids, positions, first_blocks,
-    GROUPS: tl.constexpr, REP: tl.constexpr, COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr,
     PACKED: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):
     """This program's tile of rows, the keys that each sees, and the key tiles: all of them, and the first and number
@@ -107,10 +107,10 @@ def place_rows_of_program(
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     batch = tl.program_id(1) // GROUPS
     group = tl.program_id(1) % GROUPS
-    first_query = first_row // REP
-    last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
+    first_query = first_row // Q_PER_KV
+    last_query = tl.minimum((first_row + ROWS - 1) // Q_PER_KV, num_queries - 1)
     row = first_row + tl.arange(0, ROWS)
-    query, head = place_rows(row, num_queries, REP)
+    query, head = place_rows(row, num_queries, Q_PER_KV)
     row_begin, row_end = visible_keys(
         query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
     begin, full_end = visible_keys(
@@ -142,7 +142,7 @@ def load_keys(
 @triton.jit
 def load_rows(
     source, batch, group, first_query, query, head, time_stride, head_stride, FIRST: tl.constexpr, PART: tl.constexpr,
-    SIZE: tl.constexpr, ROWS: tl.constexpr, REP: tl.constexpr, TMA: tl.constexpr,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, Q_PER_KV: tl.constexpr, TMA: tl.constexpr,
 ):
     """Load PART columns, from FIRST on, of a tile of rows. `source` as in `load_keys`."""
     if TMA:
@@ -152,6 +152,13 @@ def load_rows(
         offsets = (query - first_query) * time_stride + head * head_stride
         tile = load_tile(base, offsets, query >= 0, FIRST, PART, SIZE, False)
     return tile
+
+
+@triton.jit
+def log2_sum(pointers):
+    """Log-sum-exp in base 2; +inf where nothing is seen, so that every probability of the row comes out as 0."""
+    lse = tl.load(pointers)
+    return tl.where(lse == float("-inf"), float("inf"), lse * LOG2_E_KERNEL)
 
 # fmt: on
 
@@ -165,7 +172,7 @@ class Branch(NamedTuple):
         query_shift: Token of query 0; for the window, its place among the keys given.
         ids, positions: Documents, as in `trifocal.ops.layout.Documents`; None for one document.
         first_blocks: First compressed block of each document, [documents].
-        query_begin, query_end: For d_k and d_v in documents. Compressed: tokens whose queries see a key, [keys].
+        query_begin, query_end: For d_k and d_v in documents. Compressed: range of tokens that see a key, [keys].
             Window: the document of each key, and `cu_seqlens`.
     """
 
@@ -179,18 +186,28 @@ class Branch(NamedTuple):
     query_begin: Tensor | None = None
     query_end: Tensor | None = None
 
+    @property
+    def is_window(self) -> bool:
+        """Whether this is the window branch."""
+        return self.window_size > 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether documents are packed."""
+        return self.ids is not None
+
     def constants(self) -> dict[str, int | bool]:
-        """What kernels are compiled for."""
+        """Compile-time constants of the kernels."""
         return {
-            "COMPRESSED": self.window_size == 0,
+            "COMPRESSED": not self.is_window,
             "BLOCK": self.block,
             "STRIDE": self.stride,
-            "PACKED": self.ids is not None,
+            "PACKED": self.is_packed,
         }
 
 
 class IntervalProblem(NamedTuple):
-    """What backward is given.
+    """The inputs of backward.
 
     Attributes:
         d_o: Gradient of the branch's output or, with a gate, of the mixed output, [B, T, H, V].
@@ -199,7 +216,7 @@ class IntervalProblem(NamedTuple):
         delta: Row sums of `d_o * o`, less the gradient of lse if there is one, [B, T, H], fp32, contiguous.
         gate: Weight of this branch in the mixed output, [B, T, H], any strides; None for ones.
         scale: Factor on the scores.
-        branch: What a query sees.
+        branch: The interval of keys of a query.
     """
 
     d_o: Tensor
@@ -213,14 +230,14 @@ class IntervalProblem(NamedTuple):
     branch: Branch
 
     @property
-    def rep(self) -> int:
+    def q_per_kv(self) -> int:
         """Heads of a group."""
         return self.q.shape[2] // self.k.shape[2]
 
     @property
     def score_scale(self) -> float:
         """Factor on the scores in base 2."""
-        return self.scale * math.log2(math.e)
+        return self.scale * LOG2_E
 
     @property
     def gate_strides(self) -> tuple[int, ...]:
@@ -228,7 +245,7 @@ class IntervalProblem(NamedTuple):
         return (0, 0, 0) if self.gate is None else self.gate.stride()
 
     def constants(self) -> dict[str, int | bool]:
-        """What kernels are compiled for."""
+        """Compile-time constants of the kernels."""
         return {**self.branch.constants(), "GATED": self.gate is not None}
 
 
@@ -247,11 +264,11 @@ def row_sources(x: Tensor, widths: Widths, rows: int, groups: int, tma: bool) ->
     if not tma:
         return x, x
     batch, length, heads, _ = x.shape
-    rep = heads // groups
+    q_per_kv = heads // groups
     batch_stride, time_stride, head_stride, _ = x.stride()
-    shape = (batch, groups, length, rep, widths.size)
-    strides = (batch_stride, rep * head_stride, time_stride, head_stride, 1)
-    return _descriptors(x, shape, strides, (1, 1, rows // rep, rep), widths)
+    shape = (batch, groups, length, q_per_kv, widths.size)
+    strides = (batch_stride, q_per_kv * head_stride, time_stride, head_stride, 1)
+    return _descriptors(x, shape, strides, (1, 1, rows // q_per_kv, q_per_kv), widths)
 
 
 def _descriptors(
@@ -260,44 +277,3 @@ def _descriptors(
     first = describe_tiles(x, shape, strides, (*tile, widths.part_1))
     second = describe_tiles(x, shape, strides, (*tile, widths.part_2)) if widths.part_2 else None
     return first, second
-
-
-# What the kernels written for Hopper are launched with, by kernel, whether it is the window's, and columns of q: the
-# fastest of several on an H200 (`trifocal bench kernels`). At 64 columns the portable kernels, of which
-# several programs share a multiprocessor, are as fast or faster, but for the window's d_k and d_v.
-_HOPPER: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
-    ("forward", False): {128: {"keys": 128}, 192: {"keys": 128}},
-    ("forward", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64, "tail": 16}},
-    ("d_q", False): {128: {"keys": 64}, 192: {"keys": 64}},
-    ("d_q", True): {128: {"keys": 64, "tail": 16}, 192: {"keys": 64}},
-    ("d_k_d_v", False): {128: {"stages": 3, "ahead": True}, 192: {"stages": 2}},
-    ("d_k_d_v", True): {64: {"stages": 3, "ahead": True}, 128: {"stages": 2}, 192: {"stages": 2}},
-}
-
-
-def choose_hopper(
-    kernel: str, branch: Branch, q: Tensor, k: Tensor, v: Tensor, *others: Tensor
-) -> dict[str, Any] | None:
-    """The configuration of the Hopper kernel for these tensors, or None where the portable kernel is to run.
-
-    They take any number of heads a group up to 64, up to 32 at 192 wide, in shares that divide a tile (`split_heads`).
-    The copy engine must be able to read all. In packed documents, the compressed slots that no document fills would
-    reach the products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
-    """
-    window, heads = branch.window_size > 0, q.shape[2] // k.shape[2]
-    if kernel == "d_k_d_v" and window:
-        programs = cdiv(k.shape[1], 128) * k.shape[0] * k.shape[2]
-        if programs < 0.75 * multiprocessors(q.device):
-            return None
-    configuration = _HOPPER[kernel, window].get(q.shape[-1])
-    fits = (
-        configuration is not None
-        and is_hopper(q.device)
-        and heads <= 64
-        and (heads <= 32 or q.shape[-1] <= 128)
-        and v.shape[-1] in (64, 128)
-        and q.shape[1] * heads >= 128
-        and (window or branch.ids is None)
-        and tma_fits(q, k, v, *others)
-    )
-    return configuration if fits else None

@@ -1,35 +1,21 @@
 """The forward kernel of interval attention; see `interval`."""
 
-import math
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from trifocal.ops.triton.common import (
-    Tile,
-    choose_tile,
-    split_width,
-    store_tile,
-    strides,
-    tma_fits,
-    unit_stride,
-)
+from trifocal.ops import dispatch
+from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, store_tile, strides, unit_stride
 from trifocal.ops.triton.interval import (
     Branch,
-    choose_hopper,
     key_sources,
     load_keys,
     load_rows,
     place_rows_of_program,
 )
-from trifocal.ops.triton.launch import Kernel, cdiv
-
-# The running maximum starts at a finite low, so that no guard against inf - inf is needed.
-LOWEST = tl.constexpr(-1.0e30)
-LN_2 = tl.constexpr(math.log(2.0))
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 # fmt: off
 
@@ -79,7 +65,7 @@ def interval_forward_kernel(
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     num_queries, query_shift, window_size, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     COMPRESSED: tl.constexpr, BLOCK: tl.constexpr, STRIDE: tl.constexpr, PACKED: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, TMA: tl.constexpr,
@@ -88,20 +74,20 @@ def interval_forward_kernel(
     batch, group, first_query, row, query, head, row_begin, row_end, begin, end, tiles, first_full, full = (
         place_rows_of_program(
             num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS))
 
     if not TMA:
         k_source_1 += batch.to(tl.int64) * k_batch_stride + group * k_head_stride
         k_source_2 += batch.to(tl.int64) * k_batch_stride + group * k_head_stride
         v_source_1 += batch.to(tl.int64) * v_batch_stride + group * v_head_stride
         v_source_2 += batch.to(tl.int64) * v_batch_stride + group * v_head_stride
-    q += batch.to(tl.int64) * q_batch_stride + group * REP * q_head_stride
+    q += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
     q_1 = load_rows(
-        q, batch, group, first_query, query, head, q_time_stride, q_head_stride, 0, D_1, D, ROWS, REP, False)
+        q, batch, group, first_query, query, head, q_time_stride, q_head_stride, 0, D_1, D, ROWS, Q_PER_KV, False)
     q_2 = q_1
     if D_2 > 0:
         q_2 = load_rows(
-            q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, REP, False)
+            q, batch, group, first_query, query, head, q_time_stride, q_head_stride, D_1, D_2, D, ROWS, Q_PER_KV, False)
     running_max = tl.full([ROWS], LOWEST, tl.float32)
     running_sum = tl.zeros([ROWS], tl.float32)
     o_1 = tl.zeros([ROWS, V_1], tl.float32)
@@ -119,10 +105,10 @@ def interval_forward_kernel(
 
     sees = running_sum > 0
     inverse = tl.where(sees, 1.0 / tl.where(sees, running_sum, 1.0), 0.0)
-    keep = row < num_queries * REP
+    keep = row < num_queries * Q_PER_KV
     # o and lse are contiguous, so one number places a row: ((batch * T + query) * G + group) * R + head.
-    first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * REP
-    place = (query - first_query) * (GROUPS * REP) + head
+    first_place = ((batch.to(tl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV
+    place = (query - first_query) * (GROUPS * Q_PER_KV) + head
     o += first_place * V
     store_tile(o, place * V, keep, o_1 * inverse[:, None], 0, V_1, V)
     if V_2 > 0:
@@ -139,9 +125,6 @@ def launch_forward(
     v: Tensor,
     scale: float,
     branch: Branch,
-    tile: Tile | None = None,
-    tma: bool | None = None,
-    hopper: dict[str, Any] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attend.
 
@@ -149,9 +132,7 @@ def launch_forward(
         q: Queries, [B, T, H, D].
         k, v: Keys and values, [B, S, G, D] and [B, S, G, V]; S may be 0.
         scale: Factor on the scores.
-        branch: What a query sees.
-        tile, tma: Configuration instead of the table's, for measurements.
-        hopper: Configuration of the Hopper kernel instead of the table's.
+        branch: The interval of keys of a query.
 
     Returns:
         o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log, -inf where nothing is seen.
@@ -159,22 +140,19 @@ def launch_forward(
     batch, num_queries, num_heads, _ = q.shape
     num_groups = k.shape[2]
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
-    if tile is None and hopper is None:
-        hopper = choose_hopper("forward", branch, q, k, v)
-    if hopper is not None:
-        from trifocal.ops.triton.interval_hopper import launch_hopper_forward
-
-        return launch_hopper_forward(q, k, v, scale, branch, **hopper)
-    tile = tile or choose_tile("forward", q, v, window=branch.window_size > 0)
-    tma = tma_fits(k, v) if tma is None else tma
+    configuration = dispatch.interval_on_hopper("forward", q, k, v, window=branch.is_window, packed=branch.is_packed)
+    if configuration is not None:
+        return dispatch.hopper("interval_forward").launch_forward(q, k, v, scale, branch, **configuration)
+    tile = dispatch.interval_tile("forward", q, v, window=branch.is_window)
+    tma = dispatch.tma_fits(k, v)
     d_width, v_width = split_width(q.shape[3]), split_width(v.shape[3])
     o = q.new_empty(batch, num_queries, num_heads, v_width.size)
     lse = q.new_empty(batch, num_queries, num_heads, dtype=torch.float32)
-    rep = num_heads // num_groups
-    interval_forward_kernel[cdiv(num_queries * rep, tile.rows), batch * num_groups](
+    q_per_kv = num_heads // num_groups
+    interval_forward_kernel[cdiv(num_queries * q_per_kv, tile.BLOCK_M), batch * num_groups](
         q,
-        *key_sources(k, d_width, tile.keys, tma),
-        *key_sources(v, v_width, tile.keys, tma),
+        *key_sources(k, d_width, tile.BLOCK_N, tma),
+        *key_sources(v, v_width, tile.BLOCK_N, tma),
         o,
         lse,
         branch.ids,
@@ -186,14 +164,14 @@ def launch_forward(
         num_queries,
         branch.query_shift,
         branch.window_size,
-        scale * math.log2(math.e),
+        scale * LOG2_E,
         num_groups,
-        rep,
+        q_per_kv,
         *d_width,
         *v_width,
         **branch.constants(),
-        ROWS=tile.rows,
-        KEYS=tile.keys,
+        ROWS=tile.BLOCK_M,
+        KEYS=tile.BLOCK_N,
         TMA=tma,
         num_warps=tile.warps,
         num_stages=tile.stages,

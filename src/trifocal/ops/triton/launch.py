@@ -1,11 +1,11 @@
-"""Launching kernels: quickly where they were launched before, and all that a call needs compiled at the same time.
+"""Launching kernels: fast after the first time; and compiling all kernels that a call needs at the same time.
 
 A kernel is compiled when it is first launched, and most of its seconds are spent outside of Python: in the compiler's
 passes, the assembler, and a C compiler that makes its launcher. One after another they keep a first call waiting on a
 single core.
 
 A short call is over on the device before the host has started its next kernel: Triton spends 40 µs and more a launch on
-what all its arguments might mean for the compiled code, and on the checks of each descriptor of tiles. `Kernel` asks
+the meaning of all arguments for the compiled code, and on the checks of each descriptor of tiles. `Kernel` asks
 it once for arguments of a kind, and hands the compiled kernel its arguments from then on, pointers as numbers, since
 the launcher would ask the driver about each tensor. Only where a profiler listens are all launches Triton's own.
 """
@@ -16,7 +16,6 @@ import operator
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -27,13 +26,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDes
 from triton.runtime import JITFunction, driver
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from trifocal.ops import devices
+
 Descriptor = GluonDescriptor | TensorDescriptor
 _DESCRIPTORS = {GluonDescriptor, TensorDescriptor}
 
 _MOST_WORKERS = 16
 # Kinds of arguments that one kernel remembers. More come only of sizes that no two calls share.
 _MOST_KINDS = 4096
-_compiled_for: ContextVar[torch.device | None] = ContextVar("compiled_for", default=None)
 
 
 class Kernel:
@@ -43,7 +43,7 @@ class Kernel:
     may depend on: constants, types, the alignment of pointers, and numbers that the function specializes on.
 
     Args:
-        function: What `triton.jit` or `gluon.jit` made.
+        function: Made by `triton.jit` or `gluon.jit`.
     """
 
     def __init__(self, function: Any) -> None:
@@ -55,7 +55,7 @@ class Kernel:
             self._free = tuple(n for n, name in enumerate(function.arg_names) if name in function.do_not_specialize)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        if _compiled_for.get() is not None:
+        if devices.is_compiling():
             return functools.partial(self.function.warmup, grid=grid)
         if self._kinds is None or _watched():
             return self.function[grid]  # type: ignore[no-any-return]
@@ -93,19 +93,9 @@ class Kernel:
 
 
 def _watched() -> bool:
-    """Whether somebody wants to be called at launches: instead of Triton's chains of hooks, or in one."""
+    """Whether a profiler has installed a hook for launches, in Triton's chain of hooks or in its place."""
     enter, leave = triton.knobs.runtime.launch_enter_hook, triton.knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-def cdiv(numerator: int, denominator: int) -> int:
-    """The quotient of two positive numbers, rounded up. Triton's can be called in kernels too and takes 3 µs."""
-    return -(-numerator // denominator)
-
-
-def next_power_of_2(number: int) -> int:
-    """The smallest power of two that is not under a positive number; quick as `cdiv` is."""
-    return 1 << (number - 1).bit_length()
 
 
 def describe_tiles(
@@ -120,7 +110,7 @@ def describe_tiles(
     Its constructor's checks would take longer than the launch: `tma_fits` says beforehand whether x is fit for it.
 
     Args:
-        x: What the copy engine reads or writes.
+        x: The tensor that the copy engine reads or writes.
         shape, strides: Of x as the kernel sees it; the last stride is 1.
         tile: Sizes of a tile, each a power of two.
         layout: Of a tile in shared memory.
@@ -138,38 +128,32 @@ def describe_tiles(
 def only_compile(device: torch.device) -> Iterator[None]:
     """Compile every kernel that is launched inside, all at the same time, and launch none.
 
-    Tensors inside are of the meta device, which `own_device` takes for the given one. What is launched then with the
+    Tensors inside are of the meta device, which `devices.own_device` takes for the given one. A later launch with the
     same types, strides and alignments finds its kernel ready.
 
     Args:
         device: A CUDA device, the current one.
 
     Raises:
-        Exception: What the compiler raises.
+        Exception: Any error of the compiler.
     """
-    token = _compiled_for.set(device)
     workers = min(_MOST_WORKERS, os.cpu_count() or 1)
-    try:
-        with ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool:
-            with triton.AsyncCompileMode(pool) as mode:
-                yield
-            _load([future.result() for future in mode.future_kernels.values()], pool)
-    finally:
-        _compiled_for.reset(token)
+    with (
+        devices.compiling_for(device),
+        ThreadPoolExecutor(workers, initializer=torch.cuda.set_device, initargs=(device,)) as pool,
+    ):
+        with triton.AsyncCompileMode(pool) as mode:
+            yield
+        _load([future.result() for future in mode.future_kernels.values()], pool)
 
 
 def _load(kernels: Sequence[Any], pool: ThreadPoolExecutor) -> None:
-    """Make ready what was compiled, with the launcher of each, which Triton makes when it first looks for it.
+    """Load compiled kernels, with the launcher of each, which Triton makes when it first looks for it.
 
     Up to Triton 3.6 a launcher is an extension of its own, in C, and all have one name. When Python loads one that it
-    has loaded before, it puts its functions into the last module of that name, whosever that is: in another thread a
-    kernel would get the wrong launcher. So they are compiled at the same time, and loaded, from Triton's cache, one by
-    one.
+    has loaded before, it puts its functions into the last module of that name, even another kernel's: in another thread
+    a kernel would get the wrong launcher. So they are compiled at the same time, and loaded, from Triton's cache, one
+    by one.
     """
     list(pool.map(lambda kernel: driver.active.launcher_cls(kernel.src, kernel.metadata), kernels))
     list(map(operator.attrgetter("run"), kernels))
-
-
-def own_device(device: torch.device) -> torch.device:
-    """The device itself; for the meta device the one that is compiled for, if any."""
-    return (_compiled_for.get() or device) if device.type == "meta" else device

@@ -24,7 +24,8 @@ from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, first_compressed_blocks
 from trifocal.ops.triton.choice_index import documents_or
 from trifocal.ops.triton.compressed import place_slots
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
 # Numbers of a tile: 8 for each thread of 4 warps, 16 bytes in 16-bit types.
 _TILE = 1024

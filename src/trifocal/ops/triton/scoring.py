@@ -10,14 +10,14 @@ Two kernels, over chunks of queries so that memory stays bounded at any length:
 Importance. A tile of columns holds whole selection blocks, `l'/d` compressed blocks each, padded to a power of two.
 The sum over heads, `acc += exp2(q_h k - lse_h)`, needs no exchange between threads; the mask, the same for
 every head, comes after it. A compressed block overlaps the selection block that it starts in, and at most the
-next: each selection block's importance is written in two parts, what starts in it (`own`) and what reaches over from
-the block before (`carried`), so that no tile needs its neighbour.
+next: each selection block's importance is written in two parts, so that no tile needs its neighbour: from compressed
+blocks that start in it (`direct`), and from those that reach over from the block before (`overflow`).
 
 Choice. The bits of non-negative floats order like integers: halving finds the largest threshold that n values
 reach, exactly; of the values equal to it, the lower indices are taken.
 
-Both kernels exist a second time for Hopper: `scoring_hopper` runs for many queries of tensors that fit it, as
-`choose_hopper` says, `scoring_hopper_choice` wherever documents are not packed.
+Both kernels exist a second time for Hopper: `hopper.scoring` runs for many queries of tensors that fit it, as
+`dispatch` says, `hopper.choice` wherever documents are not packed.
 """
 
 import torch
@@ -25,33 +25,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
 from trifocal.ops.triton.choice_index import documents_or
 from trifocal.ops.triton.common import (
-    Tile,
-    architecture,
-    is_hopper,
+    LOG2_E,
+    LOG2_E_KERNEL,
     load_tile,
-    split_width,
     strides,
-    tma_fits,
     unit_stride,
 )
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, next_power_of_2, split_width
 
-LOG2_E = 1.4426950408889634
-# Bytes of importance that are kept at a time.
-BUFFER_BYTES = 2**28
 # Compressed blocks of one selection block that a tile holds; geometries with more are summed in parts.
 MOST_TAPS = 64
 # Rows of importance are a multiple of this, so that they are read in whole vectors.
 LINE = tl.constexpr(16)
-# Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: with so many the other
-# gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
-MOST_QUERIES_OF_PORTABLE = 8192
-# Selection blocks up to which the choice kernel in Gluon runs: one warp holds a row.
-MOST_BLOCKS_OF_WARP = 2048
 INFINITY_BITS = tl.constexpr(0x7F800000)
 
 
@@ -60,18 +51,19 @@ INFINITY_BITS = tl.constexpr(0x7F800000)
     do_not_specialize=["first_query", "end_query", "query_shift", "block_lines", "num_compressed", "column_tiles"]
 )
 def importance_kernel(
-    q, k_cmp, lse, own, carried, ids, positions, first_compressed,
+    q, k_cmp, lse, direct, overflow, ids, positions, first_compressed,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     lse_batch_stride, lse_time_stride, lse_head_stride,
     first_query, end_query, query_shift, block_lines, num_compressed, column_tiles, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
-    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, PLACES: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr,
+    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr,
     TAPS: tl.constexpr, PARTS: tl.constexpr, PACKED: tl.constexpr, QUERIES: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """Importance of `column_tiles` tiles of selection blocks for one tile of queries.
 
-    `own` and `carried` are [B, queries of the chunk, G, num_blocks], with blocks in whole lines. Queries that may take
+    `direct` and `overflow` are [B, queries of the chunk, G, num_blocks],
+    with blocks in whole lines. Queries that may take
     all their candidates need no importance; tiles of such queries do nothing.
     """
     COLUMNS: tl.constexpr = BLOCKS * TAPS
@@ -90,9 +82,9 @@ def importance_kernel(
         last_document = tl.max(document_of_query)
     else:
         position = token
-    q += batch * q_batch_stride + group * REP * q_head_stride
+    q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
     k_cmp += batch * k_batch_stride + group * k_head_stride
-    lse += batch * lse_batch_stride + group * REP * lse_head_stride
+    lse += batch * lse_batch_stride + group * Q_PER_KV * lse_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride
     lse_offsets = query.to(tl.int64) * lse_time_stride
     out_row = (batch * (end_query - first_query) + (query - first_query)) * GROUPS + group
@@ -106,15 +98,15 @@ def importance_kernel(
         if PACKED:
             in_document = exists & (document_of_query == document)
             first = tl.load(first_compressed + document)
-        # What is visible to a query lies in its document, so the document's count need not be known.
+        # A query sees blocks of its document alone, so the document's count need not be known.
         candidates = tl.max(tl.where(in_document, position // SELECTION + 1, 0))
         first_tile = tl.program_id(0) * column_tiles
         end_tile = tl.minimum(first_tile + column_tiles, tl.cdiv(candidates, BLOCKS))
-        end_tile = tl.where(candidates > PLACES, end_tile, first_tile)
+        end_tile = tl.where(candidates > NUM_SELECTED, end_tile, first_tile)
         for tile in range(first_tile, end_tile):
             first_block = tile * BLOCKS
-            own_sum = tl.zeros([QUERIES, BLOCKS], tl.float32)
-            carried_sum = own_sum
+            direct_sum = tl.zeros([QUERIES, BLOCKS], tl.float32)
+            overflow_sum = direct_sum
             for part in tl.static_range(PARTS):
                 tap = part * TAPS + column % TAPS
                 compressed = (first_block + block_of_column) * (SELECTION // STRIDE) + tap
@@ -125,7 +117,7 @@ def importance_kernel(
                 if D_2 > 0:
                     k_2 = load_tile(k_cmp, k_offsets, column_exists, D_1, D_2, D, True)
                 p = tl.zeros([QUERIES, COLUMNS], tl.float32)
-                for head in tl.range(0, REP):
+                for head in tl.range(0, Q_PER_KV):
                     # Asked for before the products, it is there when they are.
                     lse_of_head = tl.load(lse + lse_offsets + head * lse_head_stride, mask=exists, other=0.0)
                     q_head = q + head * q_head_stride
@@ -134,30 +126,32 @@ def importance_kernel(
                     if D_2 > 0:
                         q_2 = load_tile(q_head, q_offsets, exists, D_1, D_2, D, True)
                         scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
-                    p += tl.exp2(scores * score_scale - (lse_of_head * 1.4426950408889634)[:, None])
+                    p += tl.exp2(scores * score_scale - (lse_of_head * LOG2_E_KERNEL)[:, None])
                 last_token = compressed * STRIDE + (COMPRESSION - 1)
                 visible = column_exists[None, :] & (last_token[None, :] <= position[:, None])
                 p = tl.where(visible, p, 0.0)
                 # Overlaps in units of the stride: with the block that the compressed one starts in, and the next.
-                own_weight = tl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(tl.float32) / STRIDE
-                own_sum += tl.sum(tl.reshape(p * own_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
+                direct_weight = tl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(tl.float32) / STRIDE
+                direct_sum += tl.sum(tl.reshape(p * direct_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
                 if COMPRESSION > STRIDE:
-                    next_weight = COMPRESSION / STRIDE - own_weight
-                    carried_sum += tl.sum(tl.reshape(p * next_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
+                    overflow_weight = COMPRESSION / STRIDE - direct_weight
+                    overflow_sum += tl.sum(tl.reshape(p * overflow_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
             block = first_block + tl.arange(0, BLOCKS)
             out = out_row[:, None].to(tl.int64) * num_blocks + block[None, :]
-            tl.store(own + out, own_sum, mask=in_document[:, None] & (block < num_blocks)[None, :])
+            tl.store(direct + out, direct_sum, mask=in_document[:, None] & (block < num_blocks)[None, :])
             if COMPRESSION > STRIDE:
-                tl.store(carried + out + 1, carried_sum, mask=in_document[:, None] & (block + 1 < num_blocks)[None, :])
+                tl.store(
+                    overflow + out + 1, overflow_sum, mask=in_document[:, None] & (block + 1 < num_blocks)[None, :]
+                )
 
 
 @Kernel
 @triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines", "rows"])
 def choice_kernel(
-    own, carried, selected_blocks, positions,
+    direct, overflow, selected_blocks, positions,
     first_query, end_query, num_queries, query_shift, block_lines, rows,
     GROUPS: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
-    PLACES: tl.constexpr, PLACES_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
+    NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr,
     PACKED: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The choice of some rows (batch, query of the chunk, group) from the importance of all their blocks."""
@@ -175,15 +169,15 @@ def choice_kernel(
     is_candidate = block < candidates[:, None]
     forced = is_candidate & ((block < INITIAL) | (block >= candidates[:, None] - LOCAL))
     free = is_candidate & (forced == 0)
-    total = tl.minimum(candidates, PLACES)
+    total = tl.minimum(candidates, NUM_SELECTED)
     wanted = total - tl.sum(forced.to(tl.int32), 1)
 
-    # Whole lines are read; what no tile wrote is dropped before it is used.
+    # Whole lines are read; numbers that no tile wrote are dropped before they are used.
     place = row[:, None] * num_blocks + block
-    needed = (block // LINE < tl.cdiv(candidates, LINE)[:, None]) & (candidates > PLACES)[:, None]
-    importance = tl.where(free, tl.load(own + place, mask=needed, other=0.0), 0.0)
+    needed = (block // LINE < tl.cdiv(candidates, LINE)[:, None]) & (candidates > NUM_SELECTED)[:, None]
+    importance = tl.where(free, tl.load(direct + place, mask=needed, other=0.0), 0.0)
     if COMPRESSION > STRIDE:
-        importance += tl.where(free & (block > 0), tl.load(carried + place, mask=needed, other=0.0), 0.0)
+        importance += tl.where(free & (block > 0), tl.load(overflow + place, mask=needed, other=0.0), 0.0)
     bits = tl.minimum(tl.maximum(importance.to(tl.int32, bitcast=True), 0), INFINITY_BITS)
     bits = tl.where(free, bits, -1)
 
@@ -209,39 +203,11 @@ def choice_kernel(
     slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
     # Rows of all chunks: [B, T, G].
     batch = row // GROUPS // chunk_queries
-    out = selected_blocks + ((batch * num_queries + query) * GROUPS + row % GROUPS)[:, None] * PLACES
+    out = selected_blocks + ((batch * num_queries + query) * GROUPS + row % GROUPS)[:, None] * NUM_SELECTED
     tl.store(out + slot, tl.broadcast_to(block, [ROWS, BLOCKS]), mask=chosen & exists[:, None])
-    pad = tl.arange(0, PLACES_PAD)[None, :]
-    empty = exists[:, None] & (pad >= total[:, None]) & (pad < PLACES)
-    tl.store(out + pad, tl.full([ROWS, PLACES_PAD], -1, tl.int32), mask=empty)
-
-
-# What the Hopper kernel is launched with, by columns of q, as measured on an H200: see
-# `scoring_hopper.launch_hopper_importance`.
-_HOPPER: dict[int, dict[str, int]] = {128: {"k_stages": 2, "stack": 1}, 192: {"k_stages": 1, "stack": 2}}
-
-
-def choose_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, documents: Documents | None) -> dict[str, int] | None:
-    """The configuration of the Hopper kernel for these tensors, or None where the portable kernel is to run.
-
-    The copy engine must be able to read q and k, and a tile of 128 keys to hold whole selection blocks.
-    """
-    taps, remainder = divmod(geometry.selection_block_size, geometry.compression_stride)
-    heads = q.shape[2] // k_cmp.shape[2]
-    fits = (
-        is_hopper(q.device)
-        and q.shape[3] in _HOPPER
-        and heads in (4, 8, 16, 32, 64)
-        and q.shape[1] >= 64
-        and documents is None
-        and remainder == 0
-        and taps in (2, 4, 8, 16, 32, 64)
-        and tma_fits(q, k_cmp)
-    )
-    if not fits:
-        return None
-    options = _HOPPER[q.shape[3]]
-    return {**options, "stack": max(options["stack"], 8 // heads)}
+    pad = tl.arange(0, NUM_SELECTED_PAD)[None, :]
+    empty = exists[:, None] & (pad >= total[:, None]) & (pad < NUM_SELECTED)
+    tl.store(out + pad, tl.full([ROWS, NUM_SELECTED_PAD], -1, tl.int32), mask=empty)
 
 
 def select_blocks_forward(
@@ -252,10 +218,6 @@ def select_blocks_forward(
     num_keys: int,
     scale: float,
     documents: Documents | None,
-    *,
-    tile: Tile | None = None,
-    hopper: bool | None = None,
-    buffer_bytes: int = BUFFER_BYTES,
 ) -> Tensor:
     """Choose the selection blocks of every query and group.
 
@@ -267,9 +229,6 @@ def select_blocks_forward(
         num_keys: Tokens, S.
         scale: Factor on the scores.
         documents: Packed documents; None for one sequence a batch entry.
-        tile: A configuration of the portable kernel instead of the device's: queries, compressed blocks, warps, stages.
-        hopper: Whether Hopper kernels run wherever they can, or nowhere, instead of the rules.
-        buffer_bytes: Importance that may be held at a time.
 
     Returns:
         Block indices, [B, T, G, N], int32, ascending; -1 pads.
@@ -277,13 +236,13 @@ def select_blocks_forward(
     q, k_cmp = unit_stride(q), unit_stride(k_cmp)
     batch, num_queries, num_heads, dim = q.shape
     num_compressed, groups = k_cmp.shape[1:3]
-    rep, widths = num_heads // groups, split_width(dim)
-    places = geometry.num_selected_blocks
-    selected_blocks = torch.empty(batch, num_queries, groups, places, dtype=torch.int32, device=q.device)
+    q_per_kv, widths = num_heads // groups, split_width(dim)
+    num_selected = geometry.num_selected_blocks
+    selected_blocks = torch.empty(batch, num_queries, groups, num_selected, dtype=torch.int32, device=q.device)
     shift = num_keys - num_queries
     sizes = {
         "GROUPS": groups, "COMPRESSION": geometry.compression_block_size, "STRIDE": geometry.compression_stride,
-        "SELECTION": geometry.selection_block_size, "PLACES": places, "PACKED": documents is not None,
+        "SELECTION": geometry.selection_block_size, "NUM_SELECTED": num_selected, "PACKED": documents is not None,
     }  # fmt: skip
     ids, positions, _ = documents_or(documents, selected_blocks)
     first_compressed = selected_blocks
@@ -292,74 +251,64 @@ def select_blocks_forward(
     taps = next_power_of_2(geometry.selection_block_size // geometry.compression_stride)
     parts = max(1, taps // MOST_TAPS)
     taps //= parts
-    long = tile is None and batch * num_queries > MOST_QUERIES_OF_PORTABLE
-    importance_by_hand = choose_hopper(q, k_cmp, geometry, documents) if hopper or (hopper is None and long) else None
-    choice_by_hand = hopper is not False and is_hopper(q.device) and documents is None
-    tile = tile or _importance_tile(q.dtype, rep, widths.padded, architecture(q.device) == "hopper")
-    blocks_of_tile = max(1, tile.keys // taps)
+    packed = documents is not None
+    on_hopper = dispatch.importance_on_hopper(q, k_cmp, geometry, packed=packed)
+    tile = dispatch.importance_tile(q, q_per_kv)
+    blocks_of_tile = max(1, tile.BLOCK_N // taps)
 
     num_blocks = geometry.num_selection_blocks(num_keys)
     block_lines = cdiv(num_blocks, LINE.value)
     row_bytes = 2 * 4 * batch * groups * block_lines * LINE.value
-    scored = num_blocks > places
-    chunk_queries = num_queries if not scored else min(num_queries, max(tile.rows, buffer_bytes // row_bytes))
+    scored = num_blocks > num_selected
+    chunk_queries = (
+        num_queries
+        if not scored
+        else min(num_queries, max(tile.BLOCK_M, dispatch.IMPORTANCE_BUFFER_BYTES // row_bytes))
+    )
     if chunk_queries < num_queries:
-        chunk_queries = chunk_queries // tile.rows * tile.rows
+        chunk_queries = chunk_queries // tile.BLOCK_M * tile.BLOCK_M
     size = chunk_queries * row_bytes // 8 if scored else 1
-    own, carried = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
+    direct, overflow = (torch.empty(size, dtype=torch.float32, device=q.device) for _ in range(2))
     for first_query in range(0, num_queries, chunk_queries):
         end_query = min(first_query + chunk_queries, num_queries)
         # Blocks that the chunk's last query can choose from; a document's own count is not known here.
         reachable = (
             num_blocks if documents is not None else min(num_blocks, geometry.num_selection_blocks(shift + end_query))
         )
-        if reachable > places and importance_by_hand is not None:
-            from trifocal.ops.triton.scoring_hopper import launch_hopper_importance
-
-            launch_hopper_importance(
-                q, k_cmp, lse, own, carried, geometry, first_query, end_query, shift, reachable, block_lines,
-                scale * LOG2_E, **importance_by_hand,
+        if reachable > num_selected and on_hopper is not None:
+            dispatch.hopper("scoring").launch_importance(
+                q, k_cmp, lse, direct, overflow, geometry, first_query, end_query, shift, reachable, block_lines,
+                scale * LOG2_E, **on_hopper,
             )  # fmt: skip
-        elif reachable > places:
+        elif reachable > num_selected:
             column_tiles = cdiv(reachable, blocks_of_tile)
             # A program with few heads takes several tiles, or it would end before its loads are under way.
-            tiles_of_program = max(1, min(8 // rep, column_tiles))
+            tiles_of_program = max(1, min(8 // q_per_kv, column_tiles))
             grid = (
                 cdiv(column_tiles, tiles_of_program),
-                cdiv(end_query - first_query, tile.rows),
+                cdiv(end_query - first_query, tile.BLOCK_M),
                 batch * groups,
             )
             importance_kernel[grid](
-                q, k_cmp, lse, own, carried, ids, positions, first_compressed,
+                q, k_cmp, lse, direct, overflow, ids, positions, first_compressed,
                 *strides(q), *strides(k_cmp), *strides(lse),
                 first_query, end_query, shift, block_lines, num_compressed, tiles_of_program, scale * LOG2_E,
-                **sizes, REP=rep, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
-                QUERIES=tile.rows, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
+                **sizes, Q_PER_KV=q_per_kv, D=widths.size, D_1=widths.part_1, D_2=widths.part_2, TAPS=taps, PARTS=parts,
+                QUERIES=tile.BLOCK_M, BLOCKS=blocks_of_tile, num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
-        if choice_by_hand and reachable <= MOST_BLOCKS_OF_WARP:
-            from trifocal.ops.triton.scoring_hopper_choice import launch_choice_by_warp
-
-            launch_choice_by_warp(
-                own, carried, selected_blocks, geometry, first_query, end_query, shift, reachable, block_lines
+        if dispatch.choice_on_hopper(q, reachable, packed=packed):
+            dispatch.hopper("choice").launch_choice(
+                direct, overflow, selected_blocks, geometry, first_query, end_query, shift, reachable, block_lines
             )
             continue
         rows = batch * (end_query - first_query) * groups
         columns = max(16, next_power_of_2(reachable))
         rows_of_program = max(1, 256 // columns)
         choice_kernel[(cdiv(rows, rows_of_program),)](
-            own, carried, selected_blocks, positions,
+            direct, overflow, selected_blocks, positions,
             first_query, end_query, num_queries, shift, block_lines, rows,
-            **sizes, PLACES_PAD=next_power_of_2(places), INITIAL=geometry.num_initial_blocks,
+            **sizes, NUM_SELECTED_PAD=next_power_of_2(num_selected), INITIAL=geometry.num_initial_blocks,
             LOCAL=geometry.num_local_blocks, ROWS=rows_of_program, BLOCKS=columns,
             num_warps=max(1, min(8, columns // 1024)),
         )  # fmt: skip
     return selected_blocks
-
-
-def _importance_tile(dtype: torch.dtype, rep: int, dim: int, hopper: bool) -> Tile:
-    """Fixed configurations; `keys` counts compressed blocks."""
-    if dtype == torch.float32:
-        return Tile(rows=32, keys=32, warps=4, stages=1)
-    if dim > 128 or not hopper:
-        return Tile(rows=64, keys=64, warps=4, stages=2)
-    return Tile(rows=64, keys=128 if rep > 2 else 64, warps=4, stages=3 if rep > 4 else 2)

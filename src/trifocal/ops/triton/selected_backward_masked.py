@@ -1,4 +1,4 @@
-"""Backward of the selected branch, masked tiles: dense tiles of neighbouring queries over all blocks that one of them
+"""Backward of the selected branch, masked: dense tiles of neighbouring queries over all blocks that one of them
 chose.
 
 One kernel holds a tile of queries and makes d_q, the other a block of keys and makes d_k and d_v; of few programs the
@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops import devices, dispatch
 from trifocal.ops.triton.choice_index import choice_bits, part_of_block
-from trifocal.ops.triton.common import Tile, add_product, load_tile, multiprocessors, nothing_lost, store_tile
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
-from trifocal.ops.triton.selected import blocks_of_document, blocks_of_word, place_tile
+from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.selected_forward import blocks_of_document, blocks_of_word, hopper_sizes, place_tile
 from trifocal.ops.triton.selected_problem import SelectedProblem, row_numbers
-from trifocal.ops.triton.selected_tiles import masked_d_q_tile, masked_tile, part_of_queries, sizes_by_hand
+from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -25,7 +26,7 @@ def _d_q_of_blocks(
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Add what a run of blocks, all in the word `bits`, gives to d_q of the rows that chose them."""
+    """Add the shares of a run of blocks, all in the word `bits`, to d_q of the rows that chose them."""
     in_block = tl.arange(0, KEYS)
     for block in tl.range(first_block, end_block):
         first_position = block * BLOCK
@@ -67,20 +68,20 @@ def masked_d_q_kernel(
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
     num_queries, query_shift, num_keys, num_words, score_scale, scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """d_q of one tile of rows, in the order of the forward kernel."""
     batch_group, query, head, exists, position, document_of_row, first_document, last_document = place_tile(
-        num_queries, query_shift, ids, positions, REP, PACKED, ROWS
+        num_queries, query_shift, ids, positions, Q_PER_KV, PACKED, ROWS
     )
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
-    place = (batch * num_queries + query) * (GROUPS * REP) + group * REP + head
+    place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
     lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
-    q += batch * q_batch_stride + group * REP * q_head_stride
-    d_o += batch * d_batch_stride + group * REP * d_head_stride
+    q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
+    d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
@@ -124,14 +125,14 @@ def masked_d_q_kernel(
 
 @Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys", "num_words", "num_blocks", "part_queries"])
-def masked_d_kv_kernel(
+def masked_dkdv_kernel(
     q, k, v, d_o, lse, delta, gate, d_k, d_v, bits, block_documents, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
     num_queries, query_shift, num_keys, num_words, num_blocks, part_queries, score_scale, scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr,
@@ -158,8 +159,8 @@ def masked_d_kv_kernel(
     if (first_token < document_end) & ((begin_query < end_query) | (not SPLIT)):
         in_block = tl.arange(0, KEYS)
         key_exists = (in_block < BLOCK) & (first_token + in_block < document_end)
-        q += batch * q_batch_stride + group * REP * q_head_stride
-        d_o += batch * d_batch_stride + group * REP * d_head_stride
+        q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
+        d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride
         k += batch * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
         k_1 = load_tile(k, in_block * k_time_stride, key_exists, 0, D_1, D, True)
@@ -179,16 +180,16 @@ def masked_d_kv_kernel(
         lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
         lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
         word_place = (tl.program_id(0).to(tl.int64) * num_words + block // 32) * num_queries
-        end_row = end_query * REP
-        for first_row in tl.range(begin_query * REP, end_row, ROWS):
+        end_row = end_query * Q_PER_KV
+        for first_row in tl.range(begin_query * Q_PER_KV, end_row, ROWS):
             row = first_row + tl.arange(0, ROWS)
-            query = row // REP
-            head = row % REP
+            query = row // Q_PER_KV
+            head = row % Q_PER_KV
             in_tile = row < end_row
             query = tl.where(in_tile, query, begin_query)
             word = tl.load(bits + word_place + query, mask=in_tile, other=0)
             exists = ((word >> (block & 31)) & 1) != 0
-            place = (batch * num_queries + query) * (GROUPS * REP) + group * REP + head
+            place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
             lse_2, delta_row, gate_row = row_numbers(lse, delta, gate, place, exists, GATED)
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
@@ -249,7 +250,7 @@ def sum_parts_of_blocks_kernel(
     GROUPS: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr,
     BLOCK: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """d_k, or d_v, of some keys from the parts whose queries lie behind the key's block, in order."""
+    """d_k, or d_v, of some keys: the sum, in order, of the parts with queries behind the key's block."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     exists = row < count
     token = tl.where(exists, row, 0) // GROUPS % num_keys
@@ -268,34 +269,31 @@ def sum_parts_of_blocks_kernel(
         _sum_parts_of_rows(d_v_parts, d_v, row, exists, begin, end, count, ROWS, V, V_PAD)
 
 
-def masked_backward(
-    problem: SelectedProblem, *, tile: Tile | None, tile_d_q: Tile | None, by_hand: bool, part_queries: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """d_q, d_k and d_v; arguments as for `selected_backward`."""
+def masked_backward(problem: SelectedProblem) -> tuple[Tensor, Tensor, Tensor]:
+    """d_q, d_k and d_v."""
     bits = choice_bits(problem.selected_blocks, problem.block_size, problem.k.shape[1], problem.documents)
-    d_q = _launch_d_q(problem, bits, tile_d_q)
-    return d_q, *_launch_d_k_d_v(problem, bits, tile, by_hand, part_queries)
+    return _launch_d_q(problem, bits), *_launch_dkdv(problem, bits)
 
 
-def _launch_d_q(problem: SelectedProblem, bits: Tensor, tile: Tile | None) -> Tensor:
-    q, (widths, value_widths) = problem.q, problem.widths
-    tile = tile or masked_d_q_tile(q.dtype, widths.padded, value_widths.padded)
+def _launch_d_q(problem: SelectedProblem, bits: Tensor) -> Tensor:
+    q = problem.q
+    tile = dispatch.selected_tile("masked d_q", q, problem.v, problem.q_per_kv, on_hopper=False)
     d_q = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    masked_d_q_kernel[(q.shape[0] * problem.k.shape[2], cdiv(q.shape[1] * problem.rep, tile.rows))](
+    masked_d_q_kernel[(q.shape[0] * problem.k.shape[2], cdiv(q.shape[1] * problem.q_per_kv, tile.BLOCK_M))](
         *problem.rows(), d_q, bits, *problem.documents_or_lse(), *problem.sizes(),
         bits.shape[2], problem.score_scale, problem.scale,
-        **problem.constants(), ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+        **problem.constants(), ROWS=tile.BLOCK_M, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
     )  # fmt: skip
     return d_q
 
 
-def _launch_d_k_d_v(
-    problem: SelectedProblem, bits: Tensor, tile: Tile | None, by_hand: bool, part_queries: int | None
-) -> tuple[Tensor, Tensor]:
-    p, rep = problem, problem.rep
-    (batch, num_queries), (num_keys, groups, value_dim) = p.q.shape[:2], p.v.shape[1:]
-    dim, (widths, value_widths) = p.q.shape[3], p.widths
-    tile = tile or masked_tile(p.q.dtype, rep, widths.padded, value_widths.padded, by_hand)
+def _launch_dkdv(problem: SelectedProblem, bits: Tensor) -> tuple[Tensor, Tensor]:
+    p, q_per_kv = problem, problem.q_per_kv
+    (batch, num_queries), (num_keys, groups, value_dim), dim = p.q.shape[:2], p.v.shape[1:], p.q.shape[3]
+    on_hopper = dispatch.selected_on_hopper(
+        "masked dkdv", p.q, p.k, p.v, p.d_o, q_per_kv=q_per_kv, block_size=p.block_size
+    )
+    tile = dispatch.selected_tile("masked dkdv", p.q, p.v, q_per_kv, on_hopper=on_hopper)
     ids, _, cu_seqlens = p.documents_or_lse()
     num_blocks, block_documents = cdiv(num_keys, p.block_size), p.lse
     if p.documents is not None:
@@ -305,21 +303,20 @@ def _launch_d_k_d_v(
         first_blocks = cu_seqlens[:-1] // p.block_size + every_document
         every_block = torch.arange(num_blocks, dtype=torch.int32, device=p.q.device)
         block_documents = torch.searchsorted(first_blocks, every_block, right=True, out_int32=True) - 1
-    part_queries = part_queries or part_of_queries(
-        num_queries, rep, batch * groups * num_blocks, multiprocessors(p.q.device)
+    part_queries = dispatch.masked_part_queries(
+        num_queries, q_per_kv, batch * groups * num_blocks, devices.multiprocessors(p.q.device)
     )
     parts = cdiv(num_queries, part_queries)
     d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (p.k, p.v))
     sums = d_k, d_v
     if parts > 1:
         sums = tuple(torch.empty(parts, *x.shape, dtype=torch.float32, device=x.device) for x in (p.k, p.v))
-    kernel, constants = masked_d_kv_kernel, p.constants()
-    if by_hand:
-        from trifocal.ops.triton.selected_hopper import masked_d_kv_hopper_kernel
-
-        kernel, constants = masked_d_kv_hopper_kernel, sizes_by_hand(constants)
+    kernel, constants = masked_dkdv_kernel, p.constants()
+    if on_hopper:
+        kernel = dispatch.hopper("selected_backward_masked").masked_dkdv_hopper_kernel
+        constants = hopper_sizes(constants)
     else:
-        constants["ROWS"] = tile.rows
+        constants["ROWS"] = tile.BLOCK_M
     kernel[(batch * groups, num_blocks * parts)](
         *p.rows(), *sums, bits, block_documents, cu_seqlens, *p.sizes(),
         bits.shape[2], num_blocks, part_queries, p.score_scale, p.scale,

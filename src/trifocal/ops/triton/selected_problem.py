@@ -1,4 +1,4 @@
-"""What both loop orders of the selected branch's backward are given."""
+"""The inputs of the selected branch's backward, for both loop orders."""
 
 from typing import NamedTuple
 
@@ -8,11 +8,8 @@ from torch import Tensor
 
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.choice_index import documents_or
-from trifocal.ops.triton.common import Widths, split_width, strides
-from trifocal.ops.triton.launch import next_power_of_2
-
-LOG2_E = 1.4426950408889634
-LOG2_E_KERNEL = tl.constexpr(LOG2_E)
+from trifocal.ops.triton.common import LOG2_E, LOG2_E_KERNEL, strides
+from trifocal.ops.triton.tiles import Widths, next_power_of_2, split_width
 
 
 class SelectedProblem(NamedTuple):
@@ -43,12 +40,12 @@ class SelectedProblem(NamedTuple):
     documents: Documents | None
 
     @property
-    def rep(self) -> int:
+    def q_per_kv(self) -> int:
         """Heads of a group."""
         return self.q.shape[2] // self.k.shape[2]
 
     @property
-    def places(self) -> int:
+    def num_selected(self) -> int:
         """Blocks that a query may choose."""
         return self.selected_blocks.shape[-1]
 
@@ -63,7 +60,7 @@ class SelectedProblem(NamedTuple):
         return split_width(self.q.shape[3]), split_width(self.v.shape[3])
 
     def rows(self) -> tuple[Tensor, ...]:
-        """What kernels read: q, k, v, d_o, and the rows' lse, delta and gate."""
+        """The tensors that kernels read: q, k, v, d_o, and the rows' lse, delta and gate."""
         return self.q, self.k, self.v, self.d_o, self.lse, self.delta, self.delta if self.gate is None else self.gate
 
     def documents_or_lse(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,10 +74,10 @@ class SelectedProblem(NamedTuple):
         return *of_all, num_queries, num_keys - num_queries, num_keys
 
     def constants(self) -> dict[str, int | bool]:
-        """What kernels are compiled for."""
+        """Compile-time constants of the kernels."""
         d, v = self.widths
         return {
-            "GROUPS": self.k.shape[2], "REP": self.rep, "D": d.size, "D_1": d.part_1, "D_2": d.part_2,
+            "GROUPS": self.k.shape[2], "Q_PER_KV": self.q_per_kv, "D": d.size, "D_1": d.part_1, "D_2": d.part_2,
             "V": v.size, "V_1": v.part_1, "V_2": v.part_2,
             "BLOCK": self.block_size, "KEYS": max(16, next_power_of_2(self.block_size)),
             "PACKED": self.documents is not None, "GATED": self.gate is not None,

@@ -14,7 +14,7 @@ def _double_kernel(x, y, SIZE: tl.constexpr):
 
 
 def run_smallest_kernel(device: torch.device) -> bool:
-    """Compile a kernel, run it, and say whether its result is right; raises what Triton raises."""
+    """Compile a kernel, run it, and say whether its result is right; raises Triton's errors."""
     x = torch.arange(_SIZE, device=device, dtype=torch.float32)
     y = torch.empty_like(x)
     _double_kernel[(1,)](x, y, SIZE=_SIZE)

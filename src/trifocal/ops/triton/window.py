@@ -5,8 +5,6 @@ FLOPs: forward `2 * T * w * H * (D + V)`, backward 2.5 times as many, and 7/5 of
 make the scores each for itself.
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from trifocal.ops.layout import Documents
@@ -23,7 +21,6 @@ def window_forward(
     window_size: int,
     scale: float,
     documents: Documents | None,
-    **configuration: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attend to the last `window_size` keys.
 
@@ -34,12 +31,11 @@ def window_forward(
         window_size: Keys that a query sees, its own included.
         scale: Factor on the scores.
         documents: Packed documents, or None.
-        **configuration: See `interval_forward.launch_forward`, for measurements.
 
     Returns:
         o, [B, T, H, V], in q's type, and lse, [B, T, H], fp32, natural log.
     """
-    return launch_forward(q, k, v, scale, _branch(q, k, window_size, documents), **configuration)
+    return launch_forward(q, k, v, scale, _branch(q, k, window_size, documents))
 
 
 def window_backward(
@@ -55,7 +51,6 @@ def window_backward(
     delta: Tensor | None = None,
     gate: Tensor | None = None,
     d_q: Tensor | None = None,
-    **configuration: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of window attention.
 
@@ -66,7 +61,6 @@ def window_backward(
         delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
         gate: This branch's weight in the mixed output, [B, T, H], or None.
         d_q: Gradient of the queries from other branches, contiguous, to add to in place, or None.
-        **configuration: See `interval_backward.launch_backward`, for measurements.
 
     Returns:
         d_q, d_k, d_v in the types of q, k, v.
@@ -75,7 +69,7 @@ def window_backward(
         delta = row_sums(d_o, o)
     branch = _branch(q, k, window_size, documents)
     problem = IntervalProblem(d_o, q, k, v, lse, delta, gate, scale, branch)
-    return launch_backward(problem, d_q, **configuration)
+    return launch_backward(problem, d_q)
 
 
 def _branch(q: Tensor, k: Tensor, window_size: int, documents: Documents | None) -> Branch:

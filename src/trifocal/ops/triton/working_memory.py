@@ -1,20 +1,19 @@
-"""Buffers of the kernels besides their inputs and results, by formula: what their launchers allocate, in bytes.
+"""Buffers of the kernels besides their inputs and results, by formula: the bytes that their launchers allocate.
 
-They are freed before the launcher returns, so only the largest counts. What grows with tokens: the index of the
-choice and the partial results of selected attention where it goes through keys (`"gathered"`), up to `BUFFER_BYTES`;
-the importance of blocks, up to that module's; bits of the choice otherwise and, where programs are few, d_k and d_v in
-parts.
+They are freed before the launcher returns, so only the largest counts. These grow with the number of tokens: in the
+block-major order the index of the choice and partial results, the latter up to `dispatch.SELECTED_BUFFER_BYTES`; the
+importance of blocks, up to `dispatch.IMPORTANCE_BUFFER_BYTES`; in the other orders bits of the choice and, where
+programs are few, d_k and d_v in parts.
 """
 
 import torch
 
+from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.triton import scoring
 from trifocal.ops.triton.choice_index import parts_of_block
-from trifocal.ops.triton.common import split_width
-from trifocal.ops.triton.launch import cdiv
-from trifocal.ops.triton.selected import BUFFER_BYTES, LARGEST_BLOCK, choose_order, rows_of_chunk
-from trifocal.ops.triton.selected_tiles import gathered_tile, part_of_queries, partial_d_q_type
+from trifocal.ops.triton.scoring import LINE
+from trifocal.ops.triton.selected_forward import LARGEST_BLOCK, rows_of_chunk
+from trifocal.ops.triton.tiles import cdiv
 
 _FP32, _INT32, _INT64 = 4, 4, 8
 # An H100's and H200's; with fewer, sums are kept in fewer parts.
@@ -36,12 +35,12 @@ def forward_working_bytes(
         value_dim: V.
         item: Bytes of a number of q, k and v.
     """
-    lines = cdiv(geometry.num_selection_blocks(length), scoring.LINE.value)
-    row = 2 * _FP32 * batch * groups * lines * scoring.LINE.value
+    lines = cdiv(geometry.num_selection_blocks(length), LINE.value)
+    row = 2 * _FP32 * batch * groups * lines * LINE.value
     scored = geometry.num_selection_blocks(length) > geometry.num_selected_blocks
-    importance = min(length * row, scoring.BUFFER_BYTES) if scored else 0
+    importance = min(length * row, dispatch.IMPORTANCE_BUFFER_BYTES) if scored else 0
     choice = _Choice(geometry, batch, length, groups)
-    if not choice.gathered():
+    if not choice.is_block_major():
         return max(importance, choice.bits)
     slots = choice.slots_of_chunk(heads // groups * value_dim * item)
     partial = slots * heads // groups * (value_dim * item + _FP32)
@@ -54,19 +53,17 @@ def backward_working_bytes(
     """Most that a stage of the backward pass allocates for itself; arguments as in `forward_working_bytes`."""
     choice = _Choice(geometry, batch, length, groups)
     numbers = _FP32 * batch * length * heads
-    rep = heads // groups
-    if not choice.gathered(backward=True):
-        parts = cdiv(length, part_of_queries(length, rep, choice.keys, MULTIPROCESSORS))
+    q_per_kv = heads // groups
+    if not choice.is_block_major(backward=True):
+        parts = cdiv(length, dispatch.masked_part_queries(length, q_per_kv, choice.keys, MULTIPROCESSORS))
         sums = parts * _FP32 * batch * length * groups * (dim + value_dim) if parts > 1 else 0
         return numbers + choice.bits + sums
     dtype = torch.float32 if item == _FP32 else torch.bfloat16
-    item = partial_d_q_type(dtype, choice.places, by_hand=False).itemsize
-    slots = choice.slots_of_chunk(rep * dim * item)
-    sizes = dtype, rep, split_width(dim).padded, split_width(value_dim).padded
-    # Which of the two runs depends on strides too; the smaller pieces are more.
-    piece = min(gathered_tile(*sizes, by_hand=by_hand, hopper=True).keys for by_hand in (False, True))
+    item = dispatch.partial_d_q_type(dtype, choice.num_selected, on_hopper=False).itemsize
+    slots = choice.slots_of_chunk(q_per_kv * dim * item)
+    piece = dispatch.fewest_piece_slots(dtype, q_per_kv, dim, value_dim)
     pieces = choice.pieces_of_chunk(slots, piece)
-    partial = slots * rep * dim * item + pieces * choice.block * _FP32 * (dim + value_dim)
+    partial = slots * q_per_kv * dim * item + pieces * choice.block * _FP32 * (dim + value_dim)
     chunks = cdiv(choice.num_slots, slots)
     if chunks > 1:
         # Sums of d_k and d_v over the chunks.
@@ -80,17 +77,20 @@ class _Choice:
     def __init__(self, geometry: Geometry, batch: int, length: int, groups: int) -> None:
         parts = parts_of_block(geometry.selection_block_size, LARGEST_BLOCK)
         self.block = geometry.selection_block_size // parts
-        self.places = geometry.num_selected_blocks * parts
-        self.rows, self.row_slots = batch * length, groups * self.places
+        self.num_selected = geometry.num_selected_blocks * parts
+        self.rows, self.row_slots = batch * length, groups * self.num_selected
         self.num_slots = self.rows * self.row_slots
         num_blocks = cdiv(length, self.block)
         self.keys = batch * groups * num_blocks
         self.length = length
         self.bits = _INT32 * self.rows * groups * cdiv(num_blocks, 32)
 
-    def gathered(self, backward: bool = False) -> bool:
-        """Whether the order is keys outside."""
-        return choose_order(self.length, self.length, self.places, self.block, backward=backward) == "gathered"
+    def is_block_major(self, backward: bool = False) -> bool:
+        """Whether the order is block-major."""
+        return (
+            dispatch.selected_order(self.length, self.length, self.num_selected, self.block, backward=backward)
+            == "block_major"
+        )
 
     @property
     def index(self) -> int:
@@ -104,7 +104,7 @@ class _Choice:
 
     def slots_of_chunk(self, bytes_of_slot: int) -> int:
         """Slots whose partial results exist at a time."""
-        return rows_of_chunk(self.row_slots * bytes_of_slot, self.rows, BUFFER_BYTES) * self.row_slots
+        return rows_of_chunk(self.row_slots * bytes_of_slot, self.rows) * self.row_slots
 
     def pieces_of_chunk(self, slots_of_chunk: int, piece: int) -> int:
         """Most pieces into which the slots of a chunk's keys are cut."""

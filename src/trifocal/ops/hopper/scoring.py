@@ -1,4 +1,4 @@
-"""The importance kernel of scoring for Hopper, in Gluon; see `scoring` for what it computes.
+"""The importance kernel of scoring for Hopper, in Gluon; `triton.scoring` explains its task.
 
 With 128 columns the exponentials of a tile of scores take the unit that makes them (16 a clock of a multiprocessor) as
 long as its products take the matrix units. So the two must run side by side, all the time. A program has three parts:
@@ -8,11 +8,11 @@ long as its products take the matrix units. So the two must run side by side, al
 | first keys, second keys | 4 each | 128 keys each: scores of the next head while this head's become exponentials |
 | loader | 1 | starts the copies (TMA) of keys, and of q head after head, as soon as a buffer is free |
 
-Both parts read the same tile of 64 queries: what comes through the second-level cache once is multiplied by 256 keys,
-which keeps the traffic at half of what that cache gives. A program stays on its multiprocessor and takes one unit
-after the other, those with the longest past first. A unit is a batch entry and group, 256 keys, and so many tiles
-of queries that copies of keys are few beside those of q. Keys in the future of all queries are not read, and a part
-whose keys are passes.
+Both parts read the same tile of 64 queries: a query comes through the second-level cache once and is multiplied by 256
+keys, which keeps the traffic at half of that cache's bandwidth. A program stays on its multiprocessor and takes one
+unit after the other, those with the longest past first. A unit is a batch entry and group, 256 keys, and so many tiles
+of queries that copies of keys are few beside those of q. Keys in the future of all queries are not read, and the part
+that owns them skips the tile.
 
 From memory, per unit: k once; q and lse of every head of the group; importance in fp32 out.
 """
@@ -22,12 +22,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma_wait
 
+from trifocal.ops import devices
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.triton.common import multiprocessors, split_width, strides
-from trifocal.ops.triton.interval_hopper import allocate_tiles, copy_tile, multiply, part_descriptors
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.hopper.common import allocate_tiles, copy_tile, multiply, part_descriptors
+from trifocal.ops.triton.common import LOG2_E_KERNEL, strides
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, split_width
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 QUERIES = gl.constexpr(64)
 # Compressed keys of one part of a program.
 KEYS = gl.constexpr(128)
@@ -39,12 +40,12 @@ STAGES = gl.constexpr(4)
 
 @gluon.jit
 def parts_reached(
-    last_query, query_shift, pair, SELECTION: gl.constexpr, PLACES: gl.constexpr, BLOCKS: gl.constexpr,
+    last_query, query_shift, pair, SELECTION: gl.constexpr, NUM_SELECTED: gl.constexpr, BLOCKS: gl.constexpr,
 ):
     """How many of a pair's key tiles hold candidates of queries up to the last: none where all may be taken."""
     candidates = (last_query + query_shift) // SELECTION + 1
     reached = gl.minimum(gl.maximum((candidates + BLOCKS - 1) // BLOCKS - 2 * pair, 0), 2)
-    return gl.where(candidates > PLACES, reached, 0)
+    return gl.where(candidates > NUM_SELECTED, reached, 0)
 
 
 @gluon.jit
@@ -56,7 +57,8 @@ def steps_of_program(units, STACK: gl.constexpr):
 @gluon.jit
 def place_tile(
     step, stacks, pairs, batch_groups, first_query, end_query, query_shift,
-    GROUPS: gl.constexpr, SELECTION: gl.constexpr, PLACES: gl.constexpr, BLOCKS: gl.constexpr, STACK: gl.constexpr,
+    GROUPS: gl.constexpr, SELECTION: gl.constexpr, NUM_SELECTED: gl.constexpr, BLOCKS: gl.constexpr,
+    STACK: gl.constexpr,
 ):
     """Batch, group, first query and pair of key tiles of a step; how many of the pair these queries reach, and how
     many any queries of the unit's stack reach. The last queries come first."""
@@ -67,19 +69,19 @@ def place_tile(
     group = unit % GROUPS
     query = stack_query + step % STACK * QUERIES
     last_query = gl.minimum(query + QUERIES, end_query) - 1
-    reached = parts_reached(last_query, query_shift, pair, SELECTION, PLACES, BLOCKS)
+    reached = parts_reached(last_query, query_shift, pair, SELECTION, NUM_SELECTED, BLOCKS)
     # Behind the last query a stack may have empty tiles.
     reached = gl.where(query < end_query, reached, 0)
     last_query = gl.minimum(stack_query + STACK * QUERIES, end_query) - 1
-    most = parts_reached(last_query, query_shift, pair, SELECTION, PLACES, BLOCKS)
+    most = parts_reached(last_query, query_shift, pair, SELECTION, NUM_SELECTED, BLOCKS)
     return batch, group, query, pair, reached, most
 
 
 @gluon.jit
 def load_scoring(
     descriptors, buffers, barriers, counts,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, SELECTION: gl.constexpr,
-    PLACES: gl.constexpr, BLOCKS: gl.constexpr, STACK: gl.constexpr, K_STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, SELECTION: gl.constexpr,
+    NUM_SELECTED: gl.constexpr, BLOCKS: gl.constexpr, STACK: gl.constexpr, K_STAGES: gl.constexpr,
 ):
     """The loader: k of the first part, one tile of q, k of the second part, the other tiles of q."""
     q_sources, k_sources = descriptors
@@ -95,7 +97,7 @@ def load_scoring(
     for step in range(steps_of_program(units, STACK)):
         batch, group, query, pair, reached, most = place_tile(
             step, stacks, pairs, batch_groups, first_query, end_query, query_shift,
-            GROUPS, SELECTION, PLACES, BLOCKS, STACK)
+            GROUPS, SELECTION, NUM_SELECTED, BLOCKS, STACK)
         first_key = pair * (2 * KEYS)
         if step % STACK == 0:
             second = most > 1
@@ -105,11 +107,11 @@ def load_scoring(
                 mbarrier.expect(k_ready.index(place), K_BYTES)
                 copy_tile(k_sources, batch, first_key, group, k_ready.index(place), k_tiles, place, D_1, D_2)
                 k_count_0 += 1
-        for head in range(gl.where(reached > 0, REP, 0)):
+        for head in range(gl.where(reached > 0, Q_PER_KV, 0)):
             stage = count % STAGES
             mbarrier.wait(q_free.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(q_ready.index(stage), Q_BYTES)
-            copy_tile(q_sources, batch, query, group * REP + head, q_ready.index(stage), q_tiles, stage, D_1, D_2)
+            copy_tile(q_sources, batch, query, group * Q_PER_KV + head, q_ready.index(stage), q_tiles, stage, D_1, D_2)
             count += 1
             if second:
                 place = K_STAGES + k_count_1 % K_STAGES
@@ -122,10 +124,10 @@ def load_scoring(
 
 @gluon.jit
 def settle(y):
-    """Let nothing that stands behind in the program begin before all of y, which is not negative, is known.
+    """Let no later statement of the program start before all of y, which is not negative, is computed.
 
     The assembler moves a wait for products in front of exponentials that should run beside them. It moves nothing
-    across a fence; this one is never executed, since no number has the bit of the sign.
+    across a fence. This fence is never executed, since no number is negative.
     """
     bits = gl.reshape(y.to(gl.int32, bitcast=True), [QUERIES, y.shape[1] // 8, 4, 2])
     # Both axes lie within threads.
@@ -137,8 +139,8 @@ def settle(y):
 
 @gluon.jit
 def add_head(p, scores, lse_of_head, score_scale):
-    """Add the probabilities of one head, before anything that stands behind in the program."""
-    probabilities = gl.exp2(scores * score_scale - (lse_of_head * LOG2_E)[:, None])
+    """Add the probabilities of one head, before any later statement of the program."""
+    probabilities = gl.exp2(scores * score_scale - (lse_of_head * LOG2_E_KERNEL)[:, None])
     settle(probabilities)
     return p + probabilities
 
@@ -147,7 +149,7 @@ def add_head(p, scores, lse_of_head, score_scale):
 def await_q(q_ready, count):
     """Wait for the count-th tile of q.
 
-    A branch: what products stand before it have all been issued. So it comes behind a product and before the
+    The wait is a branch: all products before it have been issued. So it comes behind a product and before the
     exponentials, one tile ahead of its use.
     """
     mbarrier.wait(q_ready.index(count % STAGES), count // STAGES & 1)
@@ -162,7 +164,7 @@ def multiply_head(q_tiles, k_tiles, k_place, count, D_1: gl.constexpr, D_2: gl.c
 
 @gluon.jit
 def finish_head(scores, q_free, count):
-    """The scores of the count-th tile of q, whose buffer is given back."""
+    """The scores of the count-th tile of q; gives its buffer back."""
     scores = warpgroup_mma_wait(0, [scores])
     mbarrier.arrive(q_free.index(count % STAGES), count=1)
     return scores
@@ -170,7 +172,7 @@ def finish_head(scores, q_free, count):
 
 @gluon.jit
 def store_importance(
-    p, own, carried, place, first_block, num_blocks, row_stride, rows_left,
+    p, direct, overflow, place, first_block, num_blocks, row_stride, rows_left,
     COMPRESSION: gl.constexpr, STRIDE: gl.constexpr, SELECTION: gl.constexpr, TAPS: gl.constexpr,
 ):
     """Sum the probabilities of compressed blocks by selection block and store both parts of the importance."""
@@ -178,25 +180,25 @@ def store_importance(
     WIDE: gl.constexpr = min(BLOCKS, 32)
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // WIDE, WIDE], [4, 1], [1, 0])
     tap = gl.arange(0, KEYS, gl.SliceLayout(0, p.type.layout)) % TAPS
-    own_weight = gl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(gl.float32) / STRIDE
+    direct_weight = gl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(gl.float32) / STRIDE
     row = gl.arange(0, QUERIES, gl.SliceLayout(1, OUT))
     block = first_block + gl.arange(0, BLOCKS, gl.SliceLayout(0, OUT))
     offsets = place + row[:, None] * row_stride + block[None, :]
     exists = (row < rows_left)[:, None]
-    own_sum = gl.sum(gl.reshape(p * own_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
-    gl.store(own + offsets, gl.convert_layout(own_sum, OUT), mask=exists & (block < num_blocks)[None, :])
+    direct_sum = gl.sum(gl.reshape(p * direct_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
+    gl.store(direct + offsets, gl.convert_layout(direct_sum, OUT), mask=exists & (block < num_blocks)[None, :])
     if COMPRESSION > STRIDE:
-        next_weight = COMPRESSION / STRIDE - own_weight
-        next_sum = gl.sum(gl.reshape(p * next_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
+        overflow_weight = COMPRESSION / STRIDE - direct_weight
+        overflow_sum = gl.sum(gl.reshape(p * overflow_weight[None, :], [QUERIES, BLOCKS, TAPS]), 2)
         keep = exists & (block + 1 < num_blocks)[None, :]
-        gl.store(carried + offsets + 1, gl.convert_layout(next_sum, OUT), mask=keep)
+        gl.store(overflow + offsets + 1, gl.convert_layout(overflow_sum, OUT), mask=keep)
 
 
 @gluon.jit
 def score_keys(
-    PART: gl.constexpr, own, carried, lse, lse_strides, buffers, barriers, counts, num_blocks, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, COMPRESSION: gl.constexpr,
-    STRIDE: gl.constexpr, SELECTION: gl.constexpr, PLACES: gl.constexpr, TAPS: gl.constexpr, STACK: gl.constexpr,
+    PART: gl.constexpr, direct, overflow, lse, lse_strides, buffers, barriers, counts, num_blocks, score_scale,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, COMPRESSION: gl.constexpr,
+    STRIDE: gl.constexpr, SELECTION: gl.constexpr, NUM_SELECTED: gl.constexpr, TAPS: gl.constexpr, STACK: gl.constexpr,
     K_STAGES: gl.constexpr,
 ):
     """Importance of one half of the selection blocks of each unit."""
@@ -212,13 +214,13 @@ def score_keys(
     for step in range(steps_of_program(units, STACK)):
         batch, group, query, pair, reached, _most = place_tile(
             step, stacks, pairs, batch_groups, first_query, end_query, query_shift,
-            GROUPS, SELECTION, PLACES, BLOCKS, STACK)
+            GROUPS, SELECTION, NUM_SELECTED, BLOCKS, STACK)
         k_place = PART * K_STAGES + k_count % K_STAGES
         if reached > PART:
             # Once a unit it waits, then the barrier stays where it is.
             mbarrier.wait(k_ready.index(k_place), k_count // K_STAGES & 1)
             exists = query + row < end_query
-            lse_head = lse + batch.to(gl.int64) * lse_batch_stride + group * REP * lse_head_stride
+            lse_head = lse + batch.to(gl.int64) * lse_batch_stride + group * Q_PER_KV * lse_head_stride
             lse_row = lse_head + (query + row).to(gl.int64) * lse_time_stride
             p = gl.zeros([QUERIES, KEYS], gl.float32, SCORES)
             await_q(q_ready, count)
@@ -226,7 +228,7 @@ def score_keys(
             await_q(q_ready, count + 1)
             lse_1 = gl.load(lse_row, mask=exists, other=0.0)
             lse_2 = gl.load(lse_row + lse_head_stride, mask=exists, other=0.0)
-            for head in range(2, REP, 2):
+            for head in range(2, Q_PER_KV, 2):
                 scores = finish_head(scores, q_free, count)
                 scores_2 = multiply_head(q_tiles, k_tiles, k_place, count + 1, D_1, D_2, SCORES)
                 await_q(q_ready, count + 2)
@@ -256,10 +258,10 @@ def score_keys(
                 p = gl.where((key * STRIDE + (COMPRESSION - 1))[None, :] <= position[:, None], p, 0.0)
             place = (batch.to(gl.int64) * (end_query - first_query) + (query - first_query)) * GROUPS + group
             store_importance(
-                p, own, carried, place * num_blocks, (2 * pair + PART) * BLOCKS, num_blocks, GROUPS * num_blocks,
+                p, direct, overflow, place * num_blocks, (2 * pair + PART) * BLOCKS, num_blocks, GROUPS * num_blocks,
                 end_query - query, COMPRESSION, STRIDE, SELECTION, TAPS)
         else:
-            for _ in range(gl.where(reached > 0, REP, 0)):
+            for _ in range(gl.where(reached > 0, Q_PER_KV, 0)):
                 await_q(q_ready, count)
                 mbarrier.arrive(q_free.index(count % STAGES), count=1)
                 count += 1
@@ -286,14 +288,14 @@ def make_barriers(K_STAGES: gl.constexpr):
     "units", "stacks", "pairs", "batch_groups", "first_query", "end_query", "query_shift", "block_lines",
 ])
 def importance_hopper_kernel(
-    q_source, q_source_2, k_source, k_source_2, lse, own, carried,
+    q_source, q_source_2, k_source, k_source_2, lse, direct, overflow,
     lse_batch_stride, lse_time_stride, lse_head_stride,
     units, stacks, pairs, batch_groups, first_query, end_query, query_shift, block_lines, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, COMPRESSION: gl.constexpr,
-    STRIDE: gl.constexpr, SELECTION: gl.constexpr, PLACES: gl.constexpr, TAPS: gl.constexpr, STACK: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, COMPRESSION: gl.constexpr,
+    STRIDE: gl.constexpr, SELECTION: gl.constexpr, NUM_SELECTED: gl.constexpr, TAPS: gl.constexpr, STACK: gl.constexpr,
     K_STAGES: gl.constexpr,
 ):
-    """`own` and `carried`, as `scoring.importance_kernel` writes them, of every unit that falls to this program."""
+    """`direct` and `overflow`, as `scoring.importance_kernel` writes them, of every unit that falls to this program."""
     q_tiles = allocate_tiles(q_source, q_source_2, STAGES, D_2)
     buffers = (q_tiles, allocate_tiles(k_source, k_source_2, 2 * K_STAGES, D_2))
     barriers = make_barriers(K_STAGES)
@@ -302,23 +304,23 @@ def importance_hopper_kernel(
     descriptors = ((q_source, q_source_2), (k_source, k_source_2))
     num_blocks = block_lines * LINE
     gl.warp_specialize([
-        (score_keys, (0, own, carried, lse, lse_strides, buffers, barriers, counts, num_blocks, score_scale,
-                      GROUPS, REP, D_1, D_2, COMPRESSION, STRIDE, SELECTION, PLACES, TAPS, STACK, K_STAGES)),
-        (score_keys, (1, own, carried, lse, lse_strides, buffers, barriers, counts, num_blocks, score_scale,
-                      GROUPS, REP, D_1, D_2, COMPRESSION, STRIDE, SELECTION, PLACES, TAPS, STACK, K_STAGES)),
+        (score_keys, (0, direct, overflow, lse, lse_strides, buffers, barriers, counts, num_blocks, score_scale,
+                      GROUPS, Q_PER_KV, D_1, D_2, COMPRESSION, STRIDE, SELECTION, NUM_SELECTED, TAPS, STACK, K_STAGES)),
+        (score_keys, (1, direct, overflow, lse, lse_strides, buffers, barriers, counts, num_blocks, score_scale,
+                      GROUPS, Q_PER_KV, D_1, D_2, COMPRESSION, STRIDE, SELECTION, NUM_SELECTED, TAPS, STACK, K_STAGES)),
         (load_scoring, (descriptors, buffers, barriers, counts,
-                        GROUPS, REP, D_1, D_2, SELECTION, PLACES, KEYS // TAPS, STACK, K_STAGES)),
+                        GROUPS, Q_PER_KV, D_1, D_2, SELECTION, NUM_SELECTED, KEYS // TAPS, STACK, K_STAGES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
 
 
-def launch_hopper_importance(
+def launch_importance(
     q: Tensor,
     k_cmp: Tensor,
     lse: Tensor,
-    own: Tensor,
-    carried: Tensor,
+    direct: Tensor,
+    overflow: Tensor,
     geometry: Geometry,
     first_query: int,
     end_query: int,
@@ -333,7 +335,7 @@ def launch_hopper_importance(
 
     Args:
         q, k_cmp, lse: As `scoring.select_blocks_forward` takes them.
-        own, carried: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
+        direct, overflow: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
         geometry: Block sizes, in tokens; a selection block holds 2 to 64 compression strides, a power of two.
         first_query, end_query: The chunk.
         query_shift: Position of query 0.
@@ -349,12 +351,12 @@ def launch_hopper_importance(
     stacks = cdiv(end_query - first_query, stack * QUERIES.value)
     pairs = cdiv(reachable * taps, 2 * KEYS.value)
     units = stacks * pairs * batch * groups
-    importance_hopper_kernel[(min(units, multiprocessors(q.device)),)](
+    importance_hopper_kernel[(min(units, devices.multiprocessors(q.device)),)](
         *part_descriptors(q, QUERIES.value, 1, width),
         *part_descriptors(k_cmp, KEYS.value, 1, width),
         lse,
-        own,
-        carried,
+        direct,
+        overflow,
         *strides(lse),
         units,
         stacks,

@@ -1,4 +1,4 @@
-"""d_k and d_v of interval attention for Hopper, in Gluon; see `interval_hopper` for how programs are divided.
+"""d_k and d_v of interval attention for Hopper, in Gluon; see `hopper.interval_forward` for how programs are divided.
 
 A program holds a tile of 128 keys and values in shared memory, each half of its warps d_k and d_v of 64 of them in
 registers, and loops over tiles of 64 rows of q and d_o (32 where keys are wider than 128), share after share of the
@@ -21,10 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trifocal.ops.triton.common import Tile, split_width
-from trifocal.ops.triton.interval import IntervalProblem, seeing_queries
-from trifocal.ops.triton.interval_backward import LOG2_E, add_parts, empty_parts
-from trifocal.ops.triton.interval_hopper import (
+from trifocal.ops.hopper.common import (
     PART_ROWS,
     allocate_tiles,
     copy_tile,
@@ -33,7 +30,11 @@ from trifocal.ops.triton.interval_hopper import (
     split_heads,
     tile_descriptor,
 )
-from trifocal.ops.triton.launch import Descriptor, Kernel, cdiv, describe_tiles
+from trifocal.ops.triton.common import LOG2_E_KERNEL
+from trifocal.ops.triton.interval import IntervalProblem, seeing_queries
+from trifocal.ops.triton.interval_parts import add_parts, empty_parts
+from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 LINE = tl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=3)
@@ -47,22 +48,22 @@ LINE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, ra
 def row_numbers_kernel(
     lse, delta, gate, numbers, gate_batch_stride, gate_time_stride, gate_head_stride,
     rows, row_stride, num_queries,
-    HEADS: tl.constexpr, REP: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr,
+    HEADS: tl.constexpr, Q_PER_KV: tl.constexpr, GATED: tl.constexpr, SIZE: tl.constexpr,
 ):
-    """What the copy engine reads of rows, [3, B, shares, rows]: lse in base 2, +inf where nothing is seen; delta; gate.
+    """Row numbers for the copy engine, [3, B, shares, rows]: lse in base 2, +inf where nothing is seen; delta; gate.
 
     A row is a query and a head of one share, so that the rows of a tile lie side by side.
     """
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     keep = row < rows
-    query = row // REP
-    batch = tl.program_id(1) // (HEADS // REP)
-    head = (tl.program_id(1) % (HEADS // REP)) * REP + row % REP
+    query = row // Q_PER_KV
+    batch = tl.program_id(1) // (HEADS // Q_PER_KV)
+    head = (tl.program_id(1) % (HEADS // Q_PER_KV)) * Q_PER_KV + row % Q_PER_KV
     source = (batch.to(tl.int64) * num_queries + query) * HEADS + head
     target = numbers + tl.program_id(1).to(tl.int64) * row_stride + row
     plane = tl.num_programs(1).to(tl.int64) * row_stride
     value = tl.load(lse + source, mask=keep, other=0.0)
-    tl.store(target, tl.where(value == float("-inf"), float("inf"), value * LOG2_E), mask=keep)
+    tl.store(target, tl.where(value == float("-inf"), float("inf"), value * LOG2_E_KERNEL), mask=keep)
     tl.store(target + plane, tl.load(delta + source, mask=keep, other=0.0), mask=keep)
     if GATED:
         place = batch.to(tl.int64) * gate_batch_stride + query.to(tl.int64) * gate_time_stride + head * gate_head_stride
@@ -72,7 +73,7 @@ def row_numbers_kernel(
 @gluon.jit
 def place_keys(
     parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
 ):
     """This program's keys, and its part of the rows that see any of them."""
@@ -86,17 +87,17 @@ def place_keys(
     last_begin, end = seeing_queries(
         last_key, num_queries, query_shift, window_size, query_begin, query_end, COMPRESSED, BLOCK, STRIDE, PACKED)
     # Lines of row numbers begin at multiples of 16 bytes.
-    first_row = begin * REP // 4 * 4
-    part_rows = gl.cdiv(gl.cdiv(end * REP - first_row, parts), ROWS) * ROWS
+    first_row = begin * Q_PER_KV // 4 * 4
+    part_rows = gl.cdiv(gl.cdiv(end * Q_PER_KV - first_row, parts), ROWS) * ROWS
     row_origin = first_row + part * part_rows
-    row_limit = gl.maximum(gl.minimum(row_origin + part_rows, end * REP), row_origin)
+    row_limit = gl.maximum(gl.minimum(row_origin + part_rows, end * Q_PER_KV), row_origin)
     return first_key, part, batch, group, row_origin, row_limit
 
 
 @gluon.jit
 def load_rows_of_keys(
     descriptors, buffers, barriers, masks, counts,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, GATED: gl.constexpr, ROWS: gl.constexpr,
     KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr,
 ):
@@ -110,7 +111,7 @@ def load_rows_of_keys(
     COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
     first_key, part, batch, group, row_origin, row_limit = place_keys(
         parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
-        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
+        GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
     mbarrier.expect(keys_ready, KEYS * COLUMN_BYTES + 2 * v_source.block_type.nbytes)
     for half in gl.static_range(2):
         key = first_key + half * (KEYS // 2)
@@ -119,9 +120,9 @@ def load_rows_of_keys(
     tiles = gl.cdiv(row_limit - row_origin, ROWS)
     for number in range(tiles * SHARES):
         share = group * SHARES + number // tiles
-        head = share * REP
+        head = share * Q_PER_KV
         row = row_origin + number % tiles * ROWS
-        query = row // REP
+        query = row // Q_PER_KV
         stage = number % STAGES
         free = (number // STAGES & 1) ^ 1
         ready = q_ready.index(stage)
@@ -155,12 +156,12 @@ def pass_rows(barriers, start, stop, STAGES: gl.constexpr):
 def gather_keys(
     d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, start, stop, last,
     score_scale,
-    HALF: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
+    HALF: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr, AHEAD: gl.constexpr,
     MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT_D: gl.constexpr, OUTPUT_D_2: gl.constexpr,
     OUTPUT_V: gl.constexpr,
 ):
-    """Add what tiles of rows number start to stop of a share, which begins at tile `base`, give to d_k and d_v."""
+    """Add to d_k and d_v from tiles of rows, number start to stop of a share of heads that begins at `base`."""
     q_tiles, k_tiles, v_tiles, d_o_tiles, lse_tiles, delta_tiles, gate_tiles = buffers
     keys_ready, q_ready, q_free, d_o_ready, d_o_free = barriers
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
@@ -184,7 +185,7 @@ def gather_keys(
             p = p * gate_tiles.index(stage)._reinterpret(gl.float32, [ROWS], LINE).load(ROW)[None, :]
         if MASKED:
             row = row_origin + (number - base) * ROWS + gl.arange(0, ROWS, ROW)
-            visible = (row[None, :] >= (key_begin * REP)[:, None]) & (row[None, :] < (key_end * REP)[:, None])
+            visible = (row[None, :] >= (key_begin * Q_PER_KV)[:, None]) & (row[None, :] < (key_end * Q_PER_KV)[:, None])
             p = gl.where(visible, p, 0.0)
         p_operand = gl.convert_layout(p.to(d_o_tiles.dtype), gl.DotOperandLayout(0, OUTPUT_V, 2))
         d_v = warpgroup_mma(p_operand, d_o_tile, d_v, is_async=True)
@@ -233,7 +234,7 @@ def store_keys(target, values, left, STRIDE: gl.constexpr, COLUMNS: gl.constexpr
 @gluon.jit
 def sum_keys(
     HALF: gl.constexpr, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
     ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr, SHARES: gl.constexpr, AHEAD: gl.constexpr,
 ):
@@ -248,7 +249,7 @@ def sum_keys(
     parts, batches, num_queries, num_keys = counts
     first_key, part, batch, group, row_origin, row_limit = place_keys(
         parts, batches, num_queries, num_keys, query_shift, window_size, query_begin, query_end,
-        GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
+        GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, ROWS, KEYS)
     tiles = gl.cdiv(row_limit - row_origin, ROWS)
     half_key = first_key + HALF * (KEYS // 2)
     key = half_key + gl.arange(0, PART_ROWS, gl.SliceLayout(1, SCORES))
@@ -263,10 +264,10 @@ def sum_keys(
     full_begin, end = seeing_queries(
         gl.minimum(half_key + KEYS // 2, num_keys) - 1, num_queries, query_shift, window_size, query_begin, query_end,
         COMPRESSED, BLOCK, STRIDE, PACKED)
-    first = gl.minimum(gl.maximum(begin * REP - row_origin, 0) // ROWS, tiles)
-    last = gl.maximum(gl.minimum(gl.cdiv(gl.maximum(end * REP - row_origin, 0), ROWS), tiles), first)
-    first_full = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(full_begin * REP - row_origin, 0), ROWS), first), last)
-    last_full = gl.maximum(gl.minimum(gl.maximum(full_end * REP - row_origin, 0) // ROWS, last), first_full)
+    first = gl.minimum(gl.maximum(begin * Q_PER_KV - row_origin, 0) // ROWS, tiles)
+    last = gl.maximum(gl.minimum(gl.cdiv(gl.maximum(end * Q_PER_KV - row_origin, 0), ROWS), tiles), first)
+    first_full = gl.minimum(gl.maximum(gl.cdiv(gl.maximum(full_begin * Q_PER_KV - row_origin, 0), ROWS), first), last)
+    last_full = gl.maximum(gl.minimum(gl.maximum(full_end * Q_PER_KV - row_origin, 0) // ROWS, last), first_full)
     d_k = gl.zeros([PART_ROWS, D_1], gl.float32, OUTPUT_D)
     d_k_2 = d_k
     if D_2 > 0:
@@ -286,15 +287,15 @@ def sum_keys(
         d_k, d_k_2, d_v, scores = gather_keys(
             d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first, first_full, last,
             score_scale,
-            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         d_k, d_k_2, d_v, scores = gather_keys(
             d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, first_full, last_full,
             last, score_scale,
-            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, False, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         d_k, d_k_2, d_v, scores = gather_keys(
             d_k, d_k_2, d_v, scores, buffers, barriers, row_origin, key_begin, key_end, base, last_full, last, last,
             score_scale,
-            HALF, REP, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
+            HALF, Q_PER_KV, D_1, D_2, V, GATED, ROWS, STAGES, AHEAD, True, SCORES, OUTPUT_D, OUTPUT_D_2, OUTPUT_V)
         pass_rows(barriers, base + last, base + tiles, STAGES)
     first_place = ((part * batches + batch).to(gl.int64) * num_keys + half_key) * GROUPS + group
     left = num_keys - half_key
@@ -307,12 +308,12 @@ def sum_keys(
 
 @Kernel
 @gluon.jit(do_not_specialize=["num_queries", "num_keys", "query_shift", "window_size", "batches", "parts"])
-def hopper_d_k_d_v_kernel(
+def interval_dkdv_hopper_kernel(
     q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, lse_source, delta_source, gate_source,
     d_k_target, d_v_target, query_begin, query_end, batches, parts, num_queries,
     num_keys, query_shift, window_size,
     scale, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
     GATED: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     SHARES: gl.constexpr, AHEAD: gl.constexpr,
@@ -345,23 +346,23 @@ def hopper_d_k_d_v_kernel(
     counts = (parts, batches, num_queries, num_keys)
     gl.warp_specialize([
         (sum_keys, (0, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
                     SHARES, AHEAD)),
         (sum_keys, (1, d_k_target, d_v_target, buffers, barriers, masks, counts, scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ROWS, KEYS, STAGES,
                     SHARES, AHEAD)),
         (load_rows_of_keys, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, GATED, ROWS, KEYS, STAGES,
+                             GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, GATED, ROWS, KEYS, STAGES,
                              SHARES)),
     ], [4, 1], [240, 24])
 
 # fmt: on
 
 
-def _row_numbers(problem: IntervalProblem, rep: int, tile: int) -> tuple[Descriptor, ...]:
-    """Descriptors, in lines of a tile, of base-2 lse, delta and the gate, whose rows lie share by share."""
+def _row_numbers(problem: IntervalProblem, q_per_kv: int, tile: int) -> tuple[Descriptor, ...]:
+    """Descriptors, in lines of a tile, of base-2 lse, delta and the gate; their rows lie share by share."""
     batch, num_queries, num_heads = problem.lse.shape
-    shares, rows = num_heads // rep, num_queries * rep
+    shares, rows = num_heads // q_per_kv, num_queries * q_per_kv
     # The copy engine wants multiples of 16 bytes.
     numbers = problem.lse.new_empty(3, batch, shares, cdiv(rows, 4) * 4)
     row_numbers_kernel[cdiv(rows, 1024), batch * shares](
@@ -374,38 +375,30 @@ def _row_numbers(problem: IntervalProblem, rep: int, tile: int) -> tuple[Descrip
         numbers.shape[3],
         num_queries,
         HEADS=num_heads,
-        REP=rep,
+        Q_PER_KV=q_per_kv,
         GATED=problem.gate is not None,
         SIZE=1024,
     )
     return tuple(describe_tiles(x, (batch, shares, rows), x.stride(), (1, 1, tile), LINE_LAYOUT) for x in numbers)
 
 
-def launch_hopper_d_k_d_v(
-    problem: IntervalProblem,
-    parts: int | None = None,
-    rows: int | None = None,
-    stages: int = 2,
-    ahead: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """As `launch_d_k_d_v`."""
+def launch_dkdv(problem: IntervalProblem, rows: int, stages: int, ahead: bool = False) -> tuple[Tensor, Tensor]:
+    """As `triton.interval_dkdv.launch_dkdv`."""
     d_o, q, k, v, _, _, _, scale, branch = problem
     batch, num_queries = q.shape[:2]
     num_keys, num_groups = k.shape[1:3]
     width, value_dim = split_width(q.shape[3]), v.shape[3]
-    rep, shares = split_heads(problem.rep)
-    # Wider keys leave registers for fewer rows.
-    rows = rows or (32 if width.part_2 else 64)
-    queries = rows // rep
+    q_per_kv, shares = split_heads(problem.q_per_kv)
+    queries = rows // q_per_kv
     keys = 2 * PART_ROWS.value
     key_tiles = cdiv(num_keys, keys)
-    d_k, d_v, parts = empty_parts(problem, key_tiles, Tile(rows, keys, 12, stages), parts)
-    hopper_d_k_d_v_kernel[key_tiles * parts, batch * num_groups](
-        *part_descriptors(q, queries, rep, width),
+    d_k, d_v, parts = empty_parts(problem, key_tiles, rows)
+    interval_dkdv_hopper_kernel[key_tiles * parts, batch * num_groups](
+        *part_descriptors(q, queries, q_per_kv, width),
         *part_descriptors(k, keys // 2, 1, width),
         tile_descriptor(v, keys // 2, 1, value_dim),
-        tile_descriptor(d_o, queries, rep, value_dim),
-        *_row_numbers(problem, rep, rows),
+        tile_descriptor(d_o, queries, q_per_kv, value_dim),
+        *_row_numbers(problem, q_per_kv, rows),
         d_k,
         d_v,
         branch.query_begin,
@@ -419,7 +412,7 @@ def launch_hopper_d_k_d_v(
         scale,
         problem.score_scale,
         num_groups,
-        rep,
+        q_per_kv,
         width.part_1,
         width.part_2,
         value_dim,

@@ -1,4 +1,4 @@
-"""Backward of the selected branch, keys outside: a block's keys stay put, and the queries that chose it are gathered.
+"""Backward of the selected branch, block-major: a block's keys stay put, and the queries that chose it pass by.
 
 A piece of a block's slots makes d_q of each slot and its part of d_k and d_v; reductions add up a row's slots and a
 block's pieces, in order. Slots and parts exist for a chunk of rows at a time.
@@ -11,21 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops import dispatch
 from trifocal.ops.triton.choice_index import ChoiceIndex, block_place, build_choice_index, find_piece
-from trifocal.ops.triton.common import (
-    Tile,
-    add_product,
-    architecture,
-    load_tile,
-    nothing_lost,
-    store_tile,
-    strides,
-    tma_fits,
-)
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
-from trifocal.ops.triton.selected import load_slots, reduce_slots, rows_of_chunk
+from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile, strides
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.selected_forward import hopper_sizes, load_slots, reduce_slots, rows_of_chunk
 from trifocal.ops.triton.selected_problem import SelectedProblem, row_numbers
-from trifocal.ops.triton.selected_tiles import FEWEST_HEADS_BY_ROLES, gathered_tile, partial_d_q_type, sizes_by_hand
+from trifocal.ops.triton.tiles import SelectedTile, cdiv, next_power_of_2
 
 
 @Kernel
@@ -34,7 +26,7 @@ from trifocal.ops.triton.selected_tiles import FEWEST_HEADS_BY_ROLES, gathered_t
         "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
     ]
 )  # fmt: skip
-def gathered_backward_kernel(
+def block_major_backward_kernel(
     q, k, v, d_o, lse, delta, gate, d_q_slots, d_k_parts, d_v_parts,
     slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
@@ -42,7 +34,7 @@ def gathered_backward_kernel(
     v_batch_stride, v_time_stride, v_head_stride,
     d_batch_stride, d_time_stride, d_head_stride,
     num_queries, query_shift, num_keys, chunk, chunk_rows, num_blocks, keys_per_chunk, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, NUM_SELECTED: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr, GATED: tl.constexpr,
     ROWS: tl.constexpr,
@@ -52,14 +44,14 @@ def gathered_backward_kernel(
         tl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
-        first_slot_of_chunk = chunk * chunk_rows * (GROUPS * PLACES)
+        first_slot_of_chunk = chunk * chunk_rows * (GROUPS * NUM_SELECTED)
         first_token, first_position = block_place(
-            block, slots, begin, num_queries, query_shift, ids, cu_seqlens, GROUPS * PLACES, BLOCK, PACKED
+            block, slots, begin, num_queries, query_shift, ids, cu_seqlens, GROUPS * NUM_SELECTED, BLOCK, PACKED
         )
         in_block = tl.arange(0, KEYS)
         key_exists = (in_block < BLOCK) & (first_token + in_block < num_keys)
-        q += batch.to(tl.int64) * q_batch_stride + group * REP * q_head_stride
-        d_o += batch.to(tl.int64) * d_batch_stride + group * REP * d_head_stride
+        q += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
+        d_o += batch.to(tl.int64) * d_batch_stride + group * Q_PER_KV * d_head_stride
         k += batch.to(tl.int64) * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch.to(tl.int64) * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
         k_1 = load_tile(k, in_block * k_time_stride, key_exists, 0, D_1, D, True)
@@ -79,16 +71,16 @@ def gathered_backward_kernel(
         lost_k_1, lost_k_2 = nothing_lost(d_k_1, k_1), nothing_lost(d_k_2, k_1)
         lost_v_1, lost_v_2 = nothing_lost(d_v_1, v_1), nothing_lost(d_v_2, v_1)
 
-        head = tl.arange(0, ROWS) % REP
-        for first in tl.range(begin, end, ROWS // REP):
-            exists, slot = load_slots(slots, first, end, REP, ROWS)
-            row = slot // (GROUPS * PLACES)
+        head = tl.arange(0, ROWS) % Q_PER_KV
+        for first in tl.range(begin, end, ROWS // Q_PER_KV):
+            exists, slot = load_slots(slots, first, end, Q_PER_KV, ROWS)
+            row = slot // (GROUPS * NUM_SELECTED)
             query = row - batch * num_queries
             position = query + query_shift
             if PACKED:
                 position = tl.load(positions + position, mask=exists, other=0)
             lse_2, delta_row, gate_row = row_numbers(
-                lse, delta, gate, (row.to(tl.int64) * GROUPS + group) * REP + head, exists, GATED
+                lse, delta, gate, (row.to(tl.int64) * GROUPS + group) * Q_PER_KV + head, exists, GATED
             )
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             d_offsets = query.to(tl.int64) * d_time_stride + head * d_head_stride
@@ -107,7 +99,7 @@ def gathered_backward_kernel(
                 d_o_2 = load_tile(d_o, d_offsets, exists, V_1, V_2, V, True)
                 d_p = tl.dot(d_o_2, tl.trans(v_2), d_p, input_precision="ieee")
             d_scores = (p * (d_p - delta_row[:, None])).to(q_1.dtype)
-            place = ((slot - first_slot_of_chunk).to(tl.int64) * REP + head) * D
+            place = ((slot - first_slot_of_chunk).to(tl.int64) * Q_PER_KV + head) * D
             store_tile(d_q_slots, place, exists, tl.dot(d_scores, k_1, input_precision="ieee"), 0, D_1, D)
             if D_2 > 0:
                 d_q_2 = tl.dot(d_scores, k_2, input_precision="ieee")
@@ -139,7 +131,7 @@ def reduce_pieces_kernel(
     GROUPS: tl.constexpr, SLOTS_OF_ROW: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, ADD: tl.constexpr,
     WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Some keys of one block: the sum of its pieces' parts in one chunk, added to what the chunks before gave."""
+    """Some keys of one block: the sum of its pieces' parts in one chunk, added to the sum of the chunks before."""
     number = tl.program_id(0)
     first_key = chunk * keys_per_chunk
     first_piece = tl.load(first_pieces + first_key + number)
@@ -172,22 +164,21 @@ def reduce_pieces_kernel(
         tl.store(target, (total * factor).to(d_x.dtype.element_ty), mask=exists)
 
 
-def gathered_backward(
-    problem: SelectedProblem, *, tile: Tile | None, by_hand: bool, buffer_bytes: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """d_q, d_k and d_v; arguments as for `selected_backward`."""
-    p, q, rep = problem, problem.q, problem.rep
+def block_major_backward(problem: SelectedProblem, order: str) -> tuple[Tensor, Tensor, Tensor]:
+    """d_q, d_k and d_v; the query-major order has no backward of its own and takes this one."""
+    p, q, q_per_kv = problem, problem.q, problem.q_per_kv
     rows, dim, (num_keys, groups, value_dim) = q.shape[0] * q.shape[1], q.shape[3], p.v.shape[1:]
-    widths, value_widths = p.widths
-    hopper = architecture(q.device) == "hopper"
-    tile = tile or gathered_tile(q.dtype, rep, widths.padded, value_widths.padded, by_hand, hopper)
-    row_slots = groups * p.places
-    d_q_type = partial_d_q_type(q.dtype, p.places, by_hand)
+    on_hopper = dispatch.selected_on_hopper(
+        f"{order} backward", q, p.k, p.v, p.d_o, q_per_kv=q_per_kv, block_size=p.block_size
+    )
+    tile = dispatch.selected_tile("block_major backward", q, p.v, q_per_kv, on_hopper=on_hopper)
+    row_slots = groups * p.num_selected
+    d_q_type = dispatch.partial_d_q_type(q.dtype, p.num_selected, on_hopper=on_hopper)
     index = build_choice_index(
         p.selected_blocks, p.block_size, num_keys, p.documents,
-        chunk_rows=rows_of_chunk(row_slots * rep * dim * d_q_type.itemsize, rows, buffer_bytes), piece_slots=tile.keys,
+        chunk_rows=rows_of_chunk(row_slots * q_per_kv * dim * d_q_type.itemsize, rows), piece_slots=tile.piece_slots,
     )  # fmt: skip
-    d_q_slots = torch.empty(index.chunk_rows * row_slots * rep, dim, dtype=d_q_type, device=q.device)
+    d_q_slots = torch.empty(index.chunk_rows * row_slots * q_per_kv, dim, dtype=d_q_type, device=q.device)
     parts_of_keys = index.pieces_per_chunk * p.block_size
     d_k_parts = torch.empty(parts_of_keys, dim, dtype=torch.float32, device=q.device)
     d_v_parts = torch.empty(parts_of_keys, value_dim, dtype=torch.float32, device=q.device)
@@ -196,17 +187,18 @@ def gathered_backward(
     several = index.num_chunks > 1
     d_k, d_v = (torch.zeros(x.shape, dtype=torch.float32 if several else x.dtype, device=x.device) for x in (p.k, p.v))
 
-    if by_hand and rep >= FEWEST_HEADS_BY_ROLES and 64 % rep == 0 and tma_fits(q, p.k, p.v, p.d_o):
-        from trifocal.ops.triton.selected_gathered_hopper import backward_by_roles
-
-        compute = backward_by_roles(problem, index, d_q_slots, d_k_parts, d_v_parts)
+    if on_hopper and dispatch.block_major_backward_is_warp_specialized(q_per_kv, q, p.k, p.v, p.d_o):
+        kernels = dispatch.hopper("selected_backward_warp_specialized")
+        compute = kernels.block_major_backward_of_chunk(problem, index, d_q_slots, d_k_parts, d_v_parts)
     else:
-        compute = _kernel_of_pieces(p, index, tile, by_hand, d_q_slots, d_k_parts, d_v_parts)
+        compute = _kernel_of_pieces(p, index, tile, on_hopper, d_q_slots, d_k_parts, d_v_parts)
     for chunk in range(index.num_chunks):
         compute(chunk)
         first_row = chunk * index.chunk_rows
         end_row = min(first_row + index.chunk_rows, rows)
-        reduce_slots(d_q_slots, None, index.keys, d_q, None, first_row, end_row, index.unused, p.scale, rep, p.places)
+        reduce_slots(
+            d_q_slots, None, index.keys, d_q, None, first_row, end_row, index.unused, p.scale, q_per_kv, p.num_selected
+        )
         _reduce_pieces(p, index, chunk, d_k_parts, d_k, 1.0 if several else p.scale, add=several)
         _reduce_pieces(p, index, chunk, d_v_parts, d_v, 1.0, add=several)
     if several:
@@ -217,24 +209,27 @@ def gathered_backward(
 
 
 def _kernel_of_pieces(
-    problem: SelectedProblem, index: ChoiceIndex, tile: Tile, by_hand: bool, *targets: Tensor
+    problem: SelectedProblem, index: ChoiceIndex, tile: SelectedTile, on_hopper: bool, *targets: Tensor
 ) -> Callable[[int], None]:
-    """What computes d_q of one chunk's slots and d_k, d_v of its pieces, all but for the factor `scale`."""
+    """A function that computes d_q of one chunk's slots and d_k, d_v of its pieces, without the factor `scale`."""
     # The same for every chunk.
     arguments = (
         *problem.rows(), *targets, index.slots, index.starts, index.first_pieces, index.piece_keys,
         *problem.documents_or_lse(), *problem.sizes(),
     )  # fmt: skip
-    kernel, constants = gathered_backward_kernel, {**problem.constants(), "ROWS": tile.rows, "maxnreg": tile.registers}
-    if by_hand:
-        from trifocal.ops.triton.selected_hopper import gathered_backward_hopper_kernel
-
-        kernel, constants = gathered_backward_hopper_kernel, sizes_by_hand(problem.constants())
+    kernel, constants = (
+        block_major_backward_kernel,
+        {**problem.constants(), "ROWS": tile.BLOCK_M, "maxnreg": tile.registers},
+    )
+    if on_hopper:
+        kernel = dispatch.hopper("selected_backward_block_major").block_major_backward_hopper_kernel
+        constants = hopper_sizes(problem.constants())
 
     def compute(chunk: int) -> None:
         kernel[(index.pieces_per_chunk,)](
             *arguments, chunk, index.chunk_rows, index.num_blocks, index.keys_per_chunk, problem.score_scale,
-            **constants, PLACES=problem.places, PIECE=tile.keys, num_warps=tile.warps, num_stages=tile.stages,
+            **constants, NUM_SELECTED=problem.num_selected, PIECE=tile.piece_slots, num_warps=tile.warps,
+            num_stages=tile.stages,
         )  # fmt: skip
 
     return compute
@@ -251,6 +246,7 @@ def _reduce_pieces(
     reduce_pieces_kernel[(index.keys_per_chunk, cdiv(block_size, keys_of_program))](
         parts, d_x, index.slots, index.starts, index.first_pieces, ids, cu_seqlens, *strides(d_x),
         num_queries, num_keys - num_queries, num_keys, chunk, index.num_blocks, index.keys_per_chunk, factor,
-        GROUPS=groups, SLOTS_OF_ROW=groups * problem.places, BLOCK=block_size, PACKED=problem.documents is not None,
+        GROUPS=groups, SLOTS_OF_ROW=groups * problem.num_selected, BLOCK=block_size,
+        PACKED=problem.documents is not None,
         ADD=add, WIDTH=width, WIDTH_PAD=next_power_of_2(width), KEYS=keys_of_program, num_warps=4,
     )  # fmt: skip

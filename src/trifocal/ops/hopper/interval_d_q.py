@@ -1,4 +1,4 @@
-"""d_q of interval attention for Hopper, in Gluon; see `interval_hopper` for how programs are divided.
+"""d_q of interval attention for Hopper, in Gluon; see `hopper.interval_forward` for how programs are divided.
 
 As forward: each half of the warps holds 64 rows of q, d_o and d_q, and both loop over the key tiles of their range,
 which the loader brings. From memory, per tile of rows: q and d_o once, k and v of the range, d_q out, and in when it
@@ -15,54 +15,45 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from trifocal.ops.triton.common import multiprocessors, split_width
-from trifocal.ops.triton.interval import IntervalProblem, visible_keys
-from trifocal.ops.triton.interval_backward import LOG2_E
-from trifocal.ops.triton.interval_hopper import (
+from trifocal.ops import devices
+from trifocal.ops.hopper.common import (
     PART_ROWS,
     allocate_tiles,
     copy_tile,
-    first_key_of,
-    make_barriers,
     multiply,
     part_descriptors,
-    place_tile,
     split_heads,
-    store_rows,
-    tail_descriptors,
     tile_descriptor,
 )
-from trifocal.ops.triton.launch import Kernel, cdiv
+from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows
+from trifocal.ops.triton.common import LOG2_E_KERNEL
+from trifocal.ops.triton.interval import IntervalProblem, visible_keys
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, split_width
 
 # fmt: off
 
 @gluon.jit
 def load_keys_of_rows(
     descriptors, buffers, barriers, masks, counts,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
-    """The loader of d_q: keys and values of the tail and k of the first tile, q and d_o, then v and k by turns."""
-    q_sources, k_sources, v_source, d_o_source, k_tail_sources, v_tail_source = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
+    """The loader of d_q: k of the first tile, q and d_o, then v and k by turns."""
+    q_sources, k_sources, v_source, d_o_source = descriptors
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
-    QUERIES: gl.constexpr = PART_ROWS // REP
+    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
     COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
     count = 0
     visit = 0
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
-        if TAIL > 0:
-            mbarrier.wait(tail_free, (visit & 1) ^ 1)
-            mbarrier.expect(tail_ready, TAIL * COLUMN_BYTES + v_tail_source.block_type.nbytes)
-            tail_key = begin + tiles * KEYS
-            copy_tile(k_tail_sources, batch, tail_key, group // SHARE, tail_ready, k_tail, 0, D_1, D_2)
-            tma.async_copy_global_to_shared(v_tail_source, [batch, tail_key, group // SHARE, 0], tail_ready, v_tail)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
         for number in range(tiles):
             first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
             stage = count % STAGES
@@ -76,9 +67,9 @@ def load_keys_of_rows(
                     ready = q_ready.index(part)
                     mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
                     mbarrier.expect(ready, PART_ROWS * COLUMN_BYTES + d_o_source.block_type.nbytes)
-                    copy_tile(q_sources, batch, query, group * REP, ready, q_tiles, part, D_1, D_2)
+                    copy_tile(q_sources, batch, query, group * Q_PER_KV, ready, q_tiles, part, D_1, D_2)
                     tma.async_copy_global_to_shared(
-                        d_o_source, [batch, query, group * REP, 0], ready, d_o_tiles.index(part))
+                        d_o_source, [batch, query, group * Q_PER_KV, 0], ready, d_o_tiles.index(part))
             mbarrier.wait(v_free.index(stage), free)
             mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
             tma.async_copy_global_to_shared(
@@ -112,7 +103,7 @@ def gather_rows(
     KEYS: gl.constexpr, STAGES: gl.constexpr, MASKED: gl.constexpr, SCORES: gl.constexpr, OUTPUT: gl.constexpr,
     OUTPUT_2: gl.constexpr,
 ):
-    """Add what key tiles number start to stop give to d_q."""
+    """Add the shares of key tiles number start to stop to d_q."""
     for number in range(start, stop):
         stage = count % STAGES
         phase = count // STAGES & 1
@@ -144,18 +135,18 @@ def gather_rows(
 def sum_rows(
     PART: gl.constexpr, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
     scale, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
     PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr, GATED: gl.constexpr,
-    ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr, STAGES: gl.constexpr,
+    ADD: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_q of one half of each tile of rows."""
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     OUTPUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_1, 16])
     OUTPUT_2: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D_2 if D_2 > 0 else D_1, 16])
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    QUERIES: gl.constexpr = PART_ROWS // REP
-    q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free, tail_ready, tail_free = barriers
+    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
+    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
     query_shift, window_size, ids, positions, first_blocks = masks
     slots, row_tiles, batch_groups, num_queries = counts
     gate_batch_stride, gate_time_stride, gate_head_stride = gate_strides
@@ -164,17 +155,17 @@ def sum_rows(
     for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
         batch, group, tile_query, begin, tiles, first_full, last_full = place_tile(
             slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS, TAIL)
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
         masked = tiles - (last_full - first_full)
         first_query = tile_query + PART * QUERIES
         row = gl.arange(0, PART_ROWS, ROW)
-        row_query = gl.minimum(first_query + row // REP, num_queries - 1)
-        head = group * REP + row % REP
+        row_query = gl.minimum(first_query + row // Q_PER_KV, num_queries - 1)
+        head = group * Q_PER_KV + row % Q_PER_KV
         row_begin, row_end = visible_keys(
             row_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
-        place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * REP) + head
+        place = (batch * num_queries + row_query).to(gl.int64) * (GROUPS * Q_PER_KV) + head
         row_lse = gl.load(lse + place)
-        row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E)
+        row_lse = gl.where(row_lse == float("-inf"), float("inf"), row_lse * LOG2_E_KERNEL)
         row_delta = gl.load(delta + place)
         row_gate = row_delta
         if GATED:
@@ -186,25 +177,6 @@ def sum_rows(
             d_q_2 = gl.zeros([PART_ROWS, D_2], gl.float32, OUTPUT_2)
         d_o_tile = d_o_tiles.index(PART).reshape([PART_ROWS, V])
         mbarrier.wait(q_ready.index(PART), visit & 1)
-        if TAIL > 0:
-            TAIL_SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TAIL, 16])
-            TAIL_ROW: gl.constexpr = gl.SliceLayout(1, TAIL_SCORES)
-            mbarrier.wait(tail_ready, visit & 1)
-            zeros = gl.zeros([PART_ROWS, TAIL], gl.float32, TAIL_SCORES)
-            scores = multiply(q_tiles, PART, k_tail, 0, zeros, PART_ROWS, TAIL, D_1, D_2)
-            d_p = warpgroup_mma(
-                d_o_tile, v_tail.reshape([TAIL, V]).permute((1, 0)), zeros, use_acc=False, is_async=True)
-            scores, d_p = warpgroup_mma_wait(0, [scores, d_p])
-            p = gl.exp2(scores * score_scale - gl.convert_layout(row_lse, TAIL_ROW)[:, None])
-            if GATED:
-                p = p * gl.convert_layout(row_gate, TAIL_ROW)[:, None]
-            d_scores = p * (d_p - gl.convert_layout(row_delta, TAIL_ROW)[:, None])
-            key = begin + tiles * KEYS + gl.arange(0, TAIL, gl.SliceLayout(0, TAIL_SCORES))
-            visible = (key[None, :] >= gl.convert_layout(row_begin, TAIL_ROW)[:, None]) & (
-                key[None, :] < gl.convert_layout(row_end, TAIL_ROW)[:, None])
-            d_scores = gl.where(visible, d_scores, 0.0).to(v_tiles.dtype)
-            d_q, d_q_2 = add_keys(d_q, d_q_2, d_scores, k_tail, 0, TAIL, D_1, D_2, OUTPUT, OUTPUT_2)
-            mbarrier.arrive(tail_free, count=1)
         d_q, d_q_2, count = gather_rows(
             d_q, d_q_2, q_tiles, d_o_tile, row_lse, row_delta, row_gate, k_tiles, v_tiles, k_ready, k_free,
             v_ready, v_free, count, begin, tiles, first_full, last_full, row_begin, row_end, 0, masked, score_scale,
@@ -215,11 +187,11 @@ def sum_rows(
             PART, D_1, D_2, V, GATED, KEYS, STAGES, False, SCORES, OUTPUT, OUTPUT_2)
         mbarrier.arrive(q_free.index(PART), count=1)
         D: gl.constexpr = D_1 + D_2
-        target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * REP * D
-        rows_left = (num_queries - first_query) * REP
-        store_rows(target, d_q * scale, rows_left, GROUPS, REP, D, D_1, ADD, OUTPUT)
+        target = d_q_target + ((batch.to(gl.int64) * num_queries + first_query) * GROUPS + group) * Q_PER_KV * D
+        rows_left = (num_queries - first_query) * Q_PER_KV
+        store_rows(target, d_q * scale, rows_left, GROUPS, Q_PER_KV, D, D_1, ADD, OUTPUT)
         if D_2 > 0:
-            store_rows(target + D_1, d_q_2 * scale, rows_left, GROUPS, REP, D, D_2, ADD, OUTPUT_2)
+            store_rows(target + D_1, d_q_2 * scale, rows_left, GROUPS, Q_PER_KV, D, D_2, ADD, OUTPUT_2)
         visit += 1
 
 
@@ -228,31 +200,24 @@ def sum_rows(
     "num_queries", "query_shift", "window_size", "slots", "row_tiles",
     "gate_batch_stride", "gate_time_stride", "gate_head_stride",
 ])
-def hopper_d_q_kernel(
-    q_source, q_source_2, k_source, k_source_2, v_source, d_o_source, k_tail_source, k_tail_source_2, v_tail_source,
+def interval_d_q_hopper_kernel(
+    q_source, q_source_2, k_source, k_source_2, v_source, d_o_source,
     lse, delta, gate, d_q_target, ids, positions, first_blocks,
     gate_batch_stride, gate_time_stride, gate_head_stride,
     slots, row_tiles, batch_groups, num_queries, query_shift, window_size, scale, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, V: gl.constexpr,
     COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr, PACKED: gl.constexpr,
-    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr, TAIL: gl.constexpr,
+    GATED: gl.constexpr, ADD: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, SHARE: gl.constexpr,
 ):
-    """d_q of every tile of rows that falls to this program; with ADD, added to what d_q holds."""
+    """d_q of every tile of rows that falls to this program; with ADD, added to the old values of d_q."""
     q_tiles = allocate_tiles(q_source, q_source_2, 2, D_2)
     d_o_tiles = gl.allocate_shared_memory(
         d_o_source.dtype, [2] + d_o_source.block_type.shape, d_o_source.layout)
     k_tiles = allocate_tiles(k_source, k_source_2, STAGES, D_2)
     v_tiles = gl.allocate_shared_memory(v_source.dtype, [STAGES] + v_source.block_type.shape, v_source.layout)
-    k_tail = k_tiles
-    v_tail = v_tiles
-    if TAIL > 0:
-        k_tail = allocate_tiles(k_tail_source, k_tail_source_2, 1, D_2)
-        v_tail = gl.allocate_shared_memory(v_source.dtype, v_tail_source.block_type.shape, v_source.layout)
-    descriptors = (
-        (q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source, (k_tail_source, k_tail_source_2),
-        v_tail_source)
-    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles, k_tail, v_tail)
+    descriptors = ((q_source, q_source_2), (k_source, k_source_2), v_source, d_o_source)
+    buffers = (q_tiles, k_tiles, v_tiles, d_o_tiles)
     barriers = make_barriers(STAGES)
     masks = (query_shift, window_size, ids, positions, first_blocks)
     counts = (slots, row_tiles, batch_groups, num_queries)
@@ -260,39 +225,36 @@ def hopper_d_q_kernel(
     gl.warp_specialize([
         (sum_rows, (0, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, STAGES)),
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
-                    GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, TAIL, STAGES)),
+                    GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, STAGES)),
         (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, REP, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, TAIL, STAGES,
+                             GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES,
                              SHARE)),
     ], [4, 1], [240, 24])
 
 # fmt: on
 
 
-def launch_hopper_d_q(
-    problem: IntervalProblem, d_q: Tensor | None = None, keys: int = 64, stages: int = 2, tail: int = 0
-) -> Tensor:
-    """As `launch_d_q`."""
+def launch_d_q(problem: IntervalProblem, d_q: Tensor | None, keys: int) -> Tensor:
+    """As `triton.interval_d_q.launch_d_q`."""
     d_o, q, k, v, lse, delta, gate, scale, branch = problem
     batch, num_queries = q.shape[:2]
     width, value_dim = split_width(q.shape[3]), v.shape[3]
-    rep, share = split_heads(problem.rep)
+    q_per_kv, share = split_heads(problem.q_per_kv)
     num_groups = k.shape[2] * share
-    queries = PART_ROWS.value // rep
+    queries = PART_ROWS.value // q_per_kv
     row_tiles = cdiv(num_queries, 2 * queries)
     slots = row_tiles * batch * num_groups
     add = d_q is not None
     if d_q is None:
         d_q = q.new_empty(q.shape)
-    hopper_d_q_kernel[(min(slots, multiprocessors(q.device)),)](
-        *part_descriptors(q, queries, rep, width),
+    interval_d_q_hopper_kernel[(min(slots, devices.multiprocessors(q.device)),)](
+        *part_descriptors(q, queries, q_per_kv, width),
         *part_descriptors(k, keys, 1, width),
         tile_descriptor(v, keys, 1, value_dim),
-        tile_descriptor(d_o, queries, rep, value_dim),
-        *tail_descriptors(k, v, tail, width),
+        tile_descriptor(d_o, queries, q_per_kv, value_dim),
         lse,
         delta,
         gate,
@@ -310,15 +272,14 @@ def launch_hopper_d_q(
         scale,
         problem.score_scale,
         num_groups,
-        rep,
+        q_per_kv,
         width.part_1,
         width.part_2,
         value_dim,
         **problem.constants(),
         ADD=add,
         KEYS=keys,
-        TAIL=tail,
-        STAGES=stages,
+        STAGES=2,
         SHARE=share,
         num_warps=4,
         maxnreg=168,

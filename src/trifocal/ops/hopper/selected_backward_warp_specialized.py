@@ -1,9 +1,9 @@
-"""Keys-outside selected attention, backward, for Hopper with a division of labour, in Gluon.
+"""Block-major selected attention, backward, warp-specialized for Hopper, in Gluon.
 
-The same loop order, work and results as `gathered_backward_kernel` in `selected_backward_gathered`, for 16-bit types,
-widths of 64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two. What other kernels leave
-there: a tile's warps ask for rows, compute addresses, multiply, exponentiate and store one after the other. Here each
-has one of these to do:
+The same loop order, work and results as `block_major_backward_kernel` in `triton.selected_backward_block_major`, for
+16-bit types, widths of 64 and 128, blocks of 64 tokens and groups of 8 to 64 heads that are a power of two. In other
+kernels a tile's warps ask for rows, compute addresses, multiply, exponentiate and store one after the other. Here each
+has one of these tasks:
 
 | part | warps | does |
 |---|---|---|
@@ -13,10 +13,10 @@ has one of these to do:
 | storer | 1 | starts the copies of d_q to the places of its slots |
 
 Two programs share a multiprocessor: one's products run under the other's arithmetic. A program stays and takes one
-piece after the other; what a piece is stands in a table made before, so that nobody follows a chain of loads. Copies go
+piece after the other. A table made before describes the pieces, so that no warp follows a chain of loads. Copies go
 through the copy engine (TMA): a box is the group's heads of one query, 64 columns wide; the boxes of a tile stack to
-what the matrix units read. From memory, per tile: 64 rows of q and d_o in, 64 of d_q out; k and v in and d_k and d_v
-out (fp32) once a piece.
+the layout that the matrix units read. From memory, per tile: 64 rows of q and d_o in, 64 of d_q out; k and v in and d_k
+and d_v out (fp32) once a piece.
 
 With keys as the rows of the scores, p is a left factor of the product for d_v out of registers; d_scores go through
 shared memory, as they are for d_k and transposed for d_q. d_q is laid out for its way to memory in the tile of queries
@@ -39,9 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from trifocal.ops import devices
+from trifocal.ops.hopper.common import tile_descriptor
 from trifocal.ops.triton.choice_index import ChoiceIndex, block_place
-from trifocal.ops.triton.common import multiprocessors
-from trifocal.ops.triton.interval_hopper import tile_descriptor
 from trifocal.ops.triton.launch import Descriptor, Kernel, describe_tiles
 from trifocal.ops.triton.selected_problem import SelectedProblem
 
@@ -115,16 +115,16 @@ def place_of(table, piece):
 @gluon.jit
 def boxes_of(tile, source, WIDTH: gl.constexpr):
     """A tile [64, WIDTH] as the boxes that it stacks up from: halves of 64 columns, then slots."""
-    REP: gl.constexpr = source.block_type.shape[len(source.block_type.shape) - 2]
+    Q_PER_KV: gl.constexpr = source.block_type.shape[len(source.block_type.shape) - 2]
     return tile._reinterpret(
-        source.dtype, [WIDTH // 64 * (ROWS // REP)] + source.block_type.shape, source.layout)
+        source.dtype, [WIDTH // 64 * (ROWS // Q_PER_KV)] + source.block_type.shape, source.layout)
 
 
 @gluon.jit
-def slots_of(slots, first, end, REP: gl.constexpr):
+def slots_of(slots, first, end, Q_PER_KV: gl.constexpr):
     """The slots of a tile, one by one; behind the last it is taken again. Asked for all at once, long before use."""
     numbers = ()
-    for s in gl.static_range(ROWS // REP):
+    for s in gl.static_range(ROWS // Q_PER_KV):
         numbers = numbers + (slot_at(slots, gl.minimum(first + s, end - 1)),)
     return numbers
 
@@ -132,26 +132,26 @@ def slots_of(slots, first, end, REP: gl.constexpr):
 @gluon.jit
 def ask_for_rows(
     source, ready, tile, numbers, batch, num_queries, group,
-    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, WIDTH: gl.constexpr,
+    Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, WIDTH: gl.constexpr,
 ):
     """Start the copies of a tile's rows, the heads of its slots."""
-    STEP: gl.constexpr = ROWS // REP
+    STEP: gl.constexpr = ROWS // Q_PER_KV
     boxes = boxes_of(tile, source, WIDTH)
     for s in gl.static_range(STEP):
         query = numbers[s] // SLOTS_OF_ROW - batch * num_queries
         for half in gl.static_range(WIDTH // 64):
             tma.async_copy_global_to_shared(
-                source, [batch, query, group * REP, half * 64], ready, boxes.index(half * STEP + s))
+                source, [batch, query, group * Q_PER_KV, half * 64], ready, boxes.index(half * STEP + s))
 
 
 @gluon.jit
-def send_rows(target, tile, numbers, first, end, first_slot, REP: gl.constexpr, WIDTH: gl.constexpr):
+def send_rows(target, tile, numbers, first, end, first_slot, Q_PER_KV: gl.constexpr, WIDTH: gl.constexpr):
     """Start the copies of a tile's rows to the places of their slots."""
-    STEP: gl.constexpr = ROWS // REP
+    STEP: gl.constexpr = ROWS // Q_PER_KV
     boxes = boxes_of(tile, target, WIDTH)
     for s in gl.static_range(STEP):
         if first + s < end:
-            place = (numbers[s] - first_slot) * REP
+            place = (numbers[s] - first_slot) * Q_PER_KV
             for half in gl.static_range(WIDTH // 64):
                 tma.async_copy_shared_to_global(target, [place, half * 64], boxes.index(half * STEP + s))
 
@@ -168,14 +168,14 @@ def work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS
 @gluon.jit
 def load_rows(
     descriptors, buffers, barriers, work, num_queries,
-    REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
+    Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr, STAGES: gl.constexpr,
 ):
     """The loader: k and v of a piece, then its tiles of q and d_o."""
     q_source, k_source, v_source, d_o_source, d_q_target = descriptors
     q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
     kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
     slots, table, first_piece, end_piece, first_slot = work
-    STEP: gl.constexpr = ROWS // REP
+    STEP: gl.constexpr = ROWS // Q_PER_KV
     count = 0
     visit = 0
     for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
@@ -188,15 +188,15 @@ def load_rows(
         for first in range(begin, end, STEP):
             stage = count % STAGES
             ready = rows_ready.index(stage)
-            numbers = slots_of(slots, first, end, REP)
+            numbers = slots_of(slots, first, end, Q_PER_KV)
             mbarrier.wait(rows_free.index(stage), (count // STAGES & 1) ^ 1)
             mbarrier.expect(ready, ROWS * (D + V) * 2)
             ask_for_rows(
                 q_source, ready, q_tiles.index(stage), numbers, batch, num_queries, group,
-                REP, SLOTS_OF_ROW, D)
+                Q_PER_KV, SLOTS_OF_ROW, D)
             ask_for_rows(
                 d_o_source, ready, d_o_tiles.index(stage), numbers, batch, num_queries, group,
-                REP, SLOTS_OF_ROW, V)
+                Q_PER_KV, SLOTS_OF_ROW, V)
             count += 1
         visit += 1
 
@@ -204,7 +204,7 @@ def load_rows(
 @gluon.jit
 def load_numbers(
     lse, delta, gate, buffers, barriers, work, num_queries, query_shift,
-    GROUPS: gl.constexpr, REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):
     """Numbers of the rows of one tile after the other.
 
@@ -213,7 +213,7 @@ def load_numbers(
     q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
     kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
     slots, table, first_piece, end_piece, first_slot = work
-    STEP: gl.constexpr = ROWS // REP
+    STEP: gl.constexpr = ROWS // Q_PER_KV
     LANES: gl.constexpr = gl.BlockedLayout([2], [32], [1], [0])
     row = gl.arange(0, ROWS, LANES)
     count = 0
@@ -222,15 +222,15 @@ def load_numbers(
         batch, group, first_token = place_of(table, piece)
         for first in range(begin, end, STEP):
             stage = count % STAGES
-            slot = slot_at(slots, gl.minimum(first + row // REP, end - 1))
+            slot = slot_at(slots, gl.minimum(first + row // Q_PER_KV, end - 1))
             last_key = slot // SLOTS_OF_ROW - batch * num_queries + query_shift - first_token
-            place = ((slot // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * REP + row % REP
+            place = ((slot // SLOTS_OF_ROW).to(gl.int64) * GROUPS + group) * Q_PER_KV + row % Q_PER_KV
             lse_2 = gl.load(lse + place) * LOG2_E
             delta_row = gl.load(delta + place)
             gate_row = delta_row
             if GATED:
                 gate_row = gl.load(gate + place).to(gl.float32)
-            nothing = (lse_2 == float("-inf")) | (first + row // REP >= end)
+            nothing = (lse_2 == float("-inf")) | (first + row // Q_PER_KV >= end)
             lse_2 = gl.where(nothing, float("inf"), lse_2)
             mbarrier.wait(rows_free.index(stage), (count // STAGES & 1) ^ 1)
             lse_tiles.index(stage).store(lse_2)
@@ -244,22 +244,22 @@ def load_numbers(
 
 @gluon.jit
 def store_d_q(
-    descriptors, buffers, barriers, work, REP: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    descriptors, buffers, barriers, work, Q_PER_KV: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):
     """The storer: d_q of one tile after the other, out of the tiles of queries, which it gives back."""
     q_source, k_source, v_source, d_o_source, d_q_target = descriptors
     q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
     kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
     slots, table, first_piece, end_piece, first_slot = work
-    STEP: gl.constexpr = ROWS // REP
+    STEP: gl.constexpr = ROWS // Q_PER_KV
     count = 0
     for piece in range(first_piece + gl.program_id(0), end_piece, gl.num_programs(0)):
         begin, end, _masked_end = span_of(table, piece)
         for first in range(begin, end, STEP):
             stage = count % STAGES
-            numbers = slots_of(slots, first, end, REP)
+            numbers = slots_of(slots, first, end, Q_PER_KV)
             mbarrier.wait(d_q_ready.index(stage), count // STAGES & 1)
-            send_rows(d_q_target, q_tiles.index(stage), numbers, first, end, first_slot, REP, D)
+            send_rows(d_q_target, q_tiles.index(stage), numbers, first, end, first_slot, Q_PER_KV, D)
             tma.store_wait(0)
             mbarrier.arrive(rows_free.index(stage), count=1)
             count += 1
@@ -268,7 +268,7 @@ def store_d_q(
 @gluon.jit
 def sum_slots(
     d_k_parts, d_v_parts, buffers, barriers, work, score_scale,
-    REP: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
+    Q_PER_KV: gl.constexpr, D: gl.constexpr, V: gl.constexpr, BLOCK: gl.constexpr,
     GATED: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_q of each tile, d_k and d_v of each piece."""
@@ -279,7 +279,7 @@ def sum_slots(
     q_tiles, k_tiles, v_tiles, d_o_tiles, d_scores_tile, lse_tiles, delta_tiles, gate_tiles, key_tiles = buffers
     kv_ready, kv_free, rows_ready, numbers_ready, rows_free, d_q_ready = barriers
     slots, table, first_piece, end_piece, first_slot = work
-    STEP: gl.constexpr = ROWS // REP
+    STEP: gl.constexpr = ROWS // Q_PER_KV
     TYPE: gl.constexpr = q_tiles.dtype
     k_tile = k_tiles.reshape([BLOCK, D])
     v_tile = v_tiles.reshape([BLOCK, V])
@@ -337,10 +337,10 @@ def sum_slots(
 
 @Kernel
 @gluon.jit(do_not_specialize=["num_queries", "query_shift", "chunk", "chunk_rows", "keys_per_chunk"])
-def gathered_backward_roles_kernel(
+def block_major_backward_warp_specialized_kernel(
     q_source, k_source, v_source, d_o_source, d_q_target, lse, delta, gate, d_k_parts, d_v_parts,
     slots, first_pieces, table, num_queries, query_shift, chunk, chunk_rows, keys_per_chunk, score_scale,
-    GROUPS: gl.constexpr, REP: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SLOTS_OF_ROW: gl.constexpr, D: gl.constexpr, V: gl.constexpr,
     BLOCK: gl.constexpr, GATED: gl.constexpr, STAGES: gl.constexpr,
 ):
     """d_q of the slots of one chunk, d_k and d_v of its pieces, all but for the factor `scale`."""
@@ -374,19 +374,19 @@ def gathered_backward_roles_kernel(
     work = work_of(slots, table, first_pieces, chunk, keys_per_chunk, chunk_rows, SLOTS_OF_ROW)
     gl.warp_specialize([
         (sum_slots, (d_k_parts, d_v_parts, buffers, barriers, work, score_scale,
-                     REP, D, V, BLOCK, GATED, STAGES)),
-        (load_rows, (descriptors, buffers, barriers, work, num_queries, REP, SLOTS_OF_ROW, D, V, STAGES)),
+                     Q_PER_KV, D, V, BLOCK, GATED, STAGES)),
+        (load_rows, (descriptors, buffers, barriers, work, num_queries, Q_PER_KV, SLOTS_OF_ROW, D, V, STAGES)),
         (load_numbers, (lse, delta, gate, buffers, barriers, work, num_queries, query_shift,
-                        GROUPS, REP, SLOTS_OF_ROW, GATED, STAGES)),
-        (store_d_q, (descriptors, buffers, barriers, work, REP, D, STAGES)),
+                        GROUPS, Q_PER_KV, SLOTS_OF_ROW, GATED, STAGES)),
+        (store_d_q, (descriptors, buffers, barriers, work, Q_PER_KV, D, STAGES)),
     ], [1, 1, 1], [24, 24, 24])
 
 # fmt: on
 
 
-def _rows_descriptor(x: Tensor, rep: int) -> Descriptor:
+def _rows_descriptor(x: Tensor, q_per_kv: int) -> Descriptor:
     """A descriptor of rows [rows, columns] in boxes of one slot's rows and 64 columns."""
-    return describe_tiles(x, x.shape, x.stride(), (rep, 64), SLOT_LAYOUT)
+    return describe_tiles(x, x.shape, x.stride(), (q_per_kv, 64), SLOT_LAYOUT)
 
 
 def _piece_table(problem: SelectedProblem, index: ChoiceIndex) -> Tensor:
@@ -397,34 +397,35 @@ def _piece_table(problem: SelectedProblem, index: ChoiceIndex) -> Tensor:
     piece_table_kernel[(pieces,)](
         table, index.slots, index.starts, index.first_pieces, index.piece_keys, ids, cu_seqlens,
         num_queries, num_keys - num_queries, index.num_blocks, index.keys_per_chunk, index.unused,
-        GROUPS=groups, SLOTS_OF_ROW=groups * problem.places, BLOCK=problem.block_size, PIECE=index.piece_slots,
-        STEP=ROWS.value // problem.rep, PACKED=problem.documents is not None, num_warps=1,
+        GROUPS=groups, SLOTS_OF_ROW=groups * problem.num_selected, BLOCK=problem.block_size, PIECE=index.piece_slots,
+        STEP=ROWS.value // problem.q_per_kv, PACKED=problem.documents is not None, num_warps=1,
     )  # fmt: skip
     return table
 
 
-def backward_by_roles(
+def block_major_backward_of_chunk(
     problem: SelectedProblem, index: ChoiceIndex, d_q_slots: Tensor, d_k_parts: Tensor, d_v_parts: Tensor
 ) -> Callable[[int], None]:
-    """What computes d_q of one chunk's slots and d_k, d_v of its pieces, all but for the factor `scale`."""
-    p, rep = problem, problem.rep
+    """A function that computes d_q of one chunk's slots and d_k, d_v of its pieces, without the factor `scale`."""
+    p, q_per_kv = problem, problem.q_per_kv
     num_queries, dim = p.q.shape[1], p.q.shape[3]
     num_keys, groups, value_dim = p.v.shape[1:]
     table = _piece_table(problem, index)
     sources = (
-        tile_descriptor(p.q, 1, rep, 64),
+        tile_descriptor(p.q, 1, q_per_kv, 64),
         tile_descriptor(p.k, p.block_size, 1, dim),
         tile_descriptor(p.v, p.block_size, 1, value_dim),
-        tile_descriptor(p.d_o, 1, rep, 64),
-        _rows_descriptor(d_q_slots, rep),
+        tile_descriptor(p.d_o, 1, q_per_kv, 64),
+        _rows_descriptor(d_q_slots, q_per_kv),
     )
     row_numbers = p.rows()[-3:]
 
     def compute(chunk: int) -> None:
-        gathered_backward_roles_kernel[(2 * multiprocessors(p.q.device),)](
+        block_major_backward_warp_specialized_kernel[(2 * devices.multiprocessors(p.q.device),)](
             *sources, *row_numbers, d_k_parts, d_v_parts, index.slots, index.first_pieces, table,
             num_queries, num_keys - num_queries, chunk, index.chunk_rows, index.keys_per_chunk, p.score_scale,
-            GROUPS=groups, REP=rep, SLOTS_OF_ROW=groups * p.places, D=dim, V=value_dim, BLOCK=p.block_size,
+            GROUPS=groups, Q_PER_KV=q_per_kv, SLOTS_OF_ROW=groups * p.num_selected, D=dim, V=value_dim,
+            BLOCK=p.block_size,
             GATED=p.gate is not None, STAGES=2, num_warps=4, maxnreg=128,
         )  # fmt: skip
 

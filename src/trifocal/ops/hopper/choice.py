@@ -1,8 +1,8 @@
-"""The choice kernel of scoring in Gluon; see `scoring` for what it computes, and how the threshold is found.
+"""The choice kernel of scoring in Gluon; see `triton.scoring` for its task and the search for the threshold.
 
 The portable kernel is bound by instructions, 4,600 for a row of 1,024 blocks: half of them count, scan and store a row
-whose neighbouring blocks lie in different lanes. Here a warp holds one row so that every lane has consecutive blocks:
-ranks are sums within a lane and one scan over 32 of them, and what belongs to the row is one number, not a vector.
+with neighbouring blocks in different lanes. Here a warp holds one row so that every lane has consecutive blocks:
+ranks are sums within a lane and one scan over 32 of them, and the row's own figures are numbers, not vectors.
 
 From memory, per row: importance in, in whole vectors (laid out anew in shared memory); the choice out.
 """
@@ -12,14 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from trifocal.ops.geometry import Geometry
-from trifocal.ops.triton.launch import Kernel, next_power_of_2
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import next_power_of_2
 
 LINE = gl.constexpr(16)
 INFINITY_BITS = gl.constexpr(0x7F800000)
 # In bits of fp32, a factor of two.
 OCTAVE = gl.constexpr(1 << 23)
 LONGEST_LEAP = gl.constexpr(1 << 30)
-# Each lane has whole vectors of what is loaded.
+# Each lane loads whole vectors.
 FEWEST_BLOCKS = 128
 
 # fmt: off
@@ -32,10 +33,11 @@ def add(a, b):
 
 @Kernel
 @gluon.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines"])
-def choice_by_warp_kernel(
-    own, carried, selected_blocks, first_query, end_query, num_queries, query_shift, block_lines,
+def choice_hopper_kernel(
+    direct, overflow, selected_blocks, first_query, end_query, num_queries, query_shift, block_lines,
     GROUPS: gl.constexpr, COMPRESSION: gl.constexpr, STRIDE: gl.constexpr, SELECTION: gl.constexpr,
-    PLACES: gl.constexpr, PLACES_PAD: gl.constexpr, INITIAL: gl.constexpr, LOCAL: gl.constexpr, BLOCKS: gl.constexpr,
+    NUM_SELECTED: gl.constexpr, NUM_SELECTED_PAD: gl.constexpr, INITIAL: gl.constexpr, LOCAL: gl.constexpr,
+    BLOCKS: gl.constexpr,
 ):
     """The choice of one row (batch, query of the chunk, group) from the importance of all its blocks."""
     LOADED: gl.constexpr = gl.BlockedLayout([4], [32], [1], [0])
@@ -46,17 +48,17 @@ def choice_by_warp_kernel(
     chunk_queries = end_query - first_query
     query = first_query + row // GROUPS % chunk_queries
     candidates = (query + query_shift) // SELECTION + 1
-    total = gl.minimum(candidates, PLACES)
+    total = gl.minimum(candidates, NUM_SELECTED)
     num_forced = gl.minimum(candidates, INITIAL + LOCAL)
     wanted = total - num_forced
 
-    # Whole lines are read; what no tile wrote is dropped before it is used.
+    # Whole lines are read; numbers that no tile wrote are dropped before they are used.
     column = gl.arange(0, BLOCKS, LOADED)
     place = row.to(gl.int64) * num_blocks
-    needed = (column // LINE < (candidates + LINE - 1) // LINE) & (candidates > PLACES)
-    importance = gl.load(own + place + column, mask=needed, other=0.0)
+    needed = (column // LINE < (candidates + LINE - 1) // LINE) & (candidates > NUM_SELECTED)
+    importance = gl.load(direct + place + column, mask=needed, other=0.0)
     if COMPRESSION > STRIDE:
-        importance += gl.where(column > 0, gl.load(carried + place + column, mask=needed, other=0.0), 0.0)
+        importance += gl.where(column > 0, gl.load(overflow + place + column, mask=needed, other=0.0), 0.0)
     importance = gl.convert_layout(importance, HELD)
 
     block = gl.arange(0, BLOCKS, HELD)
@@ -73,7 +75,7 @@ def choice_by_warp_kernel(
     high = gl.max(bits, 0) + 1
     reach = candidates - num_forced
     while (reach > wanted) & (high - low > 1):
-        # Between low and high, neither of the two, whatever the leap: every step comes nearer.
+        # The middle lies strictly between low and high, so every step narrows the search.
         middle = gl.maximum(low + (high - low) // 2, high - leap)
         leap = gl.minimum(leap, LONGEST_LEAP // 4) * 4
         # The sign of the difference, one number less for each block that does not reach the middle.
@@ -93,18 +95,18 @@ def choice_by_warp_kernel(
     slot = gl.associative_scan(chosen, 0, add) - 1
     # Rows of all chunks: [B, T, G].
     batch = row // GROUPS // chunk_queries
-    out = selected_blocks + ((batch * num_queries + query).to(gl.int64) * GROUPS + row % GROUPS) * PLACES
+    out = selected_blocks + ((batch * num_queries + query).to(gl.int64) * GROUPS + row % GROUPS) * NUM_SELECTED
     gl.store(out + slot, block, mask=chosen != 0)
-    if total < PLACES:
-        pad = gl.arange(0, PLACES_PAD, PADS)
-        gl.store(out + pad, gl.full([PLACES_PAD], -1, gl.int32, PADS), mask=(pad >= total) & (pad < PLACES))
+    if total < NUM_SELECTED:
+        pad = gl.arange(0, NUM_SELECTED_PAD, PADS)
+        gl.store(out + pad, gl.full([NUM_SELECTED_PAD], -1, gl.int32, PADS), mask=(pad >= total) & (pad < NUM_SELECTED))
 
 # fmt: on
 
 
-def launch_choice_by_warp(
-    own: Tensor,
-    carried: Tensor,
+def launch_choice(
+    direct: Tensor,
+    overflow: Tensor,
     selected_blocks: Tensor,
     geometry: Geometry,
     first_query: int,
@@ -116,18 +118,18 @@ def launch_choice_by_warp(
     """Write the choice of a chunk of queries into `selected_blocks` [B, T, G, N].
 
     Args:
-        own, carried: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
+        direct, overflow: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
         selected_blocks: All queries' choice.
         geometry: Block sizes, in tokens.
         first_query, end_query: The chunk.
         query_shift: Position of query 0.
-        reachable: Blocks that the last query of the chunk can choose from, at most `scoring.MOST_BLOCKS_OF_WARP`.
+        reachable: Blocks that the last query of the chunk can choose from, at most `dispatch.MOST_BLOCKS_OF_WARP`.
         block_lines: Lines of blocks in a row of importance.
     """
-    batch, num_queries, groups, places = selected_blocks.shape
-    choice_by_warp_kernel[(batch * (end_query - first_query) * groups,)](
-        own,
-        carried,
+    batch, num_queries, groups, num_selected = selected_blocks.shape
+    choice_hopper_kernel[(batch * (end_query - first_query) * groups,)](
+        direct,
+        overflow,
         selected_blocks,
         first_query,
         end_query,
@@ -138,8 +140,8 @@ def launch_choice_by_warp(
         geometry.compression_block_size,
         geometry.compression_stride,
         geometry.selection_block_size,
-        places,
-        max(32, next_power_of_2(places)),
+        num_selected,
+        max(32, next_power_of_2(num_selected)),
         geometry.num_initial_blocks,
         geometry.num_local_blocks,
         max(FEWEST_BLOCKS, next_power_of_2(reachable)),

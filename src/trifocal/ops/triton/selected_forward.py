@@ -2,14 +2,14 @@
 
 | order | when | a program holds | it loops over | traffic of a query and block |
 |---|---|---|---|---|
-| keys outside | the usual | a block's k and v | the queries that chose it | q in; a partial o out and in again |
-| masked tiles | most blocks are chosen | a tile of queries | all blocks | k and v, shared by the tile |
-| query by query | few queries (decoding) | one query | its own blocks | k and v |
+| block-major | the usual | a block's k and v | the queries that chose it | q in; a partial o out and in again |
+| masked | most blocks are chosen | a tile of queries | all blocks | k and v, shared by the tile |
+| query-major | few queries (decoding) | one query | its own blocks | k and v |
 
-Keys outside: a block's slots (see `choice_index`) come in pieces; the tile's rows are the heads of the group of
+Block-major: a block's slots (see `choice_index`) come in pieces; the tile's rows are the heads of the group of
 consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in the inputs' type,
 and its log-sum-exp; a second kernel adds a query's slots in order. The partials of all rows would be N times as large
-as o, so rows go in chunks. Masked tiles: FlashAttention over the whole past; a block that a row did not choose leaves
+as o, so rows go in chunks. Masked: FlashAttention over the whole past; a block that a row did not choose leaves
 the row as it is, by one number a row. Sums have one order in each: two runs give equal bits.
 """
 
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.choice_index import (
@@ -29,31 +30,20 @@ from trifocal.ops.triton.choice_index import (
     row_token,
     split_blocks,
 )
-from trifocal.ops.triton.common import Tile, load_tile, split_width, store_tile, strides, unit_stride
-from trifocal.ops.triton.launch import Kernel, cdiv, next_power_of_2
-from trifocal.ops.triton.selected_tiles import fits_by_hand, forward_tile, sizes_by_hand
+from trifocal.ops.triton.common import LN_2, LOG2_E, LOWEST, load_tile, store_tile, strides, unit_stride
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.tiles import cdiv, next_power_of_2, split_width
 
-LOWEST = tl.constexpr(-1.0e30)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = 1.4426950408889634
 # Larger blocks are cut into equal parts of at most this many tokens, each with a slot of its own.
 LARGEST_BLOCK = 64
-# Partial results of this many bytes are kept at a time.
-BUFFER_BYTES = 2**31
-# Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
-# backward only up to fewer, but for packed documents, whose blocks are mostly other documents' and cost nothing.
-MASKED_UP_TO = 4
-MASKED_BACKWARD_UP_TO = 2
-# With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
-FEWEST_SHARERS = 2
 
 
 @triton.jit
-def load_slots(slots, first, end, REP: tl.constexpr, ROWS: tl.constexpr):
+def load_slots(slots, first, end, Q_PER_KV: tl.constexpr, ROWS: tl.constexpr):
     """A tile's rows, the heads of consecutive slots: which exist, and their slots."""
     row = tl.arange(0, ROWS)
-    exists = (row < (ROWS // REP) * REP) & (first + row // REP < end)
-    return exists, tl.load(slots + first + row // REP, mask=exists, other=0).to(tl.int32)
+    exists = (row < (ROWS // Q_PER_KV) * Q_PER_KV) & (first + row // Q_PER_KV < end)
+    return exists, tl.load(slots + first + row // Q_PER_KV, mask=exists, other=0).to(tl.int32)
 
 
 @Kernel
@@ -62,13 +52,13 @@ def load_slots(slots, first, end, REP: tl.constexpr, ROWS: tl.constexpr):
         "num_queries", "query_shift", "num_keys", "chunk", "chunk_rows", "num_blocks", "keys_per_chunk"
     ]
 )  # fmt: skip
-def gathered_forward_kernel(
+def block_major_forward_kernel(
     q, k, v, o_slots, lse_slots, slots, starts, first_pieces, piece_keys, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     num_queries, query_shift, num_keys, chunk, chunk_rows, num_blocks, keys_per_chunk, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, NUM_SELECTED: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PIECE: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -81,13 +71,13 @@ def gathered_forward_kernel(
         tl.program_id(0), chunk, starts, first_pieces, piece_keys, keys_per_chunk, num_blocks, GROUPS, PIECE
     )
     if begin < end:
-        first_slot_of_chunk = chunk * chunk_rows * (GROUPS * PLACES)
+        first_slot_of_chunk = chunk * chunk_rows * (GROUPS * NUM_SELECTED)
         first_token, first_position = block_place(
-            block, slots, begin, num_queries, query_shift, ids, cu_seqlens, GROUPS * PLACES, BLOCK, PACKED
+            block, slots, begin, num_queries, query_shift, ids, cu_seqlens, GROUPS * NUM_SELECTED, BLOCK, PACKED
         )
         in_block = tl.arange(0, KEYS)
         key_exists = (in_block < BLOCK) & (first_token + in_block < num_keys)
-        q += batch.to(tl.int64) * q_batch_stride + group * REP * q_head_stride
+        q += batch.to(tl.int64) * q_batch_stride + group * Q_PER_KV * q_head_stride
         k += batch.to(tl.int64) * k_batch_stride + first_token.to(tl.int64) * k_time_stride + group * k_head_stride
         v += batch.to(tl.int64) * v_batch_stride + first_token.to(tl.int64) * v_time_stride + group * v_head_stride
         k_1 = load_tile(k, in_block * k_time_stride, key_exists, 0, D_1, D, True)
@@ -99,17 +89,17 @@ def gathered_forward_kernel(
         if V_2 > 0:
             v_2 = load_tile(v, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
 
-        head = tl.arange(0, ROWS) % REP
+        head = tl.arange(0, ROWS) % Q_PER_KV
         first_row = batch * num_queries
-        STEP: tl.constexpr = ROWS // REP
+        STEP: tl.constexpr = ROWS // Q_PER_KV
         # The compiler pipelines no loop that hands values on unchanged; it cannot know that this is zero.
         zero = begin >> 31
-        exists, slot_0 = load_slots(slots, begin, end, REP, ROWS)
-        exists, slot_1 = load_slots(slots, begin + STEP, end, REP, ROWS)
-        exists, slot_2 = load_slots(slots, begin + 2 * STEP, end, REP, ROWS)
+        exists, slot_0 = load_slots(slots, begin, end, Q_PER_KV, ROWS)
+        exists, slot_1 = load_slots(slots, begin + STEP, end, Q_PER_KV, ROWS)
+        exists, slot_2 = load_slots(slots, begin + 2 * STEP, end, Q_PER_KV, ROWS)
         for first in tl.range(begin, end, STEP):
-            exists, slot = load_slots(slots, first, end, REP, ROWS)
-            query = slot_0 // (GROUPS * PLACES) - first_row
+            exists, slot = load_slots(slots, first, end, Q_PER_KV, ROWS)
+            query = slot_0 // (GROUPS * NUM_SELECTED) - first_row
             q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
             q_1 = load_tile(q, q_offsets, exists, 0, D_1, D, True)
             scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
@@ -118,8 +108,8 @@ def gathered_forward_kernel(
                 scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
             slot_0 = slot_1 + zero
             slot_1 = slot_2 + zero
-            _later, slot_2 = load_slots(slots, first + 3 * STEP, end, REP, ROWS)
-            position = slot // (GROUPS * PLACES) - first_row + query_shift
+            _later, slot_2 = load_slots(slots, first + 3 * STEP, end, Q_PER_KV, ROWS)
+            position = slot // (GROUPS * NUM_SELECTED) - first_row + query_shift
             if PACKED:
                 position = tl.load(positions + position, mask=exists, other=0)
             visible = key_exists[None, :] & (first_position + in_block[None, :] <= position[:, None])
@@ -130,7 +120,7 @@ def gathered_forward_kernel(
             total = tl.maximum(tl.sum(p, 1), 1.0e-30)
             inverse = 1.0 / total
             p = p.to(v_1.dtype)
-            place = (slot - first_slot_of_chunk).to(tl.int64) * REP + head
+            place = (slot - first_slot_of_chunk).to(tl.int64) * Q_PER_KV + head
             o_1 = tl.dot(p, v_1, input_precision="ieee")
             store_tile(o_slots, place * V, exists, o_1 * inverse[:, None], 0, V_1, V)
             if V_2 > 0:
@@ -143,35 +133,35 @@ def gathered_forward_kernel(
 @triton.jit(do_not_specialize=["first_row", "end_row", "unused"])
 def reduce_slots_kernel(
     parts, lse_slots, keys, out, lse, first_row, end_row, unused, factor,
-    GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, NUM_SELECTED: tl.constexpr,
     V: tl.constexpr, V_PAD: tl.constexpr, ROWS: tl.constexpr, WEIGHTED: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
     """Add the slots of rows in order: weighted by their share of the softmax, or as they are, times `factor`."""
-    first_head = first_row.to(tl.int64) * (GROUPS * REP)
+    first_head = first_row.to(tl.int64) * (GROUPS * Q_PER_KV)
     local = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     number = first_head + local
-    exists = number < end_row.to(tl.int64) * (GROUPS * REP)
-    row_group = tl.where(exists, number // REP, 0)
-    head = local % REP
+    exists = number < end_row.to(tl.int64) * (GROUPS * Q_PER_KV)
+    row_group = tl.where(exists, number // Q_PER_KV, 0)
+    head = local % Q_PER_KV
     # Partials are stored from the chunk's first row on.
-    first_slot = tl.where(exists, local // REP, 0) * PLACES
+    first_slot = tl.where(exists, local // Q_PER_KV, 0) * NUM_SELECTED
     columns = tl.arange(0, V_PAD)
     inside = (columns < V)[None, :]
     top = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     inverse = total
     if WEIGHTED:
-        for place in tl.range(0, PLACES, loop_unroll_factor=UNROLL):
-            used = exists & (tl.load(keys + row_group * PLACES + place) != unused)
-            part_lse = tl.load(lse_slots + (first_slot + place) * REP + head, mask=used, other=float("-inf"))
+        for place in tl.range(0, NUM_SELECTED, loop_unroll_factor=UNROLL):
+            used = exists & (tl.load(keys + row_group * NUM_SELECTED + place) != unused)
+            part_lse = tl.load(lse_slots + (first_slot + place) * Q_PER_KV + head, mask=used, other=float("-inf"))
             new_top = tl.maximum(top, part_lse)
             total = total * tl.exp2(top - new_top) + tl.exp2(part_lse - new_top)
             top = new_top
         inverse = tl.where(total > 0, 1.0 / tl.where(total > 0, total, 1.0), 0.0)
     result = tl.zeros([ROWS, V_PAD], tl.float32)
-    for place in tl.range(0, PLACES, loop_unroll_factor=UNROLL):
-        used = exists & (tl.load(keys + row_group * PLACES + place) != unused)
-        source = (first_slot + place) * REP + head
+    for place in tl.range(0, NUM_SELECTED, loop_unroll_factor=UNROLL):
+        used = exists & (tl.load(keys + row_group * NUM_SELECTED + place) != unused)
+        source = (first_slot + place) * Q_PER_KV + head
         part = tl.load(parts + source[:, None] * V + columns[None, :], mask=used[:, None] & inside, other=0.0)
         if WEIGHTED:
             part_lse = tl.load(lse_slots + source, mask=used, other=float("-inf"))
@@ -201,7 +191,7 @@ def _attend_blocks(
 ):  # fmt: skip
     """Take a run of blocks, all in the word `bits`, into the running softmax of the rows that chose them.
 
-    A block that no row of the tile chose (`tile_bits`) is not read: what no query sees must not reach a product.
+    A block that no row of the tile chose (`tile_bits`) is not read: keys that no query sees must not reach a product.
     """
     in_block = tl.arange(0, KEYS)
     for block in tl.range(first_block, end_block):
@@ -247,15 +237,17 @@ def heavy_first(ROWS: tl.constexpr):
 
 
 @triton.jit
-def place_tile(num_queries, query_shift, ids, positions, REP: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr):
+def place_tile(
+    num_queries, query_shift, ids, positions, Q_PER_KV: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr
+):
     """This program's batch entry and group in one number; its rows' queries, heads, whether they exist, positions and
     documents; the first and the last document."""
     first_row, batch_group = heavy_first(ROWS)
     row = first_row + tl.arange(0, ROWS)
-    exists = row < num_queries * REP
+    exists = row < num_queries * Q_PER_KV
     row = tl.where(exists, row, 0)
-    query = row // REP
-    head = row % REP
+    query = row // Q_PER_KV
+    head = row % Q_PER_KV
     position = query + query_shift
     document_of_row = position
     first_document = 0
@@ -263,8 +255,8 @@ def place_tile(num_queries, query_shift, ids, positions, REP: tl.constexpr, PACK
     if PACKED:
         document_of_row = tl.load(ids + position)
         position = tl.load(positions + position)
-        last_query = tl.minimum((first_row + ROWS - 1) // REP, num_queries - 1)
-        first_document = tl.load(ids + first_row // REP + query_shift)
+        last_query = tl.minimum((first_row + ROWS - 1) // Q_PER_KV, num_queries - 1)
+        first_document = tl.load(ids + first_row // Q_PER_KV + query_shift)
         last_document = tl.load(ids + last_query + query_shift)
     return batch_group, query, head, exists, position, document_of_row, first_document, last_document
 
@@ -309,17 +301,17 @@ def masked_forward_kernel(
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     num_queries, query_shift, num_keys, num_words, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """o and lse of one tile of rows."""
     batch_group, query, head, exists, position, document_of_row, first_document, last_document = place_tile(
-        num_queries, query_shift, ids, positions, REP, PACKED, ROWS
+        num_queries, query_shift, ids, positions, Q_PER_KV, PACKED, ROWS
     )
     batch = (batch_group // GROUPS).to(tl.int64)
     group = batch_group % GROUPS
-    q += batch * q_batch_stride + group * REP * q_head_stride
+    q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
     k += batch * k_batch_stride + group * k_head_stride
     v += batch * v_batch_stride + group * v_head_stride
     q_offsets = query.to(tl.int64) * q_time_stride + head * q_head_stride
@@ -351,7 +343,7 @@ def masked_forward_kernel(
                 chosen_bits, tile_bits, position, document_start, document_end, middle, end, score_scale,
                 D, D_1, D_2, V, V_1, V_2, BLOCK, KEYS, True,
             )  # fmt: skip
-    place = (batch * num_queries + query) * (GROUPS * REP) + group * REP + head
+    place = (batch * num_queries + query) * (GROUPS * Q_PER_KV) + group * Q_PER_KV + head
     _finish_rows(o, lse, o_1, o_2, running_max, running_sum, exists, place, V, V_1, V_2)
 
 
@@ -374,13 +366,13 @@ def _finish_rows(
 
 @Kernel
 @triton.jit(do_not_specialize=["num_queries", "query_shift", "num_keys"])
-def query_forward_kernel(
+def query_major_forward_kernel(
     q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens,
     q_batch_stride, q_time_stride, q_head_stride,
     k_batch_stride, k_time_stride, k_head_stride,
     v_batch_stride, v_time_stride, v_head_stride,
     num_queries, query_shift, num_keys, score_scale,
-    GROUPS: tl.constexpr, REP: tl.constexpr, PLACES: tl.constexpr, PLACES_PAD: tl.constexpr,
+    GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     BLOCK: tl.constexpr, KEYS: tl.constexpr, PACKED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -392,8 +384,8 @@ def query_forward_kernel(
     query = (row % num_queries).to(tl.int64)
     _, position, document_start, _ = row_token(row, num_queries, query_shift, ids, positions, cu_seqlens, PACKED)
     head = tl.arange(0, ROWS)
-    exists = head < REP
-    q += batch * q_batch_stride + query * q_time_stride + group * REP * q_head_stride
+    exists = head < Q_PER_KV
+    q += batch * q_batch_stride + query * q_time_stride + group * Q_PER_KV * q_head_stride
     k += batch * k_batch_stride + document_start.to(tl.int64) * k_time_stride + group * k_head_stride
     v += batch * v_batch_stride + document_start.to(tl.int64) * v_time_stride + group * v_head_stride
     q_1 = load_tile(q, head * q_head_stride, exists, 0, D_1, D, True)
@@ -407,12 +399,12 @@ def query_forward_kernel(
     if V_2 > 0:
         o_2 = tl.zeros([ROWS, V_2], tl.float32)
     in_block = tl.arange(0, KEYS)
-    choice = selected_blocks + row_group.to(tl.int64) * PLACES
-    places = tl.arange(0, PLACES_PAD)
-    for place in tl.range(0, PLACES):
+    choice = selected_blocks + row_group.to(tl.int64) * NUM_SELECTED
+    every_place = tl.arange(0, NUM_SELECTED_PAD)
+    for place in tl.range(0, NUM_SELECTED):
         block = tl.load(choice + place)
-        # A choice is a set: what an earlier place holds too was taken there.
-        repeated = tl.sum((tl.load(choice + places, mask=places < place, other=-1) == block).to(tl.int32)) > 0
+        # A choice is a set: a repeated block was taken at its first place.
+        repeated = tl.sum((tl.load(choice + every_place, mask=every_place < place, other=-1) == block).to(tl.int32)) > 0
         used = (block >= 0) & (block <= position // BLOCK) & (repeated == 0)
         first_position = tl.where(used, block, 0) * BLOCK
         key_exists = used & (in_block < BLOCK) & (first_position + in_block <= position)
@@ -435,25 +427,7 @@ def query_forward_kernel(
         if V_2 > 0:
             v_2 = load_tile(v_base, in_block * v_time_stride, key_exists, V_1, V_2, V, True)
             o_2 = tl.dot(p, v_2, o_2 * decay[:, None], input_precision="ieee")
-    _finish_rows(o, lse, o_1, o_2, running_max, running_sum, exists, row_group * REP + head, V, V_1, V_2)
-
-
-def choose_order(
-    num_queries: int, num_keys: int, places: int, block_size: int, *, backward: bool = False, packed: bool = False
-) -> str:
-    """The loop order for a shape: `"masked"`, `"query"` or `"gathered"`.
-
-    A pair of a tile of rows and a block costs the masked order less (per multiprocessor, 128 wide, 16 heads a group,
-    µs: forward 0.65 against 1.6, backward 2.6 against 2.5), but there are more of them: at length T, in blocks,
-    (T + 1) / 2 a query instead of at most n. So forward changes at 4 n blocks or so, backward at n or 2 n, the later
-    one for what the index costs besides. How many programs there are does not matter: both orders cut long ones.
-    """
-    num_blocks = cdiv(num_keys, block_size)
-    sharers = num_queries * min(places, num_blocks) / num_blocks
-    if sharers < FEWEST_SHARERS:
-        return "query"
-    up_to = MASKED_BACKWARD_UP_TO if backward and not packed else MASKED_UP_TO
-    return "masked" if num_blocks <= up_to * places else "gathered"
+    _finish_rows(o, lse, o_1, o_2, running_max, running_sum, exists, row_group * Q_PER_KV + head, V, V_1, V_2)
 
 
 def selected_forward(
@@ -464,11 +438,6 @@ def selected_forward(
     geometry: Geometry,
     scale: float,
     documents: Documents | None,
-    *,
-    order: str | None = None,
-    tile: Tile | None = None,
-    buffer_bytes: int = BUFFER_BYTES,
-    by_hand: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention over the tokens of the chosen blocks.
 
@@ -480,10 +449,6 @@ def selected_forward(
         geometry: Block sizes, in tokens.
         scale: Factor on the scores.
         documents: Packed documents; None for one sequence a batch entry.
-        order: A loop order instead of the one that the shape asks for.
-        tile: A configuration instead of the device's; `keys` is how many slots a piece has.
-        buffer_bytes: Partial results that keys-outside may hold at a time.
-        by_hand: Whether keys-outside runs the kernel scheduled by hand for Hopper; None: where it can.
 
     Returns:
         o, [B, T, H, V], in the type of q, and lse, [B, T, H], natural log, fp32; zeros and -inf where a query sees
@@ -496,75 +461,86 @@ def selected_forward(
     batch, num_queries, num_heads, _ = q.shape
     num_keys, groups, value_dim = v.shape[1:]
     selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, LARGEST_BLOCK)
-    places = selected_blocks.shape[-1]
-    if places == 0:
+    num_selected = selected_blocks.shape[-1]
+    if num_selected == 0:
         o = q.new_zeros(batch, num_queries, num_heads, value_dim)
         return o, q.new_full(q.shape[:3], -torch.inf, dtype=torch.float32)
-    order = order or choose_order(num_queries, num_keys, places, block_size)
-    rep = num_heads // groups
+    order = dispatch.selected_order(num_queries, num_keys, num_selected, block_size)
+    q_per_kv = num_heads // groups
     widths, value_widths = split_width(q.shape[-1]), split_width(value_dim)
     o = torch.empty(batch, num_queries, num_heads, value_dim, dtype=q.dtype, device=q.device)
     lse = torch.empty(batch, num_queries, num_heads, dtype=torch.float32, device=q.device)
     shape = {
-        "GROUPS": groups, "REP": rep, "D": widths.size, "D_1": widths.part_1, "D_2": widths.part_2,
+        "GROUPS": groups, "Q_PER_KV": q_per_kv, "D": widths.size, "D_1": widths.part_1, "D_2": widths.part_2,
         "V": value_widths.size, "V_1": value_widths.part_1, "V_2": value_widths.part_2,
         "BLOCK": block_size, "KEYS": max(16, next_power_of_2(block_size)), "PACKED": documents is not None,
     }  # fmt: skip
     all_strides = (*strides(q), *strides(k), *strides(v))
     shift = num_queries, num_keys - num_queries, num_keys
-    # Zero would turn what is masked into NaN; this is as good, exp2(1e-30 x) being 1.
+    # Zero would turn masked scores into NaN; this is as good, since exp2(1e-30 x) is 1.
     score_scale = max(scale * LOG2_E, 1e-30)
-    by_hand = (
-        order == "gathered" and by_hand is not False and fits_by_hand(order, q, k, v, rep=rep, block_size=block_size)
-    )
-    tile = tile or forward_tile(order, q.dtype, rep, widths.padded, value_widths.padded, by_hand)
-    if order == "query":
+    kernel = f"{order} forward"
+    on_hopper = dispatch.selected_on_hopper(kernel, q, k, v, q_per_kv=q_per_kv, block_size=block_size)
+    tile = dispatch.selected_tile(kernel, q, v, q_per_kv, on_hopper=on_hopper)
+    if order == "query_major":
         ids, positions, cu_seqlens = documents_or(documents, lse)
-        query_forward_kernel[(batch * num_queries * groups,)](
+        query_major_forward_kernel[(batch * num_queries * groups,)](
             q, k, v, o, lse, selected_blocks, ids, positions, cu_seqlens, *all_strides, *shift, score_scale,
-            **shape, PLACES=places, PLACES_PAD=next_power_of_2(places),
-            ROWS=max(16, next_power_of_2(rep)), num_warps=tile.warps, num_stages=tile.stages,
+            **shape, NUM_SELECTED=num_selected, NUM_SELECTED_PAD=next_power_of_2(num_selected),
+            ROWS=max(16, next_power_of_2(q_per_kv)), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         return o, lse
     ids, positions, cu_seqlens = documents_or(documents, lse)
     if order == "masked":
         bits = choice_bits(selected_blocks, block_size, num_keys, documents)
-        masked_forward_kernel[(batch * groups, cdiv(num_queries * rep, tile.rows))](
+        masked_forward_kernel[(batch * groups, cdiv(num_queries * q_per_kv, tile.BLOCK_M))](
             q, k, v, o, lse, bits, ids, positions, cu_seqlens, *all_strides, *shift, bits.shape[2], score_scale,
-            **shape, ROWS=tile.rows, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
+            **shape, ROWS=tile.BLOCK_M, num_warps=tile.warps, num_stages=tile.stages, maxnreg=tile.registers,
         )  # fmt: skip
         return o, lse
 
-    row_slots = groups * places
+    row_slots = groups * num_selected
     rows = batch * num_queries
-    chunk_rows = rows_of_chunk(row_slots * rep * value_dim * q.element_size(), rows, buffer_bytes)
+    chunk_rows = rows_of_chunk(row_slots * q_per_kv * value_dim * q.element_size(), rows)
     index = build_choice_index(
-        selected_blocks, block_size, num_keys, documents, chunk_rows=chunk_rows, piece_slots=tile.keys
+        selected_blocks, block_size, num_keys, documents, chunk_rows=chunk_rows, piece_slots=tile.piece_slots
     )
     slots_of_chunk = index.chunk_rows * row_slots
-    o_slots = torch.empty(slots_of_chunk * rep, value_dim, dtype=q.dtype, device=q.device)
-    lse_slots = torch.empty(slots_of_chunk * rep, dtype=torch.float32, device=q.device)
-    gathered, configuration = gathered_forward_kernel, {**shape, "ROWS": tile.rows, "maxnreg": tile.registers}
-    if by_hand:
-        from trifocal.ops.triton.selected_hopper import gathered_forward_hopper_kernel
-
-        gathered, configuration = gathered_forward_hopper_kernel, sizes_by_hand(shape)
+    o_slots = torch.empty(slots_of_chunk * q_per_kv, value_dim, dtype=q.dtype, device=q.device)
+    lse_slots = torch.empty(slots_of_chunk * q_per_kv, dtype=torch.float32, device=q.device)
+    block_major_kernel, configuration = (
+        block_major_forward_kernel,
+        {**shape, "ROWS": tile.BLOCK_M, "maxnreg": tile.registers},
+    )
+    if on_hopper:
+        block_major_kernel, configuration = (
+            dispatch.hopper("selected_forward").block_major_forward_hopper_kernel,
+            hopper_sizes(shape),
+        )
     for chunk in range(index.num_chunks):
-        gathered[(index.pieces_per_chunk,)](
+        block_major_kernel[(index.pieces_per_chunk,)](
             q, k, v, o_slots, lse_slots, index.slots, index.starts, index.first_pieces, index.piece_keys,
             ids, positions, cu_seqlens, *all_strides, *shift, chunk, index.chunk_rows, index.num_blocks,
-            index.keys_per_chunk, score_scale, **configuration, PLACES=places, PIECE=tile.keys,
+            index.keys_per_chunk, score_scale, **configuration, NUM_SELECTED=num_selected, PIECE=tile.piece_slots,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         first_row = chunk * index.chunk_rows
         end_row = min(first_row + index.chunk_rows, rows)
-        reduce_slots(o_slots, lse_slots, index.keys, o, lse, first_row, end_row, index.unused, 1.0, rep, places)
+        reduce_slots(
+            o_slots, lse_slots, index.keys, o, lse, first_row, end_row, index.unused, 1.0, q_per_kv, num_selected
+        )
     return o, lse
 
 
-def rows_of_chunk(bytes_of_row: int, rows: int, buffer_bytes: int) -> int:
-    """Rows whose partial results fit into the buffer: a multiple of 64, at least 64, or all of them."""
-    return min(rows, max(64, buffer_bytes // bytes_of_row // 64 * 64))
+def rows_of_chunk(bytes_of_row: int, rows: int) -> int:
+    """How many rows' partial results fit into the buffer: a multiple of 64, at least 64, or all of them."""
+    return min(rows, max(64, dispatch.SELECTED_BUFFER_BYTES // bytes_of_row // 64 * 64))
+
+
+def hopper_sizes(shape: dict[str, int]) -> dict[str, int]:
+    """The compile-time sizes that the Hopper kernels take, of those of the portable ones."""
+    parts = ("D_1", "D_2", "V_1", "V_2", "KEYS")
+    return {name: size for name, size in shape.items() if name not in parts}
 
 
 def reduce_slots(
@@ -577,19 +553,18 @@ def reduce_slots(
     end_row: int,
     unused: int,
     factor: float,
-    rep: int,
-    places: int,
-    tile: Tile | None = None,
+    q_per_kv: int,
+    num_selected: int,
 ) -> None:
     """Add the slots of a chunk's rows into `out` [B, T, H, *]: weighted by `lse_slots`, or plainly without them."""
     width = out.shape[-1]
     columns = next_power_of_2(width)
-    tile = tile or Tile(rows=max(4, 2048 // columns), keys=4, warps=4, stages=1)
-    groups = out.shape[2] // rep
+    rows = max(4, 2048 // columns)
+    groups = out.shape[2] // q_per_kv
     placeholder = parts
-    reduce_slots_kernel[(cdiv((end_row - first_row) * out.shape[2], tile.rows),)](
+    reduce_slots_kernel[(cdiv((end_row - first_row) * out.shape[2], rows),)](
         parts, placeholder if lse_slots is None else lse_slots, keys, out, placeholder if lse is None else lse,
         first_row, end_row, unused, factor,
-        GROUPS=groups, REP=rep, PLACES=places, V=width, V_PAD=columns, ROWS=tile.rows,
-        WEIGHTED=lse_slots is not None, UNROLL=tile.keys, num_warps=tile.warps,
+        GROUPS=groups, Q_PER_KV=q_per_kv, NUM_SELECTED=num_selected, V=width, V_PAD=columns, ROWS=rows,
+        WEIGHTED=lse_slots is not None, UNROLL=4, num_warps=4,
     )  # fmt: skip

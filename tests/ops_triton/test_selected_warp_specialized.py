@@ -1,4 +1,4 @@
-"""The table of pieces that the kernels by roles follow, against the index it is made of."""
+"""The table of pieces of the warp-specialized kernel, against the index that it is made of."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from trifocal.ops.layout import Documents
 
 pytest.importorskip("triton")
 
-BLOCK, PIECE, TOKENS, GROUPS, PLACES = 64, 64, 300, 2, 4
+BLOCK, PIECE, TOKENS, GROUPS, NUM_SELECTED = 64, 64, 300, 2, 4
 
 
-@pytest.mark.parametrize("rep", [4, 16])
+@pytest.mark.parametrize("q_per_kv", [4, 16])
 @pytest.mark.parametrize("lengths", [None, (100, 1, 199)])
-def test_pieces_cover_every_slot_once(lengths, rep):
+def test_pieces_cover_every_slot_once(lengths, q_per_kv):
+    from trifocal.ops.hopper.selected_backward_warp_specialized import _piece_table
     from trifocal.ops.triton.choice_index import build_choice_index
-    from trifocal.ops.triton.selected_gathered_hopper import _piece_table
     from trifocal.ops.triton.selected_problem import SelectedProblem
 
     generator = torch.Generator().manual_seed(0)
@@ -24,10 +24,10 @@ def test_pieces_cover_every_slot_once(lengths, rep):
     if lengths is not None:
         batch = 1
         documents = Documents.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0), TOKENS)
-    chosen = torch.randint(-1, 5, (batch, TOKENS, GROUPS, PLACES), generator=generator, dtype=torch.int32)
+    chosen = torch.randint(-1, 5, (batch, TOKENS, GROUPS, NUM_SELECTED), generator=generator, dtype=torch.int32)
     index = build_choice_index(chosen, BLOCK, TOKENS, documents, chunk_rows=128, piece_slots=PIECE)
     packed = documents is not None
-    q, k = (torch.empty(batch, TOKENS, heads, 8) for heads in (GROUPS * rep, GROUPS))
+    q, k = (torch.empty(batch, TOKENS, heads, 8) for heads in (GROUPS * q_per_kv, GROUPS))
     rows = torch.empty(q.shape[:3])
     table = _piece_table(SelectedProblem(q, q, k, k, rows, rows, None, chosen, BLOCK, 1.0, documents), index)
 
@@ -39,9 +39,9 @@ def test_pieces_cover_every_slot_once(lengths, rep):
         taken[begin:end] += 1
         assert (sorted_keys[begin:end] == index.piece_keys[piece]).all()
         slots = index.slots[begin:end]
-        row = slots // (GROUPS * PLACES)
+        row = slots // (GROUPS * NUM_SELECTED)
         token = row % TOKENS
-        assert (row // TOKENS == piece_batch).all() and (slots // PLACES % GROUPS == group).all()
+        assert (row // TOKENS == piece_batch).all() and (slots // NUM_SELECTED % GROUPS == group).all()
         start = documents.cu_seqlens[documents.ids[token].long()] if packed else 0
         assert (start + chosen.flatten()[slots] * BLOCK == first_token).all()
         # A mask is needed where a query does not see the block's last key, and nowhere else.

@@ -1,0 +1,75 @@
+"""Facts about a device that the rules of `dispatch` and the launchers of kernels ask for; nothing here needs Triton."""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+_compiled_for: ContextVar[torch.device | None] = ContextVar("compiled_for", default=None)
+_properties: Callable[..., Any] = functools.cache(torch.cuda.get_device_properties)
+_capability = functools.cache(torch.cuda.get_device_capability)
+
+
+@contextlib.contextmanager
+def compiling_for(device: torch.device) -> Iterator[None]:
+    """Inside, kernels are compiled for this device and not launched, and tensors of the meta device count as its."""
+    token = _compiled_for.set(device)
+    try:
+        yield
+    finally:
+        _compiled_for.reset(token)
+
+
+def is_compiling() -> bool:
+    """Whether kernels are only compiled; see `compiling_for`."""
+    return _compiled_for.get() is not None
+
+
+def own_device(device: torch.device) -> torch.device:
+    """The device itself; for the meta device the one that kernels are compiled for, if any."""
+    return (_compiled_for.get() or device) if device.type == "meta" else device
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use on a device."""
+    return _properties(own_device(device)).shared_memory_per_block_optin
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a device; 1 for the interpreter's CPU."""
+    device = own_device(device)
+    return _properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def architecture(device: torch.device) -> str:
+    """The row of a table of tiles for a device: by its matrix units and its shared memory.
+
+    `"hopper"`: sm_90 and newer with more than 200 KiB; `"ampere"`: more than 150 KiB; `"small"`: the rest.
+    """
+    device = own_device(device)
+    if device.type != "cuda":
+        return "hopper"
+    capability = _capability(device)
+    available = shared_memory(device)
+    if capability[0] >= 9 and available > 200 * 1024:
+        return "hopper"
+    return "ampere" if available > 150 * 1024 else "small"
+
+
+def has_copy_engine(device: torch.device) -> bool:
+    """Whether a device copies tiles of tensors by itself (TMA)."""
+    return _generation(device) >= 9
+
+
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is of the one generation with Hopper's matrix units."""
+    return _generation(device) == 9
+
+
+def _generation(device: torch.device) -> int:
+    """The major number of a CUDA device's capability; 0 for others."""
+    device = own_device(device)
+    return _capability(device)[0] if device.type == "cuda" else 0

@@ -1,0 +1,395 @@
+"""Which code runs, and why: the backend of a call and, on the kernels, the kernel that runs each stage.
+
+Everything is decided before it runs, by device, types, shapes and strides; nothing is measured at run time, and nothing
+is replaced behind a caller's back. The rules of `auto`, in order:
+1. tensors that are not on a CUDA device take the reference;
+2. the kernels take what they support (`unsupported_reason`);
+3. everything else takes the reference.
+
+Every stage has a portable kernel in `triton/`, and some have one in `hopper/` under the same file name. The rules below
+choose between them, and the sizes of tiles from `triton/tiles.py` and `hopper/tiles.py`. To try another kernel or
+configuration, change a rule and run `trifocal bench kernels`. Importing this module imports no Triton.
+"""
+
+import functools
+import importlib
+import importlib.util
+import math
+import os
+from collections import Counter
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from trifocal.ops import devices
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.hopper import tiles as hopper_tiles
+from trifocal.ops.triton import tiles
+from trifocal.ops.triton.tiles import cdiv
+
+Backend = Literal["auto", "reference", "triton"]
+BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
+
+OLDEST_CAPABILITY = (8, 0)
+WIDEST_HEAD = 256
+MOST_HEADS_OF_A_GROUP = 64
+BLOCK_MULTIPLE = 16
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Bytes of partial results of selected attention that are kept at a time, and of importance.
+SELECTED_BUFFER_BYTES = 2**31
+IMPORTANCE_BUFFER_BYTES = 2**28
+# Up to this many times the blocks of a choice, going through all of them is cheaper than sorting out the chosen; in
+# backward only up to fewer, but for packed documents, whose blocks are mostly other documents' and cost nothing.
+MASKED_UP_TO = 4
+MASKED_BACKWARD_UP_TO = 2
+# With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
+FEWEST_SHARERS = 2
+# A slot of fewer rows cannot be copied into a tile by itself.
+FEWEST_HEADS_OF_WARP_SPECIALIZED = 8
+# Programs a multiprocessor from which on the masked order's d_k, d_v leaves a block's rows together, and about as many
+# as it makes otherwise, as measured on an H200.
+ENOUGH_PROGRAMS = 12
+# Rows of a part: 16 tiles, beside which loading a block and storing its sums is little.
+FEWEST_ROWS_OF_A_PART = 1024
+# Programs a multiprocessor from which on the Hopper kernel for the window's d_k and d_v runs.
+FEWEST_PROGRAMS_OF_WINDOW_DKDV = 0.75
+# Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: with so many the other
+# gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
+MOST_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
+# Selection blocks up to which the Hopper kernel of the choice runs.
+MOST_BLOCKS_OF_WARP = 2048
+_BLOCK_MAJOR = ("block_major forward", "block_major backward")
+
+_choices: Counter[tuple[str, str, str]] = Counter()
+
+
+def backend_choices() -> dict[tuple[str, str, str], int]:
+    """How often each (operation, backend, reason) was chosen in this process so far."""
+    return dict(_choices)
+
+
+def resolve(
+    operation: str, requested: str, q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None
+) -> str:
+    """Choose the backend of one call and count the choice.
+
+    Args:
+        operation: Name of the public function.
+        requested: `"auto"`, `"reference"` or `"triton"`.
+        q: Queries, [B, T, H, D]; their device, dtype and shape decide.
+        v: Values, [B, *, G, V].
+        geometry: Block sizes; None for an operation that has none.
+        scale: Factor on the scores; None for the default one.
+
+    Raises:
+        ValueError: If the name is unknown, or the backend cannot run these inputs; the message says why.
+    """
+    check_backend(requested)
+    if requested == "reference":
+        chosen, reason = "reference", "asked for"
+    elif requested == "auto" and q.device.type != "cuda":
+        chosen, reason = "reference", "the tensors are not on a CUDA device"
+    else:
+        obstacle = unsupported_reason(q, v, geometry, scale)
+        if requested == "triton":
+            if obstacle:
+                raise ValueError(f"backend 'triton' cannot run {operation} here: {obstacle}")
+            chosen, reason = "triton", "asked for"
+        else:
+            chosen, reason = ("reference", obstacle) if obstacle else ("triton", "supported")
+    count_choice(operation, chosen, reason)
+    return chosen
+
+
+def check_backend(requested: str) -> None:
+    """Raise ValueError unless there is a backend of this name."""
+    if requested not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {requested!r}")
+
+
+def count_choice(operation: str, chosen: str, reason: str) -> None:
+    """Count one choice; compiled code counts when it is compiled, not when it runs."""
+    _choices[operation, chosen, reason] += 1
+
+
+# Not a side effect of the compiled graph, which activation checkpointing inside one would refuse. This is all that
+# `torch.compiler.assume_constant_result` does, after importing the compiler, and Triton with it.
+count_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def unsupported_reason(q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None) -> str | None:
+    """Why the kernels cannot take these inputs; None when they can.
+
+    They take tensors on a CUDA device of compute capability 8.0 or newer, where Triton is installed, and on the
+    CPU where TRITON_INTERPRET is 1; of bfloat16 (not interpreted), float16 or float32; D and V up to 256; up to 64
+    query heads a group; a compression stride that is a power of two and a selection block that is a multiple of 16
+    tokens; and a positive scale.
+
+    Args:
+        q: Queries, [B, T, H, D]; only device, type and shape are looked at.
+        v: Values, [B, *, G, V].
+        geometry: Block sizes; None for an operation that has none.
+        scale: Factor on the scores; None for the default one.
+    """
+    if scale is not None and not 0.0 < scale < math.inf:
+        return f"the scale must be positive and finite, got {scale}"
+    sizes = (q.shape[2], q.shape[3], v.shape[2], v.shape[3])
+    blocks = (16, 64) if geometry is None else (geometry.compression_stride, geometry.selection_block_size)
+    return _reason(q.device.type, q.device.index, q.dtype, *sizes, *blocks)
+
+
+def _reason(
+    device_type: str,
+    device_index: int | None,
+    dtype: torch.dtype,
+    num_heads: int,
+    dim: int,
+    num_groups: int,
+    value_dim: int,
+    stride: int,
+    selection_block: int,
+) -> str | None:
+    obstacle = _device_obstacle(device_type, device_index, dtype, os.environ.get("TRITON_INTERPRET") == "1")
+    if obstacle:
+        return obstacle
+    if max(dim, value_dim) > WIDEST_HEAD:
+        return f"D and V may be at most {WIDEST_HEAD}, got {dim} and {value_dim}"
+    if num_heads > MOST_HEADS_OF_A_GROUP * num_groups:
+        return f"a group may have at most {MOST_HEADS_OF_A_GROUP} query heads, got {num_heads // num_groups}"
+    if stride & (stride - 1):
+        return f"the compression stride must be a power of two, got {stride}"
+    if selection_block % BLOCK_MULTIPLE:
+        return f"the selection block must be a multiple of {BLOCK_MULTIPLE} tokens, got {selection_block}"
+    return None
+
+
+# Compiled graphs take the answer as a constant: it depends on types and shapes, and on no computed number. Setting this
+# attribute is all that `torch.compiler.assume_constant_result` does, after importing the compiler.
+_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _device_obstacle(device_type: str, device_index: int | None, dtype: torch.dtype, interpreted: bool) -> str | None:
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed"
+    if device_type == "cpu" and interpreted:
+        if dtype not in (torch.float32, torch.float16):
+            return f"Triton's interpreter takes float32 and float16, got {dtype}"
+        return None
+    if device_type != "cuda" or torch.version.hip is not None:
+        return f"the tensors are not on a CUDA device but on {device_type!r}"
+    capability = torch.cuda.get_device_capability(device_index)
+    if capability < OLDEST_CAPABILITY:
+        return f"the device must have compute capability 8.0 or newer, it has {capability[0]}.{capability[1]}"
+    if dtype not in FLOAT_TYPES:
+        return f"the type must be bfloat16, float16 or float32, got {dtype}"
+    return None
+
+
+# Which kernel runs a stage. The launchers ask these rules for every call, by `dispatch.RULE(...)`.
+
+
+def hopper(stage: str) -> ModuleType:
+    """The module of `ops/hopper` for a stage; imported when it first runs, as the rest of Gluon is."""
+    return importlib.import_module(f"trifocal.ops.hopper.{stage}")
+
+
+def tma_fits(*tensors: Tensor) -> bool:
+    """Whether the device's tensor copy engine, if it has one, can read these: 16-byte alignment everywhere.
+
+    fp32 stays with pointers: its small tiles gain nothing.
+    """
+    if not devices.has_copy_engine(tensors[0].device):
+        return False
+    for x in tensors:
+        if x.dtype == torch.float32 or x.numel() == 0 or x.data_ptr() % 16:
+            return False
+        size = x.element_size()
+        # A loop: a generator takes longer than its three steps, and short calls wait for this.
+        for stride in x.stride()[:-1]:
+            if stride * size % 16:
+                return False
+    return True
+
+
+def interval_on_hopper(
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, *others: Tensor, window: bool, packed: bool
+) -> dict[str, Any] | None:
+    """How the Hopper kernel of the compressed or the window branch is launched; None where the portable one runs.
+
+    The Hopper kernels take any number of heads a group up to 64, up to 32 at 192 wide, in shares that divide a tile.
+    The copy engine must be able to read all. In packed documents, the compressed slots that no document fills would
+    reach the products. The window's d_k and d_v are not cut into parts: one program for 128 keys must make enough.
+
+    Args:
+        kernel: `"forward"`, `"d_q"` or `"dkdv"`.
+        q, k, v, *others: Tensors that the kernel reads, [B, *, heads, D or V].
+        window: Whether the branch is the window's.
+        packed: Whether documents are packed.
+    """
+    heads = q.shape[2] // k.shape[2]
+    if kernel == "dkdv" and window:
+        programs = cdiv(k.shape[1], 128) * k.shape[0] * k.shape[2]
+        if programs < FEWEST_PROGRAMS_OF_WINDOW_DKDV * devices.multiprocessors(q.device):
+            return None
+    configuration = hopper_tiles.INTERVAL[kernel, window].get(q.shape[-1])
+    fits = (
+        configuration is not None
+        and devices.is_hopper(q.device)
+        and heads <= 64
+        and (heads <= 32 or q.shape[-1] <= 128)
+        and v.shape[-1] in (64, 128)
+        and q.shape[1] * heads >= 128
+        and (window or not packed)
+        and tma_fits(q, k, v, *others)
+    )
+    return configuration if fits else None
+
+
+def interval_tile(kernel: str, q: Tensor, v: Tensor, *, window: bool) -> tiles.Tile:
+    """The tile of the portable kernel `"forward"`, `"d_q"` or `"dkdv"` of the compressed or the window branch."""
+    return tiles.interval_tile(kernel, q.dtype, max(_columns(q, v)), devices.architecture(q.device), window=window)
+
+
+def interval_parts(q: Tensor, programs: int, q_per_kv: int, rows: int) -> int:
+    """How many programs share the rows of a key tile, so that no multiprocessor waits long for another.
+
+    Sixteen programs a multiprocessor, half of them long; but each with at least four tiles of rows, and no more
+    than 32, since each writes sums of its own.
+
+    Args:
+        q: Queries, [B, T, H, D].
+        programs: Programs without parts.
+        q_per_kv: Query heads of a group.
+        rows: Rows of a tile.
+    """
+    wanted = cdiv(16 * devices.multiprocessors(q.device), max(1, programs))
+    return max(1, min(32, wanted, q.shape[1] * q_per_kv // (4 * rows)))
+
+
+def importance_on_hopper(q: Tensor, k_cmp: Tensor, geometry: Geometry, *, packed: bool) -> dict[str, int] | None:
+    """How the Hopper kernel of the importance is launched; None where the portable one runs.
+
+    The copy engine must be able to read q and k, and a tile of 128 keys to hold whole selection blocks.
+    """
+    taps, remainder = divmod(geometry.selection_block_size, geometry.compression_stride)
+    heads = q.shape[2] // k_cmp.shape[2]
+    fits = (
+        q.shape[0] * q.shape[1] > MOST_QUERIES_OF_PORTABLE_IMPORTANCE
+        and devices.is_hopper(q.device)
+        and q.shape[3] in hopper_tiles.IMPORTANCE
+        and heads in (4, 8, 16, 32, 64)
+        and q.shape[1] >= 64
+        and not packed
+        and remainder == 0
+        and taps in (2, 4, 8, 16, 32, 64)
+        and tma_fits(q, k_cmp)
+    )
+    if not fits:
+        return None
+    options = hopper_tiles.IMPORTANCE[q.shape[3]]
+    return {**options, "stack": max(options["stack"], 8 // heads)}
+
+
+def importance_tile(q: Tensor, q_per_kv: int) -> tiles.Tile:
+    """The tile of the portable importance kernel."""
+    return tiles.importance_tile(q.dtype, q_per_kv, max(_columns(q, q)), devices.architecture(q.device))
+
+
+def choice_on_hopper(q: Tensor, blocks: int, *, packed: bool) -> bool:
+    """Whether the Hopper kernel chooses among so many selection blocks: one warp holds all of a row."""
+    return devices.is_hopper(q.device) and not packed and blocks <= MOST_BLOCKS_OF_WARP
+
+
+def selected_order(
+    num_queries: int, num_keys: int, num_selected: int, block_size: int, *, backward: bool = False, packed: bool = False
+) -> str:
+    """The loop order of selected attention: `"masked"`, `"query_major"` or `"block_major"`.
+
+    A pair of a tile of rows and a block costs the masked order less (per multiprocessor, 128 wide, 16 heads a group,
+    µs: forward 0.65 against 1.6, backward 2.6 against 2.5), but there are more of them: at length T, in blocks,
+    (T + 1) / 2 a query instead of at most n. So forward changes at 4 n blocks or so, backward at n or 2 n, the later
+    because the index has its own cost. The number of programs does not matter: both orders cut long ones.
+    """
+    num_blocks = cdiv(num_keys, block_size)
+    sharers = num_queries * min(num_selected, num_blocks) / num_blocks
+    if sharers < FEWEST_SHARERS:
+        return "query_major"
+    up_to = MASKED_BACKWARD_UP_TO if backward and not packed else MASKED_UP_TO
+    return "masked" if num_blocks <= up_to * num_selected else "block_major"
+
+
+def selected_on_hopper(kernel: str, *tensors: Tensor, q_per_kv: int, block_size: int) -> bool:
+    """Whether a Hopper kernel of selected attention takes these queries, keys and values, [B, *, heads, D].
+
+    There is one for `"block_major forward"`, `"block_major backward"` and `"masked dkdv"`: 16-bit types; widths of 64
+    and 128; blocks of 64 tokens; rows that are copied 16 bytes at a time; for block-major, a slot in a tile of 64 rows.
+    """
+    return (
+        all(x.dtype != torch.float32 and x.shape[-1] in (64, 128) for x in tensors)
+        and block_size == 64
+        and (kernel == "masked dkdv" or (kernel in _BLOCK_MAJOR and q_per_kv <= 64))
+        and devices.is_hopper(tensors[0].device)
+        and all(x.data_ptr() % 16 == 0 and _rows_are_aligned(x) for x in tensors)
+    )
+
+
+def block_major_backward_is_warp_specialized(q_per_kv: int, *tensors: Tensor) -> bool:
+    """Whether the warp-specialized one of both Hopper kernels runs: the copy engine copies the heads of one slot.
+
+    The pattern of shared memory repeats after 8 rows: a slot with fewer cannot be copied into a tile by itself.
+    """
+    return q_per_kv >= FEWEST_HEADS_OF_WARP_SPECIALIZED and 64 % q_per_kv == 0 and tma_fits(*tensors)
+
+
+def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper: bool) -> tiles.SelectedTile:
+    """The tile of a kernel of selected attention; names as in `triton.tiles.selected_tile`."""
+    dim, value_dim = _columns(q, v)
+    if on_hopper:
+        return hopper_tiles.selected_tile(kernel, q_per_kv, max(dim, value_dim))
+    return tiles.selected_tile(kernel, q.dtype, q_per_kv, dim, value_dim, devices.architecture(q.device))
+
+
+def fewest_piece_slots(dtype: torch.dtype, q_per_kv: int, dim: int, value_dim: int) -> int:
+    """Slots of a piece of the block-major backward on Hopper: the fewer of both kernels', since strides decide too."""
+    kernel, d, v = "block_major backward", tiles.split_width(dim).padded, tiles.split_width(value_dim).padded
+    portable = tiles.selected_tile(kernel, dtype, q_per_kv, d, v, "hopper")
+    return min(portable.piece_slots, hopper_tiles.selected_tile(kernel, q_per_kv, max(d, v)).piece_slots)
+
+
+def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiprocessors: int) -> int:
+    """How many queries one program of the masked order's d_k, d_v takes the rows of.
+
+    All, where there are programs enough; otherwise a program's work is cut at multiples of this many queries, so
+    that the first block, which all queries may choose, is not the work of one.
+
+    Args:
+        num_queries: T.
+        q_per_kv: Query heads of a group.
+        blocks: Blocks of all batch entries and groups.
+        multiprocessors: Those of the device.
+    """
+    parts = min(ENOUGH_PROGRAMS * multiprocessors // blocks, num_queries * q_per_kv // FEWEST_ROWS_OF_A_PART)
+    return cdiv(cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries
+
+
+def partial_d_q_type(dtype: torch.dtype, num_selected: int, *, on_hopper: bool) -> torch.dtype:
+    """Type of a slot's share of d_q: fp32 for short choices, where it needs no more memory than long ones' 16 bits.
+
+    In 16 bits each share is rounded before they are added, and a sum of few shares errs by more of itself.
+    """
+    return torch.float32 if num_selected <= 8 and not on_hopper else dtype
+
+
+def _columns(q: Tensor, v: Tensor) -> tuple[int, int]:
+    """Columns of q and of v as tiles hold them."""
+    return tiles.split_width(q.shape[-1]).padded, tiles.split_width(v.shape[-1]).padded
+
+
+def _rows_are_aligned(x: Tensor) -> bool:
+    """Whether every row starts at a multiple of 16 numbers; one batch entry needs no stride."""
+    batch, time, head = x.stride()[:3]
+    return (x.shape[0] == 1 or batch % 16 == 0) and time % 16 == 0 and head % 16 == 0

@@ -1,0 +1,72 @@
+"""Shared by the Hopper kernels: descriptors, tiles in shared memory and their products, shares of a group's heads."""
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
+
+from trifocal.ops.triton.launch import Descriptor, describe_tiles
+from trifocal.ops.triton.tiles import Widths
+
+# Rows, or keys, that four warps hold.
+PART_ROWS = gl.constexpr(64)
+# Made once: it takes as long as the rest of a descriptor, on the host.
+TILE_LAYOUT = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+# fmt: off
+
+@gluon.jit
+def copy_tile(sources, batch, row, head, ready, tiles, place, D_1: gl.constexpr, D_2: gl.constexpr):
+    """Ask for one tile of q or k, all columns: a second part, if there is one, lies in shared memory by itself."""
+    tma.async_copy_global_to_shared(sources[0], [batch, row, head, 0], ready, tiles[0].index(place))
+    if D_2 > 0:
+        tma.async_copy_global_to_shared(sources[1], [batch, row, head, D_1], ready, tiles[1].index(place))
+
+
+@gluon.jit
+def multiply(
+    a_tiles, a_place, b_tiles, b_place, zeros,
+    A_ROWS: gl.constexpr, B_ROWS: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr,
+):
+    """Begin a tile of q and k's product, or k's and q's."""
+    a = a_tiles[0].index(a_place).reshape([A_ROWS, D_1])
+    b = b_tiles[0].index(b_place).reshape([B_ROWS, D_1])
+    product = warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if D_2 > 0:
+        a_2 = a_tiles[1].index(a_place).reshape([A_ROWS, D_2])
+        b_2 = b_tiles[1].index(b_place).reshape([B_ROWS, D_2])
+        product = warpgroup_mma(a_2, b_2.permute((1, 0)), product, is_async=True)
+    return product
+
+
+@gluon.jit
+def allocate_tiles(source, source_2, COUNT: gl.constexpr, D_2: gl.constexpr):
+    """Shared memory for tiles of both parts; without a second part, the first stands in for it."""
+    tiles = gl.allocate_shared_memory(source.dtype, [COUNT] + source.block_type.shape, source.layout)
+    tiles_2 = tiles
+    if D_2 > 0:
+        tiles_2 = gl.allocate_shared_memory(source.dtype, [COUNT] + source_2.block_type.shape, source.layout)
+    return tiles, tiles_2
+
+# fmt: on
+
+
+def tile_descriptor(x: Tensor, positions: int, heads: int, columns: int) -> Descriptor:
+    """A descriptor of x [B, positions, heads, columns] in tiles of so many."""
+    return describe_tiles(x, x.shape, x.stride(), (1, positions, heads, columns), TILE_LAYOUT)
+
+
+def split_heads(heads: int) -> tuple[int, int]:
+    """Cut the heads of a group into shares of a power of two: heads of a share, and shares.
+
+    A tile of rows holds whole queries of one share. Six heads are three shares of two: as many groups more, which read
+    the same keys.
+    """
+    q_per_kv = heads & -heads
+    return q_per_kv, heads // q_per_kv
+
+
+def part_descriptors(x: Tensor, positions: int, heads: int, width: Widths) -> tuple[Descriptor, Descriptor | None]:
+    """Descriptors of both parts of x's columns; None where there is no second, since each costs the host time."""
+    first = tile_descriptor(x, positions, heads, width.part_1)
+    return first, tile_descriptor(x, positions, heads, width.part_2) if width.part_2 else None

@@ -1,0 +1,348 @@
+"""Native Sparse Attention on the kernels: the order of its stages, written once, and the one boundary of autograd.
+
+The stages run without gradients, then `combine_branches` mixes their outputs. Its backward is that of all stages:
+
+| step | reads | writes |
+|---|---|---|
+| combination | d_o and the three outputs, once | d_gates; the row sums `delta` of the branches, fp32 |
+| selected | q, k, v, d_o, the gate, lse, delta | d_q, d_k, d_v |
+| compressed, window | the same | d_k, d_v; adds to d_q in place |
+
+A branch's own gradient, `gate * d_o`, is never written: its kernels multiply probabilities by the gate. The branches'
+shares of d_q are added up in one tensor, always in this order. Kept for backward: q, the branches' keys, values,
+outputs and log-sum-exps, the choice, the gates.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+
+from trifocal.ops import operators
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.layout import Documents
+
+
+class Branches(NamedTuple):
+    """Inputs of the branches and the results of forward; shapes as in `trifocal.ops.nsa_attention`."""
+
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor
+    v_win: Tensor
+    gates: Tensor
+    o_cmp: Tensor
+    lse_cmp: Tensor
+    o_slc: Tensor
+    lse_slc: Tensor
+    o_win: Tensor
+    lse_win: Tensor
+    selected_blocks: Tensor
+
+
+class Stages(NamedTuple):
+    """The code of the forward stages: the operators that torch sees, or the kernels themselves."""
+
+    compressed: Callable[..., tuple[Tensor, Tensor]]
+    select: Callable[..., Tensor]
+    selected: Callable[..., tuple[Tensor, Tensor]]
+    window: Callable[..., tuple[Tensor, Tensor]]
+
+
+def run_compressed_attention(
+    q: Tensor, k: Tensor, v: Tensor, geometry: Geometry, num_keys: int, scale: float, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    """`operators.compressed_attention` with a geometry and documents as they are."""
+    return operators.compressed_attention(
+        q, k, v, operators.sizes_of(geometry), num_keys, scale, *operators.tensors_of(documents)
+    )
+
+
+def run_select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: Geometry,
+    num_keys: int,
+    scale: float,
+    documents: Documents | None,
+    backend: str = "triton",
+) -> Tensor:
+    """`operators.select_blocks` with a geometry and documents as they are; not differentiable."""
+    cu_seqlens, *others = operators.tensors_of(documents)
+    sizes = operators.sizes_of(geometry)
+    return operators.select_blocks(q, k_cmp, lse, sizes, num_keys, scale, cu_seqlens, backend, *others)
+
+
+def run_selected_attention(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, geometry: Geometry, scale: float, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    """`operators.selected_attention` with a geometry and documents as they are."""
+    return operators.selected_attention(
+        q, k, v, blocks, operators.sizes_of(geometry), scale, *operators.tensors_of(documents)
+    )
+
+
+def run_window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window_size: int, scale: float, documents: Documents | None
+) -> tuple[Tensor, Tensor]:
+    """`operators.window_attention` with documents as they are."""
+    return operators.window_attention(q, k, v, window_size, scale, *operators.tensors_of(documents))
+
+
+OPERATORS = Stages(run_compressed_attention, run_select_blocks, run_selected_attention, run_window_attention)
+
+
+def nsa_attention(
+    q: Tensor,
+    inputs: tuple[Tensor, ...],
+    gates: Tensor,
+    geometry: Geometry,
+    scale: float,
+    documents: Documents | None,
+    selected_blocks: Tensor | None,
+) -> Tensor:
+    """The mixture of the three branches; see `trifocal.ops.nsa_attention`.
+
+    Args:
+        q: Queries.
+        inputs: Keys and values: k_cmp, v_cmp, k_slc, v_slc, k_win, v_win.
+        gates: Of the branches.
+        geometry: Block sizes, in tokens.
+        scale: Factor on the scores.
+        documents: Packed documents, or None.
+        selected_blocks: The choice of blocks; None to choose here.
+    """
+    if q.is_cuda and not torch.compiler.is_compiling() and not is_fake(q):
+        backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *inputs, gates))
+        compile_ahead(q, inputs, gates, geometry, scale, documents, selected_blocks, backward=backward)
+    with torch.no_grad():
+        b = run_stages(OPERATORS, q, inputs, gates, geometry, scale, documents, selected_blocks)
+    sizes, packed = operators.sizes_of(geometry), operators.tensors_of(documents)
+    made = (b.o_cmp, b.lse_cmp, b.o_slc, b.lse_slc, b.o_win, b.lse_win, b.selected_blocks)
+    return combine_branches(q, *inputs, gates, *made, sizes, scale, *packed)
+
+
+def run_stages(
+    stages: Stages,
+    q: Tensor,
+    inputs: tuple[Tensor, ...],
+    gates: Tensor,
+    geometry: Geometry,
+    scale: float,
+    documents: Documents | None,
+    selected_blocks: Tensor | None,
+) -> Branches:
+    """Run the stages in front of the combination; arguments as for `nsa_attention`."""
+    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = inputs
+    num_keys = k_slc.shape[1]
+    o_cmp, lse_cmp = stages.compressed(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
+    if selected_blocks is None:
+        selected_blocks = stages.select(q, k_cmp, lse_cmp, geometry, num_keys, scale, documents)
+    o_slc, lse_slc = stages.selected(q, k_slc, v_slc, selected_blocks, geometry, scale, documents)
+    o_win, lse_win = stages.window(q, k_win, v_win, geometry.window_size, scale, documents)
+    made = (o_cmp, lse_cmp, o_slc, lse_slc, o_win, lse_win, selected_blocks)
+    return Branches(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, *made)
+
+
+def run_backward(
+    d_o: Tensor, q: Tensor, branches: Branches, geometry: Geometry, scale: float, documents: Documents | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the gated mixture, on the kernels.
+
+    Args:
+        d_o: Gradient of the mixture, [B, T, H, V].
+        q: Queries, [B, T, H, D].
+        branches: Inputs and results of forward.
+        geometry: Block sizes, in tokens.
+        scale: Factor on the scores.
+        documents: Packed documents, or None.
+
+    Returns:
+        d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_win, d_v_win, d_gates, contiguous, in their inputs' types.
+    """
+    from trifocal.ops.triton.combine import combine_backward
+    from trifocal.ops.triton.compressed import compressed_backward
+    from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.window import window_backward
+
+    b = branches
+    d_gates, delta = combine_backward(d_o, b.o_cmp, b.o_slc, b.o_win, b.gates.dtype)
+    gate_cmp, gate_slc, gate_win = b.gates.unbind(-1)
+    d_q, d_k_slc, d_v_slc = selected_backward(
+        d_o, q, b.k_slc, b.v_slc, b.o_slc, b.lse_slc, b.selected_blocks, geometry, scale, documents,
+        gate=gate_slc, delta=delta[1],
+    )  # fmt: skip
+    num_keys = b.k_slc.shape[1]
+    d_q, d_k_cmp, d_v_cmp = compressed_backward(
+        d_o, q, b.k_cmp, b.v_cmp, None, b.lse_cmp, geometry, num_keys, scale, documents,
+        delta=delta[0], gate=gate_cmp, d_q=d_q,
+    )  # fmt: skip
+    d_q, d_k_win, d_v_win = window_backward(
+        d_o, q, b.k_win, b.v_win, None, b.lse_win, geometry.window_size, scale, documents,
+        delta=delta[2], gate=gate_win, d_q=d_q,
+    )  # fmt: skip
+    return d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_win, d_v_win, d_gates
+
+
+def compile_ahead(
+    q: Tensor,
+    inputs: tuple[Tensor, ...],
+    gates: Tensor,
+    geometry: Geometry,
+    scale: float,
+    documents: Documents | None,
+    selected_blocks: Tensor | None,
+    *,
+    backward: bool,
+) -> None:
+    """Compile the kernels of a call at the same time, unless one of its kind was compiled; see `triton.ahead`.
+
+    Args:
+        q, inputs, gates, geometry, scale, documents, selected_blocks: As for `nsa_attention`, on a CUDA device.
+        backward: Whether gradients will be asked for.
+    """
+    from trifocal.ops.triton import ahead
+
+    lengths = (*q.shape[:2], inputs[2].shape[1])
+    num_selected = None if selected_blocks is None else selected_blocks.shape[-1]
+    widths = (*q.shape[2:], *inputs[2].shape[2:], inputs[3].shape[3])
+    kind = (q.dtype, gates.dtype, widths, geometry, documents is None, num_selected, backward)
+    ahead.compile_once(
+        functools.partial(_run_kernels, geometry, scale, backward),
+        q.device,
+        lengths,
+        kind,
+        (q, inputs, gates, documents, selected_blocks),
+    )
+
+
+def _run_kernels(
+    geometry: Geometry,
+    scale: float,
+    backward: bool,
+    q: Tensor,
+    inputs: tuple[Tensor, ...],
+    gates: Tensor,
+    documents: Documents | None,
+    selected_blocks: Tensor | None,
+) -> None:
+    """The kernels of a call of `nsa_attention` and its backward; results are dropped."""
+    from trifocal.ops.triton.combine import combine_forward
+    from trifocal.ops.triton.compressed import compressed_forward
+    from trifocal.ops.triton.mean_compression import mean_compress_backward
+    from trifocal.ops.triton.scoring import select_blocks_forward
+    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.window import window_forward
+
+    kernels = Stages(compressed_forward, select_blocks_forward, selected_forward, window_forward)
+    b = run_stages(kernels, q, inputs, gates, geometry, scale, documents, selected_blocks)
+    o = combine_forward(b.o_cmp, b.o_slc, b.o_win, gates)
+    if backward:
+        _, d_k_cmp, d_v_cmp, *_ = run_backward(o, q, b, geometry, scale, documents)
+        for gradient in (d_k_cmp, d_v_cmp):
+            # The next step of backward, where blocks are means.
+            mean_compress_backward(gradient, geometry, b.k_slc.shape[1], documents)
+
+
+@torch.library.custom_op("trifocal::combine_branches", mutates_args=(), tags=operators.ANY_STRIDES)
+def combine_branches(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    o_cmp: Tensor,
+    lse_cmp: Tensor,
+    o_slc: Tensor,
+    lse_slc: Tensor,
+    o_win: Tensor,
+    lse_win: Tensor,
+    selected_blocks: Tensor,
+    geometry: list[int],
+    scale: float,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+) -> Tensor:
+    """Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
+    from trifocal.ops.triton.combine import combine_forward
+
+    with torch.cuda.device_of(q):
+        return combine_forward(o_cmp, o_slc, o_win, gates)
+
+
+@combine_branches.register_fake
+def _(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    o_cmp: Tensor,
+    *_: Any,
+) -> Tensor:
+    return o_cmp.new_empty(o_cmp.shape)
+
+
+@torch.library.custom_op("trifocal::combine_branches_backward", mutates_args=(), tags=operators.ANY_STRIDES)
+def combine_branches_backward(
+    d_o: Tensor,
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    o_cmp: Tensor,
+    lse_cmp: Tensor,
+    o_slc: Tensor,
+    lse_slc: Tensor,
+    o_win: Tensor,
+    lse_win: Tensor,
+    selected_blocks: Tensor,
+    cu_seqlens: Tensor | None,
+    ids: Tensor | None,
+    positions: Tensor | None,
+    geometry: list[int],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, the keys and values of the branches in their order, and the gates."""
+    branches = Branches(
+        *(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates),
+        *(o_cmp, lse_cmp, o_slc, lse_slc, o_win, lse_win, selected_blocks),
+    )
+    documents = operators.documents_of(cu_seqlens, ids, positions)
+    with torch.cuda.device_of(q):
+        return run_backward(d_o, q, branches, operators.geometry_of(geometry), scale, documents)
+
+
+@combine_branches_backward.register_fake
+def _(d_o: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in inputs[:8])
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.geometry, ctx.scale, cu_seqlens, ids, positions = inputs
+    ctx.save_for_backward(*tensors, cu_seqlens, ids, positions)
+
+
+def _gradients(ctx: Any, d_o: Tensor) -> tuple[Tensor | None, ...]:
+    gradients = combine_branches_backward(d_o, *ctx.saved_tensors, ctx.geometry, ctx.scale)
+    return (*gradients, *(None,) * 12)
+
+
+combine_branches.register_autograd(_gradients, setup_context=_save)
