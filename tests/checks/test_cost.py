@@ -10,9 +10,10 @@ import torch
 
 from tests.checks import faults
 from trifocal.checks import cost_checks as cost
-from trifocal.checks.seeds import SMALL, attention_inputs
 from trifocal.models import DecoderLM
 from trifocal.ops import nsa_attention
+from trifocal.testing.inputs import attention_inputs
+from trifocal.testing.small_models import SMALL
 
 CPU = torch.device("cpu")
 
@@ -209,7 +210,7 @@ from unittest import mock
 import torch
 
 from trifocal.checks import cost_checks as cost
-from trifocal.checks.seeds import MINIMAL
+from trifocal.testing.small_models import MINIMAL
 from trifocal.ops.triton import ahead, interval, interval_backward, launch, selected_backward_masked
 
 counts = []

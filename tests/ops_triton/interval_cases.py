@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import USUAL, Case
-from tests.tolerances import assert_close
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.common import Tile
+from trifocal.testing.tolerances import assert_close
 
 # Small tiles make several of them out of short sequences; the d_k, d_v tile has other proportions on purpose.
 TILE = Tile(32, 16, 4, 1)

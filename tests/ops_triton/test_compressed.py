@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from tests.ops import oracle
-from tests.ops.cases import ODD, Case, cotangent, draw
+from tests.ops.cases import ODD, Case, draw
 from tests.ops_triton.interval_cases import CASES, OTHER_TILE, TILE, compare, documents_of, suits_copy_engine
 from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
+from trifocal.testing import oracle
+from trifocal.testing.inputs import cotangent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.ops import oracle
 from tests.ops.cases import geometry
+from trifocal.testing import oracle
 
 pytest.importorskip("triton")
 

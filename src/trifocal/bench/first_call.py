@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.inputs import make_inputs
 from trifocal.bench.recorder import failure
-from trifocal.bench.shapes import AttentionShape
+from trifocal.bench.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry, nsa_attention
 
 

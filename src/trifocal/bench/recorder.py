@@ -1,7 +1,7 @@
 """Rows as they come in: each one shielded from the others, written at once, with a time limit for all."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,10 +26,15 @@ class Recorder:
         seconds: Time limit; a row that has begun is finished.
         say: Takes a line for the person who waits.
         on_row: Called after every row, to write what there is.
+
+    Attributes:
+        rows: The rows so far.
+        tables: Further tables for the result files, by name.
     """
 
     def __init__(self, seconds: float, say: Callable[[str], None], on_row: Callable[[], None]) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.tables: dict[str, list[dict[str, Any]]] = {}
         self._say, self._on_row = say, on_row
         self._seconds = seconds
         self._begin = time.monotonic()
@@ -52,10 +57,16 @@ class Recorder:
         Returns:
             Labels, figures and `status`: "ok", or what went wrong.
         """
+        return self.measure_rows(labels, lambda: [figures()])[0]
+
+    def measure_rows(
+        self, labels: Mapping[str, Any], figures: Callable[[], Sequence[Mapping[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """As `measure`, for rows that one measurement gives together; one row if it fails."""
         if not self.remaining_seconds():
-            return self.keep({**labels, "status": f"not run: the limit of {self._seconds:g} s has passed"})
+            return [self.keep({**labels, "status": f"not run: the limit of {self._seconds:g} s has passed"})]
         try:
-            return self.keep({**labels, **figures(), "status": OK})
+            return [self.keep({**labels, **row, "status": OK}) for row in figures()]
         except Unavailable as reason:
             status = f"not available: {reason}"
         except Refused as reason:
@@ -65,7 +76,7 @@ class Recorder:
         if torch.cuda.is_initialized():
             # What a failed row leaves in the allocator must not make the next one fail too.
             torch.cuda.empty_cache()
-        return self.keep({**labels, "status": status})
+        return [self.keep({**labels, "status": status})]
 
     def keep(self, row: dict[str, Any]) -> dict[str, Any]:
         """Keep a row that was measured elsewhere."""

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifocal.checks.measurement import Measurement
-from trifocal.checks.seeds import attention_inputs, minimal_config, random_tokens
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Documents, Geometry, nsa_attention, reference
+from trifocal.testing.inputs import attention_inputs
+from trifocal.testing.small_models import minimal_config, random_tokens
 
 MakeModel = Callable[[ModelConfig], DecoderLM]
 Attention = Callable[..., Tensor]
@@ -110,7 +111,7 @@ def stored_memory_per_token(device: torch.device, *, attention: Attention = nsa_
     every query's selected keys and values would be over a hundred times as much here.
     """
     length, geometry = 1024, minimal_config(1).geometry
-    inputs = attention_inputs(geometry, length, device, torch.float32, num_heads=8, dim=16, value_dim=16).leaves()
+    inputs = attention_inputs(geometry, length, device, torch.float32, num_heads=8, head_dim=16, value_dim=16).leaves()
     outputs = 3 * 4 * length * inputs.q.shape[2] * (inputs.v_slc.shape[3] + 1)
     choice = 4 * length * inputs.k_cmp.shape[2] * geometry.num_selected_blocks
     needed = sum(x.nbytes for x in inputs) + outputs + choice

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trifocal.checks.seeds import make_model, random_tokens, small_config
 from trifocal.distributed import Parallel, Processes, leave_at_once, parallelize, processes_started
 from trifocal.distributed.parallel import Mode
 from trifocal.models import DecoderLM
+from trifocal.testing.small_models import make_model, random_tokens, small_config
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
 from trifocal.train.run_config import OptimizerSection
 

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.checks.measurement import Measurement
-from trifocal.checks.seeds import SMALL
 from trifocal.data import Batch, DataConfig
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.testing.small_models import SMALL
 from trifocal.train.checkpoint import load_checkpoint
 from trifocal.train.checkpoint_folders import checkpoint_path
 from trifocal.train.launch import resume, train
