@@ -130,7 +130,7 @@ class AttentionBench:
         with _fresh_cache(bool(sparse) and self.options.first_call) as cache:
             if cache is not None:
                 self._measure_first_calls(cache)
-            # What takes long to compile comes last: if time runs out, it is that which is missing.
+            # Rows that take long to compile come last: if time runs out, those are missing.
             for kinds in (set(get_args(RowKind)) - _SLOW_TO_COMPILE, _SLOW_TO_COMPILE):
                 rows = kinds & set(self.options.rows)
                 for shape in self.shapes if rows else ():

@@ -1,4 +1,4 @@
-"""What others compute from the same inputs: dense attention of PyTorch, FlexAttention, fla-core's sparse attention."""
+"""Baselines on the same inputs: dense attention of PyTorch, FlexAttention, fla-core's sparse attention."""
 
 import importlib.util
 import warnings

@@ -86,7 +86,7 @@ def _answer(process: subprocess.Popen[str], deadline: float) -> dict[str, Any]:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """What the fresh process does.
+    """Time the first call, in the fresh process.
 
     Args:
         request: `shape`, `geometry`, `dtype`, `device` and `backend`, plain values.

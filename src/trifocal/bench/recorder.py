@@ -20,7 +20,7 @@ class Refused(Exception):
 class Recorder:
     """Collects the rows of a run of measurements.
 
-    What fails is recorded in its row and the next one goes on; what the time limit leaves out is recorded too.
+    A failure is recorded in its row, and the next row goes on. Rows that the time limit leaves out are recorded too.
 
     Args:
         seconds: Time limit; a row that has begun is finished.
@@ -51,7 +51,7 @@ class Recorder:
         """Measure one row and keep it.
 
         Args:
-            labels: What the row is.
+            labels: The columns that identify the row.
             figures: Measures; raises `Unavailable` or `Refused` with a reason, or anything else if it fails.
 
         Returns:

@@ -33,7 +33,7 @@ class AttentionShape:
 
     @property
     def kind(self) -> tuple[int, int, int, int]:
-        """What kernels are compiled for: all but batch and tokens."""
+        """The sizes that kernels are compiled for: all but batch and tokens."""
         return self.heads, self.groups, self.head_dim, self.value_dim
 
 

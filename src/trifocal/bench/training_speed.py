@@ -155,7 +155,7 @@ def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _refusal(options: TrainOptions, recorder: Recorder) -> str:
-    """Why the sparse rows must not be timed; empty when they may."""
+    """The reason why the sparse rows must not be timed; empty if there is none."""
     try:
         share = check_model_parity(options.model, choose_device(options.device), DTYPES[options.precision])
     except Refused as reason:

@@ -1,4 +1,4 @@
-"""Is the attention right: against dense attention, against a float64 oracle, and between backends."""
+"""Checks of the attention: against dense attention, against a float64 oracle, and between backends."""
 
 import functools
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Does a step cost what it may: operations that do not depend on length, storage and time that grow linearly."""
+"""Checks of cost: the number of operations does not depend on length; storage and time grow linearly."""
 
 import math
 import os
@@ -79,7 +79,7 @@ def machine_busy() -> tuple[str, ...]:
 
 
 def _exponents(what: str, values: Mapping[int, float]) -> dict[str, float]:
-    """With which power of the depth a figure grows."""
+    """The power of the depth with which a figure grows."""
     return {
         f"{what}, {low} to {high} layers": math.log(values[high] / values[low]) / math.log(high / low)
         for low, high in ((12, 24), (1, 24))
@@ -87,7 +87,7 @@ def _exponents(what: str, values: Mapping[int, float]) -> dict[str, float]:
 
 
 def stored_memory_growth(device: torch.device, *, make_model: MakeModel = DecoderLM) -> Measurement:
-    """What a model stores for backward grows linearly with length.
+    """The memory that a model stores for backward grows linearly with length.
 
     The figure compares the bytes that a token costs between the two longer lengths with those between the two
     shorter ones. Bound: 1 for linear growth, and one percent for what is rounded up to whole blocks.

@@ -1,4 +1,4 @@
-"""Is the model right: gradients with checkpointing, no look into the future, decoding, a gradient for everything."""
+"""Checks of the model: gradients with checkpointing, no look ahead, decoding, a gradient for every parameter."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Do scores depend on distance alone."""
+"""The check of positions: scores depend on distance alone."""
 
 from collections.abc import Callable
 

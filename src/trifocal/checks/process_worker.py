@@ -1,4 +1,4 @@
-"""What one of several processes measures for the checks: gradients and parameters against one process's.
+"""One of the processes that the checks start: compares gradients and parameters with those of one process.
 
 Started by `trifocal.checks.process_checks` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
 the same four rows: one process all of them, several processes an equal part each.
@@ -68,7 +68,7 @@ class Case:
 
 
 def whole(tensor: Tensor | None) -> Tensor:
-    """A tensor, or the tensor that shards are of."""
+    """The whole tensor, gathered from its shards where it has any."""
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
