@@ -1,10 +1,12 @@
 """The shape of the code: which room may import which, what an import costs, how long a file may be."""
 
+import ast
 import re
 import shutil
 import statistics
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,9 @@ from tests.children import environment
 
 ROOT = Path(__file__).parents[1]
 SOURCES = sorted((ROOT / "src" / "trifocal").rglob("*.py"))
+FILES = {
+    ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES
+}
 
 
 def python(code):
@@ -22,7 +27,7 @@ def python(code):
 
 
 def test_rooms_import_in_one_direction():
-    """The contracts of pyproject.toml: arrows between rooms; reference and kernels never import each other."""
+    """The contracts of pyproject.toml: arrows between rooms; what judges and what is judged never import each other."""
     command = Path(sys.executable).with_name("lint-imports")
     if not command.exists():
         command = Path(shutil.which("lint-imports") or pytest.skip("import-linter is not installed"))
@@ -38,6 +43,91 @@ def test_every_room_has_its_place_in_the_contract():
     assert rooms
     for room in rooms:
         assert re.search(rf"trifocal\.{room}\b", contract), room
+
+
+def imported(name, path, files, but=()):
+    """What a file runs when it imports others, by name: those, and their rooms' `__init__.py`, unless it lies there.
+
+    Imports inside functions and for types count; those in `but` do not.
+    """
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path} has a relative import"
+            members = {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= members & files.keys() or {node.module}
+    names -= {end for start, end in but if start == name}
+    rooms = {
+        ".".join(parts[:length]) for parts in (other.split(".") for other in names) for length in range(1, len(parts))
+    }
+    return (names | {room for room in rooms if not name.startswith(f"{room}.")}) & files.keys() - {name}
+
+
+def circles(arrows):
+    """The arrows from file to file that are left when all are gone that lead to a dead end or come from one."""
+    while True:
+        starts, ends = {start for start, _ in arrows}, {end for _, end in arrows}
+        left = {(start, end) for start, end in arrows if start in ends and end in starts}
+        if left == arrows:
+            return sorted(left)
+        arrows = left
+
+
+# Goes with the files of the kernels.
+KERNELS = {
+    ("trifocal.ops.triton.interval_backward", f"trifocal.ops.triton.interval_hopper_{name}")
+    for name in ("d_k_d_v", "d_q")
+}
+
+
+def test_no_file_imports_another_in_a_circle():
+    """Two public names call up, inside functions: pyproject.toml says which."""
+    contract = re.search(
+        r"^ignore_imports = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.DOTALL | re.MULTILINE
+    )
+    assert contract is not None
+    upward = set(re.findall(r'"(\S+) -> (\S+)"', contract[1]))
+    assert len(upward) == 2
+    for start, end in upward:
+        assert end in imported(start, FILES[start], FILES), "an exception that nothing needs"
+    arrows = {(start, end) for start, path in FILES.items() for end in imported(start, path, FILES, upward)}
+    assert circles(arrows - KERNELS) == []
+
+
+def test_a_circle_is_found(tmp_path):
+    sources = {
+        "one": "def late():\n    from room import two",
+        "room": "",
+        "room.two": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from one import late\nimport other",
+        "other": "import sys",
+        "user": "from one import late",
+        # Its room gathers what imports it: whoever imports `gathered.file` first gets the half of it.
+        "gathered": "from user_of import name",
+        "gathered.file": "",
+        "user_of": "import gathered.file",
+    }
+    files = {name: tmp_path / f"{name}.py" for name in sources}
+    for name, path in files.items():
+        path.write_text(sources[name])
+    arrows = {(start, end) for start, path in files.items() for end in imported(start, path, files)}
+    assert circles(arrows) == [
+        ("gathered", "user_of"),
+        ("one", "room.two"),
+        ("room.two", "one"),
+        ("user_of", "gathered"),
+    ]
+
+
+def test_no_base_name_occurs_twice():
+    """A file is found by its name. The kernels' two rooms have the same stages, under the same names."""
+    names = Counter(
+        path.name
+        for path in SOURCES
+        if path.name not in ("__init__.py", "__main__.py") and path.parent.name not in ("triton", "hopper")
+    )
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 LIBRARY = "trifocal.ops, trifocal.nn, trifocal.models, trifocal.generate"

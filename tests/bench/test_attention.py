@@ -7,7 +7,7 @@ import pytest
 from trifocal.bench import attention_speed as attention
 from trifocal.bench.attention_speed import AttentionBench, AttentionOptions
 from trifocal.bench.first_call import measure
-from trifocal.bench.recorder import Refused
+from trifocal.bench.recorder import Recorder, Refused
 from trifocal.errors import UserError
 from trifocal.ops import Geometry
 
@@ -20,7 +20,8 @@ TINY = {
 
 def bench(**changes):
     said = []
-    made = AttentionBench(AttentionOptions(**{**TINY, **changes}), said.append, lambda: None)
+    options = AttentionOptions(**{**TINY, **changes})
+    made = AttentionBench(options, Recorder(options.seconds, said.append, lambda: None))
     made.run()
     return made, said
 

@@ -9,9 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trifocal.bench import baselines
 from trifocal.bench.baselines import dense_attention, fla_attention, flex_attention
-from trifocal.bench.inputs import make_inputs
 from trifocal.bench.recorder import Unavailable
-from trifocal.bench.shapes import AttentionShape
+from trifocal.bench.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry
 
 GEOMETRY = Geometry(8, 4, 16, 4, 1, 1, 16)

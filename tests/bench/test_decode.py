@@ -40,7 +40,7 @@ def test_wrong_results_are_not_timed(monkeypatch):
     def refuse(*args):
         raise Refused("o is off")
 
-    monkeypatch.setattr(decode, "check_parity", refuse)
+    monkeypatch.setattr(decode, "check_model_parity", refuse)
     recorder = Recorder(60, lambda text: None, lambda: None)
     bench_decode(OPTIONS, recorder)
     assert [row["status"] for row in recorder.rows] == ["refused: o is off"] * 2 + ["ok"] * 2

@@ -79,7 +79,8 @@ def test_a_shape_with_wrong_results_is_refused(monkeypatch: pytest.MonkeyPatch) 
         raise Refused("o errs by 3")
 
     monkeypatch.setattr(kernel_times, "check_parity", wrong)
+    monkeypatch.setattr(kernel_times, "choose_device", lambda _: SimpleNamespace(type="cuda"))
     recorder = Recorder(60.0, lambda _: None, lambda: None)
-    shape = AttentionShape("tiny", 1, 96, 4, 2, 16, 16)
-    (row,) = kernel_times.shape_rows(kernel_times.KernelsOptions(), shape, torch.device("cpu"), recorder)
-    assert row["status"] == "refused: o errs by 3" and row["shape"] == "tiny"
+    kernel_times.bench_kernels(kernel_times.KernelsOptions(shapes=("B",)), recorder)
+    (row,) = recorder.rows
+    assert row["status"] == "refused: o errs by 3" and row["shape"] == "B"

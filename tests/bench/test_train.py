@@ -235,7 +235,7 @@ def test_wrong_results_are_not_timed(monkeypatch):
     def refuse(*args):
         raise Refused("o is off")
 
-    monkeypatch.setattr(train, "check_parity", refuse)
+    monkeypatch.setattr(train, "check_model_parity", refuse)
     monkeypatch.setattr(train, "_measure_together", lambda cases, workers, recorder: ran.extend(cases))
     ran, rows = [], recorder()
     bench_train(TrainOptions(**TINY), rows)

@@ -10,9 +10,10 @@ import torch
 
 from tests.checks import faults
 from trifocal.checks import cost_checks as cost
-from trifocal.checks.seeds import SMALL, attention_inputs
 from trifocal.models import DecoderLM
 from trifocal.ops import nsa_attention
+from trifocal.testing.inputs import attention_inputs
+from trifocal.testing.small_models import SMALL
 
 CPU = torch.device("cpu")
 
@@ -209,9 +210,9 @@ from unittest import mock
 import torch
 
 from trifocal.checks import cost_checks as cost
-from trifocal.checks.seeds import MINIMAL
 from trifocal.ops import devices, pipeline
 from trifocal.ops.triton import launch
+from trifocal.testing.small_models import MINIMAL
 
 counts = []
 for length in cost.LENGTHS:

@@ -7,9 +7,9 @@ import torch
 
 from tests.checks import faults
 from trifocal.checks import model_checks as checks
-from trifocal.checks.seeds import make_model
 from trifocal.generate import NSACache
 from trifocal.ops import nsa_attention
+from trifocal.testing.small_models import make_model
 
 CPU = torch.device("cpu")
 HEALTHY = (checks.checkpointing, checks.future_leak, checks.decode, checks.parameter_gradients)

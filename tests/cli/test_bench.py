@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -85,7 +86,7 @@ def test_an_output_that_is_no_folder_is_refused_before_any_work(tmp_path, capsys
     def work(*_):
         raise AssertionError("the bench began")
 
-    monkeypatch.setitem(cli_bench._BENCHES, bench, work)
+    monkeypatch.setitem(cli_bench.BENCHES, bench, replace(cli_bench.BENCHES[bench], measure=work))
     (tmp_path / "file").touch()
     for output in (tmp_path / "file", tmp_path / "file" / "below"):
         assert main(["bench", bench, "--device", "cpu", "--output", str(output)]) == 2

@@ -8,9 +8,9 @@ from pathlib import Path
 import torch
 
 from trifocal.checks.process_worker import Case, backward, whole
-from trifocal.checks.seeds import random_tokens, small_config
 from trifocal.distributed import Processes, parallelize, processes_started
 from trifocal.models import DecoderLM
+from trifocal.testing.small_models import random_tokens, small_config
 from trifocal.train.optimizer import gradient_norm, make_optimizer
 from trifocal.train.run_config import OptimizerSection
 

@@ -11,8 +11,8 @@ from tests.distributed import bf16
 from tests.distributed.workers import Workers
 from trifocal.checks.process_checks import BOUND, DDP_CASES, SHARDED_CASES, STEP_CASES, measure
 from trifocal.checks.process_worker import Case
-from trifocal.checks.seeds import small_config
 from trifocal.models import TrainingSetup, training_memory
+from trifocal.testing.small_models import small_config
 
 CASES = (*DDP_CASES, *SHARDED_CASES, *STEP_CASES)
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.children import free_port
-from trifocal.checks.seeds import small_config
 from trifocal.distributed import Processes, choose_mode, parallelize, processes_started, whole_model
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
+from trifocal.testing.small_models import small_config
 
 CPU = torch.device("cpu")
 TWO = Processes(0, 2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +11,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.ops.cases import geometry
 from trifocal import Geometry
 from trifocal.ops import Documents, compressed_attention, select_blocks, selected_attention, window_attention
+from trifocal.testing.inputs import Inputs, attention_inputs, cotangent
+from trifocal.testing.tolerances import error
 
 PAPER = Geometry()
 SMALL = geometry(8, 4, 16, 3, 1, 1, 40)
@@ -64,45 +65,25 @@ CASES = (
 )
 
 
-class Inputs(NamedTuple):
-    """Leaves of one attention call, unit-normal; gates lie in (0, 1)."""
-
-    q: Tensor
-    k_cmp: Tensor
-    v_cmp: Tensor
-    k_slc: Tensor
-    v_slc: Tensor
-    k_win: Tensor
-    v_win: Tensor
-    gates: Tensor
-
-    def leaves(self, dtype: torch.dtype | None = None) -> Inputs:
-        return Inputs(*(x.detach().to(dtype or x.dtype).requires_grad_() for x in self))
-
-
 def draw(case: Case, dtype: torch.dtype, seed: int = 0) -> Inputs:
     """Inputs for a case, rounded to `dtype`; the window's keys are as few as will do."""
-    generator = torch.Generator("cuda").manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.float64).to(dtype)
-
-    def keys_and_values(length: int) -> tuple[Tensor, Tensor]:
-        return (
-            normal(case.batch, length, case.groups, case.dim),
-            normal(case.batch, length, case.groups, case.value_dim),
-        )
-
-    lengths = (case.num_keys,) if case.lengths is None else case.lengths
     reach = case.num_keys
     if case.lengths is None:
         reach = min(case.num_keys, case.queries + case.geometry.window_size - 1)
-    return Inputs(
-        normal(case.batch, case.queries, case.heads, case.dim),
-        *keys_and_values(sum(case.geometry.num_compressed_blocks(length) for length in lengths)),
-        *keys_and_values(case.num_keys),
-        *keys_and_values(reach),
-        normal(case.batch, case.queries, case.heads, 3).sigmoid(),
+    return attention_inputs(
+        case.geometry,
+        case.queries,
+        "cuda",
+        dtype,
+        batch=case.batch,
+        num_heads=case.heads,
+        num_kv_heads=case.groups,
+        head_dim=case.dim,
+        value_dim=case.value_dim,
+        num_keys=case.num_keys,
+        num_window_keys=reach,
+        document_lengths=case.lengths,
+        seed=seed,
     )
 
 
@@ -112,17 +93,6 @@ def choice(case: Case, inputs: Inputs) -> Tensor:
     rules = {"num_keys": case.num_keys, "cu_seqlens": case.documents, "backend": "reference"}
     _, lse = compressed_attention(q, k_cmp, v_cmp, case.geometry, **rules)
     return select_blocks(q, k_cmp, lse, case.geometry, **rules)
-
-
-def error(actual: Tensor, exact: Tensor) -> float:
-    """Largest difference, relative to the largest exact value or 1; NaN in `actual` is an infinite error."""
-    assert actual.shape == exact.shape
-    if exact.numel() == 0:
-        return 0.0
-    same_infinity = actual.isinf() & (actual == exact)
-    difference = (actual.double() - exact).abs().masked_fill(same_infinity, 0.0).nan_to_num(nan=torch.inf)
-    size = exact.masked_fill(exact.isinf(), 0.0).abs().max().item()
-    return difference.max().item() / max(1.0, size)
 
 
 def branch_masks(case: Case, inputs: Inputs, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,9 +149,3 @@ def _masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     sees = mask.any(-1, keepdim=True)
     o = scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask | ~sees)
     return o.where(sees, 0.0).transpose(1, 2)
-
-
-def cotangent(like: Tensor) -> Tensor:
-    """A unit-normal gradient for an output, rounded to its type."""
-    generator = torch.Generator("cuda").manual_seed(1)
-    return torch.randn(like.shape, generator=generator, device="cuda").to(like.dtype)

@@ -5,8 +5,9 @@ import gc
 import pytest
 import torch
 
-from tests.gpu.cases import PAPER, Case, cotangent, draw
+from tests.gpu.cases import PAPER, Case, draw
 from trifocal import nsa_attention
+from trifocal.testing.inputs import cotangent
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

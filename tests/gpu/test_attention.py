@@ -6,10 +6,12 @@ Each case compiles its own kernels, so run them side by side: `pytest tests/gpu 
 import pytest
 import torch
 
-from tests.gpu.cases import CASES, PAPER, SMALL, Case, allowed, branch_masks, choice, cotangent, draw, error
+from tests.gpu.cases import CASES, PAPER, SMALL, Case, allowed, branch_masks, choice, draw
 from tests.ops_triton.forced import order_rule
 from trifocal import Geometry, nsa_attention, ops
 from trifocal.ops import dispatch
+from trifocal.testing.inputs import cotangent
+from trifocal.testing.tolerances import error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from tests.gpu.cases import FACTOR, PAPER, SMALL, Case, cotangent, error
+from tests.gpu.cases import FACTOR, PAPER, SMALL, Case
 from tests.ops.cases import NO_OVERLAP, ODD, STRIDE_ONE
 from trifocal import ops
 from trifocal.ops import mean_compress
+from trifocal.testing.inputs import cotangent
+from trifocal.testing.tolerances import error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.tolerances import cost_in_torch
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
+from trifocal.testing.tolerances import cost_in_torch
 
 CONFIG = ModelConfig(
     vocab_size=257,

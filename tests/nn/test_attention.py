@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import trifocal.nn.attention as attention_module
-from tests.tolerances import FULL_COVERAGE
 from trifocal.nn import DenseAttention, NSAttention
 from trifocal.ops import (
     Documents,
@@ -18,6 +17,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
+from trifocal.testing.tolerances import FULL_COVERAGE
 
 DIM = 24
 SIZES: dict[str, Any] = {"dim": DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 6}

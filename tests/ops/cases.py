@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tests.ops import oracle
 from trifocal import Geometry
+from trifocal.testing import oracle
+from trifocal.testing.inputs import Inputs, attention_inputs
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -111,45 +111,18 @@ def each_case(test):
     return pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])(test)
 
 
-class Inputs(NamedTuple):
-    """Leaves of one attention call, unit-normal; gates lie in (0, 1)."""
-
-    q: Tensor
-    k_cmp: Tensor
-    v_cmp: Tensor
-    k_slc: Tensor
-    v_slc: Tensor
-    k_win: Tensor
-    v_win: Tensor
-    gates: Tensor
-
-    def leaves(self) -> Inputs:
-        return Inputs(*(tensor.detach().clone().requires_grad_() for tensor in self))
-
-
 def draw(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> Inputs:
     """Inputs for a case, rounded to `dtype`."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
-
-    def keys_and_values(length: int) -> tuple[Tensor, Tensor]:
-        return (
-            normal(case.batch, length, case.groups, case.dim),
-            normal(case.batch, length, case.groups, case.value_dim),
-        )
-
-    return Inputs(
-        normal(case.batch, case.queries, case.heads, case.dim),
-        *keys_and_values(case.num_compressed),
-        *keys_and_values(case.num_keys),
-        *keys_and_values(case.num_keys),
-        normal(case.batch, case.queries, case.heads, 3).sigmoid(),
+    return attention_inputs(
+        case.geometry,
+        case.queries,
+        dtype=dtype,
+        batch=case.batch,
+        num_heads=case.heads,
+        num_kv_heads=case.groups,
+        head_dim=case.dim,
+        value_dim=case.value_dim,
+        num_keys=case.num_keys,
+        num_compressed=case.num_compressed,
+        seed=seed,
     )
-
-
-def cotangent(like: Tensor, seed: int = 1) -> Tensor:
-    """A unit-normal gradient for an output, rounded to its dtype."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like.dtype)

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.ops.cases import Case, cotangent, draw, geometry
-from tests.tolerances import FULL_COVERAGE, error
+from tests.ops.cases import Case, draw, geometry
 from trifocal import nsa_attention, ops
+from trifocal.testing.inputs import cotangent
+from trifocal.testing.tolerances import FULL_COVERAGE, error
 
 ALL = geometry(4, 2, 8, 16, 1, 2, 128)  # 16 blocks of 8 and a window of 128: 121 tokens and more
 SHAPES = (

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from tests.ops import cases, oracle
-from tests.ops.cases import DTYPES, Case, cotangent, draw
-from tests.tolerances import assert_close
+from tests.ops import cases
+from tests.ops.cases import DTYPES, Case, draw
 from trifocal import nsa_attention, ops
+from trifocal.testing import oracle
+from trifocal.testing.inputs import cotangent
+from trifocal.testing.tolerances import assert_close
 
 REFERENCE = {"backend": "reference"}
 BLIND = Case("shorter than a compressed block", cases.USUAL, 7, batch=2, heads=6, groups=2, value_dim=5)

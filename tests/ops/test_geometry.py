@@ -5,8 +5,9 @@ import random
 
 import pytest
 
-from tests.ops import cases, oracle
+from tests.ops import cases
 from trifocal import Geometry
+from trifocal.testing import oracle
 
 GEOMETRIES = (
     cases.USUAL,

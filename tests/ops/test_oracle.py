@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from tests.ops import oracle
 from tests.ops.cases import ODD, PAPER, USUAL, Case, draw, geometry
-from tests.tolerances import FULL_COVERAGE, error
+from trifocal.testing import oracle
+from trifocal.testing.tolerances import FULL_COVERAGE, error
 
 
 def test_compressed_blocks_by_hand():

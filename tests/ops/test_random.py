@@ -6,10 +6,11 @@ import random
 import pytest
 import torch
 
-from tests.ops import oracle
-from tests.ops.cases import Case, cotangent, draw, geometry
-from tests.tolerances import assert_close
+from tests.ops.cases import Case, draw, geometry
 from trifocal import nsa_attention, ops
+from trifocal.testing import oracle
+from trifocal.testing.inputs import cotangent
+from trifocal.testing.tolerances import assert_close
 
 
 def any_case(seed):

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from tests.ops import oracle
-from tests.ops.cases import DTYPES, Case, cotangent, draw, each_case, named
-from tests.tolerances import assert_close, error
+from tests.ops.cases import DTYPES, Case, draw, each_case, named
 from trifocal import nsa_attention, ops
+from trifocal.testing import oracle
+from trifocal.testing.inputs import cotangent
+from trifocal.testing.tolerances import assert_close, error
 
 REFERENCE = {"backend": "reference"}
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import USUAL, Case
-from tests.tolerances import assert_close
 from trifocal.ops.layout import Documents
+from trifocal.testing.tolerances import assert_close
 
 CASES = (
     Case("several tiles, 3 heads a group, odd dims", USUAL, 53, batch=2, heads=6, groups=2, dim=8, value_dim=5),

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from tests.ops import cases
-from tests.ops.cases import cotangent, geometry
-from tests.tolerances import assert_close
+from tests.ops.cases import geometry
 from trifocal import ops
 from trifocal.nn import NSAttention
 from trifocal.ops import Documents, Geometry, operators
 from trifocal.ops.api import compress_by_mean
+from trifocal.testing.inputs import cotangent
+from trifocal.testing.tolerances import assert_close
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 

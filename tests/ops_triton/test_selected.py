@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from tests.ops import oracle
 from tests.ops.cases import geometry
-from tests.tolerances import assert_close
 from trifocal.ops import dispatch
+from trifocal.testing import oracle
+from trifocal.testing.tolerances import assert_close
 
 pytest.importorskip("triton")
 

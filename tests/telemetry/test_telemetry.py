@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from trifocal.checks.seeds import small_config
 from trifocal.models import DecoderLM
 from trifocal.ops import Documents, Geometry, compressed_attention, mean_compress, select_blocks
 from trifocal.runlog import MetricsWriter, read_metrics
@@ -22,6 +21,7 @@ from trifocal.telemetry.statistics import (
     importance_covered,
     selection_statistics,
 )
+from trifocal.testing.small_models import small_config
 
 GEOMETRY = Geometry(
     compression_block_size=8,

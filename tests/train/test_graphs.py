@@ -20,7 +20,7 @@ from trifocal.runlog import Heartbeat, read_metrics
 from trifocal.train import RunConfig, train
 from trifocal.train import graphs as graphs_module
 from trifocal.train.graphs import MicroBatchGraphs
-from trifocal.train.inputs import model_inputs
+from trifocal.train.micro_batch import model_inputs
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.step import StepResult, train_step
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from trifocal.bench.baselines import DENSE, dense_attention, fla_attention, flex_attention
+from trifocal.bench.block_choices import Choices, blocks_of_neighbours, make_choice
 from trifocal.bench.candidate import Candidate, Result, measure_candidate
 from trifocal.bench.first_call import first_calls
 from trifocal.bench.formulas import Work, branch_work
-from trifocal.bench.inputs import DTYPES, Choices, blocks_of_neighbours, make_choice, make_inputs
+from trifocal.bench.options import BenchOptions
 from trifocal.bench.parity import check_parity
 from trifocal.bench.recorder import OK, Recorder, Refused, failure
-from trifocal.bench.shapes import AttentionShape, free_shapes, named_shapes
-from trifocal.checks.seeds import Inputs
+from trifocal.bench.shapes import DTYPES, AttentionShape, free_shapes, make_inputs, named_shapes
 from trifocal.errors import UserError
 from trifocal.ops import (
     Geometry,
@@ -32,6 +32,7 @@ from trifocal.ops import (
     window_attention,
 )
 from trifocal.ops.api import compress_by_mean
+from trifocal.testing.inputs import Inputs
 from trifocal.train.preflight import choose_device
 
 RowKind = Literal["end_to_end", "compression", "whole", "parts", "cudnn", "flash", "flex", "fla"]
@@ -56,7 +57,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionOptions:
+class AttentionOptions(BenchOptions):
     """Time the attention and its parts beside dense attention and others, in one run; refuses to time wrong results."""
 
     shapes: tuple[str, ...] = ()
@@ -88,24 +89,12 @@ class AttentionOptions:
     """Time the first call in a fresh process with an empty Triton cache too."""
     call_seconds: float = 0.3
     """Time to spend on each figure, more or less; at least five calls."""
-    seconds: float = 600.0
-    """Time limit of the whole; rows that it leaves out are listed."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; "auto" takes a GPU if there is one."""
-    name: str = "attention"
-    """Of the result files."""
-    output: str = ""
-    """Folder of the result files; benchmarks/results in a checkout, else the current folder."""
-    commit: str = ""
-    """The commit to write down, for a tree without its history."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("batch", 1), ("head_dim", 1), ("value_dim", 0)):
-            if getattr(self, name) < lowest:
-                raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
-        for name in ("seconds", "call_seconds"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"--{name.replace('_', '-')} must be positive, got {getattr(self, name)}")
+        super().__post_init__()
+        self.check_positive("batch", "head_dim", "call_seconds")
+        if self.value_dim < 0:
+            raise UserError(f"--value-dim must be at least 0, got {self.value_dim}")
 
     def all_shapes(self) -> list[AttentionShape]:
         """The shapes asked for.
@@ -123,17 +112,16 @@ class AttentionBench:
 
     Args:
         options: What to measure.
-        say: Takes lines for the person who waits.
-        on_row: Called after every row.
+        recorder: Takes the rows, and the first calls as a further table.
     """
 
-    def __init__(self, options: AttentionOptions, say: Callable[[str], None], on_row: Callable[[], None]) -> None:
+    def __init__(self, options: AttentionOptions, recorder: Recorder) -> None:
         self.options = options
         self.shapes = options.all_shapes()
         self.device = choose_device(options.device)
         self.dtype = DTYPES[options.dtype]
-        self.recorder = Recorder(options.seconds, say, on_row)
-        self.first_calls: list[dict[str, Any]] = []
+        self.recorder = recorder
+        self.first_calls = recorder.tables.setdefault("first_calls", [])
         self._refusals: dict[tuple[int, ...], str] = {}
 
     def run(self) -> None:
@@ -142,7 +130,7 @@ class AttentionBench:
         with _fresh_cache(bool(sparse) and self.options.first_call) as cache:
             if cache is not None:
                 self._measure_first_calls(cache)
-            # What takes long to compile comes last: if time runs out, it is that which is missing.
+            # Rows that take long to compile come last: if time runs out, those are missing.
             for kinds in (set(get_args(RowKind)) - _SLOW_TO_COMPILE, _SLOW_TO_COMPILE):
                 rows = kinds & set(self.options.rows)
                 for shape in self.shapes if rows else ():
@@ -318,6 +306,11 @@ class AttentionBench:
     def _labels(self, shape: AttentionShape, row: str, choices: str) -> dict[str, Any]:
         sizes = {"shape" if key == "name" else key: value for key, value in asdict(shape).items()}
         return {**sizes, "dtype": self.options.dtype, "row": row, "choices": choices}
+
+
+def bench_attention(options: AttentionOptions, recorder: Recorder) -> None:
+    """Measure every row; they are in `recorder.rows`."""
+    AttentionBench(options, recorder).run()
 
 
 def _rest(rows: Mapping[str, dict[str, Any]]) -> dict[str, Any]:

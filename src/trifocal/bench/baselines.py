@@ -1,4 +1,4 @@
-"""What others compute from the same inputs: dense attention of PyTorch, FlexAttention, fla-core's sparse attention."""
+"""Baselines on the same inputs: dense attention of PyTorch, FlexAttention, fla-core's sparse attention."""
 
 import importlib.util
 import warnings
@@ -14,8 +14,8 @@ from trifocal.bench.candidate import Candidate
 from trifocal.bench.formulas import attention_work, compressed_keys, dense_keys, selected_keys, window_keys
 from trifocal.bench.recorder import Unavailable
 from trifocal.bench.shapes import AttentionShape
-from trifocal.checks.seeds import Inputs
 from trifocal.ops import Geometry
+from trifocal.testing.inputs import Inputs
 
 DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 # Tokens and query blocks of FlexAttention's mask.

@@ -14,7 +14,7 @@ Result = Tensor | tuple[Tensor, ...]
 
 
 class Candidate(NamedTuple):
-    """Something to time.
+    """One thing to time.
 
     Attributes:
         attend: Makes o, [B, T, H, V], of the leaves; or several tensors.
@@ -36,7 +36,7 @@ def measure_candidate(
 
     Args:
         candidate: What to time.
-        d_o: Gradient of what it makes.
+        d_o: Gradient of its output.
         direction: "forward", "backward" or "both".
         device: Where the tensors are.
         budget_seconds: Time to spend on each figure, more or less.

@@ -1,4 +1,4 @@
-"""What the rows of an attention run say side by side: how many times faster, and from which length on."""
+"""Comparisons of the rows of an attention run: how many times faster, and from which length on."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -2,21 +2,21 @@
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from trifocal.bench.inputs import DTYPES
-from trifocal.bench.parity import check_parity
+from trifocal.bench.options import TwinOptions
+from trifocal.bench.parity import check_model_parity
 from trifocal.bench.recorder import Recorder
-from trifocal.bench.shapes import AttentionShape
+from trifocal.bench.shapes import DTYPES
 from trifocal.bench.timing import Timing
 from trifocal.errors import UserError
 from trifocal.generate import make_caches, sample
 from trifocal.models import DecoderLM, ModelConfig, parameter_count
-from trifocal.train.inputs import autocast
+from trifocal.train.micro_batch import autocast
 from trifocal.train.preflight import choose_device
 
 GIB = 2**30
@@ -31,7 +31,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeOptions:
+class DecodeOptions(TwinOptions):
     """Time decoding of the sparse model and its dense twin over lengths of the past, in one run."""
 
     contexts: tuple[int, ...] = (1024, 4096, 16384, 65536)
@@ -40,35 +40,14 @@ class DecodeOptions:
     """Tokens that are timed at each."""
     batch: int = 1
     """Sequences at a time."""
-    attention: tuple[Literal["nsa", "dense"], ...] = ("nsa", "dense")
-    """Which of the twins."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Of the matrix products, and so of the caches."""
     prefill_chunk_size: int = 2048
     """Tokens of the prompt at a time."""
-    seconds: float = 600.0
-    """Time limit of the whole; rows that it leaves out are listed."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; "auto" takes a GPU if there is one."""
-    name: str = "decode"
-    """Of the result files."""
-    output: str = ""
-    """Folder of the result files; benchmarks/results in a checkout, else the current folder."""
-    commit: str = ""
-    """The commit to write down, for a tree without its history."""
 
     def __post_init__(self) -> None:
-        for name in ("new_tokens", "batch", "prefill_chunk_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        super().__post_init__()
+        self.check_positive("new_tokens", "batch", "prefill_chunk_size")
         if any(context < 1 for context in self.contexts):
             raise UserError(f"--contexts must be at least 1 each, got {' '.join(map(str, self.contexts))}")
-        if not self.seconds > 0:
-            raise UserError(f"--seconds must be positive, got {self.seconds}")
-        if self.model.attention != "nsa":
-            raise UserError("--model.attention is set row by row; choose the rows with --attention")
 
 
 def bench_decode(options: DecodeOptions, recorder: Recorder) -> None:
@@ -94,9 +73,7 @@ def _row(
 ) -> dict[str, Any]:
     if not made:
         if config.attention == "nsa":
-            sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
-            shape = AttentionShape("model", 1, 1, *sizes)
-            check_parity(shape, config.geometry, device, DTYPES[options.precision], config.backend)
+            check_model_parity(config, device, DTYPES[options.precision])
         model = DecoderLM(config)
         model.init_weights(0)
         made.append(model.to(device).eval())

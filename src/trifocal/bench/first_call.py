@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.inputs import make_inputs
 from trifocal.bench.recorder import failure
-from trifocal.bench.shapes import AttentionShape
+from trifocal.bench.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry, nsa_attention
 
 
@@ -87,7 +86,7 @@ def _answer(process: subprocess.Popen[str], deadline: float) -> dict[str, Any]:
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:
-    """What the fresh process does.
+    """Time the first call, in the fresh process.
 
     Args:
         request: `shape`, `geometry`, `dtype`, `device` and `backend`, plain values.

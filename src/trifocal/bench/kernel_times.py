@@ -5,15 +5,16 @@ It times what the dispatch rules choose. To try another kernel or configuration,
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 
-from trifocal.bench.inputs import DTYPES, make_inputs
 from trifocal.bench.kernels import Kernel, kernel_table, record_kernels
+from trifocal.bench.options import BenchOptions
 from trifocal.bench.parity import check_parity
-from trifocal.bench.recorder import Recorder, Refused, Unavailable, failure
-from trifocal.bench.shapes import AttentionShape, named_shapes
+from trifocal.bench.recorder import Recorder
+from trifocal.bench.shapes import DTYPES, AttentionShape, make_inputs, named_shapes
 from trifocal.errors import UserError
 from trifocal.ops import Geometry, nsa_attention
 from trifocal.train.preflight import choose_device
@@ -27,7 +28,7 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelsOptions:
+class KernelsOptions(BenchOptions):
     """Time every kernel of one attention call on a GPU; refuses to time wrong results."""
 
     shapes: tuple[str, ...] = ("A", "B", "C", "D")
@@ -40,23 +41,10 @@ class KernelsOptions:
     """Calls to profile, after three to warm up."""
     most: int = 20
     """Kernels to list for each shape and direction; the rest is one row."""
-    seconds: float = 600.0
-    """Time limit of the whole; rows that it leaves out are listed."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; "auto" takes a GPU if there is one. There is nothing to profile on a CPU."""
-    name: str = "kernels"
-    """Of the result files."""
-    output: str = ""
-    """Folder of the result files; benchmarks/results in a checkout, else the current folder."""
-    commit: str = ""
-    """The commit to write down, for a tree without its history."""
 
     def __post_init__(self) -> None:
-        for name in ("calls", "most"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name} must be at least 1, got {getattr(self, name)}")
-        if not self.seconds > 0:
-            raise UserError(f"--seconds must be positive, got {self.seconds}")
+        super().__post_init__()
+        self.check_positive("calls", "most")
 
 
 def bench_kernels(options: KernelsOptions, recorder: Recorder) -> None:
@@ -70,29 +58,17 @@ def bench_kernels(options: KernelsOptions, recorder: Recorder) -> None:
         raise UserError("bench kernels profiles GPU kernels, and there is no CUDA device here")
     for shape in shapes:
         recorder.say(f"{shape.name}: {shape.batch} x {shape.tokens}, {shape.heads}/{shape.groups} heads")
-        for row in shape_rows(options, shape, device, recorder):
-            recorder.keep(row)
+        labels = {"shape": shape.name, "batch": shape.batch, "tokens": shape.tokens}
+        recorder.measure_rows(labels, partial(_shape_rows, options, shape, device))
 
 
-def shape_rows(
-    options: KernelsOptions, shape: AttentionShape, device: torch.device, recorder: Recorder
-) -> list[dict[str, Any]]:
-    """The rows of one shape: a kernel each, or one that says why there are none."""
-    labels: dict[str, Any] = {"shape": shape.name, "batch": shape.batch, "tokens": shape.tokens}
-    if not recorder.remaining_seconds():
-        return [{**labels, "status": f"not run: the limit of {options.seconds:g} s has passed"}]
-    try:
-        check_parity(shape, options.geometry, device, DTYPES[options.dtype], "auto")
-        calls = _calls(options, shape, device)
-        recorded = {direction: _profile(call, options.calls, device) for direction, call in calls.items()}
-    except Unavailable as reason:
-        return [{**labels, "status": f"not available: {reason}"}]
-    except Refused as reason:
-        return [{**labels, "status": f"refused: {reason}"}]
-    except Exception as error:
-        return [{**labels, "status": failure(error)}]
+def _shape_rows(options: KernelsOptions, shape: AttentionShape, device: torch.device) -> list[dict[str, Any]]:
+    """The figures of one shape: a row for each kernel."""
+    check_parity(shape, options.geometry, device, DTYPES[options.dtype], "auto")
+    calls = _calls(options, shape, device)
+    recorded = {direction: _profile(call, options.calls, device) for direction, call in calls.items()}
     return [
-        {**labels, "direction": direction, **_renamed(row), "status": "ok"}
+        {"direction": direction, **_renamed(row)}
         for direction, kernels in recorded.items()
         for row in kernel_table(kernels, options.calls, options.most)
     ]

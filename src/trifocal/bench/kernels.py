@@ -1,4 +1,4 @@
-"""Which kernels a stretch of work runs on a GPU, how long they take, and how much of the time none runs."""
+"""The kernels that a stretch of work runs on a GPU, their times, and the time in which none runs."""
 
 import re
 from collections import defaultdict

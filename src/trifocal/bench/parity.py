@@ -4,12 +4,13 @@ import torch
 
 from trifocal.bench.recorder import Refused
 from trifocal.bench.shapes import AttentionShape
-from trifocal.checks.numerics import allowed_error, error, errors_with_gradients
-from trifocal.checks.seeds import Inputs, attention_inputs
+from trifocal.models import ModelConfig
 from trifocal.ops import Geometry, compressed_attention, nsa_attention, select_blocks
 from trifocal.ops.api import compress_by_mean
 from trifocal.telemetry.maps import LayerAttention
 from trifocal.telemetry.statistics import importance_covered
+from trifocal.testing.inputs import Inputs, attention_inputs
+from trifocal.testing.tolerances import allowed, error, errors, output_and_gradients
 
 _MOST_GROUPS = 2
 
@@ -41,24 +42,30 @@ def check_parity(
         device,
         dtype,
         num_heads=shape.heads // shape.groups * groups,
-        num_groups=groups,
-        dim=shape.head_dim,
+        num_kv_heads=groups,
+        head_dim=shape.head_dim,
         value_dim=shape.value_dim,
     )
     choice = _check_choice(inputs, geometry, backend)
-    leaves, exact = inputs.leaves(), Inputs(*(x.double() for x in inputs)).leaves()
+    leaves, exact = inputs.leaves(), inputs.leaves(torch.float64)
     o = nsa_attention(*leaves, geometry, selected_blocks=choice, backend=backend)
     o_exact = nsa_attention(*exact, geometry, selected_blocks=choice, backend="reference")
-    errors = errors_with_gradients(o, leaves, o_exact, exact)
+    found = errors(output_and_gradients(o, leaves), output_and_gradients(o_exact, exact, rounded_to=dtype))
     means = (
         _mean_and_gradient(leaves.k_slc, geometry, backend),
         _mean_and_gradient(exact.k_slc, geometry, "reference"),
     )
-    errors |= {name: error(*pair) for name, *pair in zip(("the mean", "the gradient of the mean"), *means, strict=True)}
-    worst, bound = max(errors, key=lambda name: errors[name]), allowed_error(dtype, device)
-    if not errors[worst] <= bound:
-        raise Refused(f"{worst} is off by {errors[worst]:.3g} at {tokens} tokens, allowed is {bound:.3g}")
-    return errors[worst] / bound
+    found |= {name: error(*pair) for name, *pair in zip(("the mean", "the gradient of the mean"), *means, strict=True)}
+    worst, bound = max(found, key=lambda name: found[name]), allowed(dtype, device)
+    if not found[worst] <= bound:
+        raise Refused(f"{worst} is off by {found[worst]:.3g} at {tokens} tokens, allowed is {bound:.3g}")
+    return found[worst] / bound
+
+
+def check_model_parity(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> float:
+    """As `check_parity`, for the attention of a model."""
+    sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
+    return check_parity(AttentionShape("model", 1, 1, *sizes), config.geometry, device, dtype, config.backend)
 
 
 def _mean_and_gradient(k: torch.Tensor, geometry: Geometry, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,7 +85,7 @@ def _check_choice(inputs: Inputs, geometry: Geometry, backend: str) -> torch.Ten
         choice = select_blocks(q, k_cmp, lse, geometry, num_keys=tokens, backend=name)
         layer = LayerAttention(inputs.gates[0], q[0], k_cmp[0], lse[0], inputs.k_slc[0], choice[0], geometry, scale)
         covered[name] = importance_covered(layer).item()
-    missing, bound = covered["reference"] - covered[backend], allowed_error(torch.float32, inputs.q.device)
+    missing, bound = covered["reference"] - covered[backend], allowed(torch.float32, inputs.q.device)
     if not missing <= bound:
         raise Refused(f"the chosen blocks miss {missing:.3g} of the importance that the best ones cover")
     return choice

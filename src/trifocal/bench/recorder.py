@@ -1,7 +1,7 @@
 """Rows as they come in: each one shielded from the others, written at once, with a time limit for all."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,16 +20,21 @@ class Refused(Exception):
 class Recorder:
     """Collects the rows of a run of measurements.
 
-    What fails is recorded in its row and the next one goes on; what the time limit leaves out is recorded too.
+    A failure is recorded in its row, and the next row goes on. Rows that the time limit leaves out are recorded too.
 
     Args:
         seconds: Time limit; a row that has begun is finished.
         say: Takes a line for the person who waits.
         on_row: Called after every row, to write what there is.
+
+    Attributes:
+        rows: The rows so far.
+        tables: Further tables for the result files, by name.
     """
 
     def __init__(self, seconds: float, say: Callable[[str], None], on_row: Callable[[], None]) -> None:
         self.rows: list[dict[str, Any]] = []
+        self.tables: dict[str, list[dict[str, Any]]] = {}
         self._say, self._on_row = say, on_row
         self._seconds = seconds
         self._begin = time.monotonic()
@@ -46,16 +51,22 @@ class Recorder:
         """Measure one row and keep it.
 
         Args:
-            labels: What the row is.
+            labels: The columns that identify the row.
             figures: Measures; raises `Unavailable` or `Refused` with a reason, or anything else if it fails.
 
         Returns:
             Labels, figures and `status`: "ok", or what went wrong.
         """
+        return self.measure_rows(labels, lambda: [figures()])[0]
+
+    def measure_rows(
+        self, labels: Mapping[str, Any], figures: Callable[[], Sequence[Mapping[str, Any]]]
+    ) -> list[dict[str, Any]]:
+        """As `measure`, for rows that one measurement gives together; one row if it fails."""
         if not self.remaining_seconds():
-            return self.keep({**labels, "status": f"not run: the limit of {self._seconds:g} s has passed"})
+            return [self.keep({**labels, "status": f"not run: the limit of {self._seconds:g} s has passed"})]
         try:
-            return self.keep({**labels, **figures(), "status": OK})
+            return [self.keep({**labels, **row, "status": OK}) for row in figures()]
         except Unavailable as reason:
             status = f"not available: {reason}"
         except Refused as reason:
@@ -65,7 +76,7 @@ class Recorder:
         if torch.cuda.is_initialized():
             # What a failed row leaves in the allocator must not make the next one fail too.
             torch.cuda.empty_cache()
-        return self.keep({**labels, "status": status})
+        return [self.keep({**labels, "status": status})]
 
     def keep(self, row: dict[str, Any]) -> dict[str, Any]:
         """Keep a row that was measured elsewhere."""

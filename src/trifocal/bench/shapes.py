@@ -1,9 +1,15 @@
-"""Shapes of one attention call, by name or free."""
+"""Shapes of one attention call, by name or free, and random inputs of a shape."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from trifocal.errors import UserError, unknown
+from trifocal.ops import Geometry
+from trifocal.testing.inputs import Inputs, attention_inputs
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -27,7 +33,7 @@ class AttentionShape:
 
     @property
     def kind(self) -> tuple[int, int, int, int]:
-        """What kernels are compiled for: all but batch and tokens."""
+        """The sizes that kernels are compiled for: all but batch and tokens."""
         return self.heads, self.groups, self.head_dim, self.value_dim
 
 
@@ -79,3 +85,19 @@ def free_shapes(
             name = f"{pair} {head_dim}" + (f"/{value_dim}" if value_dim != head_dim else "")
             shapes.append(AttentionShape(name, batch, length, int(query_heads), int(groups), head_dim, value_dim))
     return shapes
+
+
+def make_inputs(shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> Inputs:
+    """Random inputs of a shape, drawn on the device: they may be many gigabytes."""
+    return attention_inputs(
+        geometry,
+        shape.tokens,
+        device,
+        dtype,
+        batch=shape.batch,
+        num_heads=shape.heads,
+        num_kv_heads=shape.groups,
+        head_dim=shape.head_dim,
+        value_dim=shape.value_dim,
+        on_device=True,
+    )

@@ -1,4 +1,4 @@
-"""How long a call takes and how much memory it needs, on a GPU by its own clock."""
+"""Time and memory of a call; on a GPU by the device's clock."""
 
 import statistics
 import time

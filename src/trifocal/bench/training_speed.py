@@ -13,17 +13,16 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from trifocal.bench.inputs import DTYPES
-from trifocal.bench.parity import check_parity
+from trifocal.bench.options import TwinOptions
+from trifocal.bench.parity import check_model_parity
 from trifocal.bench.recorder import OK, Recorder, Refused, failure
-from trifocal.bench.shapes import AttentionShape
+from trifocal.bench.shapes import DTYPES
 from trifocal.bench.training_worker import TrainCase
 from trifocal.errors import UserError
-from trifocal.models import ModelConfig
 from trifocal.train.preflight import choose_device
 
 PRODUCTION = "production"
@@ -47,24 +46,18 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class TrainOptions(TwinOptions):
     """Time training steps of the sparse model and its dense twin, under the same settings, in one run."""
 
     sizes: tuple[str, ...] = SIZES
     """Sequences x tokens, like 4x8192; or production: micro-batches of 2 x 2048, 4 sequences a step, checkpointed."""
-    attention: tuple[Literal["nsa", "dense"], ...] = ("nsa", "dense")
-    """Which of the twins."""
     data: tuple[Literal["random", "text"], ...] = ("random", "text")
     """random: whole sequences of random bytes; text: packed documents, as long as texts are."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    """The model."""
     compile: bool = True
     """Compile both with torch.compile."""
     cuda_graphs: tuple[Literal["no", "yes"], ...] = ()
     """yes: rows that replay forward and backward as CUDA graphs, which come first; no: rows whose kernels Python starts
     one by one. By default both on a GPU, and no on a CPU. production is recorded unless no is given alone."""
-    precision: Literal["fp32", "bf16"] = "bf16"
-    """Of the matrix products."""
     warmup_steps: int = 3
     """Steps before the timed ones, the compiling one included."""
     timed_steps: int = 10
@@ -72,24 +65,10 @@ class TrainOptions:
     workers: int = 1
     """Rows that are prepared at a time; each needs its memory."""
     seconds: float = 900.0
-    """Time limit of the whole; rows that it leaves out are listed."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run; "auto" takes a GPU if there is one."""
-    name: str = "train"
-    """Of the result files."""
-    output: str = ""
-    """Folder of the result files; benchmarks/results in a checkout, else the current folder."""
-    commit: str = ""
-    """The commit to write down, for a tree without its history."""
 
     def __post_init__(self) -> None:
-        for name in ("warmup_steps", "timed_steps", "workers"):
-            if getattr(self, name) < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
-        if not self.seconds > 0:
-            raise UserError(f"--seconds must be positive, got {self.seconds}")
-        if self.model.attention != "nsa":
-            raise UserError("--model.attention is set row by row; choose the rows with --attention")
+        super().__post_init__()
+        self.check_positive("warmup_steps", "timed_steps", "workers")
 
     def cases(self) -> list[TrainCase]:
         """The rows asked for, the most wanted first: recorded ones, whose time is the device's. Twins are neighbours.
@@ -176,13 +155,9 @@ def speedups(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _refusal(options: TrainOptions, recorder: Recorder) -> str:
-    """Why the sparse rows must not be timed; empty when they may."""
-    model = options.model
-    shape = AttentionShape("model", 1, 1, model.num_heads, model.num_kv_heads, model.head_dim, model.value_dim)
+    """The reason why the sparse rows must not be timed; empty if there is none."""
     try:
-        share = check_parity(
-            shape, model.geometry, choose_device(options.device), DTYPES[options.precision], model.backend
-        )
+        share = check_model_parity(options.model, choose_device(options.device), DTYPES[options.precision])
     except Refused as reason:
         return str(reason)
     except Exception as error:

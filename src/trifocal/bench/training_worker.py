@@ -70,7 +70,7 @@ class TrainCase:
     data: str = "random"
 
     def labels(self) -> dict[str, Any]:
-        """The columns that say what the row is."""
+        """The columns that identify the row."""
         return {
             "size": self.size,
             "attention": self.model["attention"],
@@ -175,7 +175,7 @@ class TrainBench:
                     "first_gradient_norm": self.result.gradient_norm.item(),
                 }
         if self.device.type == "cuda":
-            # Others may be preparing: memory that only waits is theirs.
+            # Other rows may be preparing: leave them the memory that is idle here.
             if self.graphs is None:
                 self.optimizer.zero_grad(set_to_none=True)
             gc.collect()

@@ -1,4 +1,4 @@
-"""The self-check: named checks with a figure and a bound each, that prove an installation right on its machine."""
+"""The self-check: named checks, each with a figure and a bound, that test an installation on its machine."""
 
 from trifocal.checks.measurement import CheckResult, Measurement, Report, Skipped
 from trifocal.checks.registry import CHECKS, Check

@@ -1,16 +1,18 @@
-"""Is the attention right: against dense attention, against a float64 oracle, and between backends."""
+"""Checks of the attention: against dense attention, against a float64 oracle, and between backends."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from trifocal.checks import oracle
 from trifocal.checks.measurement import Measurement, Skipped
-from trifocal.checks.numerics import FULL_COVERAGE, allowed_error, error, errors_with_gradients
-from trifocal.checks.seeds import MINIMAL, SMALL, Inputs, attention_inputs
 from trifocal.ops import Geometry, nsa_attention
+from trifocal.testing import oracle
+from trifocal.testing.inputs import Inputs, attention_inputs
+from trifocal.testing.small_models import MINIMAL, SMALL
+from trifocal.testing.tolerances import FULL_COVERAGE, allowed, error, errors, output_and_gradients
 
 Attention = Callable[..., Tensor]
 
@@ -38,7 +40,7 @@ def full_coverage_float64(device: torch.device, *, attention: Attention = nsa_at
 
 def _full_coverage(device: torch.device, dtype: torch.dtype, attention: Attention) -> Measurement:
     length = 251
-    inputs = attention_inputs(EVERYTHING, length, device, dtype, dim=16, value_dim=16).leaves()
+    inputs = attention_inputs(EVERYTHING, length, device, dtype, head_dim=16, value_dim=16).leaves()
     q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
     heads_per_group = q.shape[2] // k.shape[2]
     k_heads, v_heads = (x.repeat_interleave(heads_per_group, dim=2).transpose(1, 2) for x in (k, v))
@@ -71,21 +73,31 @@ def _against_oracle(
 ) -> Measurement:
     worst, details = 0.0, []
     for geometry, lengths in ((SMALL, (67,)), (SMALL, (23, 1, 4, 3, 33)), (MINIMAL, (97,))):
-        total = sum(lengths)
-        blocks = sum(geometry.num_compressed_blocks(length) for length in lengths)
-        inputs = attention_inputs(geometry, total, device, dtype, num_blocks=blocks).leaves()
-        exact = Inputs(*(x.detach().cpu().double() for x in inputs)).leaves()
-        o_exact, choice = oracle.nsa_attention(*exact, geometry, document_lengths=lengths)
+        drawn, choice, exact = _by_oracle(geometry, lengths, dtype)
+        inputs = drawn.leaves(device=device)
         borders = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
         given = choice.to(device) if give_choice else None
         o = attention(*inputs, geometry, cu_seqlens=borders, selected_blocks=given, backend="reference")
-        errors = errors_with_gradients(o, inputs, o_exact, exact)
-        name = max(errors, key=lambda key: errors[key])
-        worst = max(worst, errors[name])
-        kind = f"{len(lengths)} packed documents" if len(lengths) > 1 else f"{total} tokens"
-        details.append(f"{kind}: {errors[name]:.3g} in {name}")
-    bound = FULL_COVERAGE[dtype] if dtype == torch.float64 else allowed_error(dtype, device)
+        found = errors(output_and_gradients(o, inputs), exact)
+        name = max(found, key=lambda key: found[key])
+        worst = max(worst, found[name])
+        kind = f"{len(lengths)} packed documents" if len(lengths) > 1 else f"{lengths[0]} tokens"
+        details.append(f"{kind}: {found[name]:.3g} in {name}")
+    bound = FULL_COVERAGE[dtype] if dtype == torch.float64 else allowed(dtype, device)
     return Measurement(worst, bound, "error", tuple(details))
+
+
+@functools.cache
+def _by_oracle(
+    geometry: Geometry, lengths: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Inputs, Tensor, dict[str, Tensor]]:
+    """Inputs, the choice of blocks that the oracle makes of them, its output and the gradients; on the CPU."""
+    inputs = attention_inputs(geometry, sum(lengths), dtype=dtype, document_lengths=lengths)
+    exact = inputs.leaves(torch.float64)
+    _, lse = oracle.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry, lengths=lengths)
+    choice = oracle.select_blocks(exact.q, exact.k_cmp, lse, geometry, lengths=lengths)
+    o = oracle.nsa_attention(*exact, geometry, lengths=lengths, selected_blocks=choice)
+    return inputs, choice, output_and_gradients(o, exact, rounded_to=dtype)
 
 
 def backend_parity(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement | Skipped:
@@ -93,12 +105,10 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
     dtype = torch.bfloat16
     worst, details = 0.0, []
     for geometry, lengths in ((MINIMAL, (301,)), (MINIMAL, (170, 1, 15, 115))):
-        total = sum(lengths)
-        blocks = sum(geometry.num_compressed_blocks(length) for length in lengths)
         inputs = attention_inputs(
-            geometry, total, device, dtype, num_blocks=blocks, num_heads=8, dim=64, value_dim=64
+            geometry, sum(lengths), device, dtype, num_heads=8, head_dim=64, value_dim=64, document_lengths=lengths
         ).leaves()
-        exact = Inputs(*(x.detach().double() for x in inputs)).leaves()
+        exact = inputs.leaves(torch.float64)
         borders = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
         choice = _any_choice(geometry, lengths, inputs.k_cmp.shape[2], device)
         rules = {"cu_seqlens": borders, "selected_blocks": choice}
@@ -107,11 +117,11 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
         except ValueError as reason:
             return Skipped(str(reason))
         o_exact = attention(*exact, geometry, backend="reference", **rules)
-        errors = errors_with_gradients(o, inputs, o_exact, exact)
-        name = max(errors, key=lambda key: errors[key])
-        worst = max(worst, errors[name])
-        details.append(f"{len(lengths)} documents: {errors[name]:.3g} in {name}")
-    return Measurement(worst, allowed_error(dtype, device), "error", tuple(details))
+        found = errors(output_and_gradients(o, inputs), output_and_gradients(o_exact, exact, rounded_to=dtype))
+        name = max(found, key=lambda key: found[key])
+        worst = max(worst, found[name])
+        details.append(f"{len(lengths)} documents: {found[name]:.3g} in {name}")
+    return Measurement(worst, allowed(dtype, device), "error", tuple(details))
 
 
 def _any_choice(geometry: Geometry, lengths: tuple[int, ...], num_groups: int, device: torch.device) -> Tensor:

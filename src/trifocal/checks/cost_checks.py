@@ -1,4 +1,4 @@
-"""Does a step cost what it may: operations that do not depend on length, storage and time that grow linearly."""
+"""Checks of cost: the number of operations does not depend on length; storage and time grow linearly."""
 
 import math
 import os
@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifocal.checks.measurement import Measurement
-from trifocal.checks.seeds import attention_inputs, minimal_config, random_tokens
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Documents, Geometry, nsa_attention, reference
+from trifocal.testing.inputs import attention_inputs
+from trifocal.testing.small_models import minimal_config, random_tokens
 
 MakeModel = Callable[[ModelConfig], DecoderLM]
 Attention = Callable[..., Tensor]
@@ -78,7 +79,7 @@ def machine_busy() -> tuple[str, ...]:
 
 
 def _exponents(what: str, values: Mapping[int, float]) -> dict[str, float]:
-    """With which power of the depth a figure grows."""
+    """The power of the depth with which a figure grows."""
     return {
         f"{what}, {low} to {high} layers": math.log(values[high] / values[low]) / math.log(high / low)
         for low, high in ((12, 24), (1, 24))
@@ -86,7 +87,7 @@ def _exponents(what: str, values: Mapping[int, float]) -> dict[str, float]:
 
 
 def stored_memory_growth(device: torch.device, *, make_model: MakeModel = DecoderLM) -> Measurement:
-    """What a model stores for backward grows linearly with length.
+    """The memory that a model stores for backward grows linearly with length.
 
     The figure compares the bytes that a token costs between the two longer lengths with those between the two
     shorter ones. Bound: 1 for linear growth, and one percent for what is rounded up to whole blocks.
@@ -110,7 +111,7 @@ def stored_memory_per_token(device: torch.device, *, attention: Attention = nsa_
     every query's selected keys and values would be over a hundred times as much here.
     """
     length, geometry = 1024, minimal_config(1).geometry
-    inputs = attention_inputs(geometry, length, device, torch.float32, num_heads=8, dim=16, value_dim=16).leaves()
+    inputs = attention_inputs(geometry, length, device, torch.float32, num_heads=8, head_dim=16, value_dim=16).leaves()
     outputs = 3 * 4 * length * inputs.q.shape[2] * (inputs.v_slc.shape[3] + 1)
     choice = 4 * length * inputs.k_cmp.shape[2] * geometry.num_selected_blocks
     needed = sum(x.nbytes for x in inputs) + outputs + choice

@@ -1,4 +1,4 @@
-"""What checks say: a measurement each, and a report of all."""
+"""The results of checks: one measurement each, and a report of all."""
 
 import json
 import math
@@ -13,11 +13,11 @@ Status = Literal["passed", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a check found on this machine.
+    """The finding of one check on this machine.
 
     Attributes:
-        figure: What was measured; passes if it is a number and at most `bound`.
-        bound: The most that it may be, derived as the check's docstring says.
+        figure: The measured value; passes if it is a number and at most `bound`.
+        bound: The largest value allowed; the check's docstring derives it.
         unit: Of both.
         details: Lines for a person: further figures, the worst case's name.
     """

@@ -1,4 +1,4 @@
-"""Is the model right: gradients with checkpointing, no look into the future, decoding, a gradient for everything."""
+"""Checks of the model: gradients with checkpointing, no look ahead, decoding, a gradient for every parameter."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from trifocal.checks.measurement import Measurement
-from trifocal.checks.numerics import FULL_COVERAGE, error
-from trifocal.checks.seeds import make_model, minimal_config, random_tokens, small_config
 from trifocal.generate import make_caches
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.testing.small_models import make_model, minimal_config, random_tokens, small_config
+from trifocal.testing.tolerances import FULL_COVERAGE, error
 
 MakeModel = Callable[[ModelConfig, torch.device, torch.dtype], DecoderLM]
 

@@ -1,4 +1,4 @@
-"""Does the machinery around training tell the truth: the heartbeat, the flags, the data sources."""
+"""Checks of the machinery around training: the heartbeat, the flags, the data sources."""
 
 import tempfile
 import time

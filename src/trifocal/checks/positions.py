@@ -1,4 +1,4 @@
-"""Do scores depend on distance alone."""
+"""The check of positions: scores depend on distance alone."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from trifocal.checks.measurement import Measurement
-from trifocal.checks.seeds import small_config
 from trifocal.nn import NSAttention, rotary_tables, rotate
+from trifocal.testing.small_models import small_config
 
 Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 SHIFTS = (1, 17, 1000, 65536)

@@ -1,4 +1,4 @@
-"""Do several processes train as one does: two of them, over gloo on a CPU, over NCCL where there are two GPUs."""
+"""Checks of distributed training: two processes train as one does, over gloo on a CPU, over NCCL on two GPUs."""
 
 import contextlib
 import dataclasses
@@ -143,7 +143,7 @@ def _run(code: str, folder: Path, variables: dict[str, str]) -> None:
             environment = os.environ | place | path | variables
             started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
     try:
-        # One that fails leaves the other waiting: both are looked at in turn.
+        # A process that fails leaves the other waiting: look at both in turn.
         _wait_for(started, folder)
     finally:
         for process in started:
@@ -168,7 +168,7 @@ def _wait_for(started: list[subprocess.Popen[bytes]], folder: Path) -> None:
 
 
 def _failures(started: list[subprocess.Popen[bytes]], folder: Path) -> str:
-    """What every process that failed said: the one that lost its peer may end before the peer that failed."""
+    """The error output of every process that failed: one that lost its peer may end before the peer that failed."""
     lines = []
     for rank, process in enumerate(started):
         with contextlib.suppress(subprocess.TimeoutExpired):

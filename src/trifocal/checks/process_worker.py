@@ -1,4 +1,4 @@
-"""What one of several processes measures for the checks: gradients and parameters against one process's.
+"""One of the processes that the checks start: compares gradients and parameters with those of one process.
 
 Started by `trifocal.checks.process_checks` as `python -c "…process_worker…"` with torchrun's variables. Each case takes
 the same four rows: one process all of them, several processes an equal part each.
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trifocal.checks.seeds import make_model, random_tokens, small_config
 from trifocal.distributed import Parallel, Processes, leave_at_once, parallelize, processes_started
 from trifocal.distributed.parallel import Mode
 from trifocal.models import DecoderLM
+from trifocal.testing.small_models import make_model, random_tokens, small_config
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
 from trifocal.train.run_config import OptimizerSection
 
@@ -68,7 +68,7 @@ class Case:
 
 
 def whole(tensor: Tensor | None) -> Tensor:
-    """A tensor, or the tensor that shards are of."""
+    """The whole tensor, gathered from its shards where it has any."""
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 

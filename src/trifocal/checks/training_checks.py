@@ -1,4 +1,4 @@
-"""Is training honest: through the real trainer, in a temporary folder, in seconds."""
+"""Checks of training: short runs of the real trainer in a temporary folder."""
 
 import contextlib
 import io
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from trifocal.checks.measurement import Measurement
-from trifocal.checks.seeds import SMALL
 from trifocal.data import Batch, DataConfig
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.runlog import Heartbeat, read_metrics
+from trifocal.testing.small_models import SMALL
 from trifocal.train.checkpoint import load_checkpoint
 from trifocal.train.checkpoint_folders import checkpoint_path
 from trifocal.train.launch import resume, train
@@ -45,7 +45,7 @@ RESUME_STEPS = 6
 
 
 def random_token_floor(device: torch.device, *, train: Train = train) -> Measurement:
-    """On fresh, uniformly random tokens no loss may fall under ln(vocab): who gets there looks ahead.
+    """On fresh, uniformly random tokens no loss may fall under ln(vocab): a model that gets there looks ahead.
 
     The figure is how far the mean loss of the second half of a short training lies under the floor, in its standard
     errors. Bound: 4, which chance passes once in 30,000 times.

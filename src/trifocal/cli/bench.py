@@ -2,8 +2,8 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trifocal.bench import attention_speed, comparison, decoding_speed, kernel_times, training_speed
+from trifocal.bench.options import BenchOptions
 from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
 from trifocal.bench.results import ResultFile, cell, cpu_name
@@ -30,39 +31,86 @@ class PlotOptions:
     """The file."""
 
 
-BENCHES: dict[str, tuple[type, str]] = {
-    "attention": (attention_speed.AttentionOptions, "the attention and its parts beside dense attention and others"),
-    "train": (training_speed.TrainOptions, "training steps beside the dense twin's"),
-    "decode": (decoding_speed.DecodeOptions, "decoding over the length of the past, beside the dense twin's"),
-    "kernels": (kernel_times.KernelsOptions, "every kernel of an attention call on a GPU"),
-    "plot": (PlotOptions, "draw an attention result again: RESULT.json"),
-}
+PLOT = "draw an attention result again: RESULT.json"
 
-_ATTENTION_COLUMNS = (
-    "shape", "tokens", "row", "choices", "forward_ms", "backward_ms", "forward_backward_ms",
-    "forward_device_ms", "forward_backward_device_ms",
-    "forward_extra_peak_gib", "forward_backward_extra_peak_gib", "forward_tflop_per_second",
-    "forward_backward_tflop_per_second", "backend", "note", "status",
-)  # fmt: skip
-_SCREEN_COLUMNS = {
-    "attention": {
-        "shape": "shape", "tokens": "tokens", "row": "row", "choices": "choices", "forward_ms": "fwd ms",
-        "forward_backward_ms": "fwd+bwd ms", "forward_backward_extra_peak_gib": "peak GiB",
-        "forward_backward_tflop_per_second": "TFLOP/s", "status": "status",
-    },
-    "train": {
-        "size": "size", "attention": "attention", "data": "data", "cuda_graphs": "graphs",
-        "tokens_per_second": "tokens/s", "step_ms": "step ms", "peak_gib": "peak GiB", "executed_mfu": "MFU",
-        "dense_equivalent_mfu": "dense-eq. MFU", "status": "status",
-    },
-    "decode": {
-        "attention": "attention", "context_tokens": "past", "token_ms": "ms/token", "keys_per_step": "keys/step",
-        "cache_mib": "cache MiB/step", "prefill_seconds": "prefill s", "status": "status",
-    },
-    "kernels": {
-        "shape": "shape", "direction": "direction", "kernel": "kernel", "launches": "launches", "ms": "ms",
-        "us_a_launch": "µs a launch", "status": "status",
-    },
+
+@dataclass(frozen=True)
+class Bench:
+    """What one bench measures, and how its rows are shown.
+
+    Attributes:
+        options: Its flags.
+        what: For the list of benches.
+        measure: Measures every row into the recorder.
+        notes: Sentences under the table.
+        screen_columns: Keys of the rows that the screen shows, with their headings.
+        page_columns: Keys that the page shows; all unless given.
+        tables: Further tables that follow from the rows, for screen and page.
+        plots: Whether the result can be drawn.
+    """
+
+    options: type[BenchOptions]
+    what: str
+    measure: Callable[[Any, Recorder], None]
+    notes: Sequence[str]
+    screen_columns: Mapping[str, str]
+    page_columns: Sequence[str] = ()
+    tables: Mapping[str, Callable[[Sequence[Any]], list[dict[str, Any]]]] = field(default_factory=dict)
+    plots: bool = False
+
+
+BENCHES: dict[str, Bench] = {
+    "attention": Bench(
+        attention_speed.AttentionOptions,
+        "the attention and its parts beside dense attention and others",
+        attention_speed.bench_attention,
+        attention_speed.NOTES,
+        {
+            "shape": "shape", "tokens": "tokens", "row": "row", "choices": "choices", "forward_ms": "fwd ms",
+            "forward_backward_ms": "fwd+bwd ms", "forward_backward_extra_peak_gib": "peak GiB",
+            "forward_backward_tflop_per_second": "TFLOP/s", "status": "status",
+        },
+        page_columns=(
+            "shape", "tokens", "row", "choices", "forward_ms", "backward_ms", "forward_backward_ms",
+            "forward_device_ms", "forward_backward_device_ms",
+            "forward_extra_peak_gib", "forward_backward_extra_peak_gib", "forward_tflop_per_second",
+            "forward_backward_tflop_per_second", "backend", "note", "status",
+        ),
+        tables={"times_faster": comparison.speedups, "crossovers": comparison.crossovers},
+        plots=True,
+    ),
+    "train": Bench(
+        training_speed.TrainOptions,
+        "training steps beside the dense twin's",
+        training_speed.bench_train,
+        training_speed.NOTES,
+        {
+            "size": "size", "attention": "attention", "data": "data", "cuda_graphs": "graphs",
+            "tokens_per_second": "tokens/s", "step_ms": "step ms", "peak_gib": "peak GiB", "executed_mfu": "MFU",
+            "dense_equivalent_mfu": "dense-eq. MFU", "status": "status",
+        },
+        tables={"over_dense": training_speed.speedups},
+    ),
+    "decode": Bench(
+        decoding_speed.DecodeOptions,
+        "decoding over the length of the past, beside the dense twin's",
+        decoding_speed.bench_decode,
+        decoding_speed.NOTES,
+        {
+            "attention": "attention", "context_tokens": "past", "token_ms": "ms/token", "keys_per_step": "keys/step",
+            "cache_mib": "cache MiB/step", "prefill_seconds": "prefill s", "status": "status",
+        },
+    ),
+    "kernels": Bench(
+        kernel_times.KernelsOptions,
+        "every kernel of an attention call on a GPU",
+        kernel_times.bench_kernels,
+        kernel_times.NOTES,
+        {
+            "shape": "shape", "direction": "direction", "kernel": "kernel", "launches": "launches", "ms": "ms",
+            "us_a_launch": "µs a launch", "status": "status",
+        },
+    ),
 }  # fmt: skip
 
 # Columns of the screen's tables where it is no screen.
@@ -79,7 +127,8 @@ def run(args: Sequence[str]) -> int:
         UserError: If an argument is bad.
     """
     if not args or args[0] in ("-h", "--help"):
-        rows = "\n".join(f"  {name:10} {what}" for name, (_, what) in BENCHES.items())
+        benches = {name: bench.what for name, bench in BENCHES.items()} | {"plot": PLOT}
+        rows = "\n".join(f"  {name:10} {what}" for name, what in benches.items())
         print(f"usage: trifocal bench WHAT …\n\n{rows}\n\ntrifocal bench WHAT --help shows its flags.")
         return 0 if args else 2
     options = parse(args)
@@ -89,7 +138,7 @@ def run(args: Sequence[str]) -> int:
     title = f"trifocal bench {name}"
     on_cpu = choose_device(options.device).type == "cpu"
     file = ResultFile(
-        options.name,
+        options.name or name,
         title[0].upper() + title[1:],
         folder=user_path(options.output, "--output") if options.output else None,
         device=cpu_name() if on_cpu else "",
@@ -99,7 +148,7 @@ def run(args: Sequence[str]) -> int:
     # Nothing is made yet: the work may still be refused.
     folder = file.json.parent
     check_writable(existing_folder(folder), f"cannot write into {folder}")
-    return _BENCHES[name](options, file)
+    return _measure(BENCHES[name], options, file)
 
 
 def parse(args: Sequence[str]) -> Any:
@@ -109,85 +158,45 @@ def parse(args: Sequence[str]) -> Any:
         UserError: If the bench or a flag is unknown, or a value does not fit.
     """
     name = args[0]
-    if name not in BENCHES:
-        raise unknown("bench", name, BENCHES)
-    return parse_arguments(BENCHES[name][0], args[1:], prog=f"trifocal bench {name}")
+    options = {name: bench.options for name, bench in BENCHES.items()} | {"plot": PlotOptions}
+    if name not in options:
+        raise unknown("bench", name, options)
+    return parse_arguments(options[name], args[1:], prog=f"trifocal bench {name}")
 
 
-def _attention(options: attention_speed.AttentionOptions, file: ResultFile) -> int:
+def _measure(bench: Bench, options: BenchOptions, file: ResultFile) -> int:
+    """Measure, writing the files after every row, and show the tables."""
+
+    def tables() -> dict[str, list[dict[str, Any]]]:
+        return {name: make(recorder.rows) for name, make in bench.tables.items()}
+
     def write() -> None:
-        rows = bench.recorder.rows
-        file.write(
-            rows,
-            notes=attention_speed.NOTES,
-            columns=_ATTENTION_COLUMNS,
-            times_faster=comparison.speedups(rows),
-            crossovers=comparison.crossovers(rows),
-            first_calls=bench.first_calls,
-        )
+        more = tables() | recorder.tables
+        file.write(recorder.rows, notes=bench.notes, columns=bench.page_columns, **more)
 
-    bench = attention_speed.AttentionBench(options, _say, write)
-    bench.run()
-    rows = bench.recorder.rows
-    _finish("attention", rows, file, times_faster=comparison.speedups(rows), crossovers=comparison.crossovers(rows))
-    if any(row["status"] == OK for row in rows):
+    recorder = Recorder(options.seconds, _say, write)
+    bench.measure(options, recorder)
+    _show(bench, recorder.rows, tables())
+    print(f"{file.page}\n{file.json}")
+    if bench.plots and any(row["status"] == OK for row in recorder.rows):
         _plot_if_possible(file.json)
-    return bench.recorder.exit_status
-
-
-def _train(options: training_speed.TrainOptions, file: ResultFile) -> int:
-    def write() -> None:
-        file.write(recorder.rows, notes=training_speed.NOTES, over_dense=training_speed.speedups(recorder.rows))
-
-    recorder = Recorder(options.seconds, _say, write)
-    training_speed.bench_train(options, recorder)
-    _finish("train", recorder.rows, file, over_dense=training_speed.speedups(recorder.rows))
     return recorder.exit_status
 
 
-def _decode(options: decoding_speed.DecodeOptions, file: ResultFile) -> int:
-    def write() -> None:
-        file.write(recorder.rows, notes=decoding_speed.NOTES)
-
-    recorder = Recorder(options.seconds, _say, write)
-    decoding_speed.bench_decode(options, recorder)
-    _finish("decode", recorder.rows, file)
-    return recorder.exit_status
-
-
-def _kernels(options: kernel_times.KernelsOptions, file: ResultFile) -> int:
-    def write() -> None:
-        file.write(recorder.rows, notes=kernel_times.NOTES)
-
-    recorder = Recorder(options.seconds, _say, write)
-    kernel_times.bench_kernels(options, recorder)
-    _finish("kernels", recorder.rows, file)
-    return recorder.exit_status
-
-
-_BENCHES: dict[str, Callable[[Any, ResultFile], int]] = {
-    "attention": _attention,
-    "train": _train,
-    "decode": _decode,
-    "kernels": _kernels,
-}
-
-
-def _finish(name: str, rows: Sequence[Any], file: ResultFile, **tables: Sequence[Any]) -> None:
+def _show(bench: Bench, rows: Sequence[Any], tables: Mapping[str, Sequence[Any]]) -> None:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH)
     # The reason of what was not measured is too long for a cell.
     brief = [{**row, "status": row["status"].partition(":")[0]} for row in rows]
-    console.print(_table("", brief, _SCREEN_COLUMNS[name]))
+    console.print(_table("", brief, bench.screen_columns))
     for reason in dict.fromkeys(row["status"] for row in rows if row["status"] != OK):
         print(reason)
     for title, table in tables.items():
         if table:
             headings = {key: key.replace("_", " ") for row in table for key in row}
             console.print(_table(title.replace("_", " "), table, headings))
-    print(f"{file.page}\n{file.json}")
 
 
-def _table(title: str, rows: Sequence[Any], columns: dict[str, str]) -> Table:
+def _table(title: str, rows: Sequence[Any], columns: Mapping[str, str]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left")
     present = {key: heading for key, heading in columns.items() if any(row.get(key) is not None for row in rows)}
     for key, heading in present.items():

@@ -1,4 +1,4 @@
-"""A terminal that does not obey what it shows."""
+"""A console whose texts cannot control the terminal."""
 
 from collections.abc import Iterable
 

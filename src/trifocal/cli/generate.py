@@ -17,7 +17,7 @@ from trifocal.models import DecoderLM, ModelConfig
 from trifocal.paths import shell_path, user_path
 from trifocal.runlog.environment import host_memory_bytes
 from trifocal.train.arguments import parse_arguments
-from trifocal.train.inputs import autocast
+from trifocal.train.micro_batch import autocast
 from trifocal.train.preflight import choose_device
 from trifocal.train.pretrained import open_pretrained
 from trifocal.train.run_config import RunConfig

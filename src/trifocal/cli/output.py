@@ -1,4 +1,4 @@
-"""What commands write: on the terminal, and into files at their end."""
+"""Output of commands: on the terminal, and into files at their end."""
 
 import io
 import sys

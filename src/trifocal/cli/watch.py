@@ -71,7 +71,7 @@ def _local(where: str) -> Path:
     """The folder; of HOST:RUN_DIR the command that shows it."""
     host, colon, folder = where.partition(":")
     if colon and folder and re.fullmatch(r"[A-Za-z0-9][\w.@-]*", host) and not Path(where).exists():
-        # Quoted twice, for the shell here and the one over there, which alone knows whose home `~` is.
+        # Quoted twice: for the shell here, and for the remote one, which expands `~`.
         home = "~/" if folder.startswith("~/") else ""
         command = f"trifocal watch {home}{shlex.quote(folder.removeprefix(home))}"
         raise UserError(f"to watch a run on another machine: ssh -t {host} {shlex.quote(command)}")

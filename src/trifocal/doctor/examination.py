@@ -1,4 +1,4 @@
-"""The whole examination, one thing after another, each told before it begins."""
+"""The whole examination, one thing after another; each is announced before it begins."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -21,7 +21,7 @@ COMPILE_SECONDS = 17.0
 
 @dataclass(frozen=True)
 class Examination:
-    """What was found.
+    """The result of an examination.
 
     Attributes:
         findings: About the machine.
@@ -35,7 +35,7 @@ class Examination:
 
     @property
     def broken(self) -> list[str]:
-        """What stops training, in words."""
+        """The faults that stop training, in words."""
         found = [f"{finding.name}: {finding.text}" for finding in self.findings if finding.status == "broken"]
         for need in self.needs:
             if need.name in self.asked and (need.problem or need.fits is False):
@@ -73,7 +73,7 @@ def examine(
         configs: What to work out needs for, by name.
         run_directory: Where runs would be written.
         asked: Names among `configs` that must be able to run here.
-        on_start: Told what begins.
+        on_start: Called with the name of each part as it begins.
     """
     on_start("torch.compile, in the background")
     compiling = probes.CompileProbe(needed=any(configs[name].train.compile for name in asked))

@@ -1,4 +1,4 @@
-"""What was found: one line each, and the command that mends what is wrong."""
+"""Findings: one line each, with the command that mends the fault."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What is installed and plugged in. Nothing here takes longer than a second or two."""
+"""Looks at software and hardware; each takes a second or two at most."""
 
 import contextlib
 import importlib.util
@@ -182,7 +182,7 @@ def check_compiler() -> Finding:
 
 
 def check_variables() -> list[Finding]:
-    """Environment variables that do harm, or that do not what somebody hopes."""
+    """Environment variables that do harm, or that have no effect here."""
     findings = []
     crash = crash_of_debug_level()
     if crash:

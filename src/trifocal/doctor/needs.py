@@ -1,4 +1,4 @@
-"""What a configuration would need on this machine: memory by formula, time by an estimate, and what to change."""
+"""The needs of a configuration on this machine: memory by formula, time by estimate, and the changes that help."""
 
 import math
 import re
@@ -31,7 +31,7 @@ _SHORTEST_ADVISED = 128
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What needs are compared with.
+    """The machine that needs are compared with.
 
     Attributes:
         device: Where training would run.
@@ -53,7 +53,7 @@ class Machine:
         if not torch.cuda.is_available():
             return cls.cpu(rates)
         count = torch.cuda.device_count()
-        # What trying things out has left.
+        # Memory that earlier probes have left.
         torch.cuda.empty_cache()
         free = min(torch.cuda.mem_get_info(index)[0] for index in range(count))
         hopper = torch.cuda.get_device_capability() >= (9, 0)
@@ -80,7 +80,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Need:
-    """What one configuration would need here.
+    """The needs of one configuration here.
 
     Attributes:
         name: Of the file.

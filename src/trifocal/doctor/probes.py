@@ -1,4 +1,4 @@
-"""What only a try can tell: kernels, the compiler, collectives, the disk, the speed of products."""
+"""Probes: try out kernels, the compiler, collectives and the disk."""
 
 import errno
 import os

@@ -15,7 +15,7 @@ from trifocal.errors import UserError
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.stall_summary import stall_summary
-from trifocal.train.inputs import packed_documents
+from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.step import valid_targets
 from trifocal.train.stop import StopSignals

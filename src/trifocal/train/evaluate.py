@@ -11,7 +11,7 @@ from torch import Tensor
 from trifocal.data import Batch, DataConfig, Tokenizer, is_local, make_loader
 from trifocal.distributed import Processes
 from trifocal.models import DecoderLM
-from trifocal.train.inputs import autocast
+from trifocal.train.micro_batch import autocast
 from trifocal.train.run_config import LogSection, RunConfig
 from trifocal.train.step import batch_loss, valid_targets
 

@@ -16,7 +16,7 @@ from trifocal.train.evaluate import (
     sample,
     sequence_to_show,
 )
-from trifocal.train.inputs import autocast
+from trifocal.train.micro_batch import autocast
 from trifocal.train.run_config import RunConfig
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trifocal.data import Batch
 from trifocal.distributed import Parallel
-from trifocal.train.inputs import LossFunction, autocast, call_with, model_inputs, to_device
+from trifocal.train.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
 from trifocal.train.optimizer import own_part
 from trifocal.train.run_config import TrainSection
 

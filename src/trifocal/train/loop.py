@@ -23,9 +23,9 @@ from trifocal.train.evaluate import Evaluation
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.export import WEIGHTS, export_weights
 from trifocal.train.graphs import make_graphs
-from trifocal.train.inputs import packed_documents
 from trifocal.train.lock import RunLock
 from trifocal.train.meter import Meter
+from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import NonFiniteError, stop_non_finite, weights_are_finite
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.parallelize import parallelize_model

@@ -11,7 +11,7 @@ from trifocal.distributed import Parallel
 from trifocal.models.decoder import IGNORED_TARGET
 from trifocal.runlog.heartbeat import Phases
 from trifocal.train.graphs import MicroBatchGraphs
-from trifocal.train.inputs import LossFunction, autocast, call_with, model_inputs, to_device
+from trifocal.train.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
 from trifocal.train.optimizer import gradient_norm, guarded_step
 from trifocal.train.run_config import TrainSection
 

@@ -1,15 +1,13 @@
-"""Random inputs of an attention call, made on its device, and choices of blocks of three kinds."""
+"""Choices of blocks of three kinds, for a benchmark that gives them to the attention."""
 
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from trifocal.bench.shapes import AttentionShape
-from trifocal.checks.seeds import Inputs
 from trifocal.ops import Geometry, compressed_attention, select_blocks
+from trifocal.testing.inputs import Inputs
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Choices = Literal["random", "local", "smooth"]
 # Queries whose block scores are in memory at a time while a smooth choice is made.
 _CHUNK = 8192
@@ -17,21 +15,6 @@ _SMOOTH_FEATURES = 8
 # Tokens between turns of the drift. At the paper's sizes four neighbours then choose about 22 different blocks out of
 # 65,536 tokens, as against 51 at random.
 _SMOOTH_TOKENS = 8
-
-
-def make_inputs(shape: AttentionShape, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Unit-normal q, k and v of every branch; gates between 0 and 1."""
-    generator = torch.Generator(device).manual_seed(0)
-
-    def normal(length: int, heads: int, dim: int) -> Tensor:
-        return torch.randn(shape.batch, length, heads, dim, generator=generator, device=device, dtype=dtype)
-
-    def keys_and_values(length: int) -> tuple[Tensor, Tensor]:
-        return normal(length, shape.groups, shape.head_dim), normal(length, shape.groups, shape.value_dim)
-
-    q, gates = normal(shape.tokens, shape.heads, shape.head_dim), normal(shape.tokens, shape.heads, 3).sigmoid()
-    compressed = keys_and_values(geometry.num_compressed_blocks(shape.tokens))
-    return Inputs(q, *compressed, *keys_and_values(shape.tokens), *keys_and_values(shape.tokens), gates)
 
 
 def make_choice(choices: Choices, inputs: Inputs, geometry: Geometry, backend: str) -> Tensor:

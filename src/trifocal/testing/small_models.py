@@ -1,6 +1,6 @@
-"""What the checks run on: the minimal model of the first reports, and inputs of every branch."""
+"""Models that take milliseconds, their geometries, and random tokens for them."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,52 +77,3 @@ def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = t
 def random_tokens(shape: tuple[int, ...], vocab_size: int, device: torch.device, seed: int = 1) -> Tensor:
     """Uniformly random tokens, the same on every device."""
     return torch.randint(vocab_size, shape, generator=torch.Generator().manual_seed(seed)).to(device)
-
-
-class Inputs(NamedTuple):
-    """Arguments of `nsa_attention` up to the geometry."""
-
-    q: Tensor
-    k_cmp: Tensor
-    v_cmp: Tensor
-    k_slc: Tensor
-    v_slc: Tensor
-    k_win: Tensor
-    v_win: Tensor
-    gates: Tensor
-
-    def leaves(self) -> "Inputs":
-        """Copies that collect gradients."""
-        return Inputs(*(x.detach().clone().requires_grad_() for x in self))
-
-
-def attention_inputs(
-    geometry: Geometry,
-    length: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    num_blocks: int | None = None,
-    num_heads: int = 4,
-    num_groups: int = 2,
-    dim: int = 16,
-    value_dim: int = 12,
-) -> Inputs:
-    """Unit-normal inputs of one call, the same on every device; gates in (0, 1).
-
-    Args:
-        num_blocks: Compressed blocks; those of one document unless given.
-    """
-    generator = torch.Generator().manual_seed(length)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(1, *shape, generator=generator).to(device, dtype)
-
-    blocks = geometry.num_compressed_blocks(length) if num_blocks is None else num_blocks
-
-    def keys_and_values(count: int) -> tuple[Tensor, Tensor]:
-        return normal(count, num_groups, dim), normal(count, num_groups, value_dim)
-
-    q, gates = normal(length, num_heads, dim), normal(length, num_heads, 3).sigmoid()
-    (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = map(keys_and_values, (blocks, length, length))
-    return Inputs(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)

@@ -1,8 +1,8 @@
 """An independent oracle of the attention: float64, one query at a time, straight from the table in DESIGN.md.
 
-Nothing here is shared with the package. Every quantity is written the way the definition says it, token by
-token, with no thought for speed: which tokens a block holds is a `range`, an overlap is the length of an
-intersection, and what a query may see is a list of indices. Autograd differentiates through it.
+It imports nothing of the package. Every quantity is written as the definition says it, token by token, with no
+thought for speed: the tokens of a block are a `range`, an overlap is the length of an intersection, and the keys that
+a query may see are a list of indices. Autograd differentiates through it.
 
 Documents are given as their lengths; `None` means that every row of the batch is one document.
 """
@@ -10,10 +10,17 @@ Documents are given as their lengths; `None` means that every row of the batch i
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from trifocal.ops.geometry import Geometry
+
+Lengths = Sequence[int] | None
+Visible = Callable[[int, int], list[Any]]
 
 
 class Span(NamedTuple):
@@ -28,7 +35,7 @@ class Span(NamedTuple):
         return range(self.start, self.end)
 
 
-def document_spans(num_tokens: int, lengths: list[int] | None) -> list[Span]:
+def document_spans(num_tokens: int, lengths: Lengths) -> list[Span]:
     spans, start = [], 0
     for document, length in enumerate([num_tokens] if lengths is None else lengths):
         spans.append(Span(start, start + length, document))
@@ -37,7 +44,7 @@ def document_spans(num_tokens: int, lengths: list[int] | None) -> list[Span]:
     return spans
 
 
-def compression_spans(geometry, num_tokens: int, lengths: list[int] | None = None) -> list[Span]:
+def compression_spans(geometry: Geometry, num_tokens: int, lengths: Lengths = None) -> list[Span]:
     """The tokens of every compressed block, document after document."""
     size, stride = geometry.compression_block_size, geometry.compression_stride
     return [
@@ -48,15 +55,15 @@ def compression_spans(geometry, num_tokens: int, lengths: list[int] | None = Non
     ]
 
 
-def home(position: int, num_tokens: int, lengths: list[int] | None) -> Span:
+def home(position: int, num_tokens: int, lengths: Lengths) -> Span:
     """The document that holds an absolute position."""
     return next(span for span in document_spans(num_tokens, lengths) if position in span.tokens)
 
 
-def mean_compress(x: Tensor, geometry, lengths: list[int] | None = None) -> Tensor:
+def mean_compress(x: Tensor, geometry: Geometry, lengths: Lengths = None) -> Tensor:
     x = x.double()
     blocks = [
-        sum(x[:, s] for s in span.tokens) / geometry.compression_block_size
+        sum((x[:, s] for s in span.tokens), torch.zeros_like(x[:, 0])) / geometry.compression_block_size
         for span in compression_spans(geometry, x.shape[1], lengths)
     ]
     return torch.stack(blocks, 1) if blocks else x[:, :0] * 1.0
@@ -81,7 +88,7 @@ def attend(q_HD: Tensor, k_NGD: Tensor, v_NGV: Tensor, scale: float) -> tuple[Te
     return torch.stack(o), torch.stack(lse)
 
 
-def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float | None, visible) -> tuple[Tensor, Tensor]:
+def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float | None, visible: Visible) -> tuple[Tensor, Tensor]:
     """Every query over `visible(batch, query)`, which gives one list of key indices, or one list a group."""
     q, k, v = q.double(), k.double(), v.double()
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -102,7 +109,16 @@ def attend_all(q: Tensor, k: Tensor, v: Tensor, scale: float | None, visible) ->
     return o, torch.stack(rows_lse).unflatten(0, q.shape[:2])
 
 
-def compressed_attention(q, k_cmp, v_cmp, geometry, *, num_keys=None, scale=None, lengths=None):
+def compressed_attention(
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    geometry: Geometry,
+    *,
+    num_keys: int | None = None,
+    scale: float | None = None,
+    lengths: Lengths = None,
+) -> tuple[Tensor, Tensor]:
     num_keys = q.shape[1] if num_keys is None else num_keys
     spans = compression_spans(geometry, num_keys, lengths)
 
@@ -114,7 +130,16 @@ def compressed_attention(q, k_cmp, v_cmp, geometry, *, num_keys=None, scale=None
     return attend_all(q, k_cmp, v_cmp, scale, visible)
 
 
-def importance(q, k_cmp, lse, geometry, *, num_keys=None, scale=None, lengths=None) -> list[list[list[list[float]]]]:
+def importance(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: Geometry,
+    *,
+    num_keys: int | None = None,
+    scale: float | None = None,
+    lengths: Lengths = None,
+) -> list[list[list[list[float]]]]:
     """Importance of every candidate block: [batch][query][group][block], Eq. 9 and 10."""
     q, k_cmp, lse = q.detach().double(), k_cmp.detach().double(), lse.detach().double()
     num_keys = q.shape[1] if num_keys is None else num_keys
@@ -148,7 +173,7 @@ def importance(q, k_cmp, lse, geometry, *, num_keys=None, scale=None, lengths=No
     return result
 
 
-def forced_blocks(local_position: int, geometry) -> set[int]:
+def forced_blocks(local_position: int, geometry: Geometry) -> set[int]:
     """The blocks that a query takes whatever their importance; `local_position` counts from its document."""
     own = local_position // geometry.selection_block_size
     first = set(range(geometry.num_initial_blocks))
@@ -156,7 +181,7 @@ def forced_blocks(local_position: int, geometry) -> set[int]:
     return {block for block in first | last if 0 <= block <= own}
 
 
-def choose(scores: list[float], local_position: int, geometry) -> list[int]:
+def choose(scores: list[float], local_position: int, geometry: Geometry) -> list[int]:
     """The blocks of one query and group, ascending, from the importance of its candidates."""
     chosen = forced_blocks(local_position, geometry)
     rest = sorted((block for block in range(len(scores)) if block not in chosen), key=lambda j: (-scores[j], j))
@@ -166,7 +191,16 @@ def choose(scores: list[float], local_position: int, geometry) -> list[int]:
     return sorted(chosen)
 
 
-def select_blocks(q, k_cmp, lse, geometry, *, num_keys=None, scale=None, lengths=None) -> Tensor:
+def select_blocks(
+    q: Tensor,
+    k_cmp: Tensor,
+    lse: Tensor,
+    geometry: Geometry,
+    *,
+    num_keys: int | None = None,
+    scale: float | None = None,
+    lengths: Lengths = None,
+) -> Tensor:
     num_keys = q.shape[1] if num_keys is None else num_keys
     scores = importance(q, k_cmp, lse, geometry, num_keys=num_keys, scale=scale, lengths=lengths)
     slots = geometry.num_selected_blocks
@@ -182,7 +216,16 @@ def select_blocks(q, k_cmp, lse, geometry, *, num_keys=None, scale=None, lengths
     return selected
 
 
-def selected_attention(q, k, v, selected_blocks, geometry, *, scale=None, lengths=None) -> Tensor:
+def selected_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    selected_blocks: Tensor,
+    geometry: Geometry,
+    *,
+    scale: float | None = None,
+    lengths: Lengths = None,
+) -> Tensor:
     num_keys, size = k.shape[1], geometry.selection_block_size
 
     def visible(b: int, t: int) -> list[list[int]]:
@@ -197,7 +240,9 @@ def selected_attention(q, k, v, selected_blocks, geometry, *, scale=None, length
     return attend_all(q, k, v, scale, visible)[0]
 
 
-def window_attention(q, k, v, window_size, *, scale=None, lengths=None) -> Tensor:
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, window_size: int, *, scale: float | None = None, lengths: Lengths = None
+) -> Tensor:
     num_keys = k.shape[1]
 
     def visible(_: int, t: int) -> list[int]:
@@ -209,7 +254,19 @@ def window_attention(q, k, v, window_size, *, scale=None, lengths=None) -> Tenso
 
 
 def nsa_attention(
-    q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, *, scale=None, lengths=None, selected_blocks=None
+    q: Tensor,
+    k_cmp: Tensor,
+    v_cmp: Tensor,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor,
+    v_win: Tensor,
+    gates: Tensor,
+    geometry: Geometry,
+    *,
+    scale: float | None = None,
+    lengths: Lengths = None,
+    selected_blocks: Tensor | None = None,
 ) -> Tensor:
     num_keys = k_slc.shape[1]
     o_cmp, lse = compressed_attention(q, k_cmp, v_cmp, geometry, num_keys=num_keys, scale=scale, lengths=lengths)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from trifocal.bench.inputs import blocks_of_neighbours, make_choice, make_inputs
-from trifocal.bench.shapes import AttentionShape
+from trifocal.bench.block_choices import blocks_of_neighbours, make_choice
+from trifocal.bench.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry
 
 SHAPE = AttentionShape("", 2, 203, 4, 2, 16, 8)

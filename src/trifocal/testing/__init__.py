@@ -1,0 +1,1 @@
+"""What tests, checks and benchmarks share: the float64 oracle, random inputs, tolerances, small models."""
