@@ -23,12 +23,10 @@ from typing import Any, Self
 
 from trifocal.errors import UserError
 from trifocal.runlog.jsonl import JsonLinesWriter, Row, read_lines
+from trifocal.runlog.readable import KIND_FIELDS
 from trifocal.runlog.sinks.thread import Sink, SinkThread
 
 logger = logging.getLogger("trifocal")
-
-# Fields of a kind's rows that readers need, in files of any version.
-_REQUIRED = {"event": ("name", "severity", "message"), "telemetry": ("layer",)}
 
 
 class MetricsWriter:
@@ -144,7 +142,7 @@ def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[
     """
     rows = read_lines(path, required=("kind", "step"))
     for row in rows:
-        missing = [name for name in _REQUIRED.get(str(row["kind"]), ()) if name not in row]
+        missing = [name for name in KIND_FIELDS.get(str(row["kind"]), ()) if name not in row]
         if missing or type(row["step"]) is not int:
             wrong = f"without {missing[0]!r}" if missing else f"whose step is {row['step']!r}"
             raise UserError(f"{path}: there is a row of kind {row['kind']!r} {wrong}; remove that line")

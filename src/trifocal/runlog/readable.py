@@ -55,7 +55,7 @@ def _are_shares(value: object) -> bool:
 
 
 _METRICS: Mapping[str, _Test] = {"step": _is_count, "unix_time_seconds": _is_moment}
-_OF_KIND: Mapping[str, Mapping[str, _Test]] = {
+KIND_FIELDS: Mapping[str, Mapping[str, _Test]] = {
     "train": {},
     "evaluation": {},
     "telemetry": {"layer": _is_count},
@@ -94,7 +94,7 @@ def readable_metrics(rows: Sequence[Row]) -> list[Row]:
     """The metric rows that have the required fields, without values of a wrong type."""
     kept = []
     for row in rows:
-        needed = {**_METRICS, **_OF_KIND.get(row["kind"], {})} if _is_text(row["kind"]) else None
+        needed = {**_METRICS, **KIND_FIELDS.get(row["kind"], {})} if _is_text(row["kind"]) else None
         if needed is None or not _has(row, needed):
             continue
         if row["kind"] in ("train", "evaluation", "telemetry"):

@@ -10,7 +10,6 @@ from typing import Any
 
 from trifocal.errors import UserError
 from trifocal.runlog.jsonl import Row, read_lines
-from trifocal.runlog.metrics import read_metrics
 from trifocal.runlog.readable import HEARTBEAT_FIELDS, is_number, readable_beats, readable_metrics
 
 # A heartbeat row is well under 2 KiB, so this much of the end has the last row.
@@ -107,7 +106,8 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
     metrics, heartbeat = directory / "metrics.jsonl", directory / "heartbeat"
     if not metrics.exists() and not heartbeat.is_dir():
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
-    rows = read_metrics(metrics) if metrics.is_file() else []
+    # Not read_metrics, which refuses rows that this reader leaves out and counts.
+    rows = read_lines(metrics, required=("kind", "step")) if metrics.is_file() else []
     run = Run(directory, directory.resolve().name, readable_metrics(rows))
     run.note_left_out(metrics.name, len(rows) - len(run.rows))
     config = directory / "config.toml"
