@@ -9,11 +9,9 @@ from trifocal.runlog.progress import Progress
 from trifocal.runlog.sinks import SINKS, check_sinks, make_sinks
 from trifocal.runlog.stacks import StackDump
 from trifocal.runlog.watchdog import Watchdog
-from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 
 __all__ = [
     "SINKS",
-    "AttentionTelemetry",
     "Heartbeat",
     "MemoryStatistics",
     "MetricsWriter",
