@@ -152,6 +152,22 @@ def test_public_names_are_there_after_import_and_nothing_is_loaded_before():
     assert "nsa_attention" in python("import trifocal; help(trifocal)")
 
 
+def test_every_room_can_be_imported_first():
+    """In a fresh process each, forked after torch is loaded: another order of imports hides a circle."""
+    rooms = sorted({path.parent.name for path in SOURCES if path.parent.parent.name == "trifocal"})
+    code = (
+        "import importlib, os, torch\n"
+        f"for room in {rooms!r}:\n"
+        "    child = os.fork()\n"
+        "    if child == 0:\n"
+        "        importlib.import_module(f'trifocal.{room}')\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, room\n"
+        "print('all')"
+    )
+    assert python(code) == "all"
+
+
 def test_import_is_quick_beyond_torch():
     """Under 2 s of processor time beyond torch itself; the faster of two, as the first may meet a cold disk."""
     code = f"import torch, time; begin = time.process_time(); import {LIBRARY}; print(time.process_time() - begin)"

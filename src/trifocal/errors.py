@@ -1,4 +1,4 @@
-"""The one exception that a person, not a program, is meant to read, and the hint that many of its messages end with."""
+"""The exception for mistakes of the user, and the nearest valid name that many of its messages give."""
 
 import difflib
 from collections.abc import Iterable
@@ -13,29 +13,29 @@ class UserError(ValueError):
 
 
 def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> UserError:
-    """The refusal of a name that does not exist, with the nearest one that does.
+    """The error for a name that does not exist, with the nearest valid one.
 
     Args:
-        what: What the name would be of: "key", "flag".
-        name: What was given.
-        valid: What would have been right; at least one.
-        source: Begins the message: where the name stands.
+        what: Kind of the name: "key", "flag".
+        name: The name given.
+        valid: The valid names; at least one.
+        source: Begins the message: the place of the name.
     """
     return UserError(f'{source}unknown {what} "{name}"; the nearest valid one is "{nearest(name, valid)}"')
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The valid name that a person most likely meant.
+    """The valid name that the user most likely meant.
 
     Args:
-        name: What was given, possibly dotted.
-        valid: What would have been right; at least one. A name with the same last part wins over one that looks alike.
+        name: The name given, possibly dotted.
+        valid: The valid names; at least one. A name with the same last part wins over one that looks alike.
     """
     names = sorted(valid)
     leaf = name.rpartition(".")[2]
     same_leaf = [candidate for candidate in names if candidate.rpartition(".")[2] == leaf]
 
-    # Of names that are equally alike the last: "steps" may mean train.steps or trace.steps.
+    # Among equally similar names the last wins: "steps" may mean train.steps or trace.steps.
     def likeness(candidate: str) -> tuple[float, str]:
         return difflib.SequenceMatcher(None, candidate.lower(), name.lower()).ratio(), candidate
 

@@ -1,4 +1,4 @@
-"""Values into typed dataclasses, by one rule for files, flags and code."""
+"""Typed dataclasses from values: one rule for files, flags and code."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from trifocal.errors import UserError, unknown
 T = TypeVar("T")
 
 LONGEST_SECONDS = 1e9
-"""Clocks count nanoseconds in 64 bits: 292 years, of which the clock itself has used up some."""
+"""About 32 years: well below the 292 years that a clock of 64-bit nanoseconds can count."""
 
 _NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
 _SHOWN = reprlib.Repr()
@@ -42,8 +42,8 @@ def from_table(cls: type[T], table: Mapping[str, Any], source: str = "", *, sect
     Args:
         cls: The dataclass; fields may be dataclasses, int, float, bool, str, a Literal of str, or a tuple of these.
         table: The values. Missing keys take their defaults.
-        source: Where they come from, such as the name of a file; messages begin with it.
-        section: What the dataclass itself is called in messages.
+        source: Their origin, such as the name of a file; messages begin with it.
+        section: Name of the dataclass in messages.
 
     Raises:
         UserError: If a key is unknown (names the nearest valid one), missing, of the wrong type, or refused by the
@@ -80,15 +80,15 @@ def _build(cls: type[T], table: Mapping[str, Any], source: str, prefix: str, kno
 
 
 def checked(kind: Any, value: Any, name: str) -> Any:
-    """A value as its field's type wants it.
+    """A value, converted to the type of its field.
 
     Args:
         kind: int, float, bool, str, a Literal of str, or a tuple of these.
-        value: What was given.
-        name: Of the field, for messages.
+        value: The value given.
+        name: Name of the field, for messages.
 
     Raises:
-        UserError: If the value is of another type, or could not be written to a file and read again.
+        UserError: If the value has another type, or cannot be written to a file and read again.
     """
     if typing.get_origin(kind) is tuple and isinstance(value, tuple | list):
         return tuple(checked(typing.get_args(kind)[0], part, name) for part in value)
@@ -98,7 +98,7 @@ def checked(kind: Any, value: Any, name: str) -> Any:
             raise UserError(f"{name} must be one of {', '.join(map(repr, choices))}, got {_SHOWN.repr(value)}")
         return value
     if type(value) is int:
-        # The range of TOML's integers; a larger one is no size, count or seed, and its digits may fill a screen.
+        # The range of TOML's integers. The digits of a larger one may fill a screen.
         if not -(2**63) <= value < 2**63:
             got = f", got {value}" if value.bit_length() < 128 else ""
             raise UserError(f"{name} must fit 64 bits{got}")
@@ -123,7 +123,7 @@ def check_seconds(name: str, value: float) -> None:
     """Refuse a time that no clock can wait for.
 
     Raises:
-        UserError: Unless it lies between 0 and `LONGEST_SECONDS`, 0 excluded.
+        UserError: Unless 0 < value <= LONGEST_SECONDS.
     """
     if value <= 0:
         raise UserError(f"{name} must be positive, got {value}")

@@ -1,4 +1,4 @@
-"""Paths that a person gives, and paths in commands that a person is to type."""
+"""Paths that the user gives, and paths in commands that the user types."""
 
 import os
 import shlex
@@ -7,29 +7,42 @@ from pathlib import Path
 from trifocal.errors import UserError
 
 
-def user_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
-    """The path that a person means: a `~` at its beginning is a home folder.
+def check_path_text(text: str, name: str = "the path") -> None:
+    """Refuse a path that cannot be opened, or cannot be written into messages and logs.
 
     Args:
-        text: As it was given.
-        name: Of the flag or key that gave it, for messages.
+        text: The path.
+        name: Name of the flag or key that gave it, for messages.
 
     Raises:
-        UserError: If no file can have that name here: it has a NUL, is not UTF-8 text, or begins with an unknown user.
+        UserError: If the path has a NUL character, or is not UTF-8 text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{name} {text!r} is not UTF-8 text; rename the file or folder") from None
+    if "\0" in text:
+        raise UserError(f"{name} {text!r} has a NUL character, which no file name may have")
+
+
+def user_path(text: str | os.PathLike[str], name: str = "the path") -> Path:
+    """The path that the user means: a leading `~` is a home folder.
+
+    Args:
+        text: The path given.
+        name: Name of the flag or key that gave it, for messages.
+
+    Raises:
+        UserError: If the path has a NUL character, is not UTF-8 text, or begins with an unknown user.
     """
     given = os.fspath(text)
-    try:
-        given.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{name} {given!r} is not UTF-8 text; rename that folder, or choose another") from None
-    if "\0" in given:
-        raise UserError(f"{name} {given!r} has a NUL character, which no file name may have")
+    check_path_text(given, name)
     expanded = os.path.expanduser(given)  # noqa: PTH111 (that of pathlib raises RuntimeError for an unknown user)
     if expanded.startswith("~"):
         user = expanded[1:].partition("/")[0]
         raise UserError(f"{name} {given}: there is no user {user!r}; a folder of that name is ./{given}")
     path = Path(expanded)
-    # Pathlib drops the "./" of "./~x", which must not be taken for a home folder when it is written and read again.
+    # Pathlib drops the "./" of "./~x"; a later reader would take "~x" for a home folder.
     return path.absolute() if str(path).startswith("~") else path
 
 

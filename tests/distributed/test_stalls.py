@@ -45,7 +45,7 @@ def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(cas
     assert "in backward" in reason and "endless (faults.py" in reason
     wait_for(lambda: any(case.run.glob("dumps/stalled_*/summary.md")))
     (summary,) = case.run.glob("dumps/stalled_*/summary.md")
-    wait_for(lambda: "rank 1, which has not come to it" in summary.read_text())
+    wait_for(lambda: "rank 1, which has not called it" in summary.read_text())
     text = summary.read_text()
     assert "is stalled in backward" in text.splitlines()[0]
     assert "- Rank 0 waits in gloo's all_reduce number" in text

@@ -33,7 +33,7 @@ def test_a_rank_that_waits_in_nccl_is_named(tmp_path: Path) -> None:
         workers.wait_for(fault_file, timeout=120)
         wait_for(lambda: any(run.glob("dumps/stalled_*/summary.md")), 120)
         (summary,) = run.glob("dumps/stalled_*/summary.md")
-        wait_for(lambda: "rank 1, which has not come to it" in summary.read_text())
+        wait_for(lambda: "rank 1, which has not called it" in summary.read_text())
         text = summary.read_text()
         assert "Rank 0 waits in nccl's all_reduce number" in text, text
         assert "at endless (faults.py" in text, text

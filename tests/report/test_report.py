@@ -477,7 +477,7 @@ def test_selected_blocks_draw_what_has_a_course_and_say_the_rest(make_run: MakeR
     charts = {chart.key: chart for chart in attention_charts(read_run(make_run(steps=400)))}
     (trace,) = charts["selection"].traces
     assert trace["name"] == "of the compressed lens's importance, selected"
-    assert "Level all along: 75% of a query's blocks" in charts["selection"].caption
+    assert "Constant: 75% of a query's blocks" in charts["selection"].caption
     assert "25% of queries, with fewer blocks than they may select." in charts["selection"].caption
 
 

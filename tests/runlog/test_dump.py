@@ -74,7 +74,7 @@ def collective(number: int, *, ended: bool, library: str = "nccl", group: str = 
 def test_it_says_who_waits_for_whom() -> None:
     open_one, before = collective(5, ended=False), collective(4, ended=True)
     assert who_waits_for_whom({0: [open_one], 1: [before], 2: [open_one]}) == [
-        "Ranks 0, 2 wait in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not come to it."
+        "Ranks 0, 2 wait in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not called it."
     ]
     (sentence,) = who_waits_for_whom({0: [open_one], 1: [open_one]})
     assert sentence.startswith("All ranks are in nccl's all_reduce number 5")
@@ -171,7 +171,7 @@ def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path) -> N
     assert "- `stacks_rank*.txt`: the Python stacks" in text and "`cuda_memory" not in text
     answers[1] = Answer(beats[1], [collective(4, ended=True)])
     text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)
-    assert "- Rank 0 waits in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not come" in text
+    assert "- Rank 0 waits in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not called" in text
 
 
 def test_where_nothing_can_be_written_the_stall_is_said_all_the_same(

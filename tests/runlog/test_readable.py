@@ -65,7 +65,7 @@ def test_rows_that_say_nothing_are_left_out_and_counted(make_run: MakeRun) -> No
     found = read_run(run)
     assert len(found.rows) == whole + 1
     assert found.rows[-1] == {"kind": "train", "step": 202, "unix_time_seconds": 1e9, "gradient_norm": 2.0}
-    sentence = "2 rows of metrics.jsonl lack what every reader needs, and are left out"
+    sentence = "2 rows of metrics.jsonl lack required fields, and are left out"
     assert found.complaints() == [sentence]
     assert sentence in write_report(run).read_text()
     console = Console(file=io.StringIO(), width=120)

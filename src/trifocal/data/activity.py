@@ -1,4 +1,4 @@
-"""What the data thread is doing, the order to stop, and the error that ends a run when data do not come."""
+"""The state of the data thread, and the error that ends a run without data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from trifocal.errors import UserError
 
 
 class DataError(UserError):
-    """The data could not be had: a server gave no answer after all attempts, or no batch came for too long."""
+    """The data did not come: a server failed at every attempt, or no batch came for too long."""
 
 
 class Stopped(Exception):
@@ -16,23 +16,23 @@ class Stopped(Exception):
 
 
 class Activity:
-    """What the data thread is doing right now, for messages; and the order to stop."""
+    """A sentence about the present work of the data thread, for messages; and the signal to stop."""
 
     def __init__(self) -> None:
         self.text = "starting"
         self.stop = threading.Event()
 
     def check(self) -> None:
-        """Leave if the loader is being closed.
+        """End the thread if the loader is being closed.
 
         Raises:
-            Stopped: If it is.
+            Stopped: If the loader is being closed.
         """
         if self.stop.is_set():
             raise Stopped
 
     def pause(self, seconds: float) -> None:
-        """Sleep, but not past the order to stop.
+        """Sleep, until the signal to stop at most.
 
         Raises:
             Stopped: If the loader is being closed.

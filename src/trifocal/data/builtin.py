@@ -1,4 +1,4 @@
-"""Real text that is on every machine: the Python files of the running interpreter."""
+"""Text that every machine has: the Python files of the running interpreter."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trifocal.data.local_files import content_hash
 from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
 
-# Test suites are a third of the library: tables of odd bytes and generated cases rather than prose and code.
+# Test suites are a third of the library, mostly tables of bytes and generated cases.
 _SKIPPED = {"__pycache__", "test", "tests", "idle_test", "site-packages", "dist-packages", "lib-dynload"}
 
 
 class BuiltinSource:
-    """Every `.py` file of the standard library outside its test suites, a file a document.
+    """Every `.py` file of the standard library outside its test suites. A file is a document.
 
     Args:
         include_site_packages: Read the installed packages too.
-        bad: What is done with a file that is not UTF-8.
+        bad: Counts the files that are not UTF-8.
 
     Raises:
         UserError: If this Python has no readable standard library.
@@ -51,7 +51,7 @@ class BuiltinSource:
         self.fingerprint = fingerprint("builtin", sizes)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """One document, or none where the file is not UTF-8: a few packages hold such files on purpose."""
+        """One document, or none if the file is not UTF-8: a few packages have such files on purpose."""
         if cursor is not None:
             return
         name = self.shards[shard]

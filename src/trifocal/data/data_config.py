@@ -1,4 +1,4 @@
-"""The settings of the data, and what makes them valid."""
+"""The settings of the data, and their valid values."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ON_BAD_DOCUMENT = ("stop", "skip")
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where training text comes from and how it is read.
+    """The source of the training text, and how it is read.
 
-    Nothing here ever falls back to another source: what cannot be read is an error.
+    A source that cannot be read is an error: no other source takes its place.
     """
 
     source: str = "builtin"
@@ -101,7 +101,7 @@ class DataConfig:
         """Check every value.
 
         Raises:
-            UserError: If a value cannot be used; names the key, the value and what is expected.
+            UserError: If a value is invalid; names the key, the value and the valid values.
         """
         for key, least in (
             ("seed", 0),

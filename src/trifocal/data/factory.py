@@ -10,14 +10,14 @@ from trifocal.data.sources import BadDocuments, Source, parse_source
 
 
 def make_source(config: DataConfig, activity: Activity) -> tuple[Source, DataConfig]:
-    """Open the source of documents that a config names (any but `synthetic`, which has no documents).
+    """Open the source of documents that a config names, except `synthetic`, which has no documents.
 
     Args:
         config: Names the source.
-        activity: Of the loader that will read it.
+        activity: The loader's, for messages and the signal to stop.
 
     Returns:
-        The source, and the config with a branch of the hub replaced by the commit that it stands for now.
+        The source, and the config with the hub's branch replaced by its present commit.
 
     Raises:
         UserError: If the source is unknown, or its data are missing or empty.

@@ -8,12 +8,13 @@ from pathlib import Path
 
 from trifocal.data.activity import Activity, DataError
 from trifocal.data.data_config import DataConfig
-from trifocal.data.local_files import expand_home, sizes
+from trifocal.data.local_files import sizes
 from trifocal.data.messages import one_line
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.remote import HttpClient
 from trifocal.data.sources import BadDocuments, fingerprint
 from trifocal.errors import UserError, nearest
+from trifocal.paths import user_path
 
 _log = logging.getLogger("trifocal.data")
 
@@ -21,23 +22,23 @@ _log = logging.getLogger("trifocal.data")
 def open_fineweb(config: DataConfig, field: str, activity: Activity, bad: BadDocuments) -> tuple[ParquetSource, str]:
     """The files of a hub repository's configuration and split, as one source.
 
-    `datasets` says which files they are and pins the revision. They are then read by ranges, as any parquet file on
-    a server: only the text's column, a row group at a time, so that a resumed run goes straight to its place.
+    `datasets` lists the files and pins the revision. They are then read by ranges, as any parquet file on a server:
+    only the text's column, a row group at a time, so that a resumed run starts at its position.
 
     Args:
         config: Names repository, configuration, split and revision.
         field: The text's column.
-        activity: Of the loader.
-        bad: What is done with bad documents.
+        activity: The loader's.
+        bad: The rule for bad documents.
 
     Returns:
-        The source, and the commit that its files are of; for a local copy, which has none, what the config says.
+        The source, and the commit of its files; for a local copy, which has none, the config's revision.
 
     Raises:
         UserError: If the hub has no such data, or is switched off.
         DataError: If it does not answer.
     """
-    repository = str(expand_home(config.fineweb_repository, "data.fineweb_repository"))
+    repository = str(user_path(config.fineweb_repository, "data.fineweb_repository"))
     try:
         import datasets
         import huggingface_hub
@@ -53,12 +54,11 @@ def open_fineweb(config: DataConfig, field: str, activity: Activity, bad: BadDoc
                 revision=None if Path(repository).is_dir() else config.fineweb_revision,
             )
             break
-        except Exception as error:  # The libraries raise kinds of their own, HTTP client's among them.
+        except Exception as error:  # The libraries raise many kinds of errors, those of the HTTP client too.
             failure = _explain(error, config)
             if attempt == config.retry_attempts or not isinstance(failure, DataError):
                 raise failure from error
-            # `datasets` asks once for each of these; the requests for the files' content are tried again by the hub's
-            # own client.
+            # `datasets` asks once. The hub's own client repeats only the requests for the files' content.
             pause = min(config.retry_base_seconds * 2.0 ** (attempt - 1), config.retry_max_seconds)
             _log.warning("data: %s; attempt %d of %d follows", failure, attempt + 1, config.retry_attempts)
             activity.pause(pause)
@@ -86,13 +86,13 @@ def open_fineweb(config: DataConfig, field: str, activity: Activity, bad: BadDoc
     token = None if local else huggingface_hub.get_token()
     client = HttpClient(config, activity, {} if token is None else {"Authorization": f"Bearer {token}"})
     name = f"fineweb-edu ({repository}{'@' if revision else ''}{revision}, {config.fineweb_name})"
-    # A revision fixes what its files hold; local ones are told apart by their sizes.
+    # A revision fixes the content of its files; for local files the sizes stand in.
     mark = fingerprint("hub", repository, revision, list(files), sizes(local), field)
     return ParquetSource(name, files, field, mark, client, bad), revision or config.fineweb_revision
 
 
 def _explain(error: Exception, config: DataConfig) -> UserError:
-    """What a failure to find the files means: bad input, or (a `DataError`) something that may pass."""
+    """The error for a failure to find the files: a `DataError` if it may pass, a `UserError` otherwise."""
     import datasets
     import huggingface_hub
 
@@ -110,7 +110,7 @@ def _explain(error: Exception, config: DataConfig) -> UserError:
             f"the nearest is {nearest(config.fineweb_name, names)}"
         )
     status = getattr(getattr(error, "response", None), "status_code", None)
-    # Where every request failed, datasets says that there is no such file and names the hub's error in the text.
+    # If every request failed, `datasets` reports a missing file, with the hub's error in its text.
     unreachable = isinstance(error, ConnectionError | TimeoutError) or "LocalEntryNotFoundError" in str(error)
     if unreachable or (status is not None and (status == 429 or status >= 500)):
         return DataError(

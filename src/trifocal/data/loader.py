@@ -1,4 +1,4 @@
-"""Batches for the trainer: made ahead in a thread, with a state that repeats them exactly."""
+"""Batches for the trainer, made ahead in a thread; a saved state repeats them exactly."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _log = logging.getLogger("trifocal.data")
 
 
 class Batch(NamedTuple):
-    """What one forward pass sees.
+    """The input of one forward pass.
 
     Args:
         tokens: [B, T] int64.
         targets: Next tokens, -100 where the next token is another document's, [B, T] int64.
-        cu_seqlens: Borders of the documents in the flattened `B * T` tokens (every row's head is one), [docs + 1]
-            int32; None if no row holds a border inside.
+        cu_seqlens: Borders of the documents in the flattened `B * T` tokens (the start of every row is one),
+            [docs + 1] int32; None if no row has a border inside.
         document_ids: One for each document of `cu_seqlens`, or for each row where that is None.
-        sample_index: Global index of the batch's first row, counted over all processes; the others follow it at a
-            distance of the number of processes.
+        sample_index: Global index of the batch's first row, counted over all processes; the next rows of this process
+            follow at steps of the number of processes.
         epoch: Complete passes over the source at the global batch's first row, counted as if rows were not shuffled:
-            where a block of shuffled rows spans two epochs, its batches hold rows of both. Of several streams, of the
-            one that is furthest behind among those that this process reads.
+            if a block of shuffled rows spans two epochs, its batches hold rows of both. With several streams, the
+            lowest epoch among those that this process reads.
     """
 
     tokens: Tensor
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
 
 
 class Latency(NamedTuple):
-    """How long the consumer waited for a batch, in seconds, over the last thousand."""
+    """Seconds that the consumer waited for a batch, over the last thousand batches."""
 
     p50: float
     p95: float
@@ -67,16 +67,16 @@ class Latency(NamedTuple):
 class Loader:
     """An endless iterator of batches.
 
-    Rows are numbered; row `n` comes from stream `n % S`. A global batch is the next `world_size * batch_size` rows, of
-    which a process gets every `world_size`-th. So what all see together does not depend on their number, and where
-    that divides `S`, each reads its own streams alone. A thread makes batches ahead; it starts with the first `next`
-    and ends with `close`.
+    Rows are numbered; row `n` comes from stream `n % S`. A global batch is the next `world_size * batch_size` rows;
+    each process gets every `world_size`-th of them. So the global batch does not depend on the number of processes,
+    and if that number divides `S`, each process reads only its own streams. A thread makes batches ahead; it starts
+    with the first `next` and ends with `close`.
 
     Made by `make_loader`.
 
     Attributes:
-        config: The settings, a branch of the hub replaced by the commit that was found: a loader made from them reads
-            the same data when the branch has moved on.
+        config: The settings, with the hub's branch replaced by its commit: a loader made from them reads the same data
+            after the branch has moved.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Loader:
     ) -> None:
         self._num_streams = len(streams)
         common = math.gcd(len(streams), world_size)
-        # Those that have rows of this process.
+        # Only the streams with rows of this process.
         self._streams = {i: stream for i, stream in enumerate(streams) if i % common == rank % common}
         self._epochs: dict[int, int] = {}
         self.config = config
@@ -121,7 +121,8 @@ class Loader:
         """The next batch.
 
         Raises:
-            UserError: If the data are bad, or the source gave up, or stalls past its limit (then a `DataError`).
+            UserError: If the data are bad.
+            DataError: If the source gave up, or stalls past its limit.
         """
         if self._closed:
             raise ValueError("the loader is closed; make another to read on")
@@ -141,26 +142,26 @@ class Loader:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position just after the last batch handed out: a few numbers, JSON-able.
+        """The position after the last batch handed out: a few numbers, JSON types only.
 
-        It does not depend on the number of processes, the batch size or what has been made ahead. With one stream it
-        is the same on every process; with several it has the streams that this process reads, and `merge_states`
-        makes of all processes' states the one that any number of them can load. With it come the settings that
-        decide the rows, and hashes of the files' contents (8 digits a file), which `load_state_dict` compares.
+        It does not depend on the number of processes, the batch size or the batches made ahead. With one stream it is
+        the same on every process. With several it has the streams of this process; `merge_states` joins the states of
+        all processes into one that any number of processes can load. It also has the settings that decide the rows,
+        and hashes of the files' contents (8 digits a file), which `load_state_dict` compares.
 
         Raises:
-            UserError: If a file has gone.
+            UserError: If a file is missing.
         """
         return {**self._state, "content": self._content}
 
     @property
     def bad_documents(self) -> BadDocuments:
-        """The documents that were skipped by this process so far; some of them may be ahead of the trainer."""
+        """The documents that this process has skipped so far; some may be in batches that are still to come."""
         return self._no_documents if self._source is None else self._source.bad
 
     @functools.cached_property
     def _content(self) -> str:
-        """Hashes of the shards' contents, one behind the other."""
+        """Hashes of the shards' contents, joined."""
         try:
             return "" if self._source is None else "".join(self._source.content_hashes())
         except OSError as error:
@@ -170,7 +171,7 @@ class Loader:
         """Go to a position that `state_dict` gave, of this loader or of another over the same data.
 
         Raises:
-            UserError: If the state belongs to other data or other settings of them, or is of another version.
+            UserError: If the state belongs to other data, other settings or another version.
         """
         shards = [] if self._source is None else self._source.shards
         check_position(state, name=self._name, settings=self._settings, content=self._content, shards=shards)
@@ -197,7 +198,7 @@ class Loader:
     def close(self) -> None:
         """End the thread. A closed loader gives no batches; its state can still be read."""
         if self._prefetcher is not None:
-            # Not longer: a request to a silent server cannot be broken off, and ends with its attempts.
+            # A request to a silent server cannot be broken off; it ends with its attempts.
             self._prefetcher.close(_CLOSING_SECONDS)
             self._prefetcher = None
         self._closed = True
@@ -287,8 +288,8 @@ def make_loader(
         split: `train` or `validation`.
         rank: This process, from 0.
         world_size: Number of processes; the global batch has `world_size * batch_size` rows.
-        on_stall: Called while a batch is waited for too long, with the seconds so far and what the data thread is
-            doing; by default a warning is logged.
+        on_stall: Called while a batch is late, with the seconds so far and the activity of the data thread; by default
+            a warning is logged.
 
     Raises:
         UserError: If a setting, the source or the tokenizer does not fit.
@@ -303,11 +304,11 @@ def make_loader(
             f"{world_size} must be positive and rank {rank} in [0, world_size)"
         )
     activity = Activity()
-    # What decides the rows: a position is valid for the same alone.
+    # The settings that decide the rows: a position is valid only for the same ones.
     settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
     source: Source | None = None
     if parse_source(config.source).kind == "synthetic":
-        # One, of which every process draws its own rows alone.
+        # One stream; every process draws only its own rows.
         validation = split == "validation"
         streams: list[RowStream] = [
             SyntheticStream(vocab_size, sequence_length, seed=config.seed, validation=validation)
@@ -359,7 +360,7 @@ def _text_streams(
             validation=split == "validation",
             validation_fraction=config.validation_fraction,
             seed=config.seed,
-            # What is read before the first batch, and kept, does not grow with the number of streams.
+            # Divided, so that the text read before the first batch does not grow with the number of streams.
             block_documents=max(1, config.shuffle_documents // parts),
             activity=activity,
             part=part,

@@ -1,4 +1,4 @@
-"""Finding the files that a path means, opening them, and telling their contents apart."""
+"""Files of a source: find them, open them, hash their contents."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from trifocal.errors import UserError
+from trifocal.paths import check_path_text, user_path
 
 COMPRESSED: dict[str, Callable[[Path], Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-"""What opens compressed files, by the end of their name."""
+"""Function that opens a compressed file, by suffix."""
 DAMAGED = (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error)
-"""What reading a damaged compressed file raises (bz2 raises OSError)."""
+"""Errors of damaged compressed files (bz2 raises OSError)."""
 _NOT_READ = (".zst", ".zip", ".lz4", ".7z", ".tar")
-# A file up to the first size is hashed whole; of a longer one so many pieces, the first and the last among them.
+# A file up to the first size is hashed whole; of a longer one this many pieces, including the first and the last.
 _WHOLE_BYTES = 1 << 20
 _PIECES = 16
 _PIECE_BYTES = 1 << 16
 
 
 def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: bool = False) -> dict[str, Path]:
-    """The files that a file's path, a folder or a glob means.
+    """The files of a path, a folder or a glob.
 
     Args:
         source: The whole source string, for messages.
         path: A file; a folder, searched at every depth without hidden names; or a glob, `**` for any depth. A
             leading `~` is the home folder.
-        suffixes: What counts in a folder.
-        compressed: Files with .gz, .bz2 or .xz behind count too.
+        suffixes: Suffixes of the files to take from a folder.
+        compressed: Also take these suffixes followed by .gz, .bz2 or .xz.
 
     Returns:
         Path by name, sorted by name. Names are relative to the folder, so that moved data keep theirs.
 
     Raises:
-        UserError: If there is no such file, none that holds anything, or one whose name is no text.
+        UserError: If there is no such file, all are empty, or a name is not UTF-8.
     """
-    start = expand_home(path, f"data.source {source}")
+    start = user_path(path, "data.source")
     if start.is_file():
         root, found = start.parent, [start]
     elif start.is_dir():
@@ -67,7 +68,7 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
     else:
         raise UserError(f"data.source {source}: no such file or folder: {path}")
     for file in found:
-        check_name(str(file), f"data.source {source}")
+        check_path_text(str(file), "data.source")
         if file.suffix in _NOT_READ:
             raise UserError(f"data.source {source}: {file.name} must be unpacked first; .gz, .bz2 and .xz are read")
     if not any(file.stat().st_size for file in found):
@@ -76,40 +77,8 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
     return dict(sorted((file.relative_to(root).as_posix(), file) for file in found))
 
 
-def expand_home(path: str, what: str) -> Path:
-    """A path that a person wrote, with `~` replaced.
-
-    Args:
-        path: The path.
-        what: Where it was given, for messages.
-
-    Raises:
-        UserError: If it cannot be a path.
-    """
-    check_name(path, what)
-    try:
-        return Path(path).expanduser()
-    except RuntimeError as error:
-        raise UserError(f"{what}: {path}: {error}") from error
-
-
-def check_name(path: str, what: str) -> None:
-    """Refuse a path that holds a NUL or is not UTF-8: it cannot be opened, or not be written into messages and logs.
-
-    Raises:
-        UserError: Naming the path, with the odd characters escaped.
-    """
-    if "\0" in path:
-        raise UserError(f"{what.translate({0: '�'})}: a path cannot hold a NUL character")
-    try:
-        path.encode("utf-8")
-    except UnicodeEncodeError:
-        what, shown = ascii(what)[1:-1], ascii(path)
-        raise UserError(f"{what}: the name {shown} is not UTF-8; rename it") from None
-
-
 def open_file(path: Path) -> BinaryIO:
-    """A file's content, decompressed where its name says that it is compressed."""
+    """A file's content, decompressed if its suffix is that of a compressed file."""
     if path.suffix in COMPRESSED:
         return cast(BinaryIO, COMPRESSED[path.suffix](path))
     return path.open("rb")
@@ -123,11 +92,11 @@ def sizes(files: dict[str, Path]) -> list[tuple[str, int]]:
 def content_hash(path: Path) -> str:
     """Eight hexadecimal digits that change with a file's content.
 
-    A file of up to 1 MiB is read whole. Of a longer one 16 pieces of 64 KiB are read, spread evenly from the first
-    byte to the last: a change between them is not seen.
+    A file of up to 1 MiB is read whole. Of a longer file, 16 pieces of 64 KiB are read, spread evenly from the first
+    byte to the last: a change between them is missed.
 
     Raises:
-        OSError: If it cannot be read.
+        OSError: If the file cannot be read.
     """
     size = path.stat().st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=4)

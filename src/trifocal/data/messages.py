@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def one_line(error: object) -> str:
-    """What an error says: at most 200 characters, without line breaks, control characters or broken ones.
+    """The text of an error: at most 200 characters, without line breaks or control characters.
 
     Args:
         error: An exception, or a text.

@@ -1,4 +1,4 @@
-"""Rows of tokens from a stream of documents; no document sees another."""
+"""Rows of tokens from a stream of documents. No document sees another."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trifocal.data.stream import DocumentStream, Position, TokenDocument, random_words
 
 IGNORED = -100
-"""The target where there is nothing to predict."""
+"""The target of a token without a next one."""
 
 
 class Row(NamedTuple):
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     Args:
         tokens: [T] int32.
         targets: The next token of the same document, -100 at its last, [T] int32.
-        starts: Where a document begins or, at the head of the row, goes on; ascending, from 0.
+        starts: Index of each document's first token in the row; ascending, from 0.
         document_ids: The document at each start.
         epoch: Complete passes over the source before the row's first token.
     """
@@ -36,15 +36,15 @@ class RowStream(Protocol):
     """Endless rows with an exact position."""
 
     def next_row(self) -> Row:
-        """Go on by a row."""
+        """The next row."""
         ...
 
     def skip_row(self) -> int:
-        """Go past a row that this process does not need; its epoch."""
+        """Skip a row that this process does not need, and return its epoch."""
         ...
 
     def state(self) -> dict[str, Any]:
-        """The position after the last row, JSON-able."""
+        """The position after the last row, JSON types only."""
         ...
 
     def seek(self, state: dict[str, Any]) -> None:
@@ -55,10 +55,10 @@ class RowStream(Protocol):
 class PackedStream:
     """Documents laid end to end and cut into rows of equal length.
 
-    A document is the tokens of its text and the separator, so the model learns to end. Each of its tokens is an
-    input once and, but for the first, a target once: the target of the separator would be another document's first
-    token and is -100. A document that does not fit goes on in the next row, where it begins afresh: its position is
-    0 there, and it sees nothing of the row before.
+    A document is the tokens of its text and the separator, so the model learns to end. Each token is an input once
+    and, except the first, a target once. The target of the separator is -100: the next token is another document's.
+    A document that does not fit continues in the next row, where it starts anew: its position is 0 there, and it sees
+    nothing of the row before.
 
     Args:
         documents: The documents.
@@ -78,11 +78,11 @@ class PackedStream:
         self._document: TokenDocument | None = None
 
     def state(self) -> dict[str, Any]:
-        """The document that the last row ended in, and how many of its tokens are used."""
+        """The document in which the last row ended, and the number of its tokens that are used."""
         return self._position.to_json() | {"offset": self._offset}
 
     def next_row(self) -> Row:
-        """Go on by a row.
+        """The next row.
 
         Raises:
             UserError: If the split is empty or a document cannot be read.
@@ -111,7 +111,7 @@ class PackedStream:
         return Row(tokens, targets, starts, ids, epoch)
 
     def skip_row(self) -> int:
-        """Go past a row; it must be made, to know where it ends."""
+        """Skip a row, and return its epoch. It must be made, to find its end."""
         return self.next_row().epoch
 
     def _current(self) -> TokenDocument:
@@ -129,13 +129,13 @@ class PackedStream:
 class SyntheticStream:
     """Uniformly random tokens: no text, no documents, no end; row `i` depends on the seed and `i` alone.
 
-    A model cannot do better on them than a loss of `ln(vocab_size)`.
+    The lowest loss of a model on them is `ln(vocab_size)`.
 
     Args:
         vocab_size: Tokens are drawn from `[0, vocab_size)`.
         sequence_length: Tokens of a row.
-        seed: Of the random numbers.
-        validation: Draw the rows of the validation split, others than those of training.
+        seed: Seed of the random numbers.
+        validation: Draw the rows of the validation split instead of those of training.
     """
 
     def __init__(self, vocab_size: int, sequence_length: int, *, seed: int, validation: bool) -> None:
@@ -153,12 +153,12 @@ class SyntheticStream:
         return {"row": self._row}
 
     def skip_row(self) -> int:
-        """Go past a row, without drawing it."""
+        """Skip a row without drawing it."""
         self._row += 1
         return 0
 
     def next_row(self) -> Row:
-        """Go on by a row."""
+        """The next row."""
         raw = random_words(self._length + 1, *self._key, self._row)
         drawn = (raw % np.uint64(self._vocab_size)).astype(np.int32)
         name = f"synthetic:{self._row}"

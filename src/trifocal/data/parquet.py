@@ -18,7 +18,7 @@ _ROWS_DECODED = 1024
 
 
 def is_url(path: str) -> bool:
-    """Whether a path is to be read over HTTP."""
+    """Whether a path is an HTTP address."""
     return path.startswith(("http://", "https://"))
 
 
@@ -29,18 +29,18 @@ class _Footer(NamedTuple):
 
 
 class ParquetSource:
-    """A column of texts; a file is a shard, a row a document. A file that is damaged as a whole stops a run.
+    """A column of texts; a file is a shard, a row a document. A file that cannot be read stops the run.
 
     Args:
         name: The source in messages.
         files: Path or URL of each file by its name.
         field: The column.
-        fingerprint: Of the files' names and sizes.
+        fingerprint: Hash of the files' names and sizes.
         client: For URLs.
-        bad: What is done with rows that hold no text.
+        bad: The rule for rows without text.
 
     Raises:
-        UserError: If pyarrow is missing, or the first file is local and not what it should be.
+        UserError: If pyarrow is missing, or the first file is local and no parquet file with that column.
     """
 
     def __init__(
@@ -75,10 +75,10 @@ class ParquetSource:
     def from_path(
         cls, name: str, path: str, field: str, client: HttpClient, bad: BadDocuments | None = None
     ) -> ParquetSource:
-        """The source of a file, a folder, a glob, or of URLs with commas between.
+        """The source of a file, a folder, a glob, or of URLs separated by commas.
 
         Raises:
-            UserError: If nothing is there.
+            UserError: If there is no such file.
         """
         if is_url(path):
             urls = [url.strip() for url in path.split(",")]
@@ -106,7 +106,7 @@ class ParquetSource:
                 first_row = 0
 
     def _open(self, shard: int) -> Any:
-        """The file opened, its footer kept: a retry does not ask for it again."""
+        """Open the file and keep its footer, so that a retry does not ask for it again."""
         path = self._paths[shard]
         known = self._footer if self._footer is not None and self._footer.shard == shard else None
         try:
@@ -123,12 +123,12 @@ class ParquetSource:
                 self._footer = _Footer(shard, size, parquet.metadata)
         except (UserError, Stopped, FileNotFoundError, PermissionError):
             raise
-        except Exception as error:  # A damaged footer makes the library raise nearly anything.
+        except Exception as error:  # The library raises many kinds of errors for a damaged footer.
             raise UserError(f"{path} is not a readable parquet file: {one_line(error)}") from error
         return parquet
 
     def _count_rows(self, parquet: Any, shard: int) -> list[int]:
-        """Rows of each row group, as the footer has them."""
+        """Rows of each row group, by the footer."""
         try:
             counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         except Exception as error:  # As above.
@@ -156,7 +156,7 @@ class ParquetSource:
         return [content_hash(path) for path in local] if len(local) == len(self._paths) else []
 
     def _rows(self, parquet: Any, shard: int, group: int, first_row: int, before: int) -> Iterator[tuple[int, str]]:
-        """Number and text of a row group's rows from one on; `before` is the number of rows before the group."""
+        """Number and text of a row group's rows from `first_row` on; the file has `before` rows before the group."""
         row = 0
         try:
             for batch in parquet.iter_batches(
@@ -173,12 +173,12 @@ class ParquetSource:
                 row += len(batch)
         except (UserError, Stopped):
             raise
-        except Exception as error:  # Damaged pages make the library raise nearly anything.
+        except Exception as error:  # The library raises many kinds of errors for damaged pages.
             raise UserError(f"{self._paths[shard]}: row group {group} cannot be read: {one_line(error)}") from error
 
 
 def _texts(column: Any) -> list[str | UnicodeDecodeError | None]:
-    """The values of a column; in place of one that is not UTF-8 the error."""
+    """The values of a column, with the error in place of a value that is not UTF-8."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Whether a saved position in the data fits the data that a run reads now."""
+"""Checks that a saved position belongs to the present data."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,17 +11,17 @@ POSITION_VERSION = 3
 def check_position(
     state: Mapping[str, Any], *, name: str, settings: Mapping[str, Any], content: str, shards: Sequence[str]
 ) -> None:
-    """Refuse a position of other data, or of other settings of them.
+    """Refuse a position in other data, or in data with other settings.
 
     Args:
-        state: What `Loader.state_dict` gave.
-        name: Of the data that this run reads.
-        settings: What decides the rows, by configuration key.
-        content: Hashes of the files' contents, of one length each, in the order of `shards`.
+        state: From `Loader.state_dict`.
+        name: Name of the data that this run reads.
+        settings: The settings that decide the rows, by configuration key.
+        content: Hashes of the files' contents, of equal length, in the order of `shards`.
         shards: Names of the files.
 
     Raises:
-        UserError: Names what differs.
+        UserError: If the data or the settings differ; names the differences.
     """
     if state.get("version") != POSITION_VERSION:
         raise UserError(
@@ -50,7 +50,7 @@ def check_position(
 
 
 def _differences(keys: Sequence[str], saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Keys of the configuration with both values; what has a fingerprint, by its name alone."""
+    """Keys of the configuration with both values; a key with a fingerprint for its value, by name alone."""
 
     def shown(key: str) -> str:
         has_values = key in saved and key != "data.tokenizer" and " " not in key

@@ -1,4 +1,4 @@
-"""A thread that works ahead of its consumer, by a bounded amount."""
+"""A thread that works ahead of its consumer, up to a bound."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Prefetcher(Generic[Item]):
     Args:
         produce: Makes the next item.
         depth: Items kept ready, at most; one more may be in the making.
-        activity: What the thread is doing; its `stop` ends the thread.
-        stall_seconds: A wait this long is reported, and again each time as much has passed.
+        activity: The thread's activity; its `stop` ends the thread.
+        stall_seconds: A wait this long is reported, and again after each further period of this length.
         stall_limit_seconds: A wait this long is an error.
-        on_stall: Gets the age of the wait in seconds and what the thread is doing.
+        on_stall: Gets the seconds of the wait so far, and the thread's activity.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class Prefetcher(Generic[Item]):
         """The next item.
 
         Raises:
-            UserError: What the thread met, if it was bad input or a source that gave up; its cause is the original.
-            RuntimeError: Any other exception of the thread; its cause is the original.
-            DataError: If nothing came for the limit.
+            UserError: If the thread raised one (bad input, or a source that gave up); its cause is the original.
+            RuntimeError: If the thread raised any other exception; its cause is the original.
+            DataError: If no item came within the limit.
         """
         if self._failure is None:
             item = self._wait()
@@ -74,13 +74,13 @@ class Prefetcher(Generic[Item]):
         """End the thread.
 
         Args:
-            timeout_seconds: The longest wait for it. A thread that waits for a silent server is left behind after
-                this time: it makes no further item, and ends when the request and its repetitions do.
+            timeout_seconds: The longest wait for the thread. A thread that waits for a silent server is left behind
+                after this time: it makes no further item, and ends with its last request.
         """
         self._activity.stop.set()
         begin = time.monotonic()
         while self._thread.is_alive() and time.monotonic() - begin < timeout_seconds:
-            # Room for the item that the thread may be holding out, so that it need not wait for its own timeout.
+            # Make room, as the thread may be waiting to put an item.
             while not self._queue.empty():
                 self._queue.get_nowait()
             self._thread.join(timeout=0.05)
@@ -110,7 +110,7 @@ class Prefetcher(Generic[Item]):
                 item = self._produce()
             except Stopped:
                 return
-            except BaseException as error:  # Handed to the consumer, which raises it.
+            except BaseException as error:  # `get` raises it in the consumer.
                 item = _Failure(error)
             self._activity.text = "waiting for the trainer"
             while not self._activity.stop.is_set():

@@ -16,17 +16,17 @@ from trifocal.errors import UserError
 
 _RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
 _HINTS = {401: "; it needs a login", 403: "; access is refused", 404: "; check the address"}
-# Own generator: the random part of a pause must neither disturb the run's random state nor agree between processes.
+# A generator of its own: pauses must not change the run's random state, and must differ between processes.
 _random = random.Random()
 
 
 class HttpClient:
-    """Reads parts of files. `huggingface_hub.utils.http_backoff` tries again what may pass.
+    """Reads parts of files. `huggingface_hub.utils.http_backoff` repeats requests that failed for a while.
 
     Args:
         config: Number of attempts, pauses and the timeout.
-        activity: Told what is requested, and asked whether to go on.
-        headers: Sent to the server of the URL, such as `Authorization`; that one is not sent on to another server.
+        activity: Notes the request, and has the signal to stop.
+        headers: Sent to the server of the URL; after a redirect, `Authorization` is not sent to another server.
     """
 
     def __init__(self, config: DataConfig, activity: Activity, headers: dict[str, str] | None = None) -> None:
@@ -39,7 +39,7 @@ class HttpClient:
 
         Raises:
             DataError: If the server failed at every attempt.
-            UserError: If it refuses, or cannot serve parts of files.
+            UserError: If it refuses the request, or cannot serve parts of files.
             Stopped: If the loader is being closed.
         """
         import huggingface_hub.errors
@@ -79,7 +79,7 @@ class HttpClient:
         return body, whole
 
     def _give_up(self, error: Exception, httpx: Any, url: str) -> UserError:
-        """What the last failure is called."""
+        """The error for the last failed attempt."""
         if isinstance(error, httpx.InvalidURL | httpx.UnsupportedProtocol):
             return UserError(f"{url} is not a valid URL: {one_line(error)}")
         response = getattr(error, "response", None)
@@ -93,12 +93,12 @@ class HttpClient:
 
 
 class HttpFile(io.RawIOBase):
-    """A file at a URL that can be read anywhere; each read is one request.
+    """A seekable file at a URL; each read is one request.
 
     Args:
         client: Makes the requests.
         url: `http://` or `https://`.
-        size: Its size in bytes where it is known already, else it is asked for.
+        size: Size in bytes; None asks the server.
     """
 
     def __init__(self, client: HttpClient, url: str, size: int | None = None) -> None:
@@ -120,13 +120,13 @@ class HttpFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Go to an offset; costs nothing."""
+        """Go to an offset, without a request."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         self._position = base + offset
         return self._position
 
     def read(self, size: int | None = -1) -> bytes:
-        """Bytes from here on, by one request.
+        """Bytes from the present offset on, by one request.
 
         Raises:
             DataError: If the server failed at every attempt, or the file has changed.

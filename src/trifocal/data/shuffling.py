@@ -1,4 +1,4 @@
-"""Rows in random order: neighbours in a batch come from different documents."""
+"""Rows in random order, so that the rows of a batch come from different documents."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trifocal.data.stream import shuffled
 class ShuffledStream:
     """Shuffles each block of consecutive rows of a stream.
 
-    A document that is longer than a row fills consecutive ones, and batches of these would resemble one another for
-    many steps. Here the rows of block `b`, `[b * K, (b + 1) * K)` of the stream, come in an order that the seed and
-    `b` decide. So a position is the stream's position at the block's start and the number of rows used of the block.
-    Rows are counted across epochs: a block may hold rows of two epochs, or of many if the source is small.
+    A document longer than a row fills consecutive rows, and batches of these would be alike for many steps. So the
+    rows of block `b`, `[b * K, (b + 1) * K)` of the stream, come in an order that depends on the seed and `b`. A
+    position is the stream's position at the start of the block, and the number of rows used of the block. Rows are
+    counted across epochs: a block may hold rows of two epochs, or of many if the source is small.
 
-    While a block is handed out the next one is read, a row for a row: the work is even, and `K` rows are kept.
+    For each row handed out, a row of the next block is read: the work is even, and `K` rows are kept.
 
     Args:
-        rows: The stream; nobody else reads it.
-        block_rows: `K`; 1 leaves the order as it is.
+        rows: The stream; this object is its only reader.
+        block_rows: `K`; 1 keeps the order.
         seed: Orders the rows.
     """
 
@@ -31,24 +31,24 @@ class ShuffledStream:
         self.seek({"block": 0, "row": 0, "start": rows.state()})
 
     def seek(self, state: dict[str, Any]) -> None:
-        """Go to a position that `state` gave; the next row takes reading its whole block."""
+        """Go to a position that `state` gave. The next row then reads its whole block."""
         self._block: int = state["block"]
         self._used: int = state["row"]
         self._start: dict[str, Any] = state["start"]
         self._end: dict[str, Any] = {}
-        # The rows left of the block, the next one last; the epochs of all its rows, in the stream's order.
+        # The rows that are left of the block, the next one last; the epochs of all its rows, in the stream's order.
         self._left: list[Row] = []
         self._epochs: list[int] = []
-        # The rows that have been read of the block after it.
+        # Rows already read of the following block.
         self._ahead: list[Row] = []
         self._rows.seek(self._start)
 
     def state(self) -> dict[str, Any]:
-        """Number of the block, how many of its rows are used, and the stream's position at its start."""
+        """Number of the block, number of its rows that are used, and the stream's position at its start."""
         return {"block": self._block, "row": self._used, "start": self._start}
 
     def next_row(self) -> Row:
-        """Go on by a row. Its epoch is that of the row that would be here unshuffled: it never goes down.
+        """The next row. Its epoch is that of the unshuffled row in its place, so epochs never decrease.
 
         Raises:
             UserError: If the split is empty or a document cannot be read.
@@ -58,7 +58,7 @@ class ShuffledStream:
         if not self._left:
             self._begin_block()
         else:
-            # One for each row used; after a resume, which has read none, more, spread over the rows that are left.
+            # One for each row used; after a resume, which has read none, more, spread evenly.
             lacking, chances = size - len(self._ahead), size - self._used + 1
             for _ in range(-(-lacking // chances)):
                 self._ahead.append(self._rows.next_row())
@@ -69,11 +69,11 @@ class ShuffledStream:
         return row
 
     def skip_row(self) -> int:
-        """Go on by a row; its epoch."""
+        """Skip a row, and return its epoch."""
         return self.next_row().epoch
 
     def _begin_block(self) -> None:
-        """Read the missing rows of the block, and shuffle them."""
+        """Read the missing rows of the block, and shuffle the block."""
         block, self._ahead = self._ahead, []
         while len(block) < self._block_rows:
             block.append(self._rows.next_row())

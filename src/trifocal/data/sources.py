@@ -1,4 +1,4 @@
-"""What a source of documents is, and the names of sources."""
+"""The protocol of a source of documents, and the names of sources."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from trifocal.data.data_config import SOURCES
-from trifocal.data.local_files import check_name, expand_home
 from trifocal.errors import UserError, nearest
+from trifocal.paths import check_path_text, user_path
 
 Cursor = tuple[int, ...]
 """A position between two documents of a shard, in the units of the source: bytes, lines or rows."""
 
 
 class Document(NamedTuple):
-    """One text and the name that finds it again.
+    """A text with its name.
 
     Attributes:
         id: Name, such as `a.jsonl:7`.
         text: Its text.
-        held_out: Whether it belongs to the validation split; None: decided by a hash of the text.
+        held_out: Whether it belongs to the validation split; None: a hash of the text decides.
     """
 
     id: str
@@ -31,18 +31,19 @@ class Document(NamedTuple):
 
 
 class BadDocuments:
-    """What is done with documents that hold no readable text: `data.on_bad_document`, for all sources alike but
-    `builtin`, whose files nobody chose: it skips and counts them always.
+    """Stops at documents without readable text, or skips and counts them, as `data.on_bad_document` says.
+
+    One rule for all sources, except that `builtin` always skips: its files come with Python.
 
     A document is bad if its text is missing (a null, no such field), no string, no UTF-8, or no JSON. An empty text is
-    not bad: it has no tokens, and is passed over without a word. A file that is damaged as a whole always stops a run.
+    not bad: it has no tokens, and is left out. A file that cannot be read at all always stops a run.
 
     Args:
         action: `stop` or `skip`.
 
     Attributes:
-        skipped: A hash of each document that was skipped, once however often it was read.
-        first: What was wrong with the first; empty if there was none.
+        skipped: A hash of each skipped document, so that each counts once.
+        first: The message about the first one; empty if there is none.
     """
 
     def __init__(self, action: str = "stop") -> None:
@@ -51,20 +52,20 @@ class BadDocuments:
         self.first = ""
 
     def found(self, message: str) -> None:
-        """A bad document was met.
+        """Handle a bad document: stop, or skip it.
 
         Args:
-            message: Which one, and what is wrong with it.
+            message: Names the document and its fault.
 
         Raises:
-            UserError: If the run is to stop.
+            UserError: If the action is `stop`.
         """
         if self._action == "stop":
             raise UserError(f'{message}; data.on_bad_document "skip" leaves such documents out and counts them')
         self.skip(message)
 
     def skip(self, message: str) -> None:
-        """Leave a bad document out and count it, whatever the setting is: for files that nobody chose."""
+        """Leave a bad document out and count it, whatever the action is."""
         self.first = self.first or message
         self.skipped.add(int.from_bytes(hashlib.blake2b(message.encode(), digest_size=8).digest(), "big"))
 
@@ -72,8 +73,7 @@ class BadDocuments:
 class Source(Protocol):
     """Documents in shards, each shard readable from any cursor that it gave out.
 
-    Reading the same shard from the same cursor always gives the same documents: order, cursors and what a resumed
-    run sees rest on that.
+    The same shard and cursor always give the same documents: exact resume depends on it.
     """
 
     name: str
@@ -83,10 +83,10 @@ class Source(Protocol):
     """Names of the shards, in an order that is the same on every machine."""
 
     fingerprint: str
-    """Changes when the data do, as far as names and sizes show it."""
+    """Hash of the files' names and sizes."""
 
     bad: BadDocuments
-    """What is done with bad documents, and how many there were."""
+    """The rule for bad documents, and their count."""
 
     def content_hashes(self) -> list[str]:
         """`content_hash` of each shard; empty where the shards are on a server."""
@@ -126,10 +126,10 @@ def parse_source(source: str) -> SourceName:
         UserError: If the kind is unknown (names the nearest), lacks its path, or takes none.
     """
     kind, _, rest = source.partition(":")
-    check_name(source, "data.source")
+    check_path_text(source, "data.source")
     if kind not in SOURCES:
         hint = f"the nearest is {nearest(kind, SOURCES)}"
-        if expand_home(source, "data.source").exists():
+        if user_path(source, "data.source").exists():
             hint = f"for this path write {_kind_of_path(source)}:{source}"
         raise UserError(f"unknown data.source {source!r}; {hint} (known: {', '.join(SOURCES)})")
     path, field = rest, "text"
@@ -148,7 +148,7 @@ def is_local(source: str) -> bool:
     """Whether a source can be read without a network.
 
     Args:
-        source: As `parse_source` takes it.
+        source: A source string, as in `parse_source`.
     """
     kind, path, _ = parse_source(source)
     return kind != "fineweb-edu" if not path else not path.startswith(("http://", "https://"))

@@ -16,11 +16,11 @@ from trifocal.data.sources import Cursor, Document, Source
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError
 
-# Texts handed to the tokenizer at once: enough for its threads, little enough to waste nothing on a resume.
+# Texts in one call of the tokenizer: enough for its threads, few enough to waste little on a resume.
 _ENCODED_TOGETHER = 32
-# A block ends here even if it holds fewer documents than asked: memory stays bounded with very long ones.
+# A block of very long documents ends at this size, which bounds memory.
 _BLOCK_CHARACTERS = 1 << 25
-# Times the number of parts: so many epochs in a row without a document are no accident.
+# A part is empty if it has no document in this many epochs in a row, times the number of parts.
 _EMPTY_EPOCHS = 8
 
 
@@ -29,10 +29,10 @@ class Position:
     """A position between two documents, as plain numbers.
 
     Args:
-        epoch: Passes over the source that are complete.
-        shard: Shards of this epoch's order that are complete.
+        epoch: Complete passes over the source.
+        shard: Complete shards of this epoch's order.
         block: Cursor of the shard's current block; None at its start.
-        index: Documents of the shuffled block before this position, those of the other split among them.
+        index: Documents of the shuffled block before this position, including those of the other split.
     """
 
     epoch: int = 0
@@ -53,7 +53,7 @@ class Position:
 
 
 class TokenDocument(NamedTuple):
-    """A document as the model sees it: the tokens of its text, then the separator, [n] int32."""
+    """A document in tokens: those of its text, then the separator, [n] int32."""
 
     position: Position
     id: str
@@ -61,7 +61,7 @@ class TokenDocument(NamedTuple):
 
 
 def random_words(count: int, purpose: str, *key: int) -> NDArray[np.uint64]:
-    """Random 64-bit words that depend on the purpose and the key alone, on every machine and numpy version.
+    """Random 64-bit words that depend only on the purpose and the key, on every machine and numpy version.
 
     NumPy promises a stable stream for bare bit generators, not for the methods of `Generator`.
     """
@@ -70,33 +70,33 @@ def random_words(count: int, purpose: str, *key: int) -> NDArray[np.uint64]:
 
 
 def shuffled(count: int, purpose: str, *key: int) -> NDArray[np.intp]:
-    """A permutation of `range(count)` that depends on the purpose and the key alone."""
+    """A permutation of `range(count)` that depends only on the purpose and the key."""
     return np.argsort(random_words(count, purpose, *key), kind="stable")
 
 
 def in_validation(text: str, fraction: float) -> bool:
-    """Whether a text is held out: by a hash of the text alone, so equal texts are never in both splits."""
+    """Whether a text is held out. A hash of the text decides, so equal texts are never in both splits."""
     digest = hashlib.blake2b(text.encode("utf-8"), digest_size=8).digest()
     return int.from_bytes(digest, "big") < fraction * 2.0**64
 
 
 class DocumentStream:
-    """A split of a source, shuffled by a seed, over and over.
+    """A split of a source, shuffled by a seed, epoch after epoch.
 
     Each epoch has its own order: the shards are permuted, and within a shard each block of consecutive documents.
     So a position needs a few numbers, whatever the size of the source.
 
     Args:
-        source: Where the documents come from.
-        tokenizer: Makes them tokens.
+        source: The documents.
+        tokenizer: Converts them to tokens.
         validation: Give the held-out documents instead of the others.
         validation_fraction: Share that is held out.
         seed: Orders shards and documents.
         block_documents: Documents in a block.
-        activity: Of the loader.
-        part: Which of the equal parts of the split this stream is; its own epochs, each over its part alone.
-        parts: How many there are. Together they hold every document once an epoch. As many as there are shards are
-            dealt by shards, which other parts then never open; beyond that by documents.
+        activity: The loader's.
+        part: Number of this stream among the equal parts of the split. It counts its own epochs, over its part alone.
+        parts: Number of parts. Together they give every document once an epoch. Up to the number of shards, each part
+            opens its own shards only; beyond that, parts share shards and divide the documents.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class DocumentStream:
         """The documents from a position on, without end. Texts without tokens are left out.
 
         Raises:
-            UserError: If a whole epoch holds no document of this split (of one of several parts: many epochs).
+            UserError: If a whole epoch has no document of this split; for one of several parts, many epochs.
             DataError: If a server fails at every attempt.
         """
         epoch, first_shard, cursor, index = start.epoch, start.shard, start.block, start.index
@@ -152,13 +152,13 @@ class DocumentStream:
                     index = 0
                 cursor, index = None, 0
             empty_epochs = 0 if found or not whole else empty_epochs + 1
-            # Each epoch deals anew: a part of few documents may be without one now and then.
+            # Each epoch divides the documents anew: a part may be without one in some epochs.
             if empty_epochs >= (1 if self._parts == 1 else _EMPTY_EPOCHS * self._parts):
                 raise UserError(self._empty_message())
             epoch, first_shard = epoch + 1, 0
 
     def _blocks(self, shard: int, start: Cursor | None) -> Iterator[tuple[Cursor | None, list[Document]]]:
-        """A shard's blocks from the start of one of them on, each with its cursor."""
+        """A shard's blocks with their cursors, from the block at `start` on."""
         documents: list[Document] = []
         characters = 0
         name = f"{self._source.name} ({self._source.shards[shard]})"
@@ -173,14 +173,13 @@ class DocumentStream:
                     yield start, documents
                     documents, characters, start = [], 0, after
         except OSError as error:
-            # A file that has gone, or may not be read.
             raise UserError(f"{name} cannot be read: {one_line(error)}") from error
         if documents:
             yield start, documents
 
     def _read_block(self, shard: int, start: Position, documents: list[Document]) -> Iterator[TokenDocument]:
         """The split's documents of a block, in the epoch's order."""
-        # The number of the shard, not its position: a shard's order does not depend on the other shards.
+        # By the shard's number, not its position: a shard's order does not depend on the other shards.
         order = shuffled(len(documents), "block", self._seed, start.epoch, shard, *(start.block or ()))
         chosen = [
             (index, documents[order[index]])

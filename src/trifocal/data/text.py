@@ -12,28 +12,28 @@ from trifocal.data.messages import one_line
 from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
 
-# So many pieces of held-out text are expected at least; where there is too little text for that, it is cut smaller.
+# The least number of held-out pieces to expect; text that is too short for it is cut into smaller documents.
 _HELD_OUT_PIECES = 4
 _SMALLEST_PIECE = 64
 
 
 class TextSource:
-    """UTF-8 text files: each a document, or several where a file is long.
+    """UTF-8 text files: a file is a document, a long file several.
 
     A longer file is cut at line ends (or anywhere, if a line is longer than a document), so that one book can be
-    shuffled and held out in part. If there is so little text in all that fewer than four documents would be held out,
-    it is cut smaller. Of the pieces of a file those are held out that contain a marked byte; one byte in
-    `document_bytes / validation_fraction` is marked, counted through all files. So the share is met, equally spread,
-    also where pieces are equal; the choice depends on nothing but the files' sizes.
+    shuffled and held out in part. If fewer than four documents would be held out, the text is cut into smaller ones.
+    One byte in `document_bytes / validation_fraction` is marked, counted through all files; a piece of a file is held
+    out if it contains a marked byte. So the held-out pieces are evenly spread, also if pieces are equal, and depend on
+    the files' sizes alone.
 
     Args:
-        path: File, folder (its `.txt` and `.md` files, also with .gz, .bz2 or .xz behind) or glob.
+        path: File, folder (its `.txt` and `.md` files, also compressed as .gz, .bz2 or .xz) or glob.
         document_bytes: The longest document; 0: never cut.
         validation_fraction: Share that is held out.
-        bad: What is done with documents that are not UTF-8.
+        bad: The rule for documents that are not UTF-8.
 
     Raises:
-        UserError: If nothing is there.
+        UserError: If there is no such file.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class TextSource:
                 self._document_bytes = min(document_bytes, smaller)
             if fraction > 0:
                 self._marked_every = int(self._document_bytes / fraction)
-            # A compressed file's length is not known: it may have to be cut.
+            # The length of a compressed file's content is unknown: it may be cut.
             packed = any(file.suffix in COMPRESSED for file in self._files.values())
             if packed or max(size for _, size in found) > self._document_bytes or self._all_marked:
                 cut = [self._document_bytes, self._marked_every]
@@ -66,7 +66,7 @@ class TextSource:
         """The documents of a file; a cursor is a byte offset into its (uncompressed) content.
 
         Raises:
-            UserError: If the file is damaged, or not UTF-8 where that stops the run; names it and the offset.
+            UserError: If the file is damaged, or is not UTF-8 and `bad` stops; names the file and the offset.
         """
         path = self._files[self.shards[shard]]
         (offset,) = cursor or (0,)
@@ -79,7 +79,7 @@ class TextSource:
                     rest = b""
                     last = not limit or len(data) <= limit
                     if not last:
-                        # At the last line end, unless the file has no lines to speak of.
+                        # At the last line end, or within a line longer than a document.
                         end = data.rfind(b"\n", 0, limit) + 1 or _character_start(data, limit)
                         data, rest = data[:end], data[end:]
                     document = self._document(shard, path, data, offset, last=last)
@@ -94,7 +94,7 @@ class TextSource:
         return [content_hash(path) for path in self._files.values()]
 
     def _document(self, shard: int, path: Path, data: bytes, offset: int, *, last: bool) -> Document | None:
-        """The document of some bytes of a file; None if they are not UTF-8 and such are skipped."""
+        """The document of a piece of a file; None if it is not UTF-8 and `bad` skips it."""
         try:
             text = data.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -111,13 +111,13 @@ class TextSource:
         return Document(name if whole else f"{name}@{offset}", text, held_out)
 
     def _marks_before(self, byte: int) -> int:
-        """Marked bytes before a byte: the first is in the middle of the first stretch, not on the title page."""
+        """Number of marked bytes before a byte. The first mark is in the middle of the first stretch."""
         every = self._marked_every
         return (byte + every - 1 - every // 2) // every
 
 
 def _character_start(data: bytes, end: int) -> int:
-    """The end, or the start of the character that would be cut there."""
+    """The end, or the start of the character that a cut at the end would split."""
     for start in range(end, end - 4, -1):
         if data[start] & 0xC0 != 0x80:
             return start
@@ -125,15 +125,15 @@ def _character_start(data: bytes, end: int) -> int:
 
 
 class JsonlSource:
-    """JSON lines: each an object with a text field, each a document.
+    """JSON lines: each line is an object with a text field, and a document.
 
     Args:
-        path: File, folder (its `.jsonl` files, also with .gz, .bz2 or .xz behind) or glob.
+        path: File, folder (its `.jsonl` files, also compressed as .gz, .bz2 or .xz) or glob.
         field: The object's key for the text.
-        bad: What is done with lines that hold no text.
+        bad: The rule for lines without text.
 
     Raises:
-        UserError: If nothing is there.
+        UserError: If there is no such file.
     """
 
     def __init__(self, path: str, field: str, *, bad: BadDocuments | None = None) -> None:
@@ -145,11 +145,10 @@ class JsonlSource:
         self.fingerprint = fingerprint("jsonl", sizes(self._files), field)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
-        """The documents of a file; a cursor is a byte offset into its (uncompressed) content and the number of lines
-        before it.
+        """The documents of a file; a cursor is a byte offset into its (uncompressed) content, and the lines before it.
 
         Raises:
-            UserError: If the file is damaged, or a line is bad and stops the run; names file and line.
+            UserError: If the file is damaged, or a line is bad and `bad` stops; names file and line.
         """
         name = self.shards[shard]
         path = self._files[name]
@@ -169,17 +168,17 @@ class JsonlSource:
         return [content_hash(path) for path in self._files.values()]
 
     def _text_of(self, line: bytes, where: str) -> str:
-        """The text of a line; empty if it has none and such lines are skipped."""
+        """The text of a line; empty if the line is bad and `bad` skips it."""
         try:
             record = json.loads(line.decode("utf-8"))
             text = record[self._field]
             text.encode("utf-8")
             return str(text)
         except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-            self.bad.found(f"{where}: {self._what_is_wrong(error, line)}")
+            self.bad.found(f"{where}: {self._reason(error, line)}")
             return ""
 
-    def _what_is_wrong(self, error: Exception, line: bytes) -> str:
+    def _reason(self, error: Exception, line: bytes) -> str:
         """Why a line has no text."""
         if isinstance(error, UnicodeDecodeError):
             return f"not UTF-8 at byte {error.start} of the line"

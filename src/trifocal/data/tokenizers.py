@@ -1,4 +1,4 @@
-"""From text to tokens and back: bytes, or a Hugging Face tokenizer."""
+"""Tokenizers: bytes, or a Hugging Face `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.local_files import expand_home
 from trifocal.data.messages import one_line
 from trifocal.data.sources import fingerprint
 from trifocal.errors import UserError, nearest
+from trifocal.paths import user_path
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 _HUB_NAMES = ("gpt2",)
-# What models call the token that ends a document, the most explicit first.
+# Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
 
 
@@ -40,15 +40,15 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens; separators are left out, bytes that are no UTF-8 replaced."""
+        """The text of tokens, without separators; invalid UTF-8 is replaced."""
         ...
 
     def count_bytes(self, ids: Any) -> int:
-        """UTF-8 bytes of text that tokens stand for: what bits per byte divides by. Separators count 0."""
+        """UTF-8 bytes of the text of tokens, the divisor of bits per byte. Separators count 0."""
         ...
 
     def save(self, folder: Path) -> None:
-        """Write what `load_tokenizer` needs into a folder that exists."""
+        """Write the files of `load_tokenizer` into an existing folder."""
         ...
 
 
@@ -69,11 +69,11 @@ class ByteTokenizer:
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of bytes; ids above 255 are left out."""
+        """The text of bytes, without ids above 255."""
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
 
     def count_bytes(self, ids: Any) -> int:
-        """How many ids are bytes."""
+        """Number of ids that are bytes."""
         array = np.asarray(ids)
         return int(np.count_nonzero((array >= 0) & (array < 256)))
 
@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, tokenizer: Any, name: str, separator: str = "") -> None:
-        # A file may ask for cutting or padding to a model's length: here every token counts.
+        # A file may ask for truncation or padding to a model's length.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -113,11 +113,11 @@ class HuggingFaceTokenizer:
         self._bytes_of_token: NDArray[np.int64] | None = None
 
     def encode(self, text: str) -> NDArray[np.int32]:
-        """The tokens of a text, without special ones around it, [n]."""
+        """The tokens of a text, without special tokens around it, [n]."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[np.int32]]:
-        """The tokens of each text; the library works on several cores."""
+        """The tokens of each text, computed on several cores."""
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # The library raises plain Exception.
@@ -126,15 +126,15 @@ class HuggingFaceTokenizer:
                 "without an unknown token must have every word of the text"
             ) from error
         arrays = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
-        # A text may spell the separator out; it must not end the document in the middle.
+        # A text may contain the separator's name; it must not end the document there.
         return [array[array != self.separator] for array in arrays]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of tokens, special ones left out."""
+        """The text of tokens, without special ones."""
         return str(self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True))
 
     def count_bytes(self, ids: Any) -> int:
-        """UTF-8 bytes that tokens stand for; exact for byte-level and byte-fallback vocabularies."""
+        """UTF-8 bytes of the text of tokens; exact for byte-level and byte-fallback vocabularies."""
         if self._bytes_of_token is None:
             self._bytes_of_token = self._count_bytes_of_tokens()
         array = np.asarray(ids).reshape(-1)
@@ -165,7 +165,7 @@ class HuggingFaceTokenizer:
 
 
 def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
-    """The tokenizer of a name.
+    """Load a tokenizer by name.
 
     Args:
         name: `bytes`, `gpt2`, or the path of a `tokenizer.json` (or of the folder that holds it).
@@ -178,7 +178,7 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
         if separator:
             raise UserError(f"data.separator is {separator!r}, but tokenizer bytes has its own (id 256); leave it out")
         return ByteTokenizer()
-    path = expand_home(name, "data.tokenizer")
+    path = user_path(name, "data.tokenizer")
     is_path = "/" in name or name.endswith(".json") or path.exists()
     path = path / TOKENIZER_FILE if path.is_dir() else path
     if name not in _HUB_NAMES and not path.is_file():
@@ -213,7 +213,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """The tokenizer that `Tokenizer.save` wrote into a folder, such as the `weights` of a run.
 
     Raises:
-        UserError: If there is none, or a file of it is broken.
+        UserError: If there is none, or one of its files is broken.
     """
     path = folder / CONFIG_FILE
     try:

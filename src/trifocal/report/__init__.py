@@ -1,4 +1,4 @@
-"""One self-contained page that shows a run, or compares several (extra `report`)."""
+"""A self-contained page about one run, or about several for comparison (extra `report`)."""
 
 import os
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ def write_report(
 ) -> Path:
     """Write the report of one run, or of several for comparison, as a single HTML file that needs no network.
 
-    Works on runs that are still going, from the files alone.
+    Reads files only, also of running runs.
 
     Args:
         run_dirs: The run directory, or several.
@@ -54,7 +54,7 @@ def write_report(
     path = Path(output) if output is not None else runs[0].directory / "report.html"
     try:
         if output is None:
-            # In a folder that others may write to: a link under that name leads nowhere.
+            # Others may write to this folder: do not follow a link of that name.
             write_whole(path, page)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,14 +20,7 @@ _LEVEL = 0.01
 
 
 def attention_charts(run: Run) -> list[Chart]:
-    """Gates and selection of one run, as far as it has telemetry.
-
-    Args:
-        run: The run.
-
-    Returns:
-        The charts, in the order of the page.
-    """
+    """Charts of gates and selection of one run, in the order of the page; empty without telemetry."""
     rows = run.of_kind("telemetry")
     if not rows:
         return []
@@ -60,7 +53,7 @@ def _gates(rows: list[dict[str, Any]]) -> Chart:
         if steps:
             traces.append({**_line(steps, means, label), "line": {"color": f"@{branch}", "width": 3}})
     layout = {"xaxis": _STEP, "yaxis": {"title": {"text": "gate"}, "range": [0, 1]}}
-    caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is a lens nobody uses."
+    caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is an unused lens."
     if not any(row.get(f"heads_ignoring_{branch}") for row in rows for branch in BRANCHES):
         caption += f" No head ignores a lens: each has a mean gate of {IGNORED_GATE} or more for all three."
     return Chart("gates", "Gates of the three lenses", caption, traces, layout, columns=FULL, height=320)
@@ -78,7 +71,7 @@ def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
 
 def _entropy(rows: list[dict[str, Any]]) -> Chart:
     layout = {"xaxis": _STEP, "yaxis": {"range": [0, 0.72], "title": {"text": "nats"}}}
-    caption = "Mean entropy of a gate seen as a coin: 0.69 is undecided, 0 is stuck open or shut, without gradient."
+    caption = "Mean entropy of a gate as a probability: 0.69 is undecided, 0 is stuck open or shut, without gradient."
     return Chart("entropy", "How decided the gates are", caption, _branch_lines(rows, "gate_entropy_"), layout)
 
 
@@ -87,7 +80,7 @@ def _ignored(rows: list[dict[str, Any]]) -> Chart:
     if not any(value for trace in traces for value in trace["y"]):
         traces = []
     yaxis = {"rangemode": "tozero", "tickformat": ".0%", "title": {"text": "heads"}}
-    caption = f"Share of heads whose mean gate of a branch is below {IGNORED_GATE}."
+    caption = f"Share of heads with a mean gate of the branch below {IGNORED_GATE}."
     return Chart("ignored", "Heads that ignore a lens", caption, traces, {"xaxis": _STEP, "yaxis": yaxis})
 
 
@@ -95,20 +88,20 @@ def _recall(rows: list[dict[str, Any]]) -> Chart:
     names = {
         "dense_recall": ("of its best blocks, selected", "@slc", "solid"),
         "dense_mass_covered": ("of its attention, inside the selected", "@dense", "solid"),
-        "recall_by_chance": ("blocks drawn blindly", "@soft", "dot"),
+        "recall_by_chance": ("random blocks", "@soft", "dot"),
     }
     traces: list[Trace] = []
     for name, (label, colour, dash) in names.items():
         steps, values = _mean_over_layers(rows, name)
         if steps:
             traces.append({**_line(steps, values, label), "line": {"color": colour, "width": 2, "dash": dash}})
-    caption = "What full attention over the same keys would look at, and how much of it selection finds."
+    caption = "The blocks and the probability of full attention over the same keys that selection covers."
     layout = {"xaxis": _STEP, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
     return Chart("recall", "Selection against full attention", caption, traces, layout)
 
 
 def _recall_map(rows: list[dict[str, Any]]) -> Chart:
-    caption = "Share of full attention's best blocks that were selected; layers that choose badly are pale."
+    caption = "Share of full attention's best blocks that were selected; layers that select badly are pale."
     chart = _layer_map(rows, "dense_recall", "recall_map", "Recall by layer", caption)
     several = len({row["layer"] for row in rows}) > 1
     if not several or not any(row.get("dense_recall") is not None for row in rows):
@@ -172,13 +165,13 @@ def _selection(rows: list[dict[str, Any]]) -> Chart:
     for index, (name, label) in enumerate(names.items()):
         steps, values = _mean_over_layers(rows, name)
         if steps and index > 0 and max(values) - min(values) < _LEVEL:
-            # Lines without a course, some of them over one another, only hide the others.
+            # Flat lines hide the others; they become words in the caption.
             level.append(f"{values[-1]:.0%} {label}")
         elif steps:
             trace = {**_line(steps, values, label), "line": {"color": f"@run{index}", "width": 2}}
             traces.append(trace | {"mode": "lines+markers", "marker": {"size": 5}})
     layout = {"xaxis": _STEP, "yaxis": {"range": [-0.02, 1.02], "tickformat": ".0%"}}
-    caption = "Mean over layers." + (f" Level all along: {'; '.join(level)}." if level else "")
+    caption = "Mean over layers." + (f" Constant: {'; '.join(level)}." if level else "")
     return Chart("selection", "Selected blocks", caption, traces, layout)
 
 
@@ -219,7 +212,7 @@ def _heat_map(x: list[Any], y: list[Any], z: list[list[Any]], hover: str) -> Tra
 
 
 def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, caption: str) -> Chart:
-    """One figure of every layer over the run."""
+    """A heat map of one figure: layers over steps."""
     values = {(row["layer"], row["step"]): row.get(name) for row in rows}
     steps, layers = sorted({row["step"] for row in rows}), sorted({row["layer"] for row in rows})
     z = [[values.get((layer, step)) for step in steps] for layer in layers]

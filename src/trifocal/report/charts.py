@@ -1,6 +1,6 @@
 """The report's charts of training, as plotly.js figures.
 
-Colours are names (`@run0`, `@cmp`, …) that the page replaces by those of its light or dark theme.
+Colours are names (`@run0`, `@cmp`, …); the page replaces them by the colours of its light or dark theme.
 """
 
 import itertools
@@ -17,7 +17,7 @@ Trace = dict[str, Any]
 
 THIRD, HALF, FULL = 2, 3, 6
 _NAMED_SHARE = 0.18
-"""A phase with this share of the time has its name in the bar."""
+"""A phase with at least this share of the time has its name in the bar."""
 _MOST_RANK_LINES = 8
 _MOST_DOTS = 60
 _LONG_CURVE = 300
@@ -40,19 +40,12 @@ class Chart:
     traces: list[Trace]
     layout: dict[str, Any] = field(default_factory=dict)
     columns: int = HALF
-    """Of the page's six."""
+    """Width, in sixths of the page."""
     height: int = 300
 
 
 def training_charts(runs: list[Run]) -> list[Chart]:
-    """Every chart about training that the runs have figures for.
-
-    Args:
-        runs: One run, or several to compare.
-
-    Returns:
-        The charts, in the order of the page.
-    """
+    """The charts of training, in the order of the page, as far as the runs have figures."""
     makers: list[Callable[[list[Run]], Chart]] = [
         _loss,
         _bits_per_byte,
@@ -70,7 +63,7 @@ def training_charts(runs: list[Run]) -> list[Chart]:
 
 
 def share_steps(charts: list[Chart], last_step: int) -> None:
-    """Give every chart over steps the same axis, from the beginning to the last step."""
+    """Give every chart over steps the same axis, from 0 to the last step."""
     for chart in charts:
         axis = chart.layout.get("xaxis", {})
         if axis.get("title") == {"text": "step"}:
@@ -109,7 +102,7 @@ def _loss(runs: list[Run]) -> Chart:
 
 
 def _events(run: Run, height: float) -> list[Trace]:
-    """Marks where something happened that is worth a look, with its words on hover."""
+    """Marks at warnings and errors, with their messages on hover."""
     events = [event for event in run.of_kind("event") if event.get("severity") in _EVENT_COLOURS]
     if not events:
         return []
@@ -151,7 +144,7 @@ def _gradient_norm(runs: list[Run]) -> Chart:
     values = [value for trace in traces for value in trace["y"]]
     if positive and values:
         layout["yaxis"] |= {"tickformat": "~g", "dtick": "D2" if max(values) < 300 * min(values) else 1}
-    return Chart("gradient_norm", "Gradient norm", "Before clipping. Spikes announce trouble.", traces, layout)
+    return Chart("gradient_norm", "Gradient norm", "Before clipping. Spikes are a warning.", traces, layout)
 
 
 def _throughput(runs: list[Run]) -> Chart:
@@ -163,8 +156,8 @@ def _throughput(runs: list[Run]) -> Chart:
 def _utilisation(runs: list[Run]) -> Chart:
     names = {"executed_mfu": "executed", "dense_equivalent_mfu": "dense equivalent"}
     caption = (
-        "Share of the GPU's dense bf16 peak. Executed: FLOPs really done. Dense equivalent: those that dense "
-        "attention would have needed for the same step."
+        "Share of the GPU's dense bf16 peak. Executed: FLOPs of this model. Dense equivalent: FLOPs of the same step "
+        "with dense attention."
     )
     layout = _axes("", from_zero=True)
     layout["yaxis"]["tickformat"] = ".0%"
@@ -177,7 +170,7 @@ def _step_time(runs: list[Run]) -> Chart:
         "data_wait_seconds_p95": "waiting for data, p95",
         "data_wait_seconds_p50": "waiting for data, median",
     }
-    caption = "And how much of it was spent waiting for data."
+    caption = "And its part spent waiting for data."
     return Chart("step_time", "Time of a step", caption, _several(runs, names), _axes("seconds", from_zero=True))
 
 
@@ -218,7 +211,7 @@ def _phases(runs: list[Run]) -> Chart:
         "yaxis": {"autorange": "reversed", "showticklabels": len(bars) > 1},
     }
     caption = (
-        "Where the time of a process went, from its heartbeat. Host time: a GPU's work shows where it is waited for."
+        "Time of a process by phase, from its heartbeat. Host time: a GPU's work counts where the host waits for it."
     )
     return Chart("phases", "Time by phase", caption, traces, layout, height=max(240, 150 + 44 * len(bars)))
 
@@ -233,7 +226,7 @@ def _memory(runs: list[Run]) -> Chart:
 
 
 def _memory_of_other_ranks(run: Run) -> list[Trace]:
-    """From their heartbeats; rank 0 has its figures in the metrics."""
+    """Curves from the heartbeats of the other ranks; rank 0 has its figures in the metrics."""
     traces: list[Trace] = []
     for rank, beats in run.heartbeats.items():
         rows = [row for row in beats if row["memory_allocated_bytes"] is not None]
@@ -245,7 +238,7 @@ def _memory_of_other_ranks(run: Run) -> list[Trace]:
 
 
 def _several(runs: list[Run], names: dict[str, str], scale: float = 1.0) -> list[Trace]:
-    """Several metrics in one chart: told apart by colour for one run, by dashes when colours tell runs apart."""
+    """Several metrics in one chart: a colour for each with one run, a dash pattern for each with several."""
     traces: list[Trace] = []
     for number, ((name, label), dash) in enumerate(zip(names.items(), ("solid", "dot", "dash"), strict=False)):
         for trace in _of_each(runs, "train", name, scale=scale):
@@ -272,7 +265,7 @@ def _of_each(runs: list[Run], kind: str, name: str, *, markers: bool = False, sc
 
 
 def _with_trend(traces: list[Trace]) -> list[Trace]:
-    """Long curves become faint, with a smooth one in front; short ones stay as they are."""
+    """Long curves become faint, with a smoothed one in front; short ones stay."""
     result: list[Trace] = []
     for trace in traces:
         values = trace["y"]
@@ -308,15 +301,15 @@ def _axes(unit: str, *, log: bool = False, from_zero: bool = False) -> dict[str,
 def smoothed(values: list[float], width: int | None = None) -> list[float]:
     """Moving mean centred on each point.
 
-    Towards the beginning of fewer points, down to the first value itself, as curves fall steeply there; towards the end
-    the line fitted to the last whole stretch. So it lags behind nowhere, and is smooth to the end.
+    Near the beginning, where curves fall steeply, it has fewer points, down to the first value itself. Near the end it
+    is the line fitted to the last full window. So it has no lag, and is smooth to the end.
 
     Args:
         values: A curve.
         width: Points in the mean, odd; about a thirtieth of the curve by default.
 
     Returns:
-        As many values.
+        The smoothed curve, of equal length.
     """
     count = len(values)
     width = min(count, 2 * max(3, count // 60) + 1 if width is None else width)
@@ -341,12 +334,12 @@ def thin(steps: list[int], values: list[float], most: int = MOST_POINTS) -> tupl
     """Shorten a curve without losing its spikes: the lowest and the highest point of every stretch stay.
 
     Args:
-        steps: Of every value.
+        steps: Step of every value.
         values: The curve.
-        most: Points that may stay.
+        most: Largest number of points.
 
     Returns:
-        Steps and values, at most about `most` of them, in order, with both ends.
+        Steps and values, at most about `most` of them, in order, including both ends.
     """
     if len(values) <= most:
         return steps, values
@@ -360,5 +353,5 @@ def thin(steps: list[int], values: list[float], most: int = MOST_POINTS) -> tupl
 
 
 def _significant(value: float) -> float:
-    """Six significant digits: what a chart can show, in half the bytes."""
+    """A value with six significant digits: enough for a chart, in half the bytes."""
     return float(f"{value:.6g}")

@@ -1,4 +1,4 @@
-"""A run in a terminal, from its files alone: on this machine, or on another that sees the same folder."""
+"""The live view of a run in a terminal, from its files alone."""
 
 import itertools
 import time
@@ -35,9 +35,9 @@ _SHOWN_EVENTS = 4
 
 
 class Silences:
-    """How long every rank has been silent, by this machine's clock alone once it has been seen to write.
+    """Seconds of silence of every rank, by this machine's clock alone once a new row was seen.
 
-    Clocks of other machines may be off, which would make the living look dead and the dead alive.
+    Clocks of other machines may be off, which would make live ranks look dead, or dead ones alive.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Silences:
         Args:
             rank: The rank.
             row: Its last row.
-            now: Seconds since the epoch, here.
+            now: Seconds since the epoch, by this machine's clock.
         """
         written = row["unix_time_seconds"]
         last, since, moved = self._seen.get(rank, (written, now, False))
@@ -64,8 +64,8 @@ def verdicts(run: Run, now: float | None = None, *, silences: Silences | None = 
 
     Args:
         run: The run.
-        now: Seconds since the epoch; the present by default.
-        silences: Of earlier looks at the same run.
+        now: Seconds since the epoch; now by default.
+        silences: State of earlier calls for the same run.
     """
     now = time.time() if now is None else now
     silences = silences or Silences()
@@ -76,7 +76,7 @@ def verdicts(run: Run, now: float | None = None, *, silences: Silences | None = 
 
 
 def remaining_seconds(run: Run) -> float | None:
-    """Time left at the pace of the last training rows; None if it cannot be known."""
+    """Time left at the rate of the last training rows; None if unknown."""
     rows = run.of_kind("train")[-_ETA_ROWS:]
     if run.total_steps is None or len(rows) < 2:
         return None
@@ -88,15 +88,15 @@ def remaining_seconds(run: Run) -> float | None:
 
 
 def curve(values: list[float], width: int, height: int) -> list[str]:
-    """A curve in Braille characters, two by four dots each: means of equal stretches, joined by vertical strokes.
+    """A curve in Braille characters of two by four dots: means of equal stretches, joined by vertical strokes.
 
     Args:
         values: The curve.
-        width: Characters in a line, at most.
+        width: Most characters in a line.
         height: Lines.
 
     Returns:
-        The lines, from the highest values to the lowest; none for an empty curve.
+        The lines from top to bottom; none for an empty curve.
     """
     if not values:
         return []
@@ -126,13 +126,13 @@ def render(
 
     Args:
         run: From `read_run(directory, whole_heartbeats=False)`.
-        now: Seconds since the epoch; the present by default.
+        now: Seconds since the epoch; now by default.
         width: Columns of the terminal.
-        height: Its rows, where they are limited: in less than 24 the loss is a number without its curve.
-        silences: Of earlier looks at the same run.
+        height: Rows of the terminal, None if unlimited: below 24 the loss has no curve.
+        silences: State of earlier calls for the same run.
 
     Returns:
-        What rich can print.
+        A renderable of rich.
     """
     now = time.time() if now is None else now
     curve_lines = _CURVE_LINES if height is None or height >= _LOW_TERMINAL else 0
@@ -188,7 +188,7 @@ def _figures(run: Run, width: int, curve_lines: int) -> Table:
 
 
 def _gates(run: Run) -> Text | None:
-    """The mean gate of each branch, and a bar for each layer's, from 0 to 1."""
+    """The mean gate of each branch, and a bar for each layer, from 0 to 1."""
     last = run.last_telemetry()
     if not last:
         return None
@@ -211,7 +211,7 @@ def _ranks(run: Run, now: float, silences: Silences | None) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     for name in ("rank", "verdict", "step", "memory"):
         table.add_column(name, no_wrap=True, justify="left" if name == "verdict" else "right")
-    table.add_column("what it does", ratio=1, overflow="fold")
+    table.add_column("reason", ratio=1, overflow="fold")
     for rank, verdict in verdicts(run, now, silences=silences).items():
         row = run.heartbeats[rank][-1]
         memory = row["memory_allocated_bytes"]

@@ -1,4 +1,4 @@
-"""The report page: words, tables and places for the charts."""
+"""The HTML of the report page."""
 
 import re
 import time
@@ -43,18 +43,18 @@ def build_page(
     pictures: list[list[AttentionPicture]],
     plotly: str,
 ) -> str:
-    """Put the page together.
+    """Build the page.
 
     Args:
         runs: The runs.
-        findings: For each run.
+        findings: Findings of each run.
         training: Charts of all runs together.
         attention: Charts of each run's attention.
-        pictures: Of each run; empty where there are none.
+        pictures: Attention pictures of each run; may be empty.
         plotly: The source of plotly.js.
 
     Returns:
-        HTML that fetches nothing.
+        HTML that needs no network.
     """
     compared = len(runs) > 1
     title = "Comparison of " + ", ".join(run.name for run in runs) if compared else runs[0].name
@@ -122,14 +122,14 @@ def _header(title: str, runs: list[Run]) -> str:
 
 
 def _state(runs: list[Run]) -> str:
-    """The worst verdict on a process of a single run."""
+    """The worst state of a single run's processes; empty for several runs."""
     states = {judge(rows[-1]).state for run in runs for rows in run.heartbeats.values()}
     worst = next((state for state in _STATES if state in states), None)
     return f' <span class="mark {_STATES[worst]}">{worst}</span>' if worst and len(runs) == 1 else ""
 
 
 def _model(run: Run) -> list[str]:
-    """What was trained, in a few words, as far as the config says it."""
+    """The model and its batches in a few words, from the config."""
     model, train = run.config.get("model", {}), run.config.get("train", {})
     words = []
     if "num_layers" in model and "dim" in model:
@@ -159,7 +159,7 @@ def _tiles(run: Run) -> str:
 
 
 def _charts(charts: list[Chart]) -> str:
-    # Two charts stand side by side; one that would stand alone in its row takes all of it.
+    # A chart that would be alone in its row fills the row.
     columns, used = [chart.columns for chart in charts], 0
     for index, own in enumerate(columns):
         following = columns[index + 1] if index + 1 < len(columns) else FULL
@@ -193,7 +193,7 @@ def _section(title: str, content: str) -> str:
 
 
 def _navigation(body: str) -> str:
-    """Links to the sections that the page has."""
+    """Links to the sections of the page."""
     sections = re.findall(r'<section id="([^"]*)"><h2>(.*?)</h2>', body)
     return "<nav>" + "".join(f'<a href="#{anchor}">{title}</a>' for anchor, title in sections) + "</nav>"
 

@@ -1,4 +1,4 @@
-"""The report's attention picture: what each branch reads of one sequence, from the files of attention_picture.py."""
+"""The report's attention picture, from the files of attention_picture.py."""
 
 import base64
 from dataclasses import asdict
@@ -13,17 +13,17 @@ from trifocal.runlog.run import Run
 from trifocal.telemetry.attention_picture import AttentionPicture, read_picture
 
 _MOST_FRAMES = 6
-"""Moments of a run that the page holds, evenly chosen, the first and the last among them."""
+"""Steps on the page, evenly spaced, including the first and the last."""
 MAPS = {
-    "cmp": ("Compressed", "Importance of each block, beside an even spread. All are read."),
+    "cmp": ("Compressed", "Importance of each block, relative to an even spread. All blocks are read."),
     "slc": ("Selected", "Blocks read token by token; paler, those always read."),
     "win": ("Window", "The last tokens, read one by one."),
-    "dense": ("Full attention", "What it would weigh. Selection should find the strongest."),
+    "dense": ("Full attention", "Its probability. Selection should find the strongest blocks."),
 }
 
 
 def pictures_of(run: Run) -> list[AttentionPicture]:
-    """The pictures that the page shows: of the run's last sequence, at a few steps.
+    """The pictures of the run's last sequence, at a few steps.
 
     Raises:
         UserError: If one of the files is damaged.
@@ -38,10 +38,10 @@ def pictures_of(run: Run) -> list[AttentionPicture]:
 
 
 def picture_card(pictures: list[AttentionPicture]) -> str:
-    """The picture with its controls, as HTML; the script of picture_assets.py brings it to life.
+    """The picture with its controls, as HTML for the script of picture_assets.py.
 
     Args:
-        pictures: Of one run, at least one.
+        pictures: Pictures of one run, at least one.
     """
     last = pictures[-1]
     num_layers, _, num_groups, num_blocks = last.importance.shape

@@ -72,7 +72,7 @@ const makePicture = (box) => {
       if (block >= 0) chosen[block] = isForced(row, block) ? 1 : 2;
     return chosen;
   };
-  // Against an even spread over the blocks so far: half strength where it is even, full from four times that on.
+  // Relative to an even spread over the blocks so far: half strength at the even share, full at four times it.
   const strength = (value, row) => Math.min(1, Math.sqrt(value * (ownBlock(row) + 1)) / 2);
   const windowStart = (row) => queries[row] - Math.min(positions[queries[row]], geometry.window_size - 1);
   const mapsOf = () => {

@@ -1,13 +1,12 @@
 """The report in words: did it learn, is it healthy, is it fast for its hardware, what to change.
 
-Every threshold stands here, with a name.
+Every threshold is here, with a name.
 
-How fast a run is for its hardware has one definition: the FLOPs that the model needs for a token
-(`flops_per_token(...).executed_training`), times the median of tokens/s, as a share of what the devices can do. That is
-the data sheet's dense bf16 peak of a GPU, whatever the precision, and then it is the median of the metrics'
-`executed_mfu`; for any other device, the speed of large products in the run's precision, measured as the run began with
-the processors to themselves (`measured_speed` in env.json). So a CPU that others use too is called mostly idle, and the
-same run on it alone is not.
+Speed for the hardware is the FLOPs of a token (`flops_per_token(...).executed_training`) times the median of tokens/s,
+divided by the peak of the devices. The peak of a GPU is the dense bf16 speed of its data sheet, in any precision; the
+quotient is then the median of the metrics' `executed_mfu`. For other devices it is the speed of large matrix products
+in the run's precision, measured in CPU time when the run began (`measured_speed` in env.json). So a run on a CPU that
+other programs use counts as mostly idle.
 """
 
 import math
@@ -25,25 +24,26 @@ from trifocal.runlog.verdict import judge
 Mark = Literal["good", "watch", "bad", "unknown"]
 
 OVERFIT_RISE = 0.02
-"""Validation loss this much above its best, as a share, at the end: overfitting."""
+"""The run overfits if its last validation loss is above its best by this share."""
 STILL_FALLING = 0.01
-"""Validation loss fell by this share in the last quarter of the run: it was not done."""
+"""The run should be longer if its validation loss fell by this share in its last quarter."""
 SPIKE_FACTOR = 10.0
 """A gradient norm this many times its median is a spike."""
 SPIKE_SHARE = 0.01
-"""Share of logged steps with a spike that is worth a word."""
+"""A greater share of logged steps with a spike is reported."""
 GOOD_MFU, FAIR_MFU = 0.4, 0.2
 """Executed model FLOPs utilisation of a GPU, as a share of its data sheet's peak."""
 GOOD_SHARE, FAIR_SHARE = 0.15, 0.05
-"""The same of a device without one, a CPU for example, as a share of the speed of large products measured there."""
+"""The same for a device without a data sheet, such as a CPU, as a share of the measured speed of large products."""
 DATA_SHARE = 0.1
-"""Share of the time spent waiting for data that is worth a word."""
+"""A greater share of the time spent waiting for data is reported."""
 OVERHEAD_SHARE = 0.2
-"""The same for checkpoints, and for evaluation."""
+"""The same for checkpoints, evaluation and samples."""
 TELEMETRY_SHARE = 0.02
-"""The same for looking at the attention."""
+"""The same for telemetry."""
 SLOWDOWN = 0.8
-"""Last tenth's median tokens/s as a share of the whole run's."""
+"""The run slowed down if the median tokens/s of its last tenth is below this share of the whole run's."""
+_USE = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}
 
 
 @dataclass
@@ -54,20 +54,13 @@ class Finding:
     mark: Mark
     text: str
     changes: list[str] = field(default_factory=list)
-    """What to change because of it, one sentence each."""
+    """Advice that follows from it, one sentence each."""
 
 
 def summarise(run: Run) -> list[Finding]:
-    """Answer the questions that a person has about a run.
-
-    Args:
-        run: The run.
-
-    Returns:
-        Learned, healthy, fast, and what to change; in this order.
-    """
+    """Four findings about a run: learned, healthy, fast, and what to change; in this order."""
     findings = [_learned(run), _healthy(run), _fast(run)]
-    # What needs action comes first.
+    # Findings that need action come first.
     order = sorted(findings, key=lambda finding: finding.mark != "bad")
     changes = [change for finding in order for change in finding.changes]
     text = " ".join(changes) if changes else "Nothing stands out in these figures."
@@ -132,7 +125,7 @@ def _healthy(run: Run) -> Finding:
     states = {judge(rows[-1]).state for rows in run.heartbeats.values()}
     dumps = sorted(run.directory.glob("dumps/*/summary.md"), key=lambda path: path.stat().st_mtime)
     if dumps and states & {"failed", "dead", "stalled"}:
-        changes.append(f"Read {dumps[-1]}: it says what was stuck where.")
+        changes.append(f"Read {dumps[-1]}: it names the stuck ranks.")
     if states & {"failed", "dead"}:
         command = f"trifocal train --resume {shell_path(run.directory)}"
         changes.append(f"Mend the cause, and go on from the last checkpoint: {command}")
@@ -159,7 +152,7 @@ def _healthy(run: Run) -> Finding:
         mark = "watch" if mark == "good" else mark
         worries += run.complaints()
     steps, norms = run.series("train", "gradient_norm")
-    # Before the peak of the learning rate, and in the first tenth, gradients are large in every run.
+    # During the warm-up and the first tenth, gradients are large in every run.
     warm = max(run.config.get("schedule", {}).get("warmup_steps", 0), run.last_step / 10)
     norms = [norm for step, norm in zip(steps, norms, strict=True) if step > warm]
     if len(norms) >= 20:
@@ -183,7 +176,7 @@ def _healthy(run: Run) -> Finding:
 
 
 def _lenses(run: Run) -> str:
-    """How the attention uses its branches, at the last look; empty without telemetry."""
+    """The use of the branches, from the last telemetry; empty without telemetry."""
     last = run.last_telemetry()
     if not last:
         return ""
@@ -214,18 +207,16 @@ def _fast(run: Run) -> Finding:
     if executed:
         share = statistics.median(executed)
         mark = "good" if share >= GOOD_MFU else "watch" if share >= FAIR_MFU else "bad"
-        words = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}[mark]
-        text.append(f"{share:.1%} of the GPU's peak (executed FLOPs): it is {words}")
+        text.append(f"{share:.1%} of the GPU's peak (executed FLOPs): it is {_USE[mark]}")
         if mark != "good":
             changes.append(_speed_advice(run, "the GPU has room", gpu=True))
     elif measured is not None:
         share, flops = measured
         mark = "good" if share >= GOOD_SHARE else "watch" if share >= FAIR_SHARE else "bad"
-        words = {"good": "well used", "watch": "used fairly", "bad": "mostly idle"}[mark]
         device = run.environment["measured_speed"]["device"].upper()
         text.append(
-            f"{share:.0%} of the {flops / 1e9:,.0f} GFLOP/s that large products reach on this {device} when it has "
-            f"nothing else to do (executed FLOPs): it is {words}"
+            f"{share:.0%} of the {flops / 1e9:,.0f} GFLOP/s that large products reach on this {device} alone "
+            f"(executed FLOPs): it is {_USE[mark]}"
         )
         if mark != "good":
             changes.append(_speed_advice(run, "the device waits or is shared", gpu=device != "CPU"))
@@ -240,7 +231,7 @@ def _fast(run: Run) -> Finding:
         ("checkpoint", OVERHEAD_SHARE, "Save less often: checkpoints take a good part of the time."),
         ("evaluate", OVERHEAD_SHARE, "Evaluate less often or on fewer batches: it takes a good part of the time."),
         ("sample", OVERHEAD_SHARE, "Sample less often or fewer tokens: it takes a good part of the time."),
-        ("telemetry", TELEMETRY_SHARE, "Raise log.telemetry_interval_steps: looking at the attention takes time."),
+        ("telemetry", TELEMETRY_SHARE, "Raise log.telemetry_interval_steps: the attention's figures take time."),
     ):
         share = phases.get(phase, 0.0) / total if total > 0 else 0.0
         if share > limit:
@@ -251,29 +242,29 @@ def _fast(run: Run) -> Finding:
     if len(rates) >= 20 and statistics.median(tail) < SLOWDOWN * rate:
         mark = "watch" if mark in ("good", "unknown") else mark
         text.append(f"it slowed down to {statistics.median(tail):,.0f} towards the end")
-        changes.append("Look at the throughput chart: something took speed away late in the run.")
+        changes.append("Look at the throughput chart: the run became slower towards its end.")
     return Finding(question, mark, _sentence("; ".join(text)), changes)
 
 
 def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float] | None:
-    """The executed FLOPs' share of the speed of products that was measured when the run began, and that speed."""
+    """Executed FLOP/s as a share of the speed of products measured when the run began, and that speed."""
     speed = run.environment.get("measured_speed")
     try:
         config = ModelConfig.from_dict(run.config.get("model", {}))
         flops = flops_per_token(config, run.config["train"]["sequence_length"]).executed_training
     except (KeyError, TypeError, ValueError):
-        # A configuration that is not whole, or of another version.
+        # The configuration is incomplete, or of another version.
         return None
     if not speed:
         return None
-    # Each process has its share of the cores, and measured with it.
+    # Each process measured with its own share of the cores.
     processes = str(run.environment.get("variables", {}).get("WORLD_SIZE", "1"))
     peak = speed["matmul_flops"] * (int(processes) if processes.isdecimal() else 1)
     return tokens_per_second * flops / peak, peak
 
 
 def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
-    """What makes steps faster and this run does not have."""
+    """The settings for faster steps that this run does not have."""
     train = run.config.get("train", {})
     missing = []
     accumulated = train.get("global_batch_size", 0) // max(1, train.get("micro_batch_size", 1))
@@ -284,12 +275,12 @@ def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
         missing.append('train.precision "bf16"')
     missing += [f"train.{name}" for name in ("compile", "cuda_graphs")[: 1 + gpu] if not train.get(name)]
     if not missing:
-        return f"Look with --trace.what profiler at where the time of a step goes: {why}."
+        return f"Find what takes the time of a step with --trace.what profiler: {why}."
     return f"Try {', '.join(missing[:-1])}{' and ' if missing[1:] else ''}{missing[-1]}: {why}."
 
 
 def _ends(values: list[float]) -> tuple[float, float]:
-    """Means of the first and the last twentieth: single batches are noisy."""
+    """Means of the first and the last twentieth, as single batches are noisy."""
     share = max(1, len(values) // 20)
     return statistics.fmean(values[:share]), statistics.fmean(values[-share:])
 

@@ -14,11 +14,11 @@ from trifocal.runlog.verdict import judge
 
 _MOST_EVENTS = 200
 _OF_READING = ("prefetch_batches", "retry_", "request_timeout_seconds", "stall_")
-"""Settings of `data` that change how the text is read, and not the text, begin so."""
+"""Prefixes of the `data` settings that change the reading, but not the text."""
 
 
 def key_figures(run: Run) -> dict[str, str]:
-    """The figures that people ask for first, formatted, with their units; those that the run has."""
+    """The main figures of a run, formatted, with their units."""
     figures: dict[str, str] = {}
     total = run.total_steps
     unfinished = total is not None and run.last_step < total
@@ -73,10 +73,10 @@ def comparison(runs: list[Run]) -> str:
 
 
 def in_words(runs: list[Run]) -> list[str]:
-    """Which of several runs learned most, and which was fastest, among those of which one figure means the same.
+    """Sentences that rank several runs by loss and by speed.
 
-    Models, optimizers, precisions and batches are what people compare; the text, its length and how much of it was
-    read, and for speed the devices, are what has to be alike.
+    Models, optimizers, precisions and batches may differ. The text, the sequence length and the tokens read must be
+    the same, and for speed the devices too.
     """
     evaluated = [run for run in runs if run.series("evaluation", "validation_loss")[0]]
     timed = [run for run in runs if run.series("train", "tokens_per_second")[0]]
@@ -86,7 +86,7 @@ def in_words(runs: list[Run]) -> list[str]:
 def _ranked(
     runs: list[Run], conditions: Callable[[Run], dict[str, str]], rank: Callable[[list[Run]], str]
 ) -> list[str]:
-    """A sentence for each group of runs under the same conditions, and one that says what the groups differ in."""
+    """A sentence for each group of runs under the same conditions, and one that names the differing conditions."""
     groups: dict[tuple[tuple[str, str], ...], list[Run]] = {}
     for run in runs:
         groups.setdefault(tuple(conditions(run).items()), []).append(run)
@@ -99,17 +99,17 @@ def _ranked(
             for name in names
             if len({group.get(name) for group in known}) > 1
         ]
-        what = "losses" if rank is _most_learned else "speeds"
-        sentences.append(f"Not all {what} are ranked together: the runs differ in {', '.join(different)}.")
+        figures = "losses" if rank is _most_learned else "speeds"
+        sentences.append(f"Not all {figures} are ranked together: the runs differ in {', '.join(different)}.")
     return list(filter(None, sentences))
 
 
 def _learned_under(run: Run) -> dict[str, str]:
-    """What has to be alike where validation losses are compared."""
+    """The conditions under which validation losses compare."""
     settings, steps = flat(run.config), run.series("evaluation", "validation_loss")[0]
     other = tuple(f"data.{name}" for name in _OF_READING)
     names = [name for name in settings if name.startswith("data.") and not name.startswith(other)]
-    # With another tokenizer, bits per byte still compare.
+    # The tokenizer may differ: bits per byte still compare.
     names = [*(name for name in names if name != "data.tokenizer"), "train.sequence_length"]
     found = {name: settings.get(name, "unknown") for name in sorted(names)}
     found["sequences evaluated"] = _product(settings, "evaluate.batches", "train.micro_batch_size")
@@ -124,7 +124,7 @@ def _product(settings: dict[str, str], first: str, second: str) -> str:
 
 
 def _fast_under(run: Run) -> dict[str, str]:
-    """What has to be alike where tokens/s are compared."""
+    """The conditions under which tokens/s compare."""
     settings = flat(run.config)
     devices = [str(gpu.get("name")) for gpu in run.environment.get("gpus") or []]
     return {
@@ -135,7 +135,7 @@ def _fast_under(run: Run) -> dict[str, str]:
 
 
 def _most_learned(runs: list[Run]) -> str:
-    # Losses a token compare within a tokenizer alone.
+    # Losses per token compare only with the same tokenizer.
     one_tokenizer = len({run.config.get("data", {}).get("tokenizer") for run in runs}) == 1
     name, unit = ("validation_loss", "nats per token") if one_tokenizer else ("bits_per_byte", "bits per byte")
     series = {run.name: run.series("evaluation", name)[1] for run in runs}
@@ -159,7 +159,7 @@ def _fastest(runs: list[Run]) -> str:
 
 
 def layer_table(run: Run) -> str:
-    """Every figure of the telemetry's last look, a column for each layer; empty without telemetry."""
+    """Every figure of the last telemetry, a column for each layer; empty without telemetry."""
     last = run.last_telemetry()
     if not last:
         return ""
@@ -175,7 +175,7 @@ def layer_table(run: Run) -> str:
 
 
 def events_table(run: Run) -> str:
-    """What happened, with the time since the run's first row."""
+    """The events, with the time since the run's first row."""
     events = run.of_kind("event")
     began = run.rows[0]["unix_time_seconds"]
     rows = []
@@ -189,12 +189,12 @@ def events_table(run: Run) -> str:
             f'<td class="text"><b>{escape(str(event["name"]))}</b> {escape(str(event["message"]))}</td></tr>'
         )
     more = f'<p class="soft">The last {_MOST_EVENTS} of {len(events):,}.</p>' if len(events) > _MOST_EVENTS else ""
-    head = "<tr><th>step</th><th>time</th><th></th><th>what happened</th></tr>"
+    head = "<tr><th>step</th><th>time</th><th></th><th>event</th></tr>"
     return f'<div class="card scroll"><table class="tight">{head}{"".join(rows)}</table>{more}</div>'
 
 
 def ranks_table(runs: list[Run]) -> str:
-    """The verdict on every process."""
+    """The state of every process."""
     rows = []
     for run in runs:
         for rank, beats in run.heartbeats.items():
@@ -222,7 +222,7 @@ def settings(runs: list[Run]) -> str:
 
 
 def _masked(environment: dict[str, Any]) -> dict[str, Any]:
-    """As it is written today; runs of earlier versions wrote all."""
+    """The environment with secrets masked, which earlier versions wrote in the clear."""
     variables, command = environment.get("variables"), environment.get("command")
     masked = dict(environment)
     if isinstance(variables, dict):
@@ -255,7 +255,7 @@ def table(head: Iterable[str], rows: list[list[str]], *, number_columns: bool = 
 
 
 def of_run(title: str, run: Run, compared: bool) -> str:
-    """A title that names the run where there are several."""
+    """A title, with the name of the run if there are several."""
     return f"{title}: {run.name}" if compared else title
 
 

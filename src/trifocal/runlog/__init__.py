@@ -1,4 +1,4 @@
-"""Seeing a run: heartbeat, metrics, progress, environment, memory, stacks."""
+"""The files that a run writes: heartbeat, metrics, environment, stack dumps, traces."""
 
 from trifocal.runlog.environment import environment, host_memory_bytes, write_backends, write_environment
 from trifocal.runlog.hardware import peak_bf16_flops

@@ -1,7 +1,7 @@
-"""What this process gave to NCCL and gloo last, from PyTorch's flight recorder, in words.
+"""The last collectives of this process on NCCL and gloo, from PyTorch's flight recorder.
 
-The recorder is a ring of the last collectives (2,000 unless TORCH_FR_BUFFER_SIZE says otherwise) that costs next to
-nothing and is always on; see `trifocal.distributed.processes`.
+The recorder is a ring of the last collectives (2,000, or TORCH_FR_BUFFER_SIZE). It costs next to nothing and is always
+on; see `trifocal.distributed.processes`.
 """
 
 import pickle
@@ -17,34 +17,34 @@ _SHOWN = 30
 
 @dataclass(frozen=True)
 class Collective:
-    """One operation in which processes meet."""
+    """One collective or point-to-point operation."""
 
     library: str
     """nccl or gloo."""
     group: str
     """Number and description of the process group."""
     number: int
-    """Of the operation in its group, counted in every process alike."""
+    """Sequence number in the group, the same in every process."""
     operation: str
     sizes: str
     """Shapes and types of its inputs."""
     ended: bool
     state: str
-    """scheduled, started (NCCL alone knows) or completed."""
+    """scheduled, started (NCCL only) or completed."""
     age_seconds: float
-    """Since this process called it."""
+    """Time since this process called it."""
     duration_milliseconds: float | None
-    """On the device, where NCCL measured it."""
+    """Time on the device, if NCCL measured it."""
     called_at: str
     """The innermost Python frames outside of PyTorch."""
 
     def row(self) -> dict[str, Any]:
-        """Its fields, for JSON and tables."""
+        """The fields, for JSON and tables."""
         return asdict(self)
 
 
 def recorded_collectives() -> list[Collective]:
-    """What the flight recorders of this process hold, oldest first; empty without process groups."""
+    """The collectives in the flight recorders of this process, oldest first; empty without process groups."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
     module = torch._C._distributed_c10d
@@ -52,7 +52,7 @@ def recorded_collectives() -> list[Collective]:
     for name in ("_dump_nccl_trace", "_dump_fr_trace"):
         dump = getattr(module, name, None)
         if dump is not None:
-            # Made by this process a moment ago: nothing foreign is unpickled.
+            # Safe to unpickle: this process has just made it.
             found += decode(pickle.loads(dump()), time.time())
     return sorted(found, key=lambda collective: -collective.age_seconds)
 
@@ -90,13 +90,13 @@ def decode(dump: dict[str, Any], now: float) -> list[Collective]:
 
 
 def last_of_each_group(collectives: Iterable[Collective]) -> list[Collective]:
-    """The last collective of every library's every group."""
+    """The last collective of each library and group."""
     last = {(found.library, found.group): found for found in collectives}
     return list(last.values())
 
 
 def describe(collectives: Sequence[Collective]) -> str:
-    """A page for a person: what is open, and the last of all."""
+    """A page of text: the collectives that have not ended, and the last ones of all."""
     if not collectives:
         return "No collective is on record.\n"
     lines = ["Collectives that this process has called and that have not ended:", ""]
@@ -107,10 +107,10 @@ def describe(collectives: Sequence[Collective]) -> str:
 
 
 def who_waits_for_whom(last: dict[int, list[Collective]]) -> list[str]:
-    """Sentences about the ranks that stand in a collective that others have not called.
+    """Sentences about ranks that wait in a collective for ranks that have not called it.
 
     Args:
-        last: Of each rank, `last_of_each_group`.
+        last: `last_of_each_group` of each rank.
     """
     groups = sorted({(found.library, found.group) for of_rank in last.values() for found in of_rank})
     sentences = []
@@ -126,7 +126,7 @@ def who_waits_for_whom(last: dict[int, list[Collective]]) -> list[str]:
             verb = "waits" if len(waiting) == 1 else "wait"
             come = "has" if len(behind) == 1 else "have"
             sentences.append(
-                f"{_ranks(waiting).capitalize()} {verb} in {what} for {_ranks(behind)}, which {come} not come to it."
+                f"{_ranks(waiting).capitalize()} {verb} in {what} for {_ranks(behind)}, which {come} not called it."
             )
         elif len(waiting) == len(at) > 1:
             sentences.append(f"All ranks are in {what}, and it does not end: look at the network and at the devices.")

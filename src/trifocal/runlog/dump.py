@@ -1,6 +1,6 @@
-"""What one process leaves in a dump folder: stacks at once, then all that may take a moment, each part by itself.
+"""The files of one process in a dump folder: stacks at once, then the parts that take longer.
 
-| file | holds |
+| file | content |
 |---|---|
 | stacks_rank*.txt | the Python stacks of all threads |
 | native_stacks_rank*.txt | the same with the frames of C and C++ code, if py-spy is installed |
@@ -8,7 +8,7 @@
 | cuda_memory_rank*.txt | PyTorch's summary of the GPU's memory |
 | rank*.json | the heartbeat row of that moment, and the last collective of each group |
 
-A part that fails says so in its own file; nothing here raises.
+A part that fails writes the error into its file; nothing here raises.
 """
 
 import faulthandler
@@ -30,15 +30,15 @@ _one_at_a_time = threading.Lock()
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank said of itself."""
+    """One rank's `rank*.json`."""
 
     row: Row
     collectives: list[Collective]
-    """The last of each group."""
+    """The last one of each group."""
 
 
 def write_stacks(folder: Path, rank: int) -> None:
-    """Write the stacks of all threads; made by faulthandler, without waiting for anything."""
+    """Write the stacks of all threads, by faulthandler, which waits for no lock."""
     try:
         with (folder / f"stacks_rank{rank}.txt").open("w") as file:
             faulthandler.dump_traceback(file=file, all_threads=True)
@@ -47,13 +47,13 @@ def write_stacks(folder: Path, rank: int) -> None:
 
 
 def write_details(folder: Path, rank: int, row: Row, device: torch.device, *, native_seconds: float = 10.0) -> None:
-    """Write everything but the stacks; the files that other ranks wait for come first.
+    """Write all files but the stacks; those that other ranks wait for come first.
 
     Args:
         folder: The dump.
-        rank: Of this process.
+        rank: Rank of this process.
         row: Its heartbeat row.
-        device: Where it computes.
+        device: Its device.
         native_seconds: The longest that py-spy may take; 0 leaves it out.
     """
     with _one_at_a_time:
@@ -76,7 +76,7 @@ def write_details(folder: Path, rank: int, row: Row, device: torch.device, *, na
 
 
 def read_answers(folder: Path) -> dict[int, Answer]:
-    """What the ranks have answered so far."""
+    """The answers of the ranks so far."""
     answers = {}
     for path in folder.glob("rank*.json"):
         try:
@@ -84,7 +84,7 @@ def read_answers(folder: Path) -> dict[int, Answer]:
             collectives = [Collective(**fields) for fields in content["collectives"]]
             answers[int(path.stem.removeprefix("rank"))] = Answer(content["row"], collectives)
         except (OSError, ValueError, KeyError):
-            # It will be read again when it is whole.
+            # Not complete yet; it is read again later.
             continue
     return dict(sorted(answers.items()))
 

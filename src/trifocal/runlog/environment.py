@@ -1,4 +1,4 @@
-"""What a run ran on and with: `env.json`."""
+"""The software, hardware and settings of a run: `env.json`."""
 
 import hashlib
 import json
@@ -51,22 +51,22 @@ _VARIABLES = (
     "FI_",
     "PYTHONHASHSEED",
 )
-_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+_RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 def environment(config_text: str | None = None) -> dict[str, Any]:
     """Describe this process's software, hardware and settings.
 
     Args:
-        config_text: The run's resolved config as saved; its hash tells whether two runs had the same one.
+        config_text: The run's resolved config as saved; equal hashes mean equal configs.
 
     Returns:
         JSON types only: `trifocal` (version, git_commit, git_changed), `config_sha256`, `command`, `python`, `host`,
         `system`, `packages`, `cpu` (name, logical_cores, usable_cores, memory_bytes), `torch` (threads, cuda,
-        cudnn, nccl), `gpus` (name, compute_capability, memory_bytes, peak_bf16_flops), `gpu_driver`, and
-        `variables` (of PyTorch, NCCL, CUDA, Triton, the math libraries and networks, and the process's place among
-        others), and `measured_speed` (null; see `write_environment`). What does not exist here is null; what is
-        secret by its name, and who logs in by a URL, is `***`.
+        cudnn, nccl), `gpus` (name, compute_capability, memory_bytes, peak_bf16_flops), `gpu_driver`, `variables`
+        (those of PyTorch, NCCL, CUDA, Triton, the math libraries and networks, and the ranks of the process), and
+        `measured_speed` (null; see `write_environment`). A value that does not exist here is null. Values with a
+        secret's name, and users in URLs, are `***`.
     """
     commit, changed = _git_state(Path(__file__).parent)
     return {
@@ -95,7 +95,7 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
             {
                 name: value
                 for name, value in sorted(os.environ.items())
-                if name.startswith(_VARIABLES) or name in _PLACES
+                if name.startswith(_VARIABLES) or name in _RANK_VARIABLES
             }
         ),
         "measured_speed": None,
@@ -114,9 +114,9 @@ def write_environment(
     Args:
         path: The file.
         config_text: As in `environment`.
-        device: Where the run computes. If no data sheet tells how fast it can be, the speed of large products is
-            measured there for a twentieth of a second: `measured_speed` (device, precision, matmul_flops in FLOP/s).
-        precision: Of the products.
+        device: Device of the run. Without a data sheet for it, the speed of large matrix products is measured for
+            0.05 s: `measured_speed` (device, precision, matmul_flops in FLOP/s).
+        precision: Precision of the products.
     """
     description = environment(config_text)
     if device is not None and (device.type != "cuda" or peak_bf16_flops(torch.cuda.get_device_name(device)) is None):
@@ -127,9 +127,9 @@ def write_environment(
 
 
 def write_backends(path: str | os.PathLike[str]) -> None:
-    """Write which code ran each operation in this process, why, and how often so far, as JSON.
+    """Write the backend of each operation in this process, the reason and the number of calls so far, as JSON.
 
-    Compiled code counts when it is compiled, not when it runs; a CUDA graph when it is recorded.
+    Compiled code counts once, when it is compiled; a CUDA graph when it is recorded.
     """
     rows = [
         {"operation": operation, "backend": backend, "reason": reason, "calls": calls}
@@ -156,7 +156,7 @@ def _run(*command: str) -> str | None:
 
 
 def _git_state(folder: Path) -> tuple[str | None, bool | None]:
-    # The package may be installed inside somebody else's repository: its own files must be tracked there.
+    # The package may be installed inside another repository: its files must be tracked there.
     if _run("git", "-C", str(folder), "ls-files", "--error-unmatch", str(folder.parent / "_version.py")) is None:
         return None, None
     status = _run("git", "-C", str(folder), "status", "--porcelain", "--", str(folder.parent))
@@ -174,7 +174,7 @@ def _cpu_name() -> str:
 
 
 def host_memory_bytes() -> int | None:
-    """Memory of this machine; None where the system does not tell."""
+    """Memory of this machine; None if unknown."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

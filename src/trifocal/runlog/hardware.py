@@ -1,14 +1,14 @@
-"""Peak speed of devices: of GPUs by data sheet, the denominator of MFU; of others as large products reach it."""
+"""Peak speed of devices: by data sheet for GPUs, the denominator of MFU; by measured matrix products for others."""
 
 import time
 
 import torch
 
-# Dense bf16 matrix products with fp32 accumulation, in TFLOP/s, from the vendors' documents; where a sheet gives the
-# figure with sparsity alone, half of it. The first key that is part of the device's name counts, so the longer name of
-# a family stands before the shorter. Compared in November 2026 with reprints of these documents by others, which agree
-# but for rounding, besides GH200, H200 NVL, H800 PCIe and A800, of which none was found: they have the chips of their
-# neighbours here. The L40 and the GeForce cards add up in fp32 at half the speed that is often quoted for them.
+# Dense bf16 matrix products with fp32 accumulation, in TFLOP/s, from the vendors' documents; half the figure if a sheet
+# gives only the one with sparsity. The first key that is part of the device's name counts, so longer names of a family
+# stand before shorter ones. Compared in November 2026 with reprints of these documents, which agree but for rounding.
+# No reprint was found for GH200, H200 NVL, H800 PCIe and A800, which have the chips of their neighbours here. The L40
+# and the GeForce cards accumulate in fp32 at half the speed that is often quoted for them.
 _PEAK_BF16_TFLOPS = (
     ("GB200", 2500.0),  # NVIDIA GB200 NVL72 sheet: 180 PFLOP/s over 72 GPUs
     ("B200", 2250.0),  # NVIDIA HGX B200 sheet: 18 PFLOP/s over 8 GPUs
@@ -36,7 +36,7 @@ _PEAK_BF16_TFLOPS = (
     ("MI300X", 1307.4),  # AMD Instinct MI300X sheet
 )
 
-# Slices of a GPU, and slower or faster devices that share a listed one's name.
+# Words in the names of GPU slices, and of devices with a listed one's name but another speed.
 _OTHER_DEVICES = frozenset({"MIG", "LAPTOP", "TI", "D"})
 
 
@@ -44,11 +44,10 @@ def peak_bf16_flops(device_name: str) -> float | None:
     """Peak dense bf16 speed of a GPU, by its data sheet.
 
     Args:
-        device_name: As `torch.cuda.get_device_name()` gives it.
+        device_name: From `torch.cuda.get_device_name()`.
 
     Returns:
-        FLOP/s, or None for a device that the table does not know: then no utilisation is reported, not a
-        guess.
+        FLOP/s, or None for a device that is not in the table.
     """
     words = device_name.upper().replace("-", " ").split()
     if _OTHER_DEVICES.intersection(words):
@@ -61,15 +60,15 @@ def peak_bf16_flops(device_name: str) -> float | None:
 
 
 def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> float:
-    """Speed of large products, the fastest of those tried.
+    """Speed of large matrix products, the fastest of several.
 
-    On a CPU in the time for which this process had its processors, so that it is a figure of the machine alone: on a
-    busy one, the time of day said anything from a half to a tenth of it.
+    On a CPU the clock is the process's CPU time, so that other programs do not change the figure: by wall time, a busy
+    machine gave a half to a tenth of it.
 
     Args:
-        device: Where; a CPU with the threads that PyTorch has now.
+        device: The device; a CPU with PyTorch's present number of threads.
         precision: "fp32" or "bf16".
-        seconds: How long to try; three products at least.
+        seconds: Time to measure; three products at least.
 
     Returns:
         FLOP/s.
@@ -77,7 +76,7 @@ def matmul_rate(device: torch.device, precision: str, seconds: float = 0.4) -> f
     size = 4096 if device.type == "cuda" else 768
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    # Of all threads together.
+    # A CPU's clock adds up the time of all threads.
     shares = 1 if device.type == "cuda" else torch.get_num_threads()
     clock = time.perf_counter if device.type == "cuda" else time.process_time
     times: list[float] = []

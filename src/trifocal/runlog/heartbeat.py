@@ -1,31 +1,31 @@
-"""What every rank is doing right now, written by a thread that goes on while the training thread is busy.
+"""The state of every rank, written by a thread that runs while the training thread is busy.
 
-One JSON object a line in `heartbeat/rank{rank}.jsonl`, one line every `interval_seconds`:
+`heartbeat/rank{rank}.jsonl` has one JSON object a line, one line every `interval_seconds`:
 
 | field | meaning |
 |---|---|
-| unix_time_seconds | when the row was written |
-| rank, host, pid | which process wrote it |
-| process_start | when that process started, in clock ticks since its machine did; null where /proc does not say |
-| parallel_mode | `none`, `ddp`, `fsdp` or `hsdp`: how this process shares the model with others |
-| interval_seconds | time between two rows; much longer silence means that the process is gone or frozen |
-| status | `running`; the last row says `finished`, `stopped` (before the last step, as it was asked to) or `failed` |
+| unix_time_seconds | time of the row |
+| rank, host, pid | the process that wrote it |
+| process_start | start of that process, in clock ticks since its machine's; null without /proc |
+| parallel_mode | `none`, `ddp`, `fsdp` or `hsdp`: how processes share the model |
+| interval_seconds | time between two rows; a much longer silence means that the process is gone or frozen |
+| status | `running`; in the last row `finished`, `stopped` (by a signal, before the last step) or `failed` |
 | step | optimizer steps done |
-| phase | one of PHASES; `wait` for the other processes, `other` between two of them |
-| phase_seconds | how long the phase has lasted so far |
+| phase | one of PHASES; `wait` for the other processes, `other` between two phases |
+| phase_seconds | age of the phase |
 | expected_phase_seconds | median of the phase's recent times; null before it has ended once |
-| stall_limit_seconds | longer than this, without compilers, the phase is stalled; null where no limit is known yet |
+| stall_limit_seconds | at a greater age, without compilers, the phase is stalled; null if no limit is known yet |
 | typical_seconds | for each phase, the median of its last 200 times |
 | recent_seconds | for each phase, the median of its last 5 times |
 | total_seconds | for each phase, all of its time in this process |
 | compiling | a compiler of PyTorch or Triton is on the training thread's stack |
-| compile_seconds | how much of phase_seconds has passed until a compiler was last there; no limit counts it |
+| compile_seconds | the part of phase_seconds until a compiler was last there; no limit counts it |
 | where | the training thread's innermost Python frames |
 | memory_allocated_bytes, memory_reserved_bytes | CUDA: at the last phase change; CPU: resident now, null |
 | loss | nats per token, the last one known |
 | tokens_per_second | the last rate known |
 
-On a GPU the phases are host times: work that was queued in `forward` may be waited for in `optimizer`.
+On a GPU the phases are host times: the host may wait in `optimizer` for work that it queued in `forward`.
 """
 
 import math
@@ -62,39 +62,39 @@ PHASES = (
     "compile",
     "other",
 )
-# Who waits for another process is not the one that is stuck.
+# A phase without a limit; a process that waits for another is not the one that is stuck.
 _UNLIMITED = ("start", "compile", "wait")
 _TYPICAL_TIMES = 200
 _RECENT_TIMES = 5
 
 
 class Phases(Protocol):
-    """Whoever is told in which phase a step is: the heartbeat, or what stands before it."""
+    """The receiver of a step's phases: the heartbeat, or a tracer in front of it."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Say that the training thread is in this phase until the block ends."""
+        """Mark the block as this phase of the training thread."""
 
 
 class Heartbeat:
-    """Writes what one rank is doing; a context manager around the whole of training.
+    """Writes the state of one rank; a context manager around the whole of training.
 
     >>> with Heartbeat(run_directory / "heartbeat", rank=0) as heartbeat:
     ...     with heartbeat.phase("forward"):
     ...         loss = model(tokens, targets)
     ...     heartbeat.update(step=1, loss=loss.item())
 
-    Phases nest: leaving one returns to the one around it, whose clock starts afresh. Nothing here raises into
-    training: a full disk is warned about once.
+    Phases nest: after an inner phase the clock of the outer one starts anew. Nothing here raises into training: a full
+    disk gives one warning.
 
     Args:
         path: The run's `heartbeat` folder.
         rank: Rank of this process.
         interval_seconds: Time between two rows.
-        device: Where the model is, for the memory figures.
-        parallel_mode: `parallel.mode` as it was resolved.
+        device: Device of the model, for the memory figures.
+        parallel_mode: The resolved `parallel.mode`.
         minimum_stall_seconds: No phase counts as stalled before this age.
         stall_factor: Nor before this many times its median, nor before twice its longest recent time.
-        clock: Seconds since any moment; tests have one of their own.
+        clock: Seconds since any moment; for tests.
 
     Raises:
         ValueError: If interval_seconds, minimum_stall_seconds or stall_factor is not positive.
@@ -126,7 +126,7 @@ class Heartbeat:
         self.stall_factor = stall_factor
         self.parallel_mode = parallel_mode
         self.observers: list[Callable[[Row], None]] = []
-        """Called with every row in the heartbeat's thread; the watchdog is one."""
+        """Functions called with every row in the heartbeat's thread, such as the watchdog's."""
         self._clock = clock
         self._device = torch.device(device)
         self._lock = threading.Lock()
@@ -148,7 +148,7 @@ class Heartbeat:
         self._warned = False
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Say that the training thread is in this phase until the block ends.
+        """Mark the block as this phase of the training thread.
 
         Args:
             name: One of PHASES.
@@ -177,7 +177,7 @@ class Heartbeat:
             self._add_total(left)
             self._phases.pop()
             outer = self._phases[-1][0]
-            # After its first phase the process has started.
+            # `start` ends with the first phase.
             self._phases[-1] = ("other" if outer == "start" else outer, left)
             times = self._times.get(name)
             if times is None:
@@ -187,12 +187,12 @@ class Heartbeat:
     def update(
         self, *, step: int | None = None, loss: float | None = None, tokens_per_second: float | None = None
     ) -> None:
-        """Report progress; what is not given keeps its last value.
+        """Report progress; an argument that is None keeps its last value.
 
         Args:
             step: Optimizer steps done.
             loss: Nats per token, a number on the host.
-            tokens_per_second: Of the whole run, all ranks together.
+            tokens_per_second: Rate of all ranks together.
         """
         with self._lock:
             if step is not None:
@@ -206,7 +206,7 @@ class Heartbeat:
         """Stop the thread and write a last row.
 
         Args:
-            status: What the last row says: `finished`, `stopped` or `failed`.
+            status: Status of the last row: `finished`, `stopped` or `failed`.
         """
         if self._stop.is_set():
             return
@@ -218,14 +218,14 @@ class Heartbeat:
             self._thread.join()
 
     def current_phase(self) -> tuple[str, float]:
-        """The phase and the moment of the clock at which it began: together they name one entry into it."""
+        """The phase and its beginning by the clock: together they identify one entry into the phase."""
         with self._lock:
             return self._phases[-1]
 
     def snapshot(self, status: str = "running") -> Row:
-        """The row that describes this moment; see the module for its fields."""
+        """The row of this moment; see the module for its fields."""
         with self._lock:
-            # Before anything else, and while no phase can change: what follows may take a while on a busy machine.
+            # First, and while no phase can change: the rest may take a while on a busy machine.
             now, unix_time = self._clock(), time.time()
             phase, since = entry = self._phases[-1]
             times = {name: list(values) for name, values in self._times.items()}
@@ -265,9 +265,9 @@ class Heartbeat:
         }
 
     def _note_compiler(self, entry: tuple[str, float], now: float, compiling: bool) -> float:
-        """How much of this entry into a phase has passed until a compiler was last on the stack.
+        """Seconds of this entry into a phase until a compiler was last on the stack.
 
-        It was there until now also if the last look saw it and this one does not: nobody looked in between.
+        If the last row saw a compiler and this one does not, it counts until now: nothing was sampled in between.
         """
         with self._lock:
             if compiling or self._compiling_in == entry:
@@ -278,7 +278,7 @@ class Heartbeat:
     def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
         if phase in _UNLIMITED or not own_times:
             return None
-        # The longest time may be one compilation among many short steps: it counts twice, not stall_factor times.
+        # The longest time may be one compilation among many short steps, so its factor is 2, not stall_factor.
         learned = max(self.stall_factor * statistics.median(own_times), 2 * max(own_times))
         return _rounded(max(self.minimum_stall_seconds, learned))
 
@@ -287,14 +287,14 @@ class Heartbeat:
         self._totals[phase] = self._totals.get(phase, 0.0) + now - since
 
     def _sample_memory(self) -> None:
-        # In the training thread, once an interval: the CUDA allocator's lock may be held by a thread that
-        # hangs in the driver, and waiting for it would silence the heartbeat exactly when it is needed.
+        # In the training thread, once an interval: a thread that hangs in the driver may hold the CUDA allocator's
+        # lock, and a heartbeat that waits for it would fall silent when it is needed.
         self._memory_is_old = False
         if self._device.type != "cpu":
             self._memory = memory_statistics(self._device)
 
     def _run(self) -> None:
-        # One open file to the end: the run's folder may be moved, and is not made anew for the last row.
+        # The file stays open: if the run's folder is moved, the last row must not create it again.
         with JsonLinesWriter(self.path) as writer:
             while not self._stop.is_set():
                 self._beat(writer, "running")
@@ -326,7 +326,7 @@ class Heartbeat:
 
 
 class _Phase(AbstractContextManager[None]):
-    """One stay in a phase. Not a generator: after a step's arithmetic each line of Python comes from cold memory."""
+    """One stay in a phase. A class, because a generator runs more lines of Python in every step."""
 
     __slots__ = ("_entered", "_heartbeat", "_name")
 

@@ -1,4 +1,4 @@
-"""Append-only JSON lines that a crash, a full disk or a reader at the wrong moment cannot spoil."""
+"""Append-only JSON lines that survive a crash, a full disk and a reader at any moment."""
 
 import json
 import logging
@@ -18,13 +18,12 @@ logger = logging.getLogger("trifocal")
 class JsonLinesWriter:
     """Appends one JSON object a line; a failing disk costs rows, never the run.
 
-    Each row is one unbuffered write, so a killed process loses nothing that was written. When a write fails
-    or is cut short (a full disk), the torn part is cut off again, one warning is logged for the whole run,
-    and the next row is tried as if nothing had happened. A torn last line left by a crash is removed when the
-    file is opened.
+    Each row is one unbuffered write, so a killed process loses no written row. When a write fails or is cut short (a
+    full disk), the torn part is removed, one warning is logged for the whole run, and the next row is tried again.
+    Opening the file removes a torn last line of a crash.
 
     Args:
-        path: The file; it and its folder are created where missing.
+        path: The file; it and its folder are created if missing.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -43,14 +42,13 @@ class JsonLinesWriter:
         """Write one row.
 
         Args:
-            row: What json can write. Non-finite numbers become NaN and Infinity, as Python's json reads them.
+            row: JSON types only. Non-finite numbers become NaN and Infinity, which Python's json reads.
 
         Returns:
             Whether the row is in the file.
 
         Raises:
-            TypeError: If a value is not JSON (a tensor, for example): a mistake of the caller's, never of the
-                disk's.
+            TypeError: If a value is not a JSON type, such as a tensor.
         """
         line = (json.dumps(row, separators=(",", ":")) + "\n").encode()
         if self._file is None:
@@ -97,7 +95,7 @@ class JsonLinesWriter:
 
 
 def complete_size(path: Path) -> int:
-    """Bytes up to and with the last newline: what is left when a torn last line is cut off."""
+    """Bytes up to and including the last newline: the size without a torn last line."""
     with path.open("rb") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -117,8 +115,8 @@ def read_lines(
 
     Args:
         path: The file.
-        last_bytes: Read only about this many bytes from the end, whole lines of them; None reads everything.
-        required: Fields that every row has.
+        last_bytes: Read only the whole lines in about this many bytes at the end; None reads everything.
+        required: Fields that every row must have.
 
     Returns:
         The rows in order. A torn last line (no newline yet) is left out.

@@ -1,4 +1,4 @@
-"""Keys, tokens and passwords stay out of what a run writes about itself and out of its report."""
+"""Masks keys, tokens and passwords in a run's files and in its report."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,19 +13,19 @@ _SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*{_SECRET}[^=&#\s]*=)[^&#\s\"']+",
 
 
 def mask_text(text: str) -> str:
-    """A text with the user and password of its URLs, and secret parameters in their queries, made unreadable."""
+    """A text, with users, passwords and secret query parameters of its URLs masked."""
     return _SECRET_IN_QUERY.sub(rf"\1{MASK}", _USER_IN_URL.sub(f"{MASK}@", text))
 
 
 def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables; those with KEY, TOKEN, SECRET, PASSWORD or the like in their names have no values."""
+    """Environment variables; values are masked if the name has KEY, TOKEN, SECRET, PASSWORD or the like in it."""
     return {
         name: MASK if value and _SECRET_NAME.search(name) else mask_text(value) for name, value in variables.items()
     }
 
 
 def mask_arguments(arguments: Iterable[str]) -> list[str]:
-    """A command line; flags with such names, `--flag=value` or `--flag value`, have no values."""
+    """A command line; values of flags with such names, `--flag=value` or `--flag value`, are masked."""
     shown, secret = [], False
     for argument in arguments:
         flag, equals, _ = argument.partition("=")

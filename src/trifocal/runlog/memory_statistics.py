@@ -1,4 +1,4 @@
-"""How much memory this process uses, on the device that trains."""
+"""Memory of this process, on the device that trains."""
 
 import os
 import sys
@@ -13,7 +13,7 @@ class MemoryStatistics(NamedTuple):
 
     allocated_bytes: int
     reserved_bytes: int | None
-    """What the caching allocator holds from the driver; None on a CPU, which has no such allocator."""
+    """Memory that the caching allocator holds from the driver; None on a CPU."""
     peak_allocated_bytes: int
 
 
@@ -21,7 +21,7 @@ def memory_statistics(device: torch.device | str) -> MemoryStatistics:
     """Read the memory in use, without synchronising the device.
 
     Args:
-        device: Where the model is: a CUDA device, or anything else for the process's resident memory.
+        device: Device of the model: a CUDA device, or any other for the process's resident memory.
 
     Returns:
         The figures, in bytes.
@@ -40,7 +40,7 @@ def memory_statistics(device: torch.device | str) -> MemoryStatistics:
 
 
 def resident_bytes() -> int:
-    """Resident memory of this process, in bytes; where the system has no /proc, its peak."""
+    """Resident memory of this process, in bytes; without /proc, its peak."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except OSError:
@@ -49,7 +49,7 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """Largest resident memory of this process so far, in bytes; 0 where the system does not tell."""
+    """Largest resident memory of this process so far, in bytes; 0 if unknown."""
     try:
         import resource
     except ImportError:

@@ -1,17 +1,16 @@
-"""The run's one stream of metrics: `metrics.jsonl`.
+"""The run's metrics: `metrics.jsonl`.
 
-Every row is a JSON object with `kind`, `step` (optimizer steps done) and `unix_time_seconds`. Units are in
-the names.
+Every row is a JSON object with `kind`, `step` (optimizer steps done) and `unix_time_seconds`. Names include units.
 
 | kind | fields |
 |---|---|
 | `train` | loss (nats per token), learning_rate, gradient_norm, tokens_per_second, step_seconds, data_wait_seconds_p50, data_wait_seconds_p95, skipped_documents, tokens_seen, epoch, memory_allocated_bytes, memory_reserved_bytes, memory_peak_bytes, executed_mfu, dense_equivalent_mfu |
 | `evaluation` | validation_loss (nats per token), perplexity, bits_per_byte |
-| `event` | name, severity (info, warning, error), message, and what the event adds; docs/diagnostics.md has all names |
-| `telemetry` | layer, and what telemetry/attention_telemetry.py documents |
+| `event` | name, severity (info, warning, error), message, and fields of the event; docs/diagnostics.md has all names |
+| `telemetry` | layer, and the figures of telemetry/attention_telemetry.py |
 
-A number that is not finite is written as NaN or Infinity, as Python's json reads it. A value that does not
-exist on this machine (MFU on a CPU) is null or left out.
+A number that is not finite is written as NaN or Infinity, which Python's json reads. A value that does not exist on
+this machine (MFU on a CPU) is null or left out.
 """  # noqa: E501
 
 import logging
@@ -24,43 +23,40 @@ from typing import Any, Self
 
 from trifocal.errors import UserError
 from trifocal.runlog.jsonl import JsonLinesWriter, Row, read_lines
+from trifocal.runlog.readable import KIND_FIELDS
 from trifocal.runlog.sinks.thread import Sink, SinkThread
 
 logger = logging.getLogger("trifocal")
-
-# What readers need of the rows of a kind, whatever version wrote them.
-_REQUIRED = {"event": ("name", "severity", "message"), "telemetry": ("layer",)}
 
 
 class MetricsWriter:
     """Writes the metric rows of one run; see the module's table for their fields.
 
-    The stream has one line of history. Resuming from step s removes every row from the first one past s on,
-    so that what the interrupted process did after its last checkpoint does not appear twice, and adds a
+    Resuming from step s removes every row from the first one past s on, so that no step appears twice, and adds a
     `resumed` event.
 
     Args:
         path: The `metrics.jsonl`; appended to if it exists.
-        resume_step: The step of the checkpoint that the run goes on from; None for a new run.
-        sinks: Consumers of the same rows, each fed by a thread of its own. One that fails is warned about once, with
-            a warning and a `sink_failed` event, and then left alone.
+        resume_step: The step of the checkpoint from which the run resumes; None for a new run.
+        sinks: Consumers of the same rows, each in a thread of its own. A sink that fails gives one warning and a
+            `sink_failed` event, and gets no more rows.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, resume_step: int | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
-        # Not a plain lock: a sink that does not keep up is found, and written about, while a row is being written.
+        # Reentrant: writing a row may find a slow sink, which writes an event row.
         self._lock = threading.RLock()
         self._file = JsonLinesWriter(path)
         self._step = 0
-        self._sinks = [SinkThread(sink, self._say_failed) for sink in sinks]
+        self._sinks = [SinkThread(sink, self._report_failure) for sink in sinks]
         if resume_step is not None:
             rows_dropped = self._drop_after(resume_step)
             message = f"resumed from step {resume_step}, {rows_dropped} later rows dropped"
             self.event(resume_step, "resumed", message, rows_dropped=rows_dropped)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Append one row; any thread may.
+        """Append one row, from any thread.
 
         Args:
             kind: `train`, `evaluation`, `event`, `telemetry`, …
@@ -80,25 +76,25 @@ class MetricsWriter:
         Args:
             step: Optimizer steps done.
             name: A short fixed name: `checkpoint_saved`, `gate_shut`, `stalled`, …
-            message: One sentence for a person.
+            message: One sentence for the user.
             severity: `info`, `warning` or `error`.
             values: Further fields.
         """
         self.write("event", step, name=name, severity=severity, message=message, **values)
 
     def close(self) -> None:
-        """Close the sinks, waiting for them a bounded time, and the file."""
+        """Close the sinks, within a bounded time, and the file."""
         for sink in self._sinks:
             sink.close()
         self._file.close()
 
-    def _say_failed(self, sentence: str) -> None:
+    def _report_failure(self, sentence: str) -> None:
         logger.warning("%s", sentence)
         self.event(self._step, "sink_failed", sentence, severity="warning")
 
     @classmethod
     def silent(cls) -> "MetricsWriter":
-        """A writer that writes nothing, for every process but the first."""
+        """A writer that writes nothing, for every rank but 0."""
         return _SilentWriter()
 
     def _drop_after(self, step: int) -> int:
@@ -124,14 +120,14 @@ class _SilentWriter(MetricsWriter):
         """Opens nothing."""
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        """Take a row and forget it."""
+        """Drop the row."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing."""
 
 
 def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[Row]:
-    """Read the metric rows of a run, also of one that is still going.
+    """Read the metric rows of a finished or running run.
 
     Args:
         path: The `metrics.jsonl`.
@@ -141,12 +137,12 @@ def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[
         The rows in the order written; a torn last line is left out.
 
     Raises:
-        UserError: If the file is missing, or a complete line is not a JSON object with `kind` and `step`, or lacks
-            what every row of its kind has.
+        UserError: If the file is missing, or a complete line is not a JSON object with `kind`, `step` and the fields
+            of its kind.
     """
     rows = read_lines(path, required=("kind", "step"))
     for row in rows:
-        missing = [name for name in _REQUIRED.get(str(row["kind"]), ()) if name not in row]
+        missing = [name for name in KIND_FIELDS.get(str(row["kind"]), ()) if name not in row]
         if missing or type(row["step"]) is not int:
             wrong = f"without {missing[0]!r}" if missing else f"whose step is {row['step']!r}"
             raise UserError(f"{path}: there is a row of kind {row['kind']!r} {wrong}; remove that line")

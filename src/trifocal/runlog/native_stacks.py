@@ -1,4 +1,4 @@
-"""Stacks with the frames of C and C++ code, from py-spy, if it is installed."""
+"""Stacks with the frames of C and C++ code, by py-spy if it is installed."""
 
 import contextlib
 import ctypes
@@ -14,18 +14,18 @@ _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 
 
 def find_py_spy() -> str | None:
-    """Where py-spy is: on the path, or beside this interpreter."""
+    """Path of py-spy, on PATH or beside this interpreter; None without it."""
     return shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
 
 
 def native_stacks(seconds: float = 10.0) -> str:
-    """The stacks of this process's threads with native frames, or a sentence that says why there are none.
+    """The stacks of this process's threads with native frames, or the reason why there are none.
 
-    py-spy stops the process while it looks, for a second or a few. That is bounded from outside the process, by
-    `timeout`: a thread of this process could not end a py-spy that has stopped it.
+    py-spy stops the process for a second or a few. `timeout` bounds that from outside: a thread of the stopped process
+    could not.
 
     Args:
-        seconds: The longest that it may take.
+        seconds: The longest time for py-spy.
     """
     py_spy, timeout = find_py_spy(), shutil.which("timeout")
     if py_spy is None:
@@ -47,7 +47,7 @@ def native_stacks(seconds: float = 10.0) -> str:
 
 @contextlib.contextmanager
 def _traceable() -> Iterator[None]:
-    """Let another process of this user look into this one, where Linux allows that to ancestors alone."""
+    """Let other processes of this user trace this one, which some Linux settings allow to ancestors only."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is None:
         yield

@@ -1,4 +1,4 @@
-"""How far the run is, for the person who started it."""
+"""Progress of the run on the terminal."""
 
 import sys
 import time
@@ -15,16 +15,16 @@ from rich.progress import Progress as RichProgress
 class Progress:
     """Shows step, loss, tokens/s and the time left: a live bar on a terminal, plain lines elsewhere.
 
-    The plain lines (a log file, a pipe, CI) hold no control characters, and come at most every
-    `interval_seconds` besides the first and the last step.
+    The plain lines (a log file, a pipe, CI) have no control characters. Besides the first and the last step, they come
+    at most every `interval_seconds`.
 
     Args:
         total_steps: Steps of the whole run.
         start_step: Steps done before this process (a resumed run).
-        stream: Where to write; standard output by default.
+        stream: The output; standard output by default.
         interval_seconds: Least time between two plain lines.
-        enabled: False shows nothing (every rank but the first).
-        clock: Seconds since any moment; tests have one of their own.
+        enabled: False shows nothing (every rank but 0).
+        clock: Seconds since any moment; for tests.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Progress:
             self._task = self._bar.add_task("training", total=total_steps, completed=start_step, numbers="")
 
     def update(self, step: int, *, loss: float | None = None, tokens_per_second: float | None = None) -> None:
-        """Show that a step is done.
+        """Show a step.
 
         Args:
             step: Optimizer steps done.
-            loss: Nats per token; None keeps the last one shown.
-            tokens_per_second: Rate of the whole run; None keeps the last one shown.
+            loss: Nats per token; None keeps the last one.
+            tokens_per_second: Rate of the whole run; None keeps the last one.
         """
         if not self._enabled or step == self._last_step:
             return
@@ -94,7 +94,7 @@ class Progress:
             self._write(text)
 
     def remaining_seconds(self) -> float | None:
-        """Time left at the pace of the recent steps; None before the first one."""
+        """Time left at the rate of the recent steps; None before the first one."""
         (first_time, first_step), (last_time, last_step) = self._history[0], self._history[-1]
         if last_step <= first_step:
             return None
@@ -127,7 +127,7 @@ class Progress:
 
 
 def duration(seconds: float) -> str:
-    """A length of time for people: `0:42`, `3:07`, `2:05:00`, `3d 04:00`."""
+    """A duration as text: `0:42`, `3:07`, `2:05:00`, `3d 04:00`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     days, hour = divmod(hours, 24)

@@ -1,7 +1,6 @@
-"""Which rows of a run's files a reader can use: there are rows of other versions, and files that somebody has edited.
+"""The usable rows of a run's files, which may be of another version, or edited by hand.
 
-A row that lacks what every reader needs is left out and counted. Any other value of a wrong type is left out of its
-row, as if it had not been written.
+A row that lacks a required field is left out and counted. Any other value of a wrong type is left out of its row.
 """
 
 import math
@@ -11,14 +10,14 @@ from typing import Any, TypeGuard
 from trifocal.runlog.jsonl import Row
 
 _Test = Callable[[object], bool]
-# Beyond it no calendar of the system's goes.
+# The calendar functions of the system fail beyond it.
 _LAST_MOMENT = 1e11
 _LARGEST = 1e100
 _NOT_FINITE = (math.inf, -math.inf)
 
 
 def is_number(value: object) -> TypeGuard[int | float]:
-    """A finite number, not a flag, and none so large that sums of its squares are not finite."""
+    """Whether a value is a finite number, not a bool, and small enough for sums of squares to be finite."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
@@ -47,7 +46,7 @@ def _are_ages(value: object) -> bool:
 
 
 def _is_figure(value: object) -> bool:
-    """A number, also one that is not finite, as a loss may be."""
+    """Whether a value is null or a number, which may be non-finite, as a loss may be."""
     return value is None or is_number(value) or isinstance(value, float)
 
 
@@ -56,14 +55,14 @@ def _are_shares(value: object) -> bool:
 
 
 _METRICS: Mapping[str, _Test] = {"step": _is_count, "unix_time_seconds": _is_moment}
-_OF_KIND: Mapping[str, Mapping[str, _Test]] = {
+KIND_FIELDS: Mapping[str, Mapping[str, _Test]] = {
     "train": {},
     "evaluation": {},
     "telemetry": {"layer": _is_count},
     "event": {"name": _is_text, "severity": _is_text, "message": _is_text},
 }
 
-_BEAT: Mapping[str, _Test] = {
+HEARTBEAT_FIELDS: Mapping[str, _Test] = {
     "unix_time_seconds": _is_moment,
     "host": _is_text,
     "pid": _is_count,
@@ -72,7 +71,7 @@ _BEAT: Mapping[str, _Test] = {
     "phase": _is_text,
     "total_seconds": _are_ages,
 }
-# What stands for a field that is missing, or not what it should be.
+# The test of each other field, and the value in place of one that is missing or fails it.
 _REST_OF_BEAT: Mapping[str, tuple[_Test, Any]] = {
     "interval_seconds": (lambda value: is_number(value) and 0 < value <= _LAST_MOMENT, 5.0),
     "phase_seconds": (_is_age, 0.0),
@@ -92,29 +91,29 @@ _REST_OF_BEAT: Mapping[str, tuple[_Test, Any]] = {
 
 
 def readable_metrics(rows: Sequence[Row]) -> list[Row]:
-    """The metric rows that have what every reader needs."""
+    """The metric rows that have the required fields, without values of a wrong type."""
     kept = []
     for row in rows:
-        needed = {**_METRICS, **_OF_KIND.get(row["kind"], {})} if _is_text(row["kind"]) else None
+        needed = {**_METRICS, **KIND_FIELDS.get(row["kind"], {})} if _is_text(row["kind"]) else None
         if needed is None or not _has(row, needed):
             continue
         if row["kind"] in ("train", "evaluation", "telemetry"):
             tests = {"kind": _is_text, "selected_distance_shares": _are_shares, **needed}
             row = {name: value for name, value in row.items() if tests.get(name, _is_figure)(value)}
         if row["kind"] == "telemetry":
-            # Charts of layers have no place for what is not finite.
+            # Charts of layers cannot show non-finite values.
             row = {name: None if value in _NOT_FINITE or value != value else value for name, value in row.items()}
         kept.append(row)
     return kept
 
 
 def readable_beats(rows: Sequence[Row]) -> list[Row]:
-    """The heartbeat rows that have what every reader needs, with something in every other field."""
+    """The heartbeat rows that have the required fields, with defaults in the others."""
     rest = _REST_OF_BEAT.items()
     return [
         row | {name: row[name] if name in row and test(row[name]) else default for name, (test, default) in rest}
         for row in rows
-        if _has(row, _BEAT)
+        if _has(row, HEARTBEAT_FIELDS)
     ]
 
 

@@ -1,4 +1,4 @@
-"""What a run directory holds, read from the files alone: of a finished run, a running one or a broken one."""
+"""Reads a run directory, of a finished, running or broken run."""
 
 import itertools
 import json
@@ -10,18 +10,15 @@ from typing import Any
 
 from trifocal.errors import UserError
 from trifocal.runlog.jsonl import Row, read_lines
-from trifocal.runlog.metrics import read_metrics
-from trifocal.runlog.readable import is_number, readable_beats, readable_metrics
+from trifocal.runlog.readable import HEARTBEAT_FIELDS, is_number, readable_beats, readable_metrics
 
-# A heartbeat row is well under 2 KiB; its last row is found without reading a day of beats.
+# A heartbeat row is well under 2 KiB, so this much of the end has the last row.
 _TAIL_BYTES = 65536
-# What a reader needs of every row of a heartbeat, whatever version wrote it.
-_BEAT_FIELDS = ("unix_time_seconds", "host", "pid", "status", "step", "phase", "total_seconds")
 
 
 @dataclass
 class Run:
-    """A run as its files tell it."""
+    """The content of a run's files."""
 
     directory: Path
     name: str
@@ -31,59 +28,59 @@ class Run:
     config_text: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     heartbeats: dict[int, list[Row]] = field(default_factory=dict)
-    """Rows of every rank; the last row alone if read with `whole_heartbeats=False`."""
+    """Rows of every rank; only the last row with `whole_heartbeats=False`."""
     samples: list[tuple[int, str]] = field(default_factory=list)
     """Step and text, in order of steps."""
     pictures: list[Path] = field(default_factory=list)
     """Files of telemetry/attention_picture.py, in order of steps."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Of each file, the rows that lack what every reader needs."""
+    """Number of rows without the required fields, by file."""
 
     def of_kind(self, kind: str) -> list[Row]:
         """The metric rows of one kind."""
         return [row for row in self.rows if row.get("kind") == kind]
 
     def series(self, kind: str, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it exists and is finite."""
+        """Steps and values of one metric, from the rows where it exists and is finite."""
         rows = [row for row in self.of_kind(kind) if is_number(row.get(name))]
         return [row["step"] for row in rows], [float(row[name]) for row in rows]
 
     def last_telemetry(self) -> list[Row]:
-        """What the telemetry saw when it last looked, layer by layer; empty if it never did."""
+        """The last telemetry rows, one for each layer; empty without telemetry."""
         rows = self.of_kind("telemetry")
         return sorted((row for row in rows if row["step"] == rows[-1]["step"]), key=lambda row: row["layer"])
 
     @property
     def total_steps(self) -> int | None:
-        """Steps that the config asks for."""
+        """Steps in the config."""
         steps = self.config.get("train", {}).get("steps")
         return steps if isinstance(steps, int) else None
 
     @property
     def last_step(self) -> int:
-        """The last step that any row knows."""
+        """The last step in any row."""
         beats = [rows[-1]["step"] for rows in self.heartbeats.values() if rows]
         return max([row["step"] for row in self.rows] + beats, default=0)
 
     def note_left_out(self, file: str, rows: int) -> None:
-        """Count rows of a file that are left out."""
+        """Note the number of rows of a file that are left out."""
         if rows:
             self.left_out[file] = rows
 
     def complaints(self) -> list[str]:
         """A sentence for each file with rows that are left out."""
         return [
-            f"{rows:,} row{'s' if rows > 1 else ''} of {file} lack{'' if rows > 1 else 's'} what every reader needs, "
+            f"{rows:,} row{'s' if rows > 1 else ''} of {file} lack{'' if rows > 1 else 's'} required fields, "
             f"and {'are' if rows > 1 else 'is'} left out"
             for file, rows in self.left_out.items()
         ]
 
     def phase_seconds(self, rank: int = 0) -> dict[str, float]:
-        """Time of a rank by phase, over all of the processes (resumes) that wrote its heartbeat."""
+        """Time of a rank by phase, over all processes (resumes) that wrote its heartbeat."""
         totals: dict[str, float] = {}
         rows = self.heartbeats.get(rank, [])
         for row, following in itertools.zip_longest(rows, rows[1:]):
-            # A process's last row has its whole time; process ids repeat across hosts and reboots, clocks do not.
+            # Only a process's last row counts: it has the totals of that process.
             if following is None or following["pid"] != row["pid"] or following["host"] != row["host"]:
                 for phase, seconds in row["total_seconds"].items():
                     totals[phase] = totals.get(phase, 0.0) + seconds
@@ -95,13 +92,13 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
 
     Args:
         directory: The run directory.
-        whole_heartbeats: False reads only the last row of every rank: enough to watch.
+        whole_heartbeats: False reads only the last row of every rank, for watching.
 
     Returns:
         The run. Parts that do not exist are empty.
 
     Raises:
-        UserError: If there is no run, or one of its files cannot be read.
+        UserError: If there is no run, or a file cannot be read.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -109,7 +106,8 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
     metrics, heartbeat = directory / "metrics.jsonl", directory / "heartbeat"
     if not metrics.exists() and not heartbeat.is_dir():
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
-    rows = read_metrics(metrics) if metrics.is_file() else []
+    # Not read_metrics, which refuses rows that this reader leaves out and counts.
+    rows = read_lines(metrics, required=("kind", "step")) if metrics.is_file() else []
     run = Run(directory, directory.resolve().name, readable_metrics(rows))
     run.note_left_out(metrics.name, len(rows) - len(run.rows))
     config = directory / "config.toml"
@@ -130,7 +128,7 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
     for path in _files(heartbeat, "rank*.jsonl"):
         match = re.fullmatch(r"rank(\d+)\.jsonl", path.name)
         last_bytes = None if whole_heartbeats else _TAIL_BYTES
-        rows = read_lines(path, last_bytes=last_bytes, required=_BEAT_FIELDS) if match else []
+        rows = read_lines(path, last_bytes=last_bytes, required=HEARTBEAT_FIELDS) if match else []
         beats = readable_beats(rows)
         run.note_left_out(f"heartbeat/{path.name}", len(rows) - len(beats))
         if match and beats:
@@ -145,5 +143,5 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:
-    # In a folder that others write to there may be pipes, which would be waited for.
+    # Only files: reading a pipe that somebody put there would block.
     return [path for path in folder.glob(pattern) if path.is_file()]

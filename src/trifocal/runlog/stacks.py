@@ -1,4 +1,4 @@
-"""Where the threads of this process are: one line for a heartbeat, everything for a dump."""
+"""Stacks of this process's threads: one line for a heartbeat, all frames for a dump."""
 
 import contextlib
 import faulthandler
@@ -18,13 +18,12 @@ _COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_
 class StackDump:
     """On SIGUSR1, writes the Python stack of every thread into the run's dumps, without stopping the run.
 
-    faulthandler does it from the signal itself, so it works while the main thread is busy in C code or holds
-    the interpreter's lock: `kill -USR1 PID`. Needs the main thread's process to have the signal (not on
-    Windows, where this does nothing).
+    faulthandler writes in the signal handler itself, so it works while the main thread is busy in C code or holds the
+    interpreter's lock: `kill -USR1 PID`. Does nothing on Windows, which lacks the signal.
 
     Args:
         directory: The run's `dumps` folder; stacks are appended to `stacks_rank{rank}.txt` there. If that cannot be
-            opened, which is warned about, they go to the standard error.
+            opened, they go to standard error, with a warning.
         rank: The rank of this process.
     """
 
@@ -54,7 +53,7 @@ class StackDump:
             return 0
 
     def close(self) -> None:
-        """Give the signal back and close the file; an empty one is removed."""
+        """Restore the signal and close the file; an empty one is removed."""
         if self.file.closed:
             return
         if self._registered:
@@ -74,25 +73,25 @@ class StackDump:
 
 
 def running_threads() -> frozenset[int]:
-    """Every thread that runs Python code now, also those that `threading` does not know."""
+    """Every thread that runs Python code now, including those unknown to `threading`."""
     return frozenset(sys._current_frames())
 
 
 def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozenset()) -> tuple[str, bool]:
     """The innermost frames of the training thread, and whether it is compiling.
 
-    Python code that the autograd engine runs in its own threads (hooks, on CUDA) is looked at first: while
-    such a thread has a frame, the training thread only waits for it. They are told by being unknown to `threading`
-    and younger than the training: another library's threads of that kind were there before.
+    Frames of the autograd engine's own threads (hooks, on CUDA) come first: meanwhile the training thread only waits.
+    The engine's threads are unknown to `threading` and younger than the training; such threads of other libraries are
+    older.
 
     Args:
-        main_thread: `threading.get_ident()` of the thread that trains.
-        depth: How many frames to name.
+        main_thread: `threading.get_ident()` of the training thread.
+        depth: Number of frames.
         others: `running_threads()` from before the training; none of them is the engine's.
 
     Returns:
-        `function (file.py:line) < caller (file.py:line) < …`, empty if the thread is gone or asks itself; and whether a
-        compiler of PyTorch or Triton is on its stack.
+        `function (file.py:line) < caller (file.py:line) < …`, empty if the thread is gone or is the calling one; and
+        whether a compiler of PyTorch or Triton is on its stack.
     """
     known = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
     known |= others | {main_thread}
@@ -106,10 +105,10 @@ def where(main_thread: int, depth: int = 3, *, others: frozenset[int] = frozense
 
 
 def _stacks(main_thread: int, known: set[int | None]) -> list[tuple[CodeType, int]]:
-    """Code and line of every frame of the threads that are not known, and then of the training's.
+    """Code and line of every frame of the unknown threads, then of the training thread.
 
-    A frame holds what its function names, tensors too, for as long as anybody holds the frame. So none leaves this
-    function; and not its own either, which would hold all others in a circle until the garbage collector finds it.
+    A frame keeps its local variables alive, tensors too, so no frame leaves this function. The frame of this function
+    is dropped as well: it would form a reference cycle with all the others.
     """
     frames = sys._current_frames()
     del frames[threading.get_ident()]

@@ -1,4 +1,4 @@
-"""The page of a dump that says in words what is stuck where."""
+"""`summary.md` of a dump: the stuck ranks, in words."""
 
 import time
 from pathlib import Path
@@ -15,19 +15,19 @@ _LAST_ROWS = 3
 _LAST_FIGURES = ("loss", "gradient_norm", "tokens_per_second", "step_seconds")
 _HINTS = {
     "data": "The loader gives no batch: look at the source (a network, a disk) and at the loader's thread.",
-    "forward": "If it stands in a collective, another rank did not come: compare the ranks' stacks below.",
+    "forward": "If it waits in a collective, another rank has not called it: compare the ranks' stacks below.",
     "backward": "Look for a hook or a collective at the top of the stacks; with several ranks, compare them.",
-    "optimizer": "On a GPU the host waits here for everything queued before: the cause may be an earlier kernel.",
+    "optimizer": "On a GPU the host waits here for all earlier work: the cause may be an earlier kernel.",
     "checkpoint": "The disk does not take the checkpoint: look at free space and at the file system.",
     "evaluate": "The validation source or a collective does not answer.",
-    "telemetry": "A forward pass of one sequence that looks at the attention: compare the ranks' stacks below.",
-    "sample": "The model is writing a sample: look whether it is still adding tokens.",
+    "telemetry": "A forward pass of one sequence for the attention's figures: compare the ranks' stacks below.",
+    "sample": "The model is writing a sample: see whether it still adds tokens.",
 }
 _FILES = (
     ("stacks_rank*.txt", "the Python stacks of all threads, the most recent call first"),
     ("native_stacks_rank*.txt", "the same with the frames of C and C++ code"),
-    ("collectives_rank*.txt", "the last collectives, and which of them have not ended"),
-    ("cuda_memory_rank*.txt", "what fills the GPU's memory"),
+    ("collectives_rank*.txt", "the last collectives; those that have not ended come first"),
+    ("cuda_memory_rank*.txt", "PyTorch's summary of the GPU's memory"),
 )
 
 
@@ -36,11 +36,11 @@ def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row,
 
     Args:
         directory: The run.
-        folder: The dump, with what is in it so far.
-        rank: Who began the dump.
-        what: What it says of itself, after "Rank N".
+        folder: The dump, with its files so far.
+        rank: The rank that began the dump.
+        what: Its state, as words after "Rank N".
         row: Its heartbeat row.
-        answers: What the ranks, this one too, have said since.
+        answers: The answers of the ranks so far, this one included.
 
     Returns:
         Markdown.
@@ -89,7 +89,7 @@ def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row,
 
 
 def _last_metrics(run: Run) -> list[str]:
-    """The last rows of training as a table, and what was worth a word in the run's events."""
+    """The last rows of training as a table, then the last warnings and errors."""
     rows = run.of_kind("train")[-_LAST_ROWS:]
     if not rows:
         return ["None yet."]

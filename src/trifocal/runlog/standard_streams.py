@@ -1,4 +1,4 @@
-"""Standard output and standard error that may be lost: a broken pipe, a full disk, a closed terminal."""
+"""Keeps a run alive when standard output or standard error is lost: a broken pipe, a full disk, a closed terminal."""
 
 import os
 import sys
@@ -8,9 +8,9 @@ from typing import Any, Self, TextIO, cast
 
 
 class LastingStreams:
-    """While active, a write to `sys.stdout` or `sys.stderr` never raises because the stream is lost.
+    """While active, a write to a lost `sys.stdout` or `sys.stderr` does not raise.
 
-    Each write is tried, so that output comes back when a disk has room again. Contexts nest: an inner one uses the
+    Every write is tried, so that output returns when a disk has room again. Contexts nest: an inner one uses the
     streams of the outer one.
     """
 
@@ -19,7 +19,7 @@ class LastingStreams:
         self._streams: list[_LastingStream] = []
 
     def news(self) -> list[str]:
-        """A sentence for each stream that is lost, once in the life of the stream."""
+        """A sentence for each newly lost stream."""
         found = [stream for stream in self._streams if stream.error and not stream.told]
         for stream in found:
             stream.told = True
@@ -42,7 +42,7 @@ class LastingStreams:
 
 
 class _LastingStream:
-    """A stream whose `write` and `flush` note an error instead of raising it; all else is the stream's own."""
+    """A stream with a `write` and a `flush` that note errors instead of raising them."""
 
     def __init__(self, stream: TextIO, title: str, error: str = "") -> None:
         self._stream = stream
@@ -80,22 +80,22 @@ def _lasting(stream: TextIO | None, title: str) -> _LastingStream:
 
 
 def open_closed_descriptors() -> None:
-    """Open /dev/null in place of each standard stream that the process was started without (`>&-`).
+    """Open /dev/null in place of each standard stream that was closed at the start (`>&-`).
 
-    Otherwise the next file that is opened gets its number, and libraries write their messages into that file.
+    Otherwise the next open file gets its number, and libraries write their messages into that file.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            # The system gives the lowest free number, which is this one.
+            # The system gives the lowest free number: this one.
             os.open(os.devnull, os.O_RDWR)
 
 
 def discard_lost_output() -> None:
-    """Drop what cannot be written any more.
+    """Drop output that cannot be written.
 
-    Python would try again when the process ends, and end it with status 120.
+    Python would try again at exit, and end with status 120.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

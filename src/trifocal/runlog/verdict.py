@@ -1,16 +1,16 @@
-"""Is a rank running, slow, stalled, finished, stopped or dead: judged from its heartbeat alone.
+"""The state of a rank (running, slow, stalled, finished, stopped, failed or dead) from its heartbeat alone.
 
 | state | when |
 |---|---|
-| finished, stopped, failed | the last row says so |
-| dead | rows are late and the process is gone (its number may be another's); 3 intervals and 10 s from another host |
+| finished, stopped, failed | by the status of the last row |
+| dead | rows are late and the process is gone (its id may be another's); 3 intervals and 10 s from another host |
 | stalled | the phase is older than the limit learned from the run, or the process is stopped, or exists and is silent |
 | slow | the phase lasts 3 times its median and 1 s longer, or its last 5 times were twice it, by a tenth of a step |
-| running | otherwise; a phase without a past has no expectation: it is running, and the reason says since when |
+| running | otherwise; for the first phase of its kind the reason gives its age |
 
-The age of a phase is that of the last row: a short step may have ended many times since. It grows with the time since
-then only when rows are late, by two intervals; who cannot write a row is not taking steps either. What a compiler has
-taken of a phase is no part of its age.
+The age of a phase is that in the last row: a short step may have ended many times since. It grows with the time since
+then only if rows are late, by two intervals: a process that writes no rows takes no steps either. Compile time does not
+count as age.
 """
 
 import socket
@@ -39,11 +39,11 @@ _WHY_SILENT = {"D": "it waits for a disk or a device in the kernel"}
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to think of a rank."""
+    """The state of a rank, with the reason."""
 
     state: State
     reason: str
-    """One line for a person: which phase, how long, how many times its median, where."""
+    """One line: the phase, its age, the ratio to its median, the place in the code."""
 
 
 def judge(row: Row, now: float | None = None) -> Verdict:
@@ -51,7 +51,7 @@ def judge(row: Row, now: float | None = None) -> Verdict:
 
     Args:
         row: The last row; see runlog/heartbeat.py for its fields.
-        now: Seconds since the epoch; the present by default.
+        now: Seconds since the epoch; now by default.
 
     Returns:
         The verdict.
@@ -77,7 +77,7 @@ def judge(row: Row, now: float | None = None) -> Verdict:
 
 
 def _state(row: Row) -> str:
-    """Linux's letter for what the row's process does; X also where another process has its number by now."""
+    """Linux's letter for the state of the row's process; X also if another process has its id now."""
     began, now = row.get("process_start"), process_start(row["pid"])
     return "X" if None not in (began, now) and began != now else process_state(row["pid"])
 
@@ -103,7 +103,7 @@ def _present(row: Row, silence: float) -> Verdict:
     whole = row["phase_seconds"] + silence
     if row["compiling"]:
         return Verdict("running", f"compiling in {phase} for {duration(whole)}")
-    # Rows of runs from before this field existed lack it.
+    # Rows of older versions lack this field.
     age = whole - row.get("compile_seconds", 0.0)
     if limit is not None and age > limit:
         since = time.strftime("%H:%M:%S", time.localtime(row["unix_time_seconds"] - row["phase_seconds"]))

@@ -1,13 +1,13 @@
-"""Notices a stall from inside, and leaves behind what a person needs to understand it.
+"""Finds a stall from inside the process, and writes a dump about it.
 
-Past the limit that the heartbeat has learned for the phase (never in `start`, `compile` or `wait`, never before a
-phase has ended once), or on SIGUSR1, `dumps/` gets a folder with
+When a phase passes the limit that the heartbeat has learned for it (never in `start`, `compile` or `wait`, never before
+the phase has ended once), or on SIGUSR1, `dumps/` gets a folder with
 
-- `summary.md`: one page in words: which rank is stuck in what, since when, where, who waits for whom;
-- the files of runlog/dump.py, from every rank whose watchdog is alive.
+- `summary.md`: one page in words: the stuck ranks, their phase, its age, the place in the code, and the ranks that they
+  wait for;
+- the files of runlog/dump.py, from every rank with a live watchdog.
 
-The training goes on, on a full disk too. One dump is made for a stall, however long it lasts and however many ranks
-it has reached.
+Training continues, also on a full disk. A stall gets one dump, whatever its length and the number of its ranks.
 """
 
 import faulthandler
@@ -31,9 +31,9 @@ from trifocal.runlog.stacks import StackDump
 from trifocal.runlog.stall_summary import stall_summary
 from trifocal.runlog.whole_files import write_whole
 
-# A rank that finds itself stalled this soon after another adds to its dump.
+# A rank that stalls this soon after another adds to the other's dump.
 _SAME_STALL_SECONDS = 60.0
-# The others look for dumps with every row of their heartbeats; py-spy takes its time after that.
+# The other ranks look for dumps with every row of their heartbeats; then py-spy needs time.
 _ANSWER_INTERVALS = 2.0
 _ANSWER_SECONDS = 15.0
 _POLL_SECONDS = 0.2
@@ -43,11 +43,11 @@ class Watchdog:
     """Watches the process's own heartbeat; a context manager inside the heartbeat's.
 
     Args:
-        heartbeat: The heartbeat of this process; its thread does the watching.
+        heartbeat: The heartbeat of this process; the watchdog runs in its thread.
         run_directory: Dumps go to `dumps` in it.
-        device: Where the process computes.
-        on_stall: Called in the heartbeat's thread with a sentence and the dump's folder, once for each stall: the
-            place to write an event. Without it the sentence is logged as a warning.
+        device: Device of the process.
+        on_stall: Called in the heartbeat's thread with a sentence and the dump's folder, once for each stall. Without
+            it the sentence is logged as a warning.
     """
 
     def __init__(
@@ -69,9 +69,9 @@ class Watchdog:
         self._seen: set[Path] = set(self._folders())
 
     def observe(self, row: Row) -> None:
-        """Look at one heartbeat row; called by the heartbeat's thread."""
-        # If no thread of Python's gets to run for that long, C code holds the interpreter's lock: faulthandler's own
-        # thread, which needs no lock, writes the stacks.
+        """Check one heartbeat row; called by the heartbeat's thread."""
+        # If no Python thread runs for that long, C code holds the interpreter's lock: then faulthandler's own thread,
+        # which needs no lock, writes the stacks.
         frozen_seconds = max(self._heartbeat.minimum_stall_seconds, 3 * row["interval_seconds"])
         faulthandler.dump_traceback_later(frozen_seconds, file=self._stacks.file)
         self._answer_other_ranks(row)
@@ -99,7 +99,7 @@ class Watchdog:
             self._on_stall(sentence, folder)
 
     def _current_stall(self) -> Path | None:
-        """The dump that another rank has just begun, which has this rank's answer already."""
+        """The dump that another rank has just begun, and that already has this rank's answer."""
         for folder in self._seen:
             try:
                 recent = time.time() - folder.stat().st_mtime < _SAME_STALL_SECONDS
@@ -121,12 +121,12 @@ class Watchdog:
         except OSError as error:
             logger.warning("cannot write the dump %s (%s); training goes on", folder, error)
         else:
-            # Not in the heartbeat's thread, which must go on beating.
+            # Not in the heartbeat's thread, which must keep writing rows.
             self._in_background(self._complete, folder, what, row)
         return folder
 
     def _complete(self, folder: Path, what: str, row: Row) -> None:
-        """Add what takes a moment, and what the other ranks answer as they do."""
+        """Add the slow parts, and rewrite the summary as the other ranks answer."""
         write_details(folder, self._rank, row, self._device)
         others = self._running_ranks() - {self._rank}
         deadline = time.monotonic() + _ANSWER_INTERVALS * row["interval_seconds"] + _ANSWER_SECONDS
@@ -180,5 +180,5 @@ class Watchdog:
     ) -> None:
         self._heartbeat.observers.remove(self.observe)
         self._stacks.close()
-        # Last: the heartbeat's thread may have set it once more, and the file's number will be another's.
+        # Last: the heartbeat's thread may have set the timer again, and the closed file's number may be reused.
         faulthandler.cancel_dump_traceback_later()

@@ -1,29 +1,28 @@
-"""Files that are there whole or not at all."""
+"""Files that are complete or absent."""
 
 import os
 from pathlib import Path
 
 
 def partial_name(name: str) -> str:
-    """What a file is called while it is written."""
+    """Name of a file while it is being written."""
     return f".{name}.partial"
 
 
 def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> None:
-    """Write a file under another name, and give it its own: nobody ever sees a part of it.
+    """Write a file under another name, then rename it: no reader sees a part of it.
 
     Args:
-        path: The file; one that is there is replaced, also where it is a link or a device: not for a path that a
-            person gives.
-        content: Bytes, or text for UTF-8.
-        flush: Have it on the disk before it gets its name, so that a power cut leaves it or the earlier one.
+        path: The file. An existing one is replaced, even a link or a device, so this is not for paths of the user.
+        content: Bytes, or text to encode in UTF-8.
+        flush: Flush to the disk before the rename, so that a power cut leaves the new or the earlier file.
 
     Raises:
-        OSError: If the disk does not take it; the earlier file stays.
+        OSError: If writing fails; the earlier file stays.
     """
     partial = path.with_name(partial_name(path.name))
     try:
-        # What is there, of a process that was killed or planted by somebody else, is not written through.
+        # A leftover of a killed process, or a link that somebody planted, must not be written through.
         partial.unlink(missing_ok=True)
         with partial.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)

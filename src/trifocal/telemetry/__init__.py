@@ -1,4 +1,4 @@
-"""What the attention does during a run: gates, chosen blocks, and the attention picture."""
+"""Figures of the attention during a run: gates, selected blocks, and the attention picture."""
 
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry
 

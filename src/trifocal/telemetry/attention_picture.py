@@ -1,17 +1,17 @@
-"""The attention picture of a run: what each branch reads, for one sequence of validation text.
+"""The attention picture: the keys that each branch reads, for one sequence of validation text.
 
-At every evaluation the trainer stores the same sequence in `attention/step_*.npz` (numpy, compressed, no pickles; well
-under 1 MB): Q evenly spaced queries of the T tokens, in all L layers, G groups, J selection blocks.
+At every evaluation the trainer stores the picture of the same sequence in `attention/step_*.npz` (compressed numpy, no
+pickles; well under 1 MB): Q evenly spaced queries of the T tokens, in all L layers, G groups, J selection blocks.
 
 | array | type and shape | meaning |
 |---|---|---|
 | header | uint8, [bytes] | JSON in UTF-8: `version` (1), `step`, `geometry` (the six sizes and the window), `texts` (one for each token) |
 | positions | int32, [T] | position of each token in its document |
 | documents | int32, [T] | document of each token |
-| queries | int32, [Q] | which tokens' queries are described |
-| selected | int16, [L, Q, G, N] | chosen blocks, ascending, counted from the start of the query's document; -1 pads |
+| queries | int32, [Q] | index of each query's token |
+| selected | int16, [L, Q, G, N] | selected blocks, ascending, counted from the start of the query's document; -1 pads |
 | importance | uint8, [L, Q, G, J] | share of the importance (Eq. 9, 10) in each block, as round(255 * sqrt(share)) |
-| dense | uint8, [L, Q, G, J] | what full attention over the selected branch's keys would give each block, in the same code |
+| dense | uint8, [L, Q, G, J] | share of full attention over the selected branch's keys in each block, in the same code |
 | gates | uint8, [L, Q, G, 3] | gates of cmp, slc, win, mean over the group's heads, as round(255 * gate) |
 
 The window needs no array: a query reads the last `window_size` tokens of its document, its own included.
@@ -42,7 +42,7 @@ _ARRAYS = ("positions", "documents", "queries", "selected", "importance", "dense
 
 @dataclass(frozen=True)
 class AttentionPicture:
-    """What the branches of every layer read of one sequence; the module's table says what each array holds."""
+    """The keys that the branches of every layer read in one sequence; see the module's table of arrays."""
 
     step: int
     geometry: Geometry
@@ -56,10 +56,10 @@ class AttentionPicture:
     gates: NDArray[np.uint8]
 
     def save(self, path: Path) -> None:
-        """Write the file; whoever reads at the same time sees the whole of it or nothing.
+        """Write the file; a reader never sees a part of it.
 
         Raises:
-            OSError: If the disk does not take it.
+            OSError: If writing fails.
         """
         header = {"version": VERSION, "step": self.step, "geometry": asdict(self.geometry), "texts": self.texts}
         content = io.BytesIO()
@@ -71,7 +71,7 @@ class AttentionPicture:
 
 
 def read_picture(path: Path) -> AttentionPicture:
-    """Read what `AttentionPicture.save` wrote.
+    """Read a file of `AttentionPicture.save`.
 
     Raises:
         UserError: If the file is damaged or of another version; names it.
@@ -80,7 +80,7 @@ def read_picture(path: Path) -> AttentionPicture:
         with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
             header = json.loads(file["header"].tobytes())
             arrays = {name: file[name] for name in _ARRAYS}
-    except Exception as error:  # What damage makes of the archive and its headers is no few kinds of error.
+    except Exception as error:  # A damaged archive raises many kinds of errors.
         raise UserError(f"cannot read the attention picture {path} ({error}); remove it") from error
     if header["version"] != VERSION:
         raise UserError(f"{path} is of version {header['version']}, this Trifocal reads version {VERSION}")
@@ -88,7 +88,7 @@ def read_picture(path: Path) -> AttentionPicture:
 
 
 def picture_queries(num_tokens: int, cells_per_query: int) -> int:
-    """How many queries a picture describes.
+    """Number of queries in a picture.
 
     Args:
         num_tokens: T.
@@ -98,11 +98,11 @@ def picture_queries(num_tokens: int, cells_per_query: int) -> int:
 
 
 def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]:
-    """The part of the picture that shows some layers, in the code of the file, still on the device.
+    """The picture's arrays of some layers, encoded as in the file, on the device.
 
     Args:
-        layer: What they computed.
-        queries: Which queries, [Q].
+        layer: Tensors of the layers.
+        queries: Indices of the queries, [Q].
     """
     importance = block_importance(layer, queries)
     importance = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
@@ -130,8 +130,8 @@ def assemble(
         geometry: Block sizes, in tokens.
         texts: The text of each token.
         documents: Packed documents, if there are several.
-        queries: Which queries, [Q].
-        layers: From `describe_layers`, with a dimension of layers in front.
+        queries: Indices of the queries, [Q].
+        layers: From `describe_layers`, with a leading dimension of layers.
     """
     num_tokens = len(texts)
     maps = {name: map_of_layers.cpu().numpy() for name, map_of_layers in layers.items()}
@@ -143,5 +143,5 @@ def assemble(
 
 
 def _root_code(share: Tensor) -> Tensor:
-    """Shares between 0 and 1 as a byte of their square root: small ones keep some digits."""
+    """Shares between 0 and 1 as a byte of their square root, which keeps small shares apart."""
     return (255 * share.clamp(0, 1).sqrt()).round().to(torch.uint8)

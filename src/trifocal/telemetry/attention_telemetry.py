@@ -1,18 +1,18 @@
-"""What the attention does during a run: gates and chosen blocks of every layer, as `telemetry` rows.
+"""Gates and selected blocks of every layer during a run, as `telemetry` rows.
 
-Measured on the first sequence of a batch by a forward pass of its own, without gradient: nothing is added to the
-training step, compiled or not, and the cost is one sequence's forward pass, and full attention of some of its queries,
-every `interval` steps. The host waits for the device once, at the end.
+Measured on the first sequence of a batch by a separate forward pass without gradient: the training step itself,
+compiled or not, is unchanged. The cost is the forward pass of one sequence, and full attention of some of its queries,
+every `log.telemetry_interval_steps` steps. The host waits for the device once, at the end.
 
-A row has `layer` and the figures that telemetry/statistics.py documents; those that compare with full
-attention are null where every query reads all that it may. Alarms are events, once when a state begins, and an `info`
-event with the suffix `_over` when it ends:
+A row has `layer` and the figures of telemetry/statistics.py. The figures that compare with full attention are null if
+every query reads all its candidates. An alarm is an event when a state begins, and an `info` event with the suffix
+`_over` when it ends:
 
 | event | when |
 |---|---|
 | gate_shut | a branch's mean gate in a layer is below SHUT_GATE: the branch adds nothing there |
 | gate_saturated | a branch's gate entropy in a layer is below SATURATED_ENTROPY: its gates are stuck at 0 or 1 |
-| choices_local | of the choices that were free, more than LOCAL_SHARE lie inside the window: selection adds nothing |
+| choices_local | more than LOCAL_SHARE of the free choices lie inside the window: selection adds nothing |
 """
 
 import math
@@ -43,7 +43,7 @@ Describe = Callable[[LayerAttention], dict[str, Tensor]]
 
 @dataclass
 class _Record:
-    """What the hooks have seen of one layer."""
+    """Tensors of one layer from the hooks."""
 
     layer: NSAttention
     gates: Tensor | None = None
@@ -55,8 +55,8 @@ class AttentionTelemetry:
     """Measures the NSA layers of a model.
 
     Args:
-        model: A model with `NSAttention` layers, called as `model(tokens, cu_seqlens=...)`; pass what the trainer
-            calls before compilation. A model without such layers gives no rows.
+        model: A model with `NSAttention` layers, called as `model(tokens, cu_seqlens=...)`, before compilation. A model
+            without such layers gives no rows.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -67,15 +67,15 @@ class AttentionTelemetry:
     def measure(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
         """Run the first sequence of a batch through the model and describe its attention.
 
-        With a sharded model every rank must call this, as any forward pass.
+        With a sharded model every rank must call this, as for any forward pass.
 
         Args:
             tokens: [B, T], on the model's device.
-            cu_seqlens: Borders of documents over the flattened B * T tokens, on the host; those inside the first
-                sequence are kept.
+            cu_seqlens: Borders of documents over the flattened B * T tokens, on the host; only those inside the first
+                sequence count.
 
         Returns:
-            For each layer its `layer` and figures, JSON types only.
+            A row for each layer, JSON types only.
         """
         if not self.layers:
             return []
@@ -94,14 +94,14 @@ class AttentionTelemetry:
         return rows
 
     def figures(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> dict[str, Tensor]:
-        """What `measure` gives, [layers, ...], still on the device: the host has waited for nothing."""
+        """The figures of `measure`, [layers, ...], on the device, without waiting for it."""
         documents = _documents_of_first(cu_seqlens, tokens)
         return self._observe(tokens[:1], documents, attention_statistics)
 
     def picture(
         self, step: int, tokens: Tensor, texts: list[str], *, cu_seqlens: Tensor | None = None
     ) -> AttentionPicture:
-        """Run the first sequence of a batch through the model and keep what each branch of each layer reads.
+        """Run the first sequence of a batch through the model and record the keys that each branch reads.
 
         With a sharded model every rank must call this.
 
@@ -111,7 +111,7 @@ class AttentionTelemetry:
             texts: The text of each of the T tokens.
 
         Raises:
-            ValueError: If there are not as many texts as tokens, or the model has no NSA layer.
+            ValueError: If the number of texts is not that of the tokens, or the model has no NSA layer.
         """
         num_tokens = tokens.shape[1]
         if len(texts) != num_tokens or not self.layers:
@@ -127,7 +127,7 @@ class AttentionTelemetry:
         """Measure, write a row for each layer, and an event for each alarm that begins or ends.
 
         Args:
-            metrics: Where to write.
+            metrics: The metrics of the run.
             step: Optimizer steps done.
             tokens, cu_seqlens: As in `measure`.
         """
@@ -145,7 +145,7 @@ class AttentionTelemetry:
 
     @torch.no_grad()
     def _observe(self, tokens: Tensor, documents: Documents | None, describe: Describe) -> dict[str, Tensor]:
-        """Describe every layer of a forward pass, as many at a time as memory allows; [layers, ...]."""
+        """Describe every layer of a forward pass, in groups that fit the memory; [layers, ...]."""
         described: list[dict[str, Tensor]] = []
         waiting: list[LayerAttention] = []
 
@@ -207,7 +207,7 @@ class AttentionTelemetry:
 
 
 class _SelectionRecorder(TorchDispatchMode):
-    """Sees every call of the operator `trifocal::select_blocks`, whichever backend makes the choice."""
+    """Records every call of the operator `trifocal::select_blocks`, on any backend."""
 
     def __init__(self, record: Callable[[Tensor, Tensor, Tensor, Geometry, float, Tensor], None]) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def _rounded(value: float) -> float | None:
 
 
 def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
-    """The alarms that one layer's figures give.
+    """The alarms of one layer's figures.
 
     Args:
         row: From `AttentionTelemetry.measure`.
@@ -252,7 +252,7 @@ def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
     for branch in BRANCHES:
         mean, entropy = row[f"gate_mean_{branch}"], row[f"gate_entropy_{branch}"]
         if mean is None or entropy is None:
-            # Not a number, like the loss of the next step, which ends the run and says where it began.
+            # NaN: the loss of the next step is too, and ends the run with the cause.
             continue
         if mean < SHUT_GATE:
             yield ("gate_shut", layer, branch), f"layer {layer}: the {branch} gate is shut, its mean is {mean:.4f}"

@@ -1,7 +1,7 @@
-"""Which blocks attention layers read, and which full attention would have read: pure functions on the device.
+"""Importance and full attention by selection block: pure functions on the device.
 
 Shape letters as in DESIGN.md; the batch is one sequence, so B is left out. Q sampled queries stand for all T. Every
-tensor may have leading dimensions: many layers in one call cost the host as little as one.
+tensor may have leading dimensions, so that one call describes many layers.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from trifocal.ops import Documents, Geometry
 from trifocal.ops.layout import compressed_layout
 
 _MOST_QUERIES = 128
-"""Queries that are looked at: enough for a mean, and bounded for any length."""
+"""Sampled queries: enough for a mean, and bounded for any length."""
 _FEWEST_QUERIES = 16
 MOST_SCORES = 2**26
-"""Scores of full attention at a time, so that they take 256 MiB in fp32 at most, however long the sequence is."""
+"""Scores of full attention in one call: at most 256 MiB in fp32, for any length."""
 
 
 @dataclass(frozen=True)
 class LayerAttention:
-    """What one layer, or several alike, computed for one sequence.
+    """Tensors of one layer, or of several equal ones, for one sequence.
 
     Attributes:
         gates: [..., T, H, 3] in the order cmp, slc, win.
@@ -30,7 +30,7 @@ class LayerAttention:
         k_cmp: Compressed keys, [..., C, G, D].
         lse: Log-sum-exp of the compressed scores, [..., T, H]; -inf where no block is visible.
         k_slc: Keys of the selected branch, [..., T, G, D].
-        selected: Chosen blocks, [..., T, G, N], -1 pads, counted from the start of the query's document.
+        selected: Selected blocks, [..., T, G, N], -1 pads, counted from the start of the query's document.
         geometry: Block sizes, in tokens.
         scale: Factor on the scores.
         documents: Packed documents, if there are several.
@@ -48,7 +48,7 @@ class LayerAttention:
 
     @classmethod
     def stack(cls, layers: Sequence["LayerAttention"]) -> "LayerAttention":
-        """Several layers as one, with a dimension of layers in front."""
+        """Several layers as one, with a leading dimension of layers."""
         return replace(
             layers[0],
             gates=torch.stack([layer.gates for layer in layers]),
@@ -79,18 +79,18 @@ class LayerAttention:
         return self.documents.ids
 
     def sampled_queries(self) -> Tensor:
-        """Evenly spaced queries, few enough that full attention of them fits anywhere, [Q]."""
+        """Evenly spaced queries, few enough for full attention in bounded memory, [Q]."""
         num_tokens, num_heads = self.q.shape[-3:-1]
         most = max(_FEWEST_QUERIES, min(_MOST_QUERIES, MOST_SCORES // (num_tokens * num_heads)))
         return evenly_spaced(num_tokens, most, self.q.device)
 
 
 def block_importance(layer: LayerAttention, queries: Tensor) -> Tensor:
-    """Importance of each selection block (Eq. 9, 10), which the choice follows.
+    """Importance of each selection block (Eq. 9, 10), by which blocks are selected.
 
     Args:
-        layer: What the layer computed.
-        queries: Which queries, [Q].
+        layer: Tensors of the layer.
+        queries: Indices of the queries, [Q].
 
     Returns:
         [..., Q, G, J], blocks counted from the start of the query's document; 0 where no compressed block is visible.
@@ -119,11 +119,11 @@ def block_importance(layer: LayerAttention, queries: Tensor) -> Tensor:
 
 
 def dense_block_mass(layer: LayerAttention, queries: Tensor) -> Tensor:
-    """Where full attention over the selected branch's keys would look: its probability in each selection block.
+    """Probability of full attention over the selected branch's keys, in each selection block.
 
     Args:
-        layer: What the layer computed.
-        queries: Which queries, [Q].
+        layer: Tensors of the layer.
+        queries: Indices of the queries, [Q].
 
     Returns:
         [..., Q, G, J], mean over the heads of a group; sums to 1 over the blocks.
@@ -139,5 +139,5 @@ def dense_block_mass(layer: LayerAttention, queries: Tensor) -> Tensor:
 
 
 def evenly_spaced(count: int, most: int, device: torch.device) -> Tensor:
-    """At most `most` of `count` indices, with both ends, [min(count, most)]."""
+    """At most `most` of `count` indices, including both ends, [min(count, most)]."""
     return torch.linspace(0, max(count - 1, 0), min(max(count, 0), most), device=device).round().long()

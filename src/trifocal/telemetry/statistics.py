@@ -1,7 +1,7 @@
-"""Figures about gates and chosen blocks: pure functions of what attention layers computed.
+"""Figures about gates and selected blocks: pure functions of the layers' tensors.
 
 All of them stay on the device. Shape letters as in DESIGN.md; the batch is one sequence, so B is left out. Leading
-dimensions of the arguments, of layers for example, are those of every figure.
+dimensions of the arguments, such as layers, are those of every figure.
 """
 
 import math
@@ -14,13 +14,13 @@ from trifocal.telemetry.maps import LayerAttention, block_importance, dense_bloc
 
 BRANCHES = ("cmp", "slc", "win")
 IGNORED_GATE = 0.05
-"""A head whose mean gate of a branch is below this ignores the branch."""
+"""A head with a mean gate below this ignores the branch."""
 _SAMPLED_PAIRS = 128
-"""Neighbours whose choices are compared: enough for a mean, and bounded for any length."""
+"""Pairs of neighbours to compare: enough for a mean, and bounded for any length."""
 
 
 def attention_statistics(layer: LayerAttention) -> dict[str, Tensor]:
-    """All figures: those of the four functions below."""
+    """The figures of the four functions below."""
     return {
         **gate_statistics(layer.gates),
         **selection_statistics(layer.selected, layer.geometry, layer.documents),
@@ -37,9 +37,9 @@ def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
 
     Returns:
         For each branch b: `gate_mean_b` and `gate_spread_b` (standard deviation), over tokens and heads;
-        `gate_share_b`, the branch's mean part in the sum of the three gates; `gate_entropy_b`, the mean entropy of the
-        gate seen as a coin, in nats: ln 2 when undecided, 0 when saturated and without gradient; `heads_ignoring_b`,
-        the share of heads whose mean gate is below IGNORED_GATE.
+        `gate_share_b`, the branch's mean share in the sum of the three gates; `gate_entropy_b`, the mean entropy of the
+        gate as a probability, in nats: ln 2 at 0.5, 0 when saturated and without gradient; `heads_ignoring_b`, the
+        share of heads with a mean gate below IGNORED_GATE.
     """
     gates = gates.float()
     entropy = torch.special.entr(gates) + torch.special.entr(1 - gates)
@@ -59,20 +59,20 @@ def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
 
 
 def selection_statistics(selected: Tensor, geometry: Geometry, documents: Documents | None) -> dict[str, Tensor]:
-    """Describe the choice.
+    """Describe the selected blocks.
 
     Args:
-        selected: Chosen blocks, [..., T, G, N], -1 pads, counted from the start of the query's document.
+        selected: Selected blocks, [..., T, G, N], -1 pads, counted from the start of the query's document.
         geometry: Block sizes, in tokens.
         documents: Packed documents, if there are several.
 
     Returns:
-        `selected_distance_shares` [..., bins]: share of the chosen blocks that lie 0, 1, 2-3, 4-7, … blocks before the
-        query's own; `selected_forced_share`: share that was forced; `free_local_share`: of those that were not, and
-        were chosen by queries with more candidates than n, the share that the window sees anyway (0 if there are
-        none); `neighbour_overlap`: share of a query's blocks that the query before it chose too;
-        `selected_block_entropy`: entropy of the chosen blocks over their indices, in nats;
-        `fewer_than_n_share`: share of queries with fewer than n.
+        `selected_distance_shares` [..., bins]: share of the selected blocks that lie 0, 1, 2-3, 4-7, … blocks before
+        the query's own; `selected_forced_share`: share of forced blocks; `free_local_share`: among the free blocks of
+        queries with more candidates than n, the share inside the window (0 without such blocks);
+        `neighbour_overlap`: share of a query's blocks that the query before it selected too;
+        `selected_block_entropy`: entropy of the selected blocks over their indices, in nats;
+        `fewer_than_n_share`: share of queries with fewer than n blocks.
     """
     num_queries, device = selected.shape[-3], selected.device
     positions = torch.arange(num_queries, device=device) if documents is None else documents.positions
@@ -115,10 +115,10 @@ def distance_bins(num_tokens: int, geometry: Geometry) -> int:
 
 
 def importance_covered(layer: LayerAttention) -> Tensor:
-    """How much of the importance (Eq. 9, 10) lies in the blocks that were chosen.
+    """Share of the importance (Eq. 9, 10) in the selected blocks.
 
     Args:
-        layer: What the layer computed.
+        layer: Tensors of the layer.
 
     Returns:
         Mean share between 0 and 1 over sampled queries that see a compressed block; 1 if none does.
@@ -132,17 +132,17 @@ def importance_covered(layer: LayerAttention) -> Tensor:
 
 
 def dense_recall(layer: LayerAttention) -> dict[str, Tensor]:
-    """How well the choice agrees with full attention over the selected branch's keys, at sampled queries.
+    """Agreement of the selection with full attention over the selected branch's keys, at sampled queries.
 
     Only queries with more candidates than n count: the others read everything.
 
     Args:
-        layer: What the layer computed.
+        layer: Tensors of the layer.
 
     Returns:
-        `dense_recall`: of the n blocks with most of full attention's probability, the share that was selected;
-        `dense_mass_covered`: share of that probability inside the selected blocks; `recall_by_chance`: the recall
-        of n blocks drawn blindly, mean of n / candidates. All NaN if no query has a choice.
+        `dense_recall`: share of selected blocks among the n blocks with the most probability of full attention;
+        `dense_mass_covered`: share of that probability inside the selected blocks; `recall_by_chance`: the recall of n
+        random blocks, mean of n / candidates. All NaN if no query has more candidates than n.
     """
     queries, geometry = layer.sampled_queries(), layer.geometry
     mass, chosen = dense_block_mass(layer, queries), layer.selected[..., queries, :, :]
@@ -160,7 +160,7 @@ def dense_recall(layer: LayerAttention) -> dict[str, Tensor]:
 
 
 def _taken(weights: Tensor, chosen: Tensor) -> Tensor:
-    """What lies in the chosen blocks: [..., Q, G] of weights [..., Q, G, J] and choices [..., Q, G, N]."""
+    """Sum over the selected blocks: [..., Q, G] from weights [..., Q, G, J] and blocks [..., Q, G, N]."""
     return weights.gather(-1, chosen.clamp(min=0).long()).masked_fill(chosen < 0, 0.0).sum(-1)
 
 

@@ -1,4 +1,4 @@
-"""Further readers of the one stream of metrics: TensorBoard, Weights & Biases, Hugging Face trackio."""
+"""Other consumers of the metric rows: TensorBoard, Weights & Biases, Hugging Face trackio."""
 
 import importlib.util
 from collections.abc import Iterable, Mapping
@@ -15,13 +15,13 @@ SINKS = ("tensorboard", "wandb", "trackio")
 
 
 def check_sinks(names: Iterable[str]) -> None:
-    """Refuse sinks whose packages are not installed, before anything is begun.
+    """Refuse sinks without an installed package, before the run begins.
 
     Raises:
-        UserError: Names the package, and the extra that has it.
+        UserError: If a package is missing; names it, and its extra.
     """
     for name in names:
-        # Each is the name of the package and of the extra too.
+        # The package and the extra have the sink's name.
         if importlib.util.find_spec(name) is None:
             raise missing(name, name)
 
@@ -37,15 +37,15 @@ def make_sinks(
     """Make the sinks of a run; nothing is sent yet.
 
     Args:
-        names: Of SINKS.
+        names: Names from SINKS.
         directory: The run.
-        project: Under which W&B and trackio file the run.
-        config: The run's configuration, which they show.
-        resume_step: The step that the run goes on from; None for a new one.
+        project: Project of the run in W&B and trackio.
+        config: The run's configuration.
+        resume_step: The step from which the run resumes; None for a new run.
 
     Raises:
-        ValueError: If a name is not one of SINKS.
-        UserError: If a package is not installed; names the extra that has it.
+        ValueError: If a name is not in SINKS.
+        UserError: If a package is not installed; names its extra.
     """
     sinks: list[Sink] = []
     for name in names:

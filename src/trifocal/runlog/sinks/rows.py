@@ -1,4 +1,4 @@
-"""What the sinks have in common: the names under which they show a row's numbers, and how they are missing."""
+"""Shared by the sinks: names of a row's numbers, alerts, and the error for a missing package."""
 
 from trifocal.errors import UserError
 from trifocal.runlog.jsonl import Row
@@ -7,7 +7,7 @@ _NOT_SCALARS = {"kind", "step", "unix_time_seconds", "layer"}
 
 
 def scalars(row: Row) -> dict[str, float]:
-    """Every number of a row as `kind/field`, with the layer between them where there is one; events have none."""
+    """Every number of a row as `kind/field`, or `kind/layer/field`; empty for events."""
     if row["kind"] == "event":
         return {}
     layer = f"layer{row['layer']:02}/" if "layer" in row else ""
@@ -19,12 +19,12 @@ def scalars(row: Row) -> dict[str, float]:
 
 
 def alert(row: Row) -> tuple[str, str, str] | None:
-    """Name, sentence and severity of an event that a person should see; None for every other row."""
+    """Name, sentence and severity of a warning or an error; None for other rows."""
     if row["kind"] != "event" or row["severity"] == "info":
         return None
     return row["name"], f"step {row['step']}: {row['message']}", row["severity"]
 
 
 def missing(name: str, extra: str) -> UserError:
-    """The error of a sink whose package is not there."""
+    """The error for a sink without its package."""
     return UserError(f"log.sinks asks for {name}, which is not installed: pip install 'trifocal[{extra}]'")

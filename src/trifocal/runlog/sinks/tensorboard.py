@@ -1,4 +1,4 @@
-"""TensorBoard as a reader of the metric rows (extra `tensorboard`)."""
+"""The TensorBoard sink (extra `tensorboard`)."""
 
 import os
 from typing import Any
@@ -8,11 +8,11 @@ from trifocal.runlog.sinks.rows import missing, scalars
 
 
 class TensorBoardSink:
-    """Hands every number of a metric row to TensorBoard as `kind/field`, and every event as text.
+    """Writes every number of a metric row to TensorBoard as `kind/field`, and every event as text.
 
     Args:
-        directory: Where TensorBoard's event files go.
-        resume_step: The step that the run goes on from; what TensorBoard has of later steps is hidden.
+        directory: Folder of TensorBoard's event files.
+        resume_step: The step from which the run resumes; TensorBoard hides later steps.
 
     Raises:
         UserError: If TensorBoard is not installed; names the extra.
@@ -27,7 +27,7 @@ class TensorBoardSink:
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step)
 
     def write(self, row: Row) -> None:
-        """Take one row."""
+        """Write one row."""
         step, when = row["step"], row["unix_time_seconds"]
         if row["kind"] == "event":
             self._writer.add_text(f"event/{row['name']}", row["message"], step, walltime=when)

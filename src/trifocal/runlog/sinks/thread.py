@@ -1,4 +1,4 @@
-"""A thread between the run and a sink: whatever the sink does, the run neither waits for it nor fails with it."""
+"""A thread between the run and a sink: the run never waits for a sink, and never fails with it."""
 
 import contextlib
 import queue
@@ -17,20 +17,20 @@ class Sink(Protocol):
     """Another consumer of the metric rows (TensorBoard, for example)."""
 
     def write(self, row: Row) -> None:
-        """Take one row."""
+        """Write one row."""
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and close."""
 
 
 class SinkThread:
-    """Feeds one sink in a thread of its own. The first failure is reported, and the sink then left alone.
+    """Feeds one sink in a thread of its own. After the first failure, which is reported, the sink gets no more rows.
 
     Args:
-        sink: What to feed; only that thread touches it.
-        on_failure: Called once, with a sentence: in that thread if the sink raised, in the caller's of `write` or
-            `close` if it does not keep up.
-        close_seconds: How long `close` waits for the sink at most.
+        sink: The sink; only that thread uses it.
+        on_failure: Called once, with a sentence: in that thread if the sink raised, in the thread of `write` or `close`
+            if the sink is too slow.
+        close_seconds: The longest time that `close` waits for the sink.
     """
 
     def __init__(self, sink: Sink, on_failure: Callable[[str], None], *, close_seconds: float = CLOSE_SECONDS) -> None:
@@ -53,13 +53,13 @@ class SinkThread:
             self._fail(f"does not keep up, {MAX_WAITING_ROWS:,} rows wait for it")
 
     def close(self) -> None:
-        """Wait until the sink has everything and is closed, for a bounded time."""
+        """Wait a bounded time until the sink has every row and is closed."""
         deadline = time.monotonic() + self._close_seconds
         while not self._failed.is_set() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Full):
                 self._rows.put(None, timeout=0.1)
                 break
-        # A sink that failed may still stand in its last call: nobody waits for that.
+        # A failed sink may still be in its last call: do not wait for that.
         while not self._failed.is_set() and self._thread.is_alive() and time.monotonic() < deadline:
             self._thread.join(0.1)
         if self._failed.is_set():
@@ -78,8 +78,8 @@ class SinkThread:
         except Exception as error:
             self._fail(f"fails ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
 
-    def _fail(self, what: str) -> None:
+    def _fail(self, reason: str) -> None:
         if not self._failed.is_set():
             self._failed.set()
-            self._on_failure(f"{type(self._sink).__name__} {what} and is left out from here on; training goes on")
+            self._on_failure(f"{type(self._sink).__name__} {reason} and is left out from here on; training goes on")
             self._reported.set()

@@ -1,4 +1,4 @@
-"""Hugging Face trackio as a reader of the metric rows (extra `trackio`)."""
+"""The Hugging Face trackio sink (extra `trackio`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,16 +9,16 @@ from trifocal.runlog.sinks.rows import alert, missing, scalars
 
 
 class TrackioSink:
-    """Hands every number of a metric row to trackio as `kind/field`, and warnings and errors as alerts.
+    """Writes every number of a metric row to trackio as `kind/field`, and warnings and errors as alerts.
 
-    The run is opened with the first row. Where trackio keeps it is its own affair: a local folder, or a Space
-    (TRACKIO_DIR, TRACKIO_SPACE_ID); `trackio show` shows it.
+    The first row opens the run. trackio keeps it in a local folder or a Space (TRACKIO_DIR, TRACKIO_SPACE_ID);
+    `trackio show` shows it.
 
     Args:
-        directory: The run, which gives it its name.
-        project: Under which trackio files the run.
+        directory: The run; trackio's run has the name of the folder.
+        project: Project of the run in trackio.
         config: The run's configuration.
-        resume_step: The step that the run goes on from; None for a new one.
+        resume_step: The step from which the run resumes; None for a new run.
 
     Raises:
         UserError: If trackio is not installed; names the extra.
@@ -38,13 +38,13 @@ class TrackioSink:
             "config": dict(config),
             "resume": "never" if resume_step is None else "allow",
             "embed": False,
-            # The heartbeat has this process's memory; what else goes on in the machine is not of the run.
+            # The heartbeat has this process's memory; the rest of the machine is not part of the run.
             "auto_log_cpu": False,
         }
         self._run: Any = None
 
     def write(self, row: Row) -> None:
-        """Take one row."""
+        """Write one row."""
         if self._run is None:
             self._run = self._trackio.init(**self._settings)
         found = alert(row)
@@ -57,6 +57,6 @@ class TrackioSink:
             self._run.log(values, step=row["step"])
 
     def close(self) -> None:
-        """Hand over what is left."""
+        """Send the remaining rows."""
         if self._run is not None:
             self._run.finish()

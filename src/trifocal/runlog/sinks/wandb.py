@@ -1,4 +1,4 @@
-"""Weights & Biases as a reader of the metric rows (extra `wandb`)."""
+"""The Weights & Biases sink (extra `wandb`)."""
 
 import secrets
 from collections.abc import Mapping
@@ -12,14 +12,13 @@ _ID_FILE = "run_id"
 
 
 class WandbSink:
-    """Hands every number of a metric row to W&B as `kind/field` over `step`, and warnings and errors as alerts.
+    """Writes every number of a metric row to W&B as `kind/field` over `step`, and warnings and errors as alerts.
 
-    The connection is made with the first row. Whether W&B goes online, and as whom, is its own affair: `wandb login`,
-    WANDB_MODE=offline.
+    The first row makes the connection, with the settings of W&B itself (`wandb login`, WANDB_MODE=offline).
 
     Args:
-        directory: The run; W&B's files go into `wandb` in it, with the id by which a resumed run goes on.
-        project: Under which W&B files the run.
+        directory: The run; its `wandb` folder has W&B's files, and the id for resuming.
+        project: Project of the run in W&B.
         config: The run's configuration.
 
     Raises:
@@ -36,7 +35,7 @@ class WandbSink:
         self._run: Any = None
 
     def write(self, row: Row) -> None:
-        """Take one row."""
+        """Write one row."""
         if self._run is None:
             self._run = self._connect()
         found = alert(row)
@@ -46,11 +45,11 @@ class WandbSink:
             self._run.alert(title=name, text=message, level=level)
         values = scalars(row)
         if values:
-            # `step` is an axis of its own: W&B's must never go back, and several rows share one step.
+            # `step` is an axis of its own: W&B's own step must never decrease, and several rows share one step.
             self._run.log({**values, "step": row["step"]})
 
     def close(self) -> None:
-        """Hand over what is left."""
+        """Send the remaining rows."""
         if self._run is not None:
             self._run.finish()
 

@@ -1,4 +1,4 @@
-"""Traces on demand; see `tracer.py`."""
+"""Traces of some steps; see `tracer.py`."""
 
 from trifocal.runlog.traces.anomalies import AnomalyFound
 from trifocal.runlog.traces.tracer import HOOKED, INSIDE_LAYERS, TRACES, UNBOUNDED, Tracer

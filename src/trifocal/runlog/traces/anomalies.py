@@ -1,4 +1,4 @@
-"""Which operation made a NaN in backward: autograd's anomaly detection, and `anomaly_rank*.txt` if it finds one."""
+"""The operation that made a NaN in backward, by autograd's anomaly detection: `anomaly_step_*_rank*.txt`."""
 
 import contextlib
 import re
@@ -18,11 +18,11 @@ class AnomalyFound(RuntimeError):
 
 
 class AnomalyTrace(Trace):
-    """Watches every operation of every backward pass; steps take a good deal longer.
+    """Checks every operation of every backward pass, which makes steps a good deal slower.
 
     Args:
-        directory: The run; the report goes to `traces` in it, since the window will not end.
-        rank: Of this process.
+        directory: The run; the report goes into its `traces` folder, as a NaN ends the run before the window ends.
+        rank: Rank of this process.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -30,18 +30,18 @@ class AnomalyTrace(Trace):
         self._was_on = False
 
     def begin(self, moment: Moment) -> None:
-        """Turn the detection on."""
+        """Switch the detection on."""
         self._moment = moment
         self._was_on = torch.is_anomaly_enabled()
         torch.autograd.set_detect_anomaly(True)
 
     def end(self) -> None:
-        """Turn it off again."""
+        """Restore the detection's state."""
         torch.autograd.set_detect_anomaly(self._was_on)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Turn what a backward pass finds into a report and one error.
+        """Write a report of a NaN found in backward, and raise one error.
 
         Raises:
             AnomalyFound: If an operation's gradient is NaN.
@@ -50,7 +50,7 @@ class AnomalyTrace(Trace):
             yield
             return
         with warnings.catch_warnings(record=True) as caught:
-            # PyTorch warns of where the operation was called, and raises after that.
+            # PyTorch first warns, with the place of the call, and then raises.
             warnings.simplefilter("always")
             try:
                 yield

@@ -1,4 +1,4 @@
-"""What the traces share: the moment that a step is in, a clock for host and device, tables, hooks around modules."""
+"""Shared by the traces: the moment within a step, a clock for host and device, tables, hooks around modules."""
 
 import csv
 import io
@@ -19,7 +19,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """A moment on the host, and the place in the device's queue of work."""
+    """A moment on the host, and its event in the device's queue."""
 
     seconds: float
     event: torch.cuda.Event | None
@@ -29,7 +29,7 @@ class Clock:
     """Marks moments without waiting for the device.
 
     Args:
-        device: Where the work is; a CUDA device has a time of its own.
+        device: The device of the work; a CUDA device has times of its own.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -44,9 +44,9 @@ class Clock:
         return Mark(time.perf_counter(), event)
 
     def between(self, start: Mark, end: Mark, name: str = "milliseconds") -> dict[str, float]:
-        """Columns of a table: the time between two moments on the host, and on the device where it has one.
+        """Columns of a table: the time between two moments on the host, and on a CUDA device.
 
-        Device times are known once the device has been waited for.
+        The device must have been synchronised after the second moment.
         """
         columns = {f"host_{name}": round(1e3 * (end.seconds - start.seconds), 4)}
         if start.event is not None and end.event is not None:
@@ -55,7 +55,7 @@ class Clock:
 
 
 class Moment:
-    """Where a traced step is: its number, micro-batch (from 1) and phase, and when the phase began."""
+    """Number of the traced step, its micro-batch (from 1) and phase, and the beginning of the phase."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -65,17 +65,17 @@ class Moment:
         self.phase_began = clock.mark()
 
     def enter_step(self, step: int) -> None:
-        """A step begins."""
+        """Begin a step."""
         self.step, self.micro_batch = step, 0
 
     def enter_phase(self, name: str) -> None:
-        """A phase begins."""
+        """Begin a phase."""
         self.phase, self.phase_began = name, self.clock.mark()
         if name in ("forward", "compile"):
             self.micro_batch += 1
 
     def leave_phase(self) -> None:
-        """A phase ends: what runs until the next one is not of the step (an evaluation, for example)."""
+        """End a phase. Work until the next one (an evaluation, for example) is not part of the step."""
         self.phase = ""
 
     def columns(self) -> dict[str, Any]:
@@ -84,28 +84,28 @@ class Moment:
 
 
 class Trace:
-    """One way of looking at some steps. Nothing is installed but between `begin` and `end`."""
+    """One kind of trace. Its hooks are installed only between `begin` and `end`."""
 
     def begin(self, moment: Moment) -> None:
-        """Install what is needed; the first step of a window is about to begin."""
+        """Install the hooks, before the first step of a window."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Around a phase of a traced step."""
+        """Context manager around a phase of a traced step."""
         return nullcontext()
 
     def end(self) -> None:
-        """Take everything away again; the device has been waited for."""
+        """Remove the hooks, after the device was synchronised."""
 
     def write(self, folder: Path, rank: int) -> None:
-        """Write what was seen.
+        """Write the files.
 
         Raises:
-            OSError: If the disk does not take it.
+            OSError: If writing fails.
         """
 
 
 def write_table(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows as CSV, under the columns of all of them; numbers as they are, nothing for None."""
+    """Write rows as CSV, with the columns of all rows; None is an empty cell."""
     rows = list(rows)
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
@@ -129,7 +129,7 @@ def size_in_bytes(tensor: Tensor | None) -> int:
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of a module's argument or output, as far as sequences and mappings go."""
+    """The tensors of a module's argument or output, also inside sequences and mappings."""
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):
@@ -143,9 +143,9 @@ class ModuleHooks:
     """Calls back around the forward pass of every module, also when checkpointing repeats it in backward.
 
     Args:
-        model: Whose modules; the model itself is called `model`.
+        model: The model; its own name is `model`.
         entered: Called with a module's name and its inputs.
-        left: Called with its name and its outputs; without outputs where a repeated pass was cut short.
+        left: Called with a module's name and its outputs; without outputs if a repeated pass ended early.
     """
 
     def __init__(
@@ -166,29 +166,29 @@ class ModuleHooks:
                 left(name, tensors_in(outputs))
 
             self._handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            # Also after an exception: checkpointing ends a repeated pass with one, as soon as it has what it needs.
+            # Also after an exception: checkpointing ends a repeated pass early with one.
             self._handles.append(module.register_forward_hook(leave, always_call=True))
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
 
 class Lines:
-    """Rows that several threads add to: autograd and collectives call back from threads of their own."""
+    """A list of rows for several threads: autograd and collectives call back from threads of their own."""
 
     def __init__(self) -> None:
         self._rows: list[Any] = []
         self._lock = threading.Lock()
 
     def add(self, row: Any) -> None:
-        """Add one."""
+        """Add a row."""
         with self._lock:
             self._rows.append(row)
 
     def take(self) -> list[Any]:
-        """All of them, in order; none is left."""
+        """Remove and return all rows, in order."""
         with self._lock:
             rows, self._rows = self._rows, []
         return rows

@@ -1,4 +1,4 @@
-"""Which type every tensor has: `dtypes_rank*.csv`."""
+"""The dtype of every tensor: `dtypes_rank*.csv`."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from trifocal.runlog.traces.base import Lines, ModuleHooks, Moment, Trace, local, write_table
 
-# What the optimizer changes by a little in each step must hold a little.
+# Tensors that the optimizer changes by small amounts need one of these.
 _FULL_PRECISION = (torch.float32, torch.float64)
 
 
 class DtypeTrace(Trace):
     """Lists parameters, gradients, the optimizer's state, activations and the gradients of activations.
 
-    An activation is a module's output; each is listed once, with every type that it had.
+    An activation is a module's output, listed once for each dtype that it had.
 
     Args:
-        model: Whose tensors.
-        optimizer: Of its parameters.
+        model: The model.
+        optimizer: Its optimizer.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -35,7 +35,7 @@ class DtypeTrace(Trace):
         self._hooks = ModuleHooks(self._model, left=self._left)
 
     def end(self) -> None:
-        """Unhook, and look at what stays between steps."""
+        """Remove the hooks, and list the tensors that persist between steps."""
         if self._hooks is not None:
             self._hooks.remove()
         listed = [*self._kept(), *self._seen.take()]

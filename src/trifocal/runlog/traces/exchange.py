@@ -1,7 +1,7 @@
-"""What is exchanged between processes, module by module or bucket by bucket, and when: `exchange_rank*.csv`.
+"""The communication between processes, by module or bucket, with times: `exchange_rank*.csv`.
 
-Beside it `collectives_rank*.csv`, every collective of the window from PyTorch's flight recorder, and under DDP
-`ddp_rank*.json`, its own figures.
+Also `collectives_rank*.csv`, every collective of the window from PyTorch's flight recorder, and under DDP
+`ddp_rank*.json`, DDP's own figures.
 """
 
 import json
@@ -19,12 +19,12 @@ from trifocal.runlog.traces.base import Lines, Moment, Trace, write_table
 
 
 class ExchangeTrace(Trace):
-    """Notes each bucket of DDP; each gathering of weights and scattering of gradients of FSDP2.
+    """Notes each bucket of DDP, and each all-gather and reduce-scatter of FSDP2.
 
     Args:
-        model: Whose parameters' names to use.
-        module: The model as it is trained.
-        watch: Which sees what is exchanged.
+        model: The model, for the names of its parameters.
+        module: The wrapped model.
+        watch: Observes the communication.
     """
 
     def __init__(self, model: nn.Module, module: nn.Module, watch: GradientWatch) -> None:
@@ -33,14 +33,14 @@ class ExchangeTrace(Trace):
         self._rows: list[dict[str, Any]] = []
 
     def begin(self, moment: Moment) -> None:
-        """Be told of every exchange."""
+        """Observe the communication."""
         self._moment = moment
         self._since = time.time()
         self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         self._watch.observe(self._exchange)
 
     def end(self) -> None:
-        """Listen no more, and make the rows."""
+        """Stop observing, and make the rows."""
         self._watch.observe(None)
         clock = self._moment.clock
         for columns, row, began, start, ended in self._seen.take():

@@ -1,4 +1,4 @@
-"""When each parameter's gradient arrives, and in which order: `gradients_rank*.csv`."""
+"""Order and time of each parameter's gradient: `gradients_rank*.csv`."""
 
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,10 @@ from trifocal.runlog.traces.base import Lines, Mark, Moment, Trace, write_table
 class GradientTrace(Trace):
     """Notes each accumulation into a parameter's gradient, with its time since backward began.
 
-    Of a sharded model: when the shard's gradient is there, after the exchange.
+    In a sharded model, the time is that of the shard's gradient, after the reduce-scatter.
 
     Args:
-        model: Whose parameters.
+        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -35,7 +35,7 @@ class GradientTrace(Trace):
             self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
 
     def end(self) -> None:
-        """Unhook, and make the rows: the order counts from 1 in each backward pass."""
+        """Remove the hooks, and make the rows; the order counts from 1 in each backward pass."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

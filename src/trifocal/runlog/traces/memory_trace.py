@@ -1,4 +1,4 @@
-"""What fills the memory: `memory_rank*.csv`, and on a GPU `memory_snapshot_rank*.pickle` for pytorch.org/memory_viz."""
+"""Memory by module: `memory_rank*.csv`, and on a GPU `memory_snapshot_rank*.pickle` for pytorch.org/memory_viz."""
 
 import contextlib
 import pickle
@@ -17,15 +17,15 @@ _SNAPSHOT_EVENTS = 200_000
 class MemoryTrace(Trace):
     """Bytes by module, of the first micro-batch of a window, and the allocator's history on a GPU.
 
-    Parameters, gradients, the optimizer's state and what is saved for backward count where they belong: without
-    those of the modules inside. What two modules save counts for the first. Of a sharded model: this process's part,
-    and weights that are whole during a forward pass count nowhere. What a GPU's allocator handed out from the beginning
-    of a module's forward pass to its end, and has not got back, counts with the modules inside.
+    Parameters, gradients, the optimizer's state and tensors saved for backward count for the module itself, without
+    the modules inside. A tensor that two modules save counts for the first. In a sharded model only this process's
+    part counts, not the whole weights that exist during a forward pass. On a GPU, `forward_growth_bytes` is the growth
+    of allocated memory during a module's forward pass, modules inside included.
 
     Args:
-        model: Whose modules.
-        optimizer: Of its parameters.
-        device: Where they are.
+        model: The model.
+        optimizer: Its optimizer.
+        device: Its device.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class MemoryTrace(Trace):
         self._grown: dict[str, int] = {}
         self._counted = _weights_of(self._model)
         if self._on_gpu:
-            # Python frames alone: naming those of C++ takes minutes.
+            # Only Python frames: those of C++ take minutes.
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS, stacks="python")
 
     @contextlib.contextmanager
@@ -90,7 +90,7 @@ class MemoryTrace(Trace):
             self._snapshot = None
 
     def _entered(self, name: str, inputs: list[Tensor]) -> None:
-        # Under FSDP a module's weights are others while it runs: whole, in memory that is used again afterwards.
+        # Under FSDP a running module has other weights: whole ones, in memory that is reused afterwards.
         self._stack.append((name, self._allocated(), _weights_of(self._modules[name])))
 
     def _left(self, name: str, outputs: list[Tensor]) -> None:
@@ -110,5 +110,5 @@ class MemoryTrace(Trace):
 
 
 def _weights_of(module: nn.Module) -> set[int]:
-    """Where the module's parameters, and those of the modules inside, lie now."""
+    """Addresses of the parameters of the module and of the modules inside."""
     return {local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}

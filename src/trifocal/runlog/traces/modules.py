@@ -1,4 +1,4 @@
-"""In which order the modules run forward and backward, and when: `modules_rank*.csv`."""
+"""Order and time of the modules' forward and backward passes: `modules_rank*.csv`."""
 
 from pathlib import Path
 from typing import Any
@@ -11,11 +11,11 @@ from trifocal.runlog.traces.base import Lines, Mark, ModuleHooks, Moment, Trace,
 class ModuleTrace(Trace):
     """Notes every pass through every module.
 
-    A row's event is `forward`; `recompute` for what checkpointing repeats in backward; `backward` from the gradient
-    of the module's first output until that of its first input, where both exist.
+    A row's event is `forward`; `recompute` for a forward pass that checkpointing repeats in backward; or `backward`,
+    from the gradient of the module's first output to that of its first input, if both exist.
 
     Args:
-        model: Whose modules.
+        model: The model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +31,7 @@ class ModuleTrace(Trace):
         self._hooks = ModuleHooks(self._model, entered=self._entered, left=self._left)
 
     def end(self) -> None:
-        """Unhook, and make the rows."""
+        """Remove the hooks, and make the rows."""
         if self._hooks is not None:
             self._hooks.remove()
         clock = self._moment.clock
@@ -62,9 +62,9 @@ class ModuleTrace(Trace):
         event = "recompute" if again else "forward"
         self._seen.add((moment.columns(), event, name, moment.phase_began, begin, [moment.clock.mark()]))
         if again:
-            # The graph of a repeated pass gives saved tensors; the gradient flows through the first one's.
+            # The gradient flows through the graph of the first pass; the repeated one only gives saved tensors.
             return
-        # Under autograd, and with a graph of its own: a module that returns its input has no backward pass.
+        # A module outside autograd, or one that returns its input, has no backward pass.
         output = next((tensor for tensor in outputs if tensor.grad_fn is not None), None)
         if output is None:
             return

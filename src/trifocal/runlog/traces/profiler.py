@@ -1,4 +1,4 @@
-"""What takes the time: `torch.profiler` over the window; `profile_rank*.json.gz` and `operations_rank*.txt`.
+"""`torch.profiler` over the window: `profile_rank*.json.gz` and `operations_rank*.txt`.
 
 The first opens in Perfetto (ui.perfetto.dev) or chrome://tracing, the second in any editor.
 """
@@ -19,7 +19,7 @@ class ProfilerTrace(Trace):
     """Profiles all steps of the window, with the phases as ranges.
 
     Args:
-        device: Where the work is.
+        device: Device of the work.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,7 +30,7 @@ class ProfilerTrace(Trace):
         """Start profiling."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
         self._moment = moment
-        # One window is one cycle, whose events are all kept; without `acc_events` PyTorch warns of others.
+        # A window is one profiler cycle. Without `acc_events` PyTorch warns that other cycles would be dropped.
         self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
 

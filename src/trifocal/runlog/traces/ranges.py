@@ -1,4 +1,4 @@
-"""NVTX ranges for Nsight Systems: phases, modules, and the operations that PyTorch names itself. Writes no file.
+"""NVTX ranges for Nsight Systems: phases, modules, and PyTorch's own operations. Writes no file.
 
 nsys profile --trace cuda,nvtx trifocal train CONFIG.toml --trace.what nvtx --trace.steps 10:13
 """
@@ -17,7 +17,7 @@ class RangeTrace(Trace):
     """Opens and closes ranges; needs a GPU.
 
     Args:
-        model: Whose modules get ranges in forward passes.
+        model: The model; its modules get ranges in forward passes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -26,7 +26,7 @@ class RangeTrace(Trace):
         self._operations: Any = None
 
     def begin(self, moment: Moment) -> None:
-        """Hook every module, and let PyTorch name its operations."""
+        """Hook every module, and switch on PyTorch's own ranges."""
         self._moment = moment
         self._hooks = ModuleHooks(self._model, entered=self._entered, left=self._left)
         self._operations = torch.autograd.profiler.emit_nvtx()
@@ -42,7 +42,7 @@ class RangeTrace(Trace):
             torch.cuda.nvtx.range_pop()
 
     def end(self) -> None:
-        """Unhook."""
+        """Remove the hooks."""
         if self._hooks is not None:
             self._hooks.remove()
         if self._operations is not None:

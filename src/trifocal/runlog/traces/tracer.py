@@ -1,7 +1,7 @@
-"""Traces on demand: a close look at some steps of a run, off unless it is asked for.
+"""Traces of some steps of a run, off by default.
 
-Which looks exist, what each answers and which file it writes is in TRACES and, for readers, in docs/training.md. Their
-hooks are there in the traced steps alone; every other step runs as if there were none.
+TRACES names them; docs/training.md has a table with the question that each answers, and its files. Hooks are installed
+in the traced steps only: every other step runs without them.
 """
 
 import contextlib
@@ -27,29 +27,29 @@ from trifocal.runlog.traces.ranges import RangeTrace
 
 TRACES = ("gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx", "anomalies")
 HOOKED = ("gradients", "modules", "exchange", "dtypes", "memory", "anomalies")
-"""Those that a replayed CUDA graph calls nothing of."""
+"""Traces with Python hooks, which a replayed CUDA graph does not call."""
 INSIDE_LAYERS = ("modules", "dtypes", "memory")
-"""Those that see nothing of a compiled layer."""
+"""Traces with hooks inside layers, which a compiled layer does not call."""
 UNBOUNDED = ("nvtx", "anomalies")
-"""Those that keep nothing, so that any number of steps may be traced."""
+"""Traces that keep nothing in memory, for any number of steps."""
 
 Window = tuple[int, int]
 
 
 class Tracer:
-    """Evaluator at the steps of some windows; a context manager around training.
+    """Traces the steps of some windows; a context manager around training.
 
     Args:
         directory: The run; files go to `traces/steps_FIRST-LAST` in it.
-        what: Of TRACES.
-        windows: Steps from the first up to, not including, the second; in order and apart.
-        interval_steps: Each step that this divides, and no window has, is a window of its own; 0 for none.
-        model: The model itself.
-        parallel: The model as it is trained.
-        optimizer: Of its parameters.
-        device: Where it is.
-        rank: Of this process.
-        phases: The heartbeat, which is told the phases as in any step.
+        what: Names from TRACES.
+        windows: Half-open ranges of steps, in order, without overlap.
+        interval_steps: Each multiple of it outside of the windows is a window of one step; 0 for none.
+        model: The model.
+        parallel: The wrapped model.
+        optimizer: Its optimizer.
+        device: Its device.
+        rank: Rank of this process.
+        phases: The heartbeat, which gets the phases of every step.
         report: Called with a name and a sentence: `traced` when files were written, `trace_failed` when they could
             not be, `anomaly` when a NaN was found.
     """
@@ -86,17 +86,17 @@ class Tracer:
         self._traces = [trace for name in what if (trace := makers[name]()) is not None]
         self._moment = Moment(Clock(device))
         self._first: int | None = None
-        """First step of the window that is open."""
+        """First step of the open window."""
 
     @contextlib.contextmanager
     def step(self, step: int) -> Iterator[Phases]:
-        """Around a step.
+        """Context manager around a step.
 
         Args:
             step: Its number.
 
         Yields:
-            What to tell the phases: this tracer in a traced step, the heartbeat in any other.
+            The receiver of the step's phases: this tracer in a traced step, the heartbeat in any other.
         """
         window = next((window for window in self._windows if window[0] <= step < window[1]), None)
         if window is None and self._interval_steps and step % self._interval_steps == 0:
@@ -119,7 +119,7 @@ class Tracer:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around a phase of a traced step; tells the heartbeat and every trace."""
+        """Context manager around a phase of a traced step, for the heartbeat and every trace."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._phases.phase(name))
             self._moment.enter_phase(name)
@@ -160,7 +160,7 @@ class Tracer:
         try:
             self._close()
         except Exception as failure:
-            # A failed device would hide why the run ends.
+            # An error of a failed device must not hide the first error.
             if error is None:
                 raise
             self._report("trace_failed", f"the open traces are lost: {failure}")
