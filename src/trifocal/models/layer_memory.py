@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
+
+from trifocal.models.kernel_memory import KernelMemory, kernel_memory
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
@@ -262,9 +265,7 @@ class LayerMemory:
         if c.attention == "dense":
             return 0
         if self.setup.backend == "triton":
-            from trifocal.ops.triton.working_memory import forward_working_bytes
-
-            return forward_working_bytes(c.geometry, *self._attention_shape)
+            return self._kernels.forward
         # Scores and what log-sum-exp makes of them; the mask and its inverse; the queries in fp32.
         return 2 * self.tile + 2 * self._choice_mask + FP32 * n * c.num_heads * c.head_dim
 
@@ -278,22 +279,19 @@ class LayerMemory:
             return 2 * item * (heads_v + heads_d) + scores
         numbers = FP32 * n * c.num_heads * NUM_BRANCHES
         if self.setup.backend == "triton":
-            from trifocal.ops.triton.working_memory import backward_working_bytes
-
-            keys_values = item * n * c.num_kv_heads * NUM_BRANCHES * (c.head_dim + c.value_dim)
-            outputs = item * (heads_v + heads_d) + keys_values + 2 * numbers
-            return outputs + backward_working_bytes(c.geometry, *self._attention_shape)
+            return item * heads_v + self._kernels.backward
         # Probabilities, where they are not kept, their gradient, and that of the scores. Each branch's gradient of o,
         # and in fp32 that of o for one branch, the queries, and their gradient.
         casts = item * heads_d if item < FP32 else 0
         linear = item * NUM_BRANCHES * heads_v + FP32 * (heads_v + 2 * heads_d) + casts + numbers
         return (2 if self._saved_scores else 3) * self.tile + self._choice_mask + linear
 
-    @property
-    def _attention_shape(self) -> tuple[int, int, int, int, int, int, int]:
-        """Rows, their length, H, G, D, V, bytes of a number."""
+    @cached_property
+    def _kernels(self) -> KernelMemory:
         c, (rows, length) = self.config, self.rows
-        return rows, length, c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim, self.item
+        dtype = torch.bfloat16 if self.item == BF16 else torch.float32
+        sizes = c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim
+        return kernel_memory(c.geometry, rows, length, *sizes, dtype, self.setup.packed)
 
     @property
     def forward_working(self) -> int:

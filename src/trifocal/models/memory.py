@@ -3,7 +3,7 @@
 A step has few moments at which memory can be fullest: a block's forward pass, the loss, the gradient of the logits,
 and a block's backward pass through the MLP or the attention. For each of them the sizes of the tensors that exist then
 are added up; the fullest is the estimate. Sizes of a block are in `trifocal.models.layer_memory`, those of the kernels'
-buffers in `trifocal.ops.triton.working_memory`.
+buffers in `trifocal.models.kernel_memory`.
 
 Weights, their gradients and both moments of AdamW are fp32: 16 bytes a parameter. What is kept for backward is linear
 in tokens, in the type of the matrix products besides the residual stream and the norms, which are fp32. Under bf16 the
