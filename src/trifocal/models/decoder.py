@@ -69,11 +69,11 @@ class DecoderLM(nn.Module):
     def init_weights(self, seed: int | torch.Generator | None = None) -> None:
         """Draw all weights anew.
 
-        Matrices are normal with a variance of 1 / inputs, so that what they make of a normed token is of size 1;
-        those that write into the residual stream have less by `2 * num_layers`, so that its variance does not grow
-        with depth. An embedding that is not the output projection too starts smaller, at a standard deviation of
-        0.02: Adam's first steps move it visibly then. So do the positions and the output of a learned compressor,
-        which starts as the mean. Norms start at 1, biases at 0.
+        Matrices are normal with a variance of 1 / inputs, so that their output for a normed token has a variance of 1.
+        For matrices that write into the residual stream it is divided by `2 * num_layers`, so that the stream's
+        variance does not grow with depth. An embedding that is not tied starts at a standard deviation of 0.02, so that
+        Adam's first steps change it visibly. So do the positions and the output of a learned compressor, which starts
+        as the mean. Norms start at 1, biases at 0.
 
         Args:
             seed: A number, which gives the same weights on every device; or a generator; or None for PyTorch's
@@ -152,7 +152,7 @@ class DecoderLM(nn.Module):
             raise ValueError(f"cache must hold one entry for each of {len(self.blocks)} layers, got {len(cache)}")
         documents = cu_seqlens
         if isinstance(documents, Tensor):
-            # Checked where they are, which costs no wait for a GPU when the borders lie on the host.
+            # Checked before the copy: borders on the host need no wait for a GPU.
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
@@ -169,7 +169,7 @@ class DecoderLM(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def compile_training(self) -> None:
-        """Compile what training runs, each layer by itself, when it first runs; passes without gradients stay eager.
+        """Compile each layer, and the loss, when training first runs them; passes without gradients stay eager.
 
         The layers are alike, so that one of them is compiled for all: the start takes a few seconds at any depth.
         Lengths are compiled in; another one compiles anew. So does a copy of the model.

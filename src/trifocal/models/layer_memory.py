@@ -1,9 +1,9 @@
 """Sizes of what one decoder block keeps and needs while a step runs; `trifocal.models.memory` adds them up.
 
-Everything is bytes for one micro-batch. "Kept" is what lives from forward to backward, "working" what comes and goes.
+All sizes are bytes for one micro-batch. "Kept" tensors live from forward to backward, "working" ones only in one pass.
 
-`torch.compile` sees a layer's forward and backward together. It keeps what products and operators of backward read, as
-eager does, and makes again what only elementwise kernels read. In bytes a token, bf16:
+`torch.compile` sees a layer's forward and backward together. It keeps the inputs of backward's products and operators,
+as eager does, and recomputes tensors that only elementwise kernels read. In bytes a token, bf16:
 
 | | eager | compiled | because |
 |---|---|---|---|
@@ -33,7 +33,7 @@ FP32, INT32, BF16 = 4, 4, 2
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """What decides the memory of a step besides the model.
+    """Everything besides the model that a step's memory depends on.
 
     Attributes:
         sequence_length: Tokens of a sequence, T.
@@ -50,7 +50,7 @@ class TrainingSetup:
         shards: Processes that share one copy of the model under fsdp and hsdp.
         reshard_after_forward: Whether those give a block's weights back after its forward pass.
         cuda_graphs: Whether micro-batches are recorded: gradients then stay in one place.
-        workspace_bytes: What libraries take for themselves from the same allocator.
+        workspace_bytes: Taken by libraries from the same allocator.
     """
 
     sequence_length: int
@@ -196,7 +196,7 @@ class LayerMemory:
 
     @cached_property
     def _compressed(self) -> int:
-        """Compressed keys, or values, of one dimension in all groups, as numbers."""
+        """How many compressed keys, or values, all KV heads have."""
         rows, length = self.rows
         geometry = self.config.geometry
         blocks = length // geometry.compression_stride if self.setup.packed else geometry.num_compressed_blocks(length)
