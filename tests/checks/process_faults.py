@@ -5,6 +5,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trifocal.distributed import Parallel, gradient_watch
 from trifocal.models import DecoderLM
+from trifocal.nn import Block
 
 
 def late_bound_checkpointing(rank: int) -> None:
@@ -14,7 +15,7 @@ def late_bound_checkpointing(rank: int) -> None:
         x = self.embedding(tokens)
         for block in self.blocks:
             if self._checkpointed_layers:
-                x = checkpoint(lambda inp: block(inp), x, use_reentrant=False)  # noqa: B023
+                x = checkpoint(lambda inp: Block.forward(block, inp), x, use_reentrant=False)  # noqa: B023
             else:
                 x = block(x)
         return x

@@ -1,16 +1,14 @@
 """What a training step really takes: PyTorch's own record of allocations, and a run of shapes alone for the kernels."""
 
 import gc
-import weakref
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from trifocal.models import DecoderLM
-from trifocal.ops import Documents
+from trifocal.models.kernel_memory import LiveBytes, kernel_memory
+from trifocal.ops import Documents, Geometry
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
 from trifocal.train.run_config import OptimizerSection
 
@@ -96,41 +94,26 @@ def allocated_peak_on_gpu(config, setup):
     return torch.cuda.max_memory_allocated() - before
 
 
-class _Storages(TorchDispatchMode):
-    """Adds up the storages that live after each operator, besides what an operator says that it needs inside."""
+class _Step(LiveBytes):
+    """Counts a step whose operators give shapes alone, with what the launchers would allocate inside of them."""
 
-    def __init__(self, inside):
-        super().__init__()
-        self.inside, self.live, self.now, self.peak = inside, {}, 0, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self.add(leaf.untyped_storage())
-        self.peak = max(self.peak, self.now + self.inside(func, args))
-        return result
-
-    def add(self, storage):
-        key = storage._cdata
-        if key not in self.live:
-            self.live[key] = storage.nbytes()
-            self.now += storage.nbytes()
-            weakref.finalize(storage, self.drop, key)
-
-    def drop(self, key):
-        self.now -= self.live.pop(key, 0)
+    def inside(self, func, args, made):
+        name = func.name().partition("::")[2]
+        if name not in ("combine_branches", "combine_branches_backward"):
+            return super().inside(func, args, made)
+        backward = name == "combine_branches_backward"
+        q, _, _, k, v = args[backward : backward + 5]
+        geometry = Geometry(*next(x for x in args if isinstance(x, list)))
+        needs = kernel_memory(geometry, *q.shape[:3], k.shape[2], q.shape[3], v.shape[3], q.dtype)
+        return needs.backward - made if backward else needs.forward
 
 
-def shaped_peak(config, setup, inside):
-    """The same without numbers: operators give shapes alone, so the kernels' take part without a GPU.
-
-    `inside(func, args)` says what an operator allocates besides its results.
-    """
-    with FakeTensorMode(allow_non_fake_inputs=True), _Storages(inside) as storages:
+def shaped_peak(config, setup):
+    """The same without numbers: operators give shapes alone, so the kernels' take part without a GPU."""
+    with FakeTensorMode(allow_non_fake_inputs=True), _Step() as step:
         trained = Trained(config, setup)
         for parameter in trained.parameters:
-            storages.add(parameter.untyped_storage())
+            step.add(parameter)
         trained.step()
         trained.step()
-    return storages.peak
+    return step.peak

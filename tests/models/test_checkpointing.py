@@ -119,3 +119,15 @@ def test_no_gradient_no_checkpoint(make_model: Callable[..., DecoderLM], monkeyp
         model(torch.randint(31, (1, 9)))
     with pytest.raises(AssertionError, match="checkpointed"):
         model(torch.randint(31, (1, 9)))
+
+
+def test_hooks_of_a_block_stay_outside(make_model: Callable[..., DecoderLM]) -> None:
+    """FSDP's are such hooks: they run once a step, not again when backward recomputes the block."""
+    model = make_model(num_layers=2)
+    names, calls = list(model.state_dict()), []
+    model.set_activation_checkpointing(0, 2)
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda block, inputs: calls.append(block))
+    gradients(model, torch.randint(31, (1, 40)))
+    assert calls == list(model.blocks)
+    assert list(model.state_dict()) == names

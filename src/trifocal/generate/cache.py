@@ -1,7 +1,7 @@
-"""What decoding keeps of the past, preallocated: nothing is concatenated token by token.
+"""Preallocated caches for decoding: no tensor is concatenated token by token.
 
-Buffers take batch, type and device from the first tokens. What `extend` hands out are views of the buffers, valid
-until the next call.
+Buffers take batch, type and device from the first tokens. `extend` returns views of the buffers, which are valid until
+the next call.
 """
 
 from collections.abc import Callable
@@ -18,13 +18,13 @@ KeysValues = tuple[Tensor, Tensor]
 class NSACache:
     """The past of one sparse layer.
 
-    It keeps rotated keys and values of every token for the selected branch, of the last `w - 1` tokens for the
-    window, of every compressed block for the compressed branch, and, for the blocks that are still to come, the
-    unrotated keys and values from the start of the next block: fewer than `l`. A block is emitted every `d` tokens.
+    It keeps rotated keys and values: of every token for the selected branch, of the last `w - 1` tokens for the window,
+    of every compressed block for the compressed branch. For the next block it keeps the unrotated keys and values from
+    the block's start: fewer than `l` tokens. A block is compressed every `d` tokens.
 
     Args:
         geometry: Block sizes, in tokens.
-        capacity: Most tokens that it can take in.
+        capacity: Most tokens that it can hold.
     """
 
     def __init__(self, geometry: Geometry, capacity: int) -> None:
@@ -47,7 +47,7 @@ class NSACache:
         window: KeysValues | None,
         compress: Callable[[Tensor, Tensor, int], KeysValues],
     ) -> tuple[KeysValues, KeysValues, KeysValues]:
-        """Take in T tokens and hand out what their queries see; see `trifocal.nn.attention.NSACache`.
+        """Append T tokens and return what their queries see; see `trifocal.nn.attention.NSACache`.
 
         Raises:
             ValueError: If the tokens do not fit the capacity or the batch, or gradients are on.
@@ -81,7 +81,7 @@ class DenseCache:
     """The past of one dense layer: rotated keys and values of every token.
 
     Args:
-        capacity: Most tokens that it can take in.
+        capacity: Most tokens that it can hold.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -90,7 +90,7 @@ class DenseCache:
         self._k, self._v = _Store(capacity), _Store(capacity)
 
     def extend(self, k: Tensor, v: Tensor) -> KeysValues:
-        """Take in T tokens and hand out all so far: k [B, T, G, D] -> [B, S, G, D], v likewise.
+        """Append T tokens and return all so far: k [B, T, G, D] -> [B, S, G, D], v likewise.
 
         Raises:
             ValueError: If the tokens do not fit the capacity or the batch, or gradients are on.
@@ -98,7 +98,7 @@ class DenseCache:
         _check_room(self.length, k.shape[1], self.capacity)
         num_new = k.shape[1]
         k, v = self._k.append(k), self._v.append(v)
-        # Last, so that tokens that were refused are not counted.
+        # After `append`, which may refuse the tokens.
         self.length += num_new
         return k, v
 
@@ -108,7 +108,7 @@ def make_caches(config: ModelConfig, capacity: int) -> list[NSACache | DenseCach
 
     Args:
         config: The model that will use them.
-        capacity: Most tokens that they can take in, prompt included.
+        capacity: Most tokens that they can hold, prompt included.
     """
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1 token, got {capacity}")
@@ -146,11 +146,11 @@ class _SlidingBuffer:
         self._start = self._stop = 0
 
     def push(self, new: Tensor, keep: int) -> Tensor:
-        """Hand out the kept tokens with the new ones behind them; from then on keep the last `keep` of these."""
+        """Return the kept tokens followed by the new ones; then keep the last `keep` of these."""
         buffer = self._buffer = _buffer_for(new, self._buffer, self._capacity)
         kept, num_new = self._stop - self._start, new.shape[1]
         if kept + num_new > self._capacity:
-            # A chunk of a prompt that is longer than the buffer: joined once, aside.
+            # A chunk of a prompt that is longer than the buffer: concatenated once, outside of it.
             joined = torch.cat((buffer[:, self._start : self._stop], new), dim=1)
             buffer[:, :keep] = joined[:, joined.shape[1] - keep :]
             self._start, self._stop = 0, keep

@@ -41,13 +41,13 @@ def generate(
 
     Raises:
         ValueError: If an argument is out of range.
-        FloatingPointError: If what the model makes, of the prompt or of its own tokens, is not finite.
+        FloatingPointError: If logits are not finite, for the prompt or for a generated token.
     """
     _check_arguments(tokens, max_new_tokens, temperature, top_k, top_p, prefill_chunk_size)
     if max_new_tokens == 0:
         return tokens.clone()
     batch, prompt_length = tokens.shape
-    # Not of inference mode, so that training can use it.
+    # Made outside of inference mode: training cannot use inference tensors.
     output = torch.cat((tokens, tokens.new_zeros(batch, max_new_tokens)), dim=1)
     steps = _steps(
         model,
@@ -62,7 +62,7 @@ def generate(
     )
     for position, step in enumerate(steps, start=prompt_length):
         output[:, position] = step.drawn
-        # The prompt's at once. Later ones only where a GPU is waited for at each token anyway, and at the end.
+        # The first step is checked at once; later ones at the end, or always if each token waits for the GPU anyway.
         if stop_token is not None or position in (prompt_length, output.shape[1] - 1):
             step.check()
         if stop_token is not None and bool(step.finished.all()):
@@ -83,14 +83,14 @@ def stream(
     stop_token: int | None = None,
     prefill_chunk_size: int = 0,
 ) -> Iterator[Tensor]:
-    """As `generate`, with the same tokens, each handed out when it is made.
+    """As `generate`, with the same tokens, each yielded when it is drawn.
 
     Yields:
         The next token of every row, [B], int64; the last when every row has stopped.
 
     Raises:
         ValueError: If an argument is out of range.
-        FloatingPointError: If what the model makes is not finite; no token of it is handed out.
+        FloatingPointError: If logits are not finite; no token is drawn from them.
     """
     _check_arguments(tokens, max_new_tokens, temperature, top_k, top_p, prefill_chunk_size)
     for step in _steps(
@@ -148,7 +148,7 @@ def _steps(
     for position in range(prompt_length, length):
         logits = model.logits(hidden[:, -1])
         finite = finite & logits.isfinite().all()
-        # A draw from what is not finite is an error of PyTorch's, which on a GPU ends the process's use of it.
+        # On a GPU, a draw from logits that are not finite is a device-side assertion: the process loses the GPU.
         logits = logits.masked_fill(~finite, 0.0)
         drawn = sample(logits, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator)
         if stop_token is not None:
@@ -177,8 +177,8 @@ def sample(
         room = top_k - larger.sum(-1, keepdim=True)
         kept = larger | (equal & (equal.cumsum(-1) <= room))
         logits = logits.masked_fill(~kept, -torch.inf)
-    # Relative to the largest, so that a low temperature makes none infinite but those that it rules out. A temperature
-    # under the smallest number of this precision would be 0, and 0 / 0 is no number.
+    # Relative to the largest, so that a low temperature makes only unlikely logits infinite. A temperature under the
+    # smallest number of this precision would be 0, and 0 / 0 is NaN.
     low = torch.finfo(logits.dtype).tiny
     p = ((logits - logits.amax(-1, keepdim=True)) / max(temperature, low)).softmax(-1)
     if top_p < 1:

@@ -1,12 +1,12 @@
 """Parameters and floating-point operations of a model, by formula.
 
-What is counted: the multiplications and additions (two operations a pair) of every matrix product that the
-mathematics needs. Norms, rotary positions, softmax, gates' mixing, the mean compressor and the choice of blocks are
-not products and not counted; an embedding is a look-up. Attention counts the keys that each query sees, exactly,
-averaged over the positions of a sequence: early queries see fewer. Backward counts twice the forward; what
-activation checkpointing or a kernel computes again is not counted.
+Counted are the multiplications and additions (two operations a pair) of every matrix product that the mathematics
+needs. Norms, rotary positions, softmax, gates' mixing, the mean compressor and the choice of blocks are
+not products and are not counted; an embedding is a look-up. Attention counts the keys that each query sees, exactly,
+averaged over the positions of a sequence: early queries see fewer. Backward counts twice the forward;
+recomputation by activation checkpointing or a kernel is not counted.
 
-What the reference executes beyond that: it multiplies every query with every key of the sequence in the selected
+The reference computes more: it multiplies every query with every key of the sequence in the selected
 and window branches and with every compressed key in the compressed one, and masks; it makes the compressed scores
 once more to choose blocks, and all scores once more in backward. `computed_flops_per_token` counts this too.
 """

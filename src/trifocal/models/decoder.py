@@ -38,33 +38,42 @@ class DecoderLM(nn.Module):
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self._checkpointed_layers = range(0)
         self._compiles = False
-        self._choose_code()
+        self._compile()
         self.init_weights()
 
     def __getstate__(self) -> dict[str, Any]:
         # Compiled code is neither copied nor pickled: a copy compiles its own when it first runs.
-        return {name: value for name, value in self.__dict__.items() if name not in ("_run_block", "_run_end")}
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_run_block", "_run_end")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._choose_code()
+        self._compile()
+        self._wrap()
 
-    def _choose_code(self) -> None:
-        """What runs a block and the loss in training."""
+    def _compile(self) -> None:
+        """Compile one function for all blocks, and one for the loss, where asked for."""
         self._run_block: Callable[..., Tensor] = run_block
         self._run_end: Callable[..., Tensor] = run_end
         if self._compiles:
             self._run_block = torch.compile(run_block, fullgraph=True, dynamic=False)
             self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
 
+    def _wrap(self) -> None:
+        """Wrap the forward of compiled and checkpointed blocks. Hooks, FSDP's among them, stay outside of it."""
+        for index, block in enumerate(self.blocks):
+            block.__dict__.pop("forward", None)
+            checkpointed = index in self._checkpointed_layers
+            if checkpointed or self._compiles:
+                block.forward = functools.partial(train_block, self._run_block, checkpointed, block.forward)
+
     def init_weights(self, seed: int | torch.Generator | None = None) -> None:
         """Draw all weights anew.
 
-        Matrices are normal with a variance of 1 / inputs, so that what they make of a normed token is of size 1;
-        those that write into the residual stream have less by `2 * num_layers`, so that its variance does not grow
-        with depth. An embedding that is not the output projection too starts smaller, at a standard deviation of
-        0.02: Adam's first steps move it visibly then. So do the positions and the output of a learned compressor,
-        which starts as the mean. Norms start at 1, biases at 0.
+        Matrices are normal with a variance of 1 / inputs, so that their output for a normed token has a variance of 1.
+        For matrices that write into the residual stream it is divided by `2 * num_layers`, so that the stream's
+        variance does not grow with depth. An embedding that is not tied starts at a standard deviation of 0.02, so that
+        Adam's first steps change it visibly. So do the positions and the output of a learned compressor, which starts
+        as the mean. Norms start at 1, biases at 0.
 
         Args:
             seed: A number, which gives the same weights on every device; or a generator; or None for PyTorch's
@@ -143,18 +152,13 @@ class DecoderLM(nn.Module):
             raise ValueError(f"cache must hold one entry for each of {len(self.blocks)} layers, got {len(cache)}")
         documents = cu_seqlens
         if isinstance(documents, Tensor):
-            # Checked where they are, which costs no wait for a GPU when the borders lie on the host.
+            # Checked before the copy: borders on the host need no wait for a GPU.
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
         rotary = self.attention_layers()[0].rotary_tables(x, documents) if cache is None else None
-        if torch.is_grad_enabled() and cache is None:
-            for index, block in enumerate(self.blocks):
-                run = functools.partial(self._run_block, index in self._checkpointed_layers)
-                x = block(x, cu_seqlens=documents, rotary=rotary, run=run)
-        else:
-            for index, block in enumerate(self.blocks):
-                x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index], rotary=rotary)
+        for index, block in enumerate(self.blocks):
+            x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index], rotary=rotary)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -165,13 +169,14 @@ class DecoderLM(nn.Module):
         return self.embedding.weight if self.head is None else self.head.weight
 
     def compile_training(self) -> None:
-        """Compile what training runs, each layer by itself, when it first runs; passes without gradients stay eager.
+        """Compile each layer, and the loss, when training first runs them; passes without gradients stay eager.
 
         The layers are alike, so that one of them is compiled for all: the start takes a few seconds at any depth.
         Lengths are compiled in; another one compiles anew. So does a copy of the model.
         """
         self._compiles = True
-        self._choose_code()
+        self._compile()
+        self._wrap()
 
     def set_activation_checkpointing(self, first: int, last: int) -> None:
         """Recompute layers `first` up to, not including, `last` in backward instead of keeping their activations.
@@ -186,6 +191,7 @@ class DecoderLM(nn.Module):
                 f"checkpointed layers must satisfy 0 <= first <= last <= {len(self.blocks)}, got {first}, {last}"
             )
         self._checkpointed_layers = range(first, last)
+        self._wrap()
 
     def attention_layers(self) -> list[NSAttention | DenseAttention]:
         """The attention of each layer, first to last."""
@@ -235,19 +241,35 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
         raise ValueError(f"targets must be of int64, got {targets.dtype}")
 
 
+def train_block(
+    run: Callable[..., Tensor],
+    checkpointed: bool,
+    forward: Callable[..., Tensor],
+    x: Tensor,
+    *,
+    cu_seqlens: Documents | None = None,
+    cache: Any | None = None,
+    rotary: RotaryTables | None = None,
+) -> Tensor:
+    """A wrapped block: `run`, which is `run_block` or compiled from it, in training; else the block's own forward."""
+    if cache is not None or not torch.is_grad_enabled():
+        return forward(x, cu_seqlens=cu_seqlens, cache=cache, rotary=rotary)
+    return run(checkpointed, forward, x, cu_seqlens, rotary)
+
+
 def run_block(
     checkpointed: bool,
-    compute: Callable[..., Tensor],
+    forward: Callable[..., Tensor],
     x: Tensor,
     documents: Documents | None,
     rotary: RotaryTables | None,
 ) -> Tensor:
-    """One layer in training, by its `Block.compute`; `checkpointed` computes it again in backward."""
+    """One layer in training, by its `Block.forward`; `checkpointed` computes it again in backward."""
     if not checkpointed:
-        return compute(x, cu_seqlens=documents, rotary=rotary)
+        return forward(x, cu_seqlens=documents, rotary=rotary)
     # Nothing in a block is random, so no random state is kept, which a CUDA graph could not read.
     return checkpoint(
-        compute,
+        forward,
         x,
         use_reentrant=False,
         preserve_rng_state=False,

@@ -18,7 +18,7 @@ from trifocal.paths import user_path
 
 WEIGHTS_FILE = "model.safetensors"
 CONFIG_FILE = "config.json"
-# By which a run and a checkpoint are known.
+# A run has the first of these, a checkpoint the second.
 _TRAINERS_FILES = ("config.toml", "manifest.json")
 
 
@@ -41,11 +41,11 @@ def save_weights(model: DecoderLM, folder: str | Path) -> None:
     try:
         save_file(tensors, partial_weights, metadata={"format": "pt"})
     except SafetensorError as error:
-        # An error of the library's own, which has the system's in its text alone.
+        # The library's own error names the system's only in its text.
         found = re.search(r"os error (\d+)", str(error))
         number = int(found[1]) if found else errno.EIO
         raise OSError(number, os.strerror(number), str(partial_weights)) from error
-    # The library makes it for its owner alone, whatever the umask.
+    # The library makes the file readable for its owner alone, whatever the umask.
     partial_weights.chmod(partial_config.stat().st_mode)
     partial_config.replace(folder / CONFIG_FILE)
     partial_weights.replace(folder / WEIGHTS_FILE)

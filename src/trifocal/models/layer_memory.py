@@ -1,9 +1,9 @@
 """Sizes of what one decoder block keeps and needs while a step runs; `trifocal.models.memory` adds them up.
 
-Everything is bytes for one micro-batch. "Kept" is what lives from forward to backward, "working" what comes and goes.
+All sizes are bytes for one micro-batch. "Kept" tensors live from forward to backward, "working" ones only in one pass.
 
-`torch.compile` sees a layer's forward and backward together. It keeps what products and operators of backward read, as
-eager does, and makes again what only elementwise kernels read. In bytes a token, bf16:
+`torch.compile` sees a layer's forward and backward together. It keeps the inputs of backward's products and operators,
+as eager does, and recomputes tensors that only elementwise kernels read. In bytes a token, bf16:
 
 | | eager | compiled | because |
 |---|---|---|---|
@@ -20,6 +20,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+import torch
+
+from trifocal.models.kernel_memory import KernelMemory, kernel_memory
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
@@ -30,7 +33,7 @@ FP32, INT32, BF16 = 4, 4, 2
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """What decides the memory of a step besides the model.
+    """Everything besides the model that a step's memory depends on.
 
     Attributes:
         sequence_length: Tokens of a sequence, T.
@@ -47,7 +50,7 @@ class TrainingSetup:
         shards: Processes that share one copy of the model under fsdp and hsdp.
         reshard_after_forward: Whether those give a block's weights back after its forward pass.
         cuda_graphs: Whether micro-batches are recorded: gradients then stay in one place.
-        workspace_bytes: What libraries take for themselves from the same allocator.
+        workspace_bytes: Taken by libraries from the same allocator.
     """
 
     sequence_length: int
@@ -193,7 +196,7 @@ class LayerMemory:
 
     @cached_property
     def _compressed(self) -> int:
-        """Compressed keys, or values, of one dimension in all groups, as numbers."""
+        """How many compressed keys, or values, all KV heads have."""
         rows, length = self.rows
         geometry = self.config.geometry
         blocks = length // geometry.compression_stride if self.setup.packed else geometry.num_compressed_blocks(length)
@@ -262,9 +265,7 @@ class LayerMemory:
         if c.attention == "dense":
             return 0
         if self.setup.backend == "triton":
-            from trifocal.ops.triton.working_memory import forward_working_bytes
-
-            return forward_working_bytes(c.geometry, *self._attention_shape)
+            return self._kernels.forward
         # Scores and what log-sum-exp makes of them; the mask and its inverse; the queries in fp32.
         return 2 * self.tile + 2 * self._choice_mask + FP32 * n * c.num_heads * c.head_dim
 
@@ -278,22 +279,19 @@ class LayerMemory:
             return 2 * item * (heads_v + heads_d) + scores
         numbers = FP32 * n * c.num_heads * NUM_BRANCHES
         if self.setup.backend == "triton":
-            from trifocal.ops.triton.working_memory import backward_working_bytes
-
-            keys_values = item * n * c.num_kv_heads * NUM_BRANCHES * (c.head_dim + c.value_dim)
-            outputs = item * (heads_v + heads_d) + keys_values + 2 * numbers
-            return outputs + backward_working_bytes(c.geometry, *self._attention_shape)
+            return item * heads_v + self._kernels.backward
         # Probabilities, where they are not kept, their gradient, and that of the scores. Each branch's gradient of o,
         # and in fp32 that of o for one branch, the queries, and their gradient.
         casts = item * heads_d if item < FP32 else 0
         linear = item * NUM_BRANCHES * heads_v + FP32 * (heads_v + 2 * heads_d) + casts + numbers
         return (2 if self._saved_scores else 3) * self.tile + self._choice_mask + linear
 
-    @property
-    def _attention_shape(self) -> tuple[int, int, int, int, int, int, int]:
-        """Rows, their length, H, G, D, V, bytes of a number."""
+    @cached_property
+    def _kernels(self) -> KernelMemory:
         c, (rows, length) = self.config, self.rows
-        return rows, length, c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim, self.item
+        dtype = torch.bfloat16 if self.item == BF16 else torch.float32
+        sizes = c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim
+        return kernel_memory(c.geometry, rows, length, *sizes, dtype, self.setup.packed)
 
     @property
     def forward_working(self) -> int:

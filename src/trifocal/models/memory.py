@@ -3,17 +3,17 @@
 A step has few moments at which memory can be fullest: a block's forward pass, the loss, the gradient of the logits,
 and a block's backward pass through the MLP or the attention. For each of them the sizes of the tensors that exist then
 are added up; the fullest is the estimate. Sizes of a block are in `trifocal.models.layer_memory`, those of the kernels'
-buffers in `trifocal.ops.triton.working_memory`.
+buffers in `trifocal.models.kernel_memory`.
 
 Weights, their gradients and both moments of AdamW are fp32: 16 bytes a parameter. What is kept for backward is linear
 in tokens, in the type of the matrix products besides the residual stream and the norms, which are fp32. Under bf16 the
 matrices are copied in bf16 for the length of a forward pass, and for backward where they were kept.
 
-A compiled layer keeps less, makes in one pass what is elementwise, and hands its gradients over when its whole backward
-pass is done.
+A compiled layer keeps less, fuses elementwise operations, and adds its gradients to the others after its whole backward
+pass.
 
-Not counted: what processes and drivers take outside of PyTorch's allocator, and its fragmentation. Evaluation, samples
-and telemetry keep nothing for backward and take less than a step.
+Not counted: memory outside of PyTorch's allocator, which processes and drivers take, and fragmentation. Evaluation,
+samples and telemetry keep nothing for backward and take less than a step.
 """
 
 from collections.abc import Iterator
@@ -33,14 +33,14 @@ class Memory:
     """Bytes on one device at the fullest moment of a step.
 
     Attributes:
-        moment: Which moment it is.
+        moment: Its name.
         weights: fp32 weights.
         optimizer: AdamW's two moments.
         gradients: Gradients that exist then, and what their exchange takes.
         copies: Matrices in bf16, and weights that fsdp has collected.
         activations: Kept for backward.
-        working: What comes and goes with that moment.
-        workspace: Of libraries.
+        working: Tensors that live only at that moment.
+        workspace: Of libraries such as cuBLAS.
     """
 
     moment: str

@@ -1,4 +1,4 @@
-"""What a decoder is made of; everything that its weights depend on."""
+"""The configuration of a decoder: everything that its weights depend on."""
 
 import math
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ class ModelConfig:
         dim: E, width of the residual stream.
         num_layers: Decoder blocks.
         num_heads: H, query heads.
-        num_kv_heads: G, groups of heads that share keys, values and chosen blocks; divides `num_heads`.
+        num_kv_heads: G, KV heads; H/G query heads share one, and its chosen blocks. Divides `num_heads`.
         head_dim: D of queries and keys; even.
         value_dim: V of values.
         mlp_dim: Hidden width of the SwiGLU.

@@ -1,6 +1,7 @@
 """Attention layers: Native Sparse Attention and its dense twin, with the same interface.
 
-Inputs are [B, T, E]. Shape letters as in DESIGN.md: H query heads in G groups, D and V dims, C compressed blocks.
+Inputs are [B, T, E]. Shape letters as in DESIGN.md: H query heads, G KV heads, D and V dims, C compressed blocks.
+A group is the query heads that share one KV head.
 """
 
 from collections.abc import Callable
@@ -36,7 +37,7 @@ class RotaryTables(NamedTuple):
 
 
 class NSACache(Protocol):
-    """What a layer needs from its decoding cache; `trifocal.generate` has the implementation."""
+    """Interface of a sparse layer's decoding cache; `trifocal.generate` implements it."""
 
     @property
     def length(self) -> int:
@@ -49,7 +50,7 @@ class NSACache(Protocol):
         window: KeysValues | None,
         compress: Callable[[Tensor, Tensor, int], KeysValues],
     ) -> tuple[KeysValues, KeysValues, KeysValues]:
-        """Take in T tokens and hand out what their queries see.
+        """Append T tokens and return the keys and values that their queries see.
 
         Args:
             raw: Unrotated keys and values of the compressed branch, [B, T, G, D] and [B, T, G, V].
@@ -64,17 +65,48 @@ class NSACache(Protocol):
 
 
 class DenseCache(Protocol):
-    """What a dense layer needs from its decoding cache."""
+    """Interface of a dense layer's decoding cache."""
 
     @property
     def length(self) -> int:
         """Tokens that the cache has seen."""
 
     def extend(self, k: Tensor, v: Tensor) -> KeysValues:
-        """Take in rotated keys and values of T tokens and hand out those of all tokens so far."""
+        """Append rotated keys and values of T tokens and return those of all tokens so far."""
 
 
-class NSAttention(nn.Module):
+class _Attention(nn.Module):
+    """What both attentions have: checked sizes, projections, rotary tables; arguments as of `NSAttention`.
+
+    Args:
+        branches: Keys and values lie side by side in the outputs of k_proj and v_proj, for this many branches.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        rope_theta: float,
+        branches: int = 1,
+    ) -> None:
+        super().__init__()
+        _check_sizes(dim, num_heads, num_kv_heads, head_dim, value_dim, rope_theta)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.rope_theta = rope_theta
+        self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(dim, branches * num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(dim, branches * num_kv_heads * value_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=False)
+
+    def _rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
+
+
+class NSAttention(_Attention):
     """Native Sparse Attention as a layer: projections, rotary positions, compressor, gates, three branches.
 
     Each branch has its own keys and values. Queries are rotated once, keys by the position of their token, compressed
@@ -114,25 +146,16 @@ class NSAttention(nn.Module):
         rope_theta: float = 10000.0,
         backend: Literal["auto", "reference", "triton"] = "auto",
     ) -> None:
-        super().__init__()
         check_geometry(geometry)
-        _check_sizes(dim, num_heads, num_kv_heads, head_dim, value_dim, rope_theta)
+        # Branches are in the order cmp, slc, win.
+        branches = 1 if shared_kv else NUM_BRANCHES
+        super().__init__(dim, num_heads, num_kv_heads, head_dim, value_dim, rope_theta, branches)
         if compressor not in ("mean", "mlp"):
             raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
         if gate not in ("sigmoid", "softmax"):
             raise ValueError(f"gate must be 'sigmoid' or 'softmax', got {gate!r}")
         check_backend(backend)
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.head_dim, self.value_dim = head_dim, value_dim
-        self.geometry, self.shared_kv = geometry, shared_kv
-        self.rope_theta, self.backend = rope_theta, backend
-
-        # Branches lie side by side in the outputs of k_proj and v_proj, in the order cmp, slc, win.
-        branches = 1 if shared_kv else NUM_BRANCHES
-        self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(dim, branches * num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, branches * num_kv_heads * value_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=False)
+        self.geometry, self.shared_kv, self.backend = geometry, shared_kv, backend
         self.k_compressor, self.v_compressor = (
             MLPCompressor(geometry, width, backend) if compressor == "mlp" else MeanCompressor(geometry, backend)
             for width in (head_dim, value_dim)
@@ -156,7 +179,7 @@ class NSAttention(nn.Module):
         Args:
             x: The layer's input, [B, T, E].
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
-            cache: Earlier tokens; the T tokens follow them and are taken in.
+            cache: Earlier tokens; the T tokens are appended to them.
             rotary: From `rotary_tables` for these tokens, where layers share them; without a cache.
 
         Returns:
@@ -195,7 +218,7 @@ class NSAttention(nn.Module):
         return self.o_proj(o.flatten(2))
 
     def selected_keys(self, projected: Tensor, documents: Documents | None = None) -> Tensor:
-        """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output: what full attention would read.
+        """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output; full attention would read these.
 
         Args:
             projected: [B, T, branches * G * D].
@@ -252,11 +275,8 @@ class NSAttention(nn.Module):
             return torch.arange(num_blocks, device=device) * self.geometry.compression_stride
         return compressed_layout(documents, num_blocks, self.geometry).starts
 
-    def _rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
 
-
-class DenseAttention(nn.Module):
+class DenseAttention(_Attention):
     """Causal attention over the whole past: the dense twin of `NSAttention`, the baseline of every comparison.
 
     Args:
@@ -281,15 +301,7 @@ class DenseAttention(nn.Module):
         value_dim: int,
         rope_theta: float = 10000.0,
     ) -> None:
-        super().__init__()
-        _check_sizes(dim, num_heads, num_kv_heads, head_dim, value_dim, rope_theta)
-        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.head_dim, self.value_dim = head_dim, value_dim
-        self.rope_theta = rope_theta
-        self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(dim, num_kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(dim, num_kv_heads * value_dim, bias=False)
-        self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=False)
+        super().__init__(dim, num_heads, num_kv_heads, head_dim, value_dim, rope_theta)
 
     def forward(
         self,
@@ -326,21 +338,18 @@ class DenseAttention(nn.Module):
         """As `NSAttention.rotary_tables`."""
         return RotaryTables(*self._rotary_tables(_locate(x, cu_seqlens, None)[1], x))
 
-    def _rotary_tables(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return rotary_tables(positions, self.head_dim, self.rope_theta, torch.promote_types(x.dtype, torch.float32))
-
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal attention of the last T positions over S: q [B, T, H, D], k [B, S, G, D], v [B, S, G, V]."""
-    num_queries, num_keys, num_groups = q.shape[1], k.shape[1], k.shape[2]
+    num_queries, num_keys, num_kv_heads = q.shape[1], k.shape[1], k.shape[2]
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if num_queries == 1:
-        # A single query sees every key: its heads act as the queries of their group, and no key is copied.
-        q = q.squeeze(2).unflatten(1, (num_groups, -1))
+        # A single query sees every key: its heads act as the queries of their KV head, and no key is copied.
+        q = q.squeeze(2).unflatten(1, (num_kv_heads, -1))
         return nn.functional.scaled_dot_product_attention(q, k, v).flatten(1, 2)[:, None]
     # Copied for every head, because not every kernel behind SDPA shares keys between heads.
-    heads_per_group = q.shape[1] // num_groups
-    k, v = k.repeat_interleave(heads_per_group, dim=1), v.repeat_interleave(heads_per_group, dim=1)
+    q_per_kv = q.shape[1] // num_kv_heads
+    k, v = k.repeat_interleave(q_per_kv, dim=1), v.repeat_interleave(q_per_kv, dim=1)
     mask = None
     if num_queries < num_keys:
         # `is_causal` would align the first query with the first key; the queries are the last ones.

@@ -1,6 +1,5 @@
 """The decoder block: pre-norm attention and a pre-norm SwiGLU, each added to the residual stream."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -74,6 +73,10 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(dim, norm_eps)
         self.mlp = SwiGLU(dim, mlp_dim)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A wrapped forward would call this block from its copy: whoever wraps a block wraps its copy anew.
+        return {name: value for name, value in super().__getstate__().items() if name != "forward"}
+
     def forward(
         self,
         x: Tensor,
@@ -81,25 +84,7 @@ class Block(nn.Module):
         cu_seqlens: Tensor | Documents | None = None,
         cache: Any | None = None,
         rotary: RotaryTables | None = None,
-        run: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        """[B, T, E] -> [B, T, E]; `cu_seqlens`, `cache` and `rotary` as the attention takes them.
-
-        `run` does the work in place of `compute`, which it is handed with its arguments: compiled, say, or so that
-        backward computes it again. The hooks of the block, FSDP's among them, stay outside of that.
-        """
-        if run is None:
-            return self.compute(x, cu_seqlens=cu_seqlens, cache=cache, rotary=rotary)
-        return run(self.compute, x, cu_seqlens, rotary)
-
-    def compute(
-        self,
-        x: Tensor,
-        *,
-        cu_seqlens: Tensor | Documents | None = None,
-        cache: Any | None = None,
-        rotary: RotaryTables | None = None,
-    ) -> Tensor:
-        """What `forward` does, without the hooks of the block itself."""
+        """[B, T, E] -> [B, T, E]; `cu_seqlens`, `cache` and `rotary` as the attention takes them."""
         x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache, rotary=rotary)
         return x + self.mlp(self.mlp_norm(x))

@@ -34,16 +34,16 @@ class MeanCompressor(nn.Module):
             documents: Packed documents; each has its own grid of blocks.
 
         Returns:
-            [B, C, G, D] in the type of `x`. With documents C is `S // stride`, room for any borders, and the slots
-            that no document fills are zero; nobody sees them.
+            [B, C, G, D] in the type of `x`. With documents C is `S // stride`, enough for any borders; slots that
+            belong to no document are zero and invisible.
         """
         return compress_by_mean(x, self.geometry, documents, self.backend)
 
 
 class MLPCompressor(nn.Module):
-    """The mean of a block's tokens plus what an MLP makes of all of them, each at its place in the block.
+    """The mean of a block's tokens plus an MLP of their concatenation, with learned positions in the block.
 
-    `φ(x) = mean(x) + W2 silu(W1 concat(x + positions))`, the same for all groups. The mean is there so that
+    `φ(x) = mean(x) + W2 silu(W1 concat(x + positions))`, the same for all KV heads. The mean is there so that
     training starts from a compressor that already works; W2 starts small.
 
     Args:
@@ -70,7 +70,7 @@ class MLPCompressor(nn.Module):
     def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
         """Compress unrotated keys or values; arguments and result as in `MeanCompressor.forward`.
 
-        Slots that no document fills hold finite values that nobody sees.
+        Slots that belong to no document hold finite values and are invisible.
         """
         blocks = _blocks(x, self.geometry, documents)
         placed = blocks + self.positions.to(x.dtype)[:, None]

@@ -1,4 +1,4 @@
-"""Gates: how much of each branch (compressed, selected, window; in this order) every query head takes."""
+"""Gates: the weight of each branch (compressed, selected, window; in this order) for every query head."""
 
 import torch
 from torch import Tensor, nn
@@ -7,7 +7,7 @@ NUM_BRANCHES = 3
 
 
 class SigmoidGate(nn.Module):
-    """A gate per head and branch, each by itself: `sigmoid(x W + b)`. Source: arXiv:2502.11089, Eq. 5.
+    """An independent gate per head and branch: `sigmoid(x W + b)`. Source: arXiv:2502.11089, Eq. 5.
 
     The bias starts at zero, so that every branch starts half open.
 
@@ -24,7 +24,7 @@ class SigmoidGate(nn.Module):
     def forward(self, x: Tensor, logits: Tensor | None = None) -> Tensor:
         """Map the layer's input [B, T, E] to gates [B, T, H, 3] between 0 and 1, fp32 (fp64 for fp64).
 
-        `logits` is `proj` of x, [B, T, 3 * H], where the layer has computed it together with other projections.
+        `logits` is `proj(x)`, [B, T, 3 * H], if the layer has computed it together with other projections.
         """
         logits = self.proj(x) if logits is None else logits
         return _in_full_precision(logits).sigmoid().unflatten(-1, (-1, NUM_BRANCHES))
@@ -44,15 +44,15 @@ class GroupSoftmaxGate(nn.Module):
     def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
         super().__init__()
         self.num_kv_heads = num_kv_heads
-        self.heads_per_group = num_heads // num_kv_heads
+        self.q_per_kv = num_heads // num_kv_heads
         self.proj = nn.Linear(head_dim, NUM_BRANCHES)
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, q: Tensor) -> Tensor:
         """Map unrotated queries [B, T, H, D] to gates [B, T, H, 3] that sum to 1, fp32 (fp64 for fp64)."""
-        pooled = q.unflatten(2, (self.num_kv_heads, self.heads_per_group)).mean(3)
+        pooled = q.unflatten(2, (self.num_kv_heads, self.q_per_kv)).mean(3)
         gates = _in_full_precision(self.proj(pooled)).softmax(-1)
-        return gates.repeat_interleave(self.heads_per_group, dim=2)
+        return gates.repeat_interleave(self.q_per_kv, dim=2)
 
 
 def _in_full_precision(x: Tensor) -> Tensor:

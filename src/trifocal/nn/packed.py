@@ -1,6 +1,6 @@
-"""Causal attention within packed documents, for the dense twin: what it costs grows with the documents, not the pack.
+"""Causal attention within packed documents, for the dense twin; its cost grows with the documents, not the pack.
 
-Which code runs is chosen before it runs, by rule, and counted in `trifocal.ops.dispatch.backend_choices()`:
+A rule chooses the code before it runs; `trifocal.ops.dispatch.backend_choices()` counts the choices:
 
 1. `varlen`: FlashAttention on the documents as they lie (`torch.nn.attention.varlen`), on a CUDA device of compute
    capability 8.0 or newer, for bfloat16 and float16 and D and V up to 192;
@@ -72,7 +72,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     # One width for q, k and v: zeros change no score, and columns of zeros are cut off the output.
     width = -(-max(dim, value_dim) // HEAD_MULTIPLE) * HEAD_MULTIPLE
     q, k, v = (x[0] if x.shape[3] == width else pad(x[0], (0, width - x.shape[3])) for x in (q, k, v))
-    # A bound known on the host: to read the longest document off the device would wait for it.
+    # The host knows this bound; to read the longest document from the device would wait for the device.
     longest = documents.max_length or q.shape[0]
     borders = documents.cu_seqlens
     found = varlen_attn(
@@ -85,7 +85,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
 
 def _rows(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     """Queries in rows of the longest document's length see keys of their own row and of the row before."""
-    num_tokens, heads_per_group = q.shape[1], q.shape[2] // k.shape[2]
+    num_tokens, q_per_kv = q.shape[1], q.shape[2] // k.shape[2]
     length = min(documents.max_length or num_tokens, num_tokens)
     num_rows = -(-num_tokens // length)
     padding = num_rows * length - num_tokens
@@ -97,11 +97,11 @@ def _rows(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     ids = pad(documents.ids, (0, padding), value=-1).view(num_rows, length)
     key_ids = ids
     # Copied for every head, because not every kernel behind SDPA shares keys between heads.
-    q, k, v = cut(q), *(cut(x).repeat_interleave(heads_per_group, dim=1) for x in (k, v))
+    q, k, v = cut(q), *(cut(x).repeat_interleave(q_per_kv, dim=1) for x in (k, v))
     if not documents.aligned and num_rows > 1:
         k, v = (torch.cat((pad(x[:-1], (0, 0) * 3 + (1, 0)), x), dim=2) for x in (k, v))
         key_ids = torch.cat((pad(ids[:-1], (0, 0, 1, 0), value=-2), ids), dim=1)
-    # What a row lacks sees itself: no query is without a key.
+    # Padding sees itself, so that every query has a key.
     mask = (ids[:, :, None] == key_ids[:, None, :]).tril(key_ids.shape[1] - length)
     o = scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
     return o.transpose(1, 2).flatten(0, 1)[None, :num_tokens]
