@@ -32,12 +32,12 @@ Tree = dict[str, bytes]
 STAND_STILL = """
 import sys, time
 from pathlib import Path
-import trifocal.train.loop as loop
+from trifocal.train.step import TrainStep
 from trifocal.cli import main
 def still(*args, **kwargs):
     Path(sys.argv[1]).touch()
     time.sleep(600)
-loop.train_step = still
+TrainStep.run = still
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -315,7 +315,7 @@ def test_ctrl_c_before_the_first_step_gives_the_place_back(
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
 
-    monkeypatch.setattr("trifocal.train.loop.open_records", interrupt)
+    monkeypatch.setattr("trifocal.train.run_logger.write_environment", interrupt)
     assert main(["train", str(config), "--overwrite", *QUICK]) == 130
     assert f"the run that was in {run} is there as before" in capsys.readouterr().err
     assert tree(run) == before and beside(run) == ["run.toml"]

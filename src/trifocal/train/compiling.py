@@ -4,7 +4,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from trifocal.train.saving import Say
+from trifocal.train.run_logger import RunLogger
 
 COMPILE_TIME = "about half a minute, less once its caches are filled"
 
@@ -14,11 +14,11 @@ class CompileNotes:
 
     Args:
         compiles: Whether the run compiles or records graphs at all.
-        say: Tells a person.
+        log: Takes the events.
     """
 
-    def __init__(self, compiles: bool, say: Say) -> None:
-        self._compiles, self._log_event = compiles, say
+    def __init__(self, compiles: bool, log: RunLogger) -> None:
+        self._compiles, self._log = compiles, log
         self._known: set[bool] = set()
 
     @contextmanager
@@ -39,7 +39,7 @@ class CompileNotes:
             return
         self._known |= new
         kinds = " and ".join("packed documents" if packed else "whole rows" for packed in sorted(new))
-        self._log_event("compiling", f"step {step} compiles the model for {kinds}, which takes {COMPILE_TIME}")
+        self._log.log_event("compiling", f"step {step} compiles the model for {kinds}, which takes {COMPILE_TIME}")
         begin = time.perf_counter()
         yield "compile"
-        self._log_event("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")
+        self._log.log_event("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")

@@ -12,7 +12,7 @@ from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint_folders import checkpoint_step, find_checkpoint
 from trifocal.train.evaluate import check_validation_text
 from trifocal.train.lock import RunLock
-from trifocal.train.loop import Trainer
+from trifocal.train.loop import run_training
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.replaced_run import has_replaced, restore_replaced
 from trifocal.train.result import TrainResult
@@ -21,6 +21,7 @@ from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import create_run_directory, load_run, load_run_to_resume
 from trifocal.train.run_files import delete, mark_run
 from trifocal.train.start import check_same_start, restarted_run
+from trifocal.train.train_setup import TrainSetup
 
 
 def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
@@ -48,7 +49,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             return _resume(directory, "", config, processes, lock)
         tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or a run renamed aside.
-        trainer = Trainer(config, directory, processes, tokenizer)
+        setup = TrainSetup(config, directory, processes, tokenizer)
         processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
         overwrite = overwrite or found == "overwrite"
 
@@ -63,9 +64,9 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         try:
             note = processes.run_on_rank0(create)
             created = True
-            return trainer.run([*notes, *filter(None, [note])], None, lock)
+            return run_training(setup, [*notes, *filter(None, [note])], None, lock)
         except BaseException as error:
-            nothing_learnt = created and trainer.step == 0 and isinstance(error, UserError | KeyboardInterrupt)
+            nothing_learnt = created and setup.state.step == 0 and isinstance(error, UserError | KeyboardInterrupt)
             if nothing_learnt:
                 processes.forget_begin()
             _tidy_after_failure(directory, lock, delete_start=nothing_learnt)
@@ -141,6 +142,6 @@ def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Proc
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
     saved = processes.run_on_rank0(lambda: load_run(directory))
-    trainer = Trainer(config, directory, processes, tokenizer)
-    notes = [*resume_notes(saved, trainer.config, checkpoint_step(found)), *notes, *filter(None, [note])]
-    return trainer.run(notes, found, lock)
+    setup = TrainSetup(config, directory, processes, tokenizer)
+    notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]
+    return run_training(setup, notes, found, lock)
