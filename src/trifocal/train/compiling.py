@@ -1,4 +1,4 @@
-"""Saying that a step compiles, which takes its time and is no stall."""
+"""Notes in the log when a step compiles: it is slow, and not stalled."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,10 @@ COMPILE_TIME = "about half a minute, less once its caches are filled"
 
 
 class CompileNotes:
-    """Knows for which kinds of micro-batches code has been made.
+    """Remembers the kinds of micro-batches whose code is compiled.
 
     Args:
-        compiles: Whether the run compiles or records graphs at all.
+        compiles: Whether the run compiles or records graphs.
         log: Takes the events.
     """
 
@@ -30,8 +30,8 @@ class CompileNotes:
             documents: Packed documents of each micro-batch; 0 for whole rows.
 
         Yields:
-            The name of its forward phase: "compile" where code for a kind of micro-batch is made in it, which is said
-            before and after; else "forward".
+            The name of its forward phase: "compile" if the step compiles code for a kind of micro-batch, which is
+            logged before and after; else "forward".
         """
         new = {number > 0 for number in documents} - self._known if self._compiles else set()
         if not new:

@@ -16,7 +16,7 @@ from trifocal.train.train_setup import TrainSetup
 
 
 class Evaluator:
-    """Evaluates, samples from and looks into the model of a run.
+    """Evaluates the model of a run, measures its attention and samples from it.
 
     A sharded model needs all processes for attention and samples; with any other, rank 0 does both alone.
 
@@ -34,7 +34,7 @@ class Evaluator:
         self._batches: list[Batch] | None = None
         self._shown: ShownSequence | None = None
         self.has_telemetry = bool(self._telemetry.layers)
-        """Whether the model has attention that can be looked into."""
+        """Whether the model has attention layers to measure."""
 
     def read_validation_text(self) -> None:
         """Read the batches of all evaluations, once.

@@ -59,7 +59,7 @@ class Trainer:
 
     Args:
         setup: The run, restored if it goes on from a checkpoint.
-        log: Takes everything that the run writes and says.
+        log: Takes metrics and events.
         coordinator: Keeps the processes in step.
         signals: Ask the run to stop.
         lock: Of the run's folder, taken by rank 0.
@@ -134,7 +134,7 @@ class Trainer:
         step, setup = self.state.step + 1, self.setup
         last = step == self.config.train.steps
         if self.log.open_directory is not None and not self.log.open_directory.is_there():
-            # All stop together; `Saver.check_directory` says why.
+            # All processes stop before this step; `Saver.check_directory` gives the reason.
             self.signals.received = "the run's folder is gone"
         with self.saver.ended_on_error():
             data = self.coordinator.next_step(

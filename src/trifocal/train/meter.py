@@ -1,4 +1,4 @@
-"""Speed of a run: rates between two rows of the metrics, without the time that is not training."""
+"""Speed of a run between two rows of the metrics; evaluations and checkpoints do not count."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ class Meter:
     Args:
         config: The run.
         device: Where it trains; a known GPU gives utilisations.
-        num_processes: Processes, and so devices, that train together.
+        num_processes: Processes of the run, each with one device.
         start_step: Optimizer steps done before this process.
     """
 

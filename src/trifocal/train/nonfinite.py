@@ -43,7 +43,7 @@ class FiniteGuard:
         self._unchecked: StepResult | None = None
 
     def add(self, result: StepResult) -> None:
-        """Take in the result of a step; `check_step` looks at it."""
+        """Keep the result of a step for `check_step`."""
         self._last = self._unchecked = result
 
     def check_step(self) -> None:

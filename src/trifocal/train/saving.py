@@ -45,7 +45,8 @@ class Saver:
         """Write a checkpoint of the last step.
 
         Args:
-            must_succeed: The last one: not left to a thread. Any other may fail: that is loud, and training goes on.
+            must_succeed: For the last checkpoint: it is written at once. If another one fails, an error is logged and
+                training goes on.
 
         Raises:
             UserError: If the run's folder is gone, or a checkpoint that must succeed could not be written.
@@ -61,7 +62,7 @@ class Saver:
         """Log the end of a checkpoint that was written in the background.
 
         Args:
-            wait: Until it has ended; else nothing happens while it is being written.
+            wait: Wait until it has ended; if False, nothing happens while it is being written.
         """
         written = self._background.take(wait=wait) if self._background is not None else None
         if written is not None:

@@ -20,10 +20,9 @@ _MicroBatch = tuple[Batch, float, int]
 
 
 class DeviceFlag:
-    """A truth value on its way from the device to the host.
+    """A boolean that is being copied from the device to the host.
 
-    On a GPU the copy starts at once and waits for nothing; `wait` then waits for it alone, not for work that was
-    queued after it.
+    On a GPU the copy is asynchronous; `wait` waits for it alone, not for work that was queued after it.
 
     Args:
         value: A boolean scalar tensor.
@@ -39,7 +38,7 @@ class DeviceFlag:
             self._copied.record()
 
     def wait(self) -> bool:
-        """The value, when it is known."""
+        """Wait for the value."""
         if self._copied is not None:
             self._copied.synchronize()
         return bool(self._value)
@@ -47,11 +46,11 @@ class DeviceFlag:
 
 @dataclass
 class StepResult:
-    """What a step leaves behind; its tensors stay on the device until somebody asks.
+    """The result of a step; its tensors stay on the device.
 
     Attributes:
-        step: Which step it was, from 1.
-        batches: The micro-batches it saw, on the host.
+        step: Its number, from 1.
+        batches: Its micro-batches, on the host.
         learning_rate: Of the step.
         loss: Mean loss over all valid targets of the global batch, nats per token.
         local_loss: This process's share of it; the shares add up to it.
@@ -82,7 +81,7 @@ def batch_loss(
     Rows that hold document borders are passed as one row of packed documents.
 
     Args:
-        loss_function: The model, or what wraps it.
+        loss_function: The model, or its wrapper.
         batch: The micro-batch, on the host.
         device: Where the model is.
         split_rows: Pack only the rows with borders inside, in a call of their own. The reference's work grows with
@@ -122,7 +121,7 @@ def _rows_with_borders(borders: Tensor, num_rows: int, length: int) -> tuple[Ten
 
 
 def valid_targets(batch: Batch) -> int:
-    """Targets of a micro-batch that count."""
+    """Number of targets in a micro-batch that are not ignored."""
     return int((batch.targets != IGNORED_TARGET).sum())
 
 
@@ -135,7 +134,7 @@ class TrainStep:
         device: Where the model is.
         config: Precision and clipping.
         before_backward: Called once in a step, between the first forward and the first backward, while the gradients
-            of the step before still exist: the place to find out whether that step went wrong without an idle device.
+            of the step before still exist: the place to check that step without an idle device.
         parallel: How the model is parallelized, where each of several processes has a part of the global batch.
         graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
@@ -179,9 +178,9 @@ class TrainStep:
             batches: The micro-batches of the global batch.
             phases: Told the phases.
             forward_phase: Name of the forward phase; "compile" for the first step of a compiled model.
-            total_targets: Valid targets of the global batch, in all processes together; those of `batches` by default.
-            documents: Packed documents of each micro-batch; where processes are to compute micro-batches of one kind at
-                the same time, the most that any has. By default each is computed as it comes.
+            total_targets: Valid targets of the global batch, in all processes; those of `batches` by default.
+            documents: Packed documents of each micro-batch; if all processes must compute the same kind at a
+                time, the largest number in any process. By default each is computed as it is.
 
         Returns:
             The results; nothing waits for the device.

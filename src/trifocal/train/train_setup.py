@@ -30,7 +30,7 @@ class TrainSetup:
         tokenizer: Of the data.
 
     Attributes:
-        config: As given, but with the commit of the data that the loader found: the saved configuration names it.
+        config: As given, with the commit of the data that the loader found, which the saved configuration names.
         parallel: The model as it is trained.
         notes: Sentences for the log.
         on_data_stall: Called while no batch comes, with the seconds so far and the activity of the data thread.
@@ -85,7 +85,7 @@ class TrainSetup:
         self._random_state = saved["random"]
 
     def restore_random_state(self) -> None:
-        """Put the random generators back once more: whatever was opened since `restore` may have drawn from them."""
+        """Restore the random generators again: code since `restore` may have drawn from them."""
         if self._random_state is not None:
             restore_random_state(self._random_state)
 
