@@ -198,7 +198,7 @@ def test_a_first_step_that_fails_keeps_its_dump_and_gives_the_place_back(
     with pytest.raises(NonFiniteError):
         train(make_config(config.parent, *QUICK), overwrite=True)
     assert (
-        f"is there as before: the first step of its replacement did not end; what the other one left is in {run}.failed"
+        f"is there as before: the first step of its replacement did not end; its files are in {run}.failed"
         in (capsys.readouterr().err)
     )
     assert (failed_path(run) / "dumps" / "step_00000001" / "summary.json").is_file()
@@ -440,7 +440,7 @@ def test_what_cannot_be_deleted_is_said_and_never_put_back(
     with monkeypatch.context() as patch:
         patch.setattr("trifocal.train.replaced_run.shutil.rmtree", lambda *_, **__: None)
         assert train(make_config(config.parent, *QUICK), overwrite=True).finished
-    assert "/.run.deleting could not be deleted: nobody needs it any more; rm -r " in capsys.readouterr().out
+    assert "/.run.deleting could not be deleted: it is not needed any more; rm -r " in capsys.readouterr().out
     assert resume(run).step == 6
     assert beside(run) == ["run.toml"]
 

@@ -91,7 +91,7 @@ class Parallel:
         self._learnt_after_a_step = not repeatable
 
     def begin_step(self) -> None:
-        """Start a new step, whose gradients are zero."""
+        """Start a new step: forget the gradients of the last one."""
         if self.watch is not None:
             self.watch.reset()
 

@@ -1,4 +1,4 @@
-"""What a run measures beside training: the loss on held-out text, the attention, samples of generated text."""
+"""Measurements beside training: the loss on held-out text, the attention, samples of generated text."""
 
 from trifocal.data import Batch
 from trifocal.telemetry import AttentionTelemetry

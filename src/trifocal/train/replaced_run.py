@@ -111,7 +111,7 @@ def restore_replaced(folder: Path, lock: RunLock) -> str:
             if is_run(failed):
                 _delete(failed, folder)
             real.rename(failed)
-            kept = f"; what the other one left is in {failed}"
+            kept = f"; its files are in {failed}"
         elif real.is_dir():
             # That start ended before its configuration was there.
             for name in (LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)):
@@ -148,7 +148,7 @@ def delete_replaced(folder: Path, lock: RunLock) -> str:
     # Before the folder is deleted: a network file system keeps an open file under another name.
     lock.release(replaced_path(folder))
     left = _delete(replaced_path(folder), folder)
-    return f"{left} could not be deleted: nobody needs it any more; rm -r {shell_path(left)}" if left else ""
+    return f"{left} could not be deleted: it is not needed any more; rm -r {shell_path(left)}" if left else ""
 
 
 def _beside(folder: Path, pattern: str) -> Path:

@@ -1,7 +1,7 @@
 """The configuration of a run: one section a component, every field written out in the presets of `configs/`.
 
 Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
-What a run resolved is saved as `config.toml` in its directory, and loads back identically.
+A run saves its resolved configuration as `config.toml` in its directory; loading it gives an equal one.
 """
 
 import operator

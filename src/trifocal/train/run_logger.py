@@ -1,4 +1,4 @@
-"""Everything that a run writes and says while it trains: metrics, heartbeat, progress, events."""
+"""Output of a run while it trains: metrics, heartbeat, progress, events."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -17,11 +17,11 @@ from trifocal.train.train_setup import TrainSetup
 
 
 class RunLogger:
-    """Writes metrics and events of a run, and says on the terminal what a person should know. Made by `open_logger`.
+    """Writes metrics and events of a run, and prints those for the user. Made by `open_logger`.
 
     Args:
         setup: The run; its state gives the step of every row.
-        open_directory: Of the run, in rank 0, which writes what is written once; None elsewhere.
+        open_directory: Of the run, in rank 0; None elsewhere.
         streams: Standard output and standard error.
         metrics: Takes the rows.
         heartbeat: Of this process.
@@ -56,7 +56,7 @@ class RunLogger:
         self.metrics.event(self._state.step, name, message, severity=severity, **values)
 
     def log_event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
-        """Write an event, and print it: in rank 0, and on standard error of any rank if it is no mere note."""
+        """Write an event, and print it: in rank 0, and, unless it is a note, on standard error of any rank."""
         self.event(name, message, severity, **values)
         self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
         if severity != "info" and self._rank != 0:
@@ -94,7 +94,7 @@ class RunLogger:
         """Write a file that the run can do without, in rank 0: if the disk is full, the run goes on without it.
 
         Args:
-            what: What the file holds, for the warning.
+            what: Name of the content, for the warning.
             write: Writes it.
         """
         if self.open_directory is None or not self.open_directory.is_there():

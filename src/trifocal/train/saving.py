@@ -25,7 +25,7 @@ class Saver:
     Args:
         setup: The run.
         log: Takes the events.
-        guard: Asked before each save: what is not finite is not saved.
+        guard: Checks before each save that step and weights are finite.
     """
 
     def __init__(self, setup: TrainSetup, log: RunLogger, guard: FiniteGuard) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 2.0
-"""One request may come twice: a scheduler signals every process, and torchrun passes on what it got itself."""
+"""One request may come twice: a scheduler signals every process, and torchrun forwards its own signal too."""
 
 
 class StopSignals:
