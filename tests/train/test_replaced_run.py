@@ -197,9 +197,8 @@ def test_a_first_step_that_fails_keeps_its_dump_and_gives_the_place_back(
     before_step(monkeypatch, explode)
     with pytest.raises(NonFiniteError):
         train(make_config(config.parent, *QUICK), overwrite=True)
-    assert (
-        f"is there as before: the first step of its replacement did not end; its files are in {run}.failed"
-        in (capsys.readouterr().err)
+    assert f"is there as before: the first step of its replacement did not end; its files are in {run}.failed" in (
+        capsys.readouterr().err
     )
     assert (failed_path(run) / "dumps" / "step_00000001" / "summary.json").is_file()
     assert tree(run) == before
