@@ -41,12 +41,12 @@ import torch
 from trifocal.bench.results import ResultFile, cpu_name
 from trifocal.distributed import Processes
 from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog
-from trifocal.train import load_config
+from trifocal.train import load_config, loop
 from trifocal.train.lock import RunLock
-from trifocal.train.loop import Trainer
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import create_run_directory
+from trifocal.train.train_setup import TrainSetup
 
 ROOT = Path(__file__).parent.parent
 NEVER = 10**9
@@ -143,7 +143,7 @@ def schedule(pairs: int, seed: int = 0) -> list[tuple[str, str, str]]:
     return order[:pairs]
 
 
-class Measured(Trainer):
+class Measured(loop.Trainer):
     """A run whose diagnostics are switched on and off between turns."""
 
     steps_in_turn = 1
@@ -151,6 +151,8 @@ class Measured(Trainer):
 
     def prepare(self) -> None:
         """Before the run."""
+        # A checkpoint in the middle of a turn would drown what is measured.
+        self.saver.save = lambda **_: None
         self.turns: list[Turn] = []
         self.counter = Counter()
         self.whole_config = self.config
@@ -160,33 +162,35 @@ class Measured(Trainer):
         """Start all of them as the run does; they stay, and are used in some turns."""
         log, count = self.whole_config.log, self.counter
         # Those that the run itself began, as far as they would disturb.
-        self.heartbeat.close()
-        heartbeat = Heartbeat(self.directory / "heartbeat", 0, log.heartbeat_seconds, device=self.device)
+        self.log.heartbeat.close()
+        directory, device = self.setup.directory, self.setup.device
+        heartbeat = Heartbeat(directory / "heartbeat", 0, log.heartbeat_seconds, device=device)
         self.ticker = heartbeat._stop = Ticker()
         heartbeat._beat = count.around("beat", heartbeat._beat)
-        metrics = stack.enter_context(MetricsWriter(self.directory / "metrics.jsonl"))
+        metrics = stack.enter_context(MetricsWriter(directory / "metrics.jsonl"))
         stack.enter_context(heartbeat)
-        stack.enter_context(Watchdog(heartbeat, self.directory, device=self.device))
-        progress = stack.enter_context(Progress(self.config.train.steps, start_step=self.step))
+        stack.enter_context(Watchdog(heartbeat, directory, device=device))
+        progress = stack.enter_context(Progress(self.config.train.steps, start_step=self.state.step))
         heartbeat.phase = count.around_context("step", heartbeat.phase)
         heartbeat.update = count.around("step", heartbeat.update)
         metrics.write = count.around("row", metrics.write)
         progress.update = count.around("row", progress.update)
-        self.meter.row = count.around("row", self.meter.row)
+        self.log.meter.row = count.around("row", self.log.meter.row)
         self.whole = heartbeat, metrics, progress
         self.ticker.beaten.wait()
 
     def switch(self, kind: str, *, last_step: bool) -> None:
         """Use the diagnostics in the next step, or do not."""
-        self.heartbeat, self.metrics, self.progress = self.whole if kind else self.quiet
-        self.tracer._phases = self.heartbeat
+        log = self.log
+        log.heartbeat, log.metrics, log.progress = self.whole if kind else self.quiet
+        self.tracer._phases = log.heartbeat
         interval = 1 if kind == "row" and last_step else NEVER
         self.config = replace(self.whole_config, log=replace(self.whole_config.log, interval_steps=interval))
 
-    def _step(self) -> bool:
-        turn, position = divmod(self.step - WARM_UP, self.steps_in_turn)
+    def _take_step(self) -> bool:
+        turn, position = divmod(self.state.step - WARM_UP, self.steps_in_turn)
         if not 0 <= turn < 2 * len(self.order):
-            return super()._step()
+            return super()._take_step()
         if turn == 0 and position == 0:
             self.stack = ExitStack()
             self.open_diagnostics(self.stack)
@@ -198,7 +202,7 @@ class Measured(Trainer):
             self.began = time.perf_counter(), time.process_time()
             if kind == "beat":
                 self.ticker.beat()
-        more = super()._step()
+        more = super()._take_step()
         if position == self.steps_in_turn - 1:
             self.wait()
             self.ticker.beaten.wait()
@@ -210,19 +214,16 @@ class Measured(Trainer):
                 self.stack.close()
         return more
 
-    def _save(self, *, must_succeed: bool) -> None:
-        """Nothing: a checkpoint in the middle of a turn would drown what is measured."""
-
     def time_the_rare(self) -> None:
         """Telemetry and the attention picture, by themselves."""
         self.rare = {}
-        batch = next(self.loader)
+        batch = next(self.setup.loader)
         self.evaluator.read_validation_text()
         looks = {
-            "telemetry": lambda: self.evaluator.measure_attention(self.step, batch, self.metrics),
-            "picture": lambda: self.evaluator.picture_attention(self.step),
+            "telemetry": lambda: self.evaluator.measure_attention(self.state.step, batch),
+            "picture": lambda: self.evaluator.picture_attention(self.state.step),
         }
-        clock = time.process_time if self.device.type == "cpu" else time.perf_counter
+        clock = time.process_time if self.setup.device.type == "cpu" else time.perf_counter
         for name, look in looks.items():
             times = []
             for _ in range(REPEATS + 1):
@@ -236,7 +237,7 @@ class Measured(Trainer):
 
     def wait(self) -> None:
         """For the device."""
-        if self.device.type == "cuda":
+        if self.setup.device.type == "cuda":
             torch.cuda.synchronize()
 
 
@@ -255,13 +256,21 @@ def measure(config: RunConfig, steps: int, order: Sequence[tuple[str, str, str]]
     device = choose_device(config.run.device)
     processes = Processes(device=device)
     tokenizer, _ = preflight(config, device)
-    trainer = Measured(config, Path(config.run.directory), processes, tokenizer)
-    trainer.steps_in_turn, trainer.order = steps, order
+    setup = TrainSetup(config, Path(config.run.directory), processes, tokenizer)
+    made: list[Measured] = []
+
+    def make_trainer(*parts: Any) -> Measured:
+        trainer = Measured(*parts)
+        trainer.steps_in_turn, trainer.order = steps, order
+        trainer.prepare()
+        made.append(trainer)
+        return trainer
+
+    loop.Trainer = make_trainer
     with RunLock() as lock:
         create_run_directory(config, lock, overwrite=True)
-        trainer.prepare()
-        trainer.run([], None, lock)
-    return trainer
+        loop.run_training(setup, [], None, lock)
+    return made[0]
 
 
 def middle_mean(values: Sequence[float]) -> float:
@@ -327,7 +336,7 @@ def rows_of(trainer: Measured, spread: Mapping[str, float], intervals: Mapping[s
     """The table."""
     rows: list[dict[str, Any]] = []
     steps, order = trainer.steps_in_turn, trainer.order
-    clocks = {"processor time": "processor_seconds"} if trainer.device.type == "cpu" else {}
+    clocks = {"processor time": "processor_seconds"} if trainer.setup.device.type == "cpu" else {}
     for by, clock in {**clocks, "wall clock": "wall_seconds"}.items():
         found = Differences(trainer.turns, order, clock, steps, spread)
         step, bounds = median(found.without), found.intervals()
@@ -392,7 +401,7 @@ def main() -> int:
         config = load_config(ROOT / "configs" / options.config, [*given, *extra])
         trainer = measure(config, options.steps, schedule(options.pairs))
         if len(trainer.turns) < 2 * options.pairs:
-            print(f"stopped at step {trainer.step} of {total}: nothing is written", file=sys.stderr)
+            print(f"stopped at step {trainer.state.step} of {total}: nothing is written", file=sys.stderr)
             return 1
         step = median(turn.wall_seconds for turn in trainer.turns if not turn.kind)
         spread = {"row": 1 / config.log.interval_steps, "beat": step / config.log.heartbeat_seconds}

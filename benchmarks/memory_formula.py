@@ -32,7 +32,7 @@ from trifocal.train import load_config
 from trifocal.train.arguments import override
 from trifocal.train.graphs import MicroBatchGraphs
 from trifocal.train.optimizer import make_optimizer
-from trifocal.train.step import train_step
+from trifocal.train.step import TrainStep
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 GIB = 2**30
@@ -114,6 +114,7 @@ def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
     if setup.cuda_graphs:
         graphs = MicroBatchGraphs(parallel.module, model.parameters(), device, train.precision, parallel)
     optimizer = make_optimizer(model, config.optimizer)
+    train_step = TrainStep(parallel.module, optimizer, device, train, parallel=parallel, graphs=graphs)
     batches = [batch(config, case.packed) for _ in range(setup.micro_batches)]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -125,17 +126,10 @@ def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
                 torch.cuda.reset_peak_memory_stats(device)
                 if explain:
                     torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python")
-            result = train_step(
+            result = train_step.run(
                 step,
                 batches,
-                loss_function=parallel.module,
-                optimizer=optimizer,
-                device=device,
-                config=train,
-                heartbeat=heartbeat,
-                before_backward=lambda: None,
-                parallel=parallel if processes.size > 1 else None,
-                graphs=graphs,
+                phases=heartbeat,
                 total_targets=processes.size * sum(int((batch.targets >= 0).sum()) for batch in batches),
             )
         assert result.finite.wait(), "a loss or gradient was not finite"

@@ -20,10 +20,11 @@ from trifocal.models import training_memory
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config
 from trifocal.train.lock import RunLock
-from trifocal.train.loop import Trainer
+from trifocal.train.loop import run_training
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import create_run_directory
+from trifocal.train.train_setup import TrainSetup
 
 GIB = 2**30
 OWN_PHASES = ("data", "forward", "backward", "optimizer")
@@ -38,12 +39,12 @@ def train(config: RunConfig, processes: Processes) -> tuple[int, float]:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
-    trainer = Trainer(config, Path(config.run.directory), processes, tokenizer)
+    setup = TrainSetup(config, Path(config.run.directory), processes, tokenizer)
     with RunLock() as lock:
         processes.run_on_rank0(lambda: create_run_directory(config, lock, overwrite=True))
-        steps = trainer.run(notes, None, lock).step
+        steps = run_training(setup, notes, None, lock).step
     # What the allocator counts has nothing of the memory in which graphs keep activations.
-    graphs = 0 if trainer.graphs is None else trainer.graphs.memory_bytes
+    graphs = 0 if setup.graphs is None else setup.graphs.memory_bytes
     return steps, max(processes.gather(torch.cuda.max_memory_allocated() - before + graphs if on_gpu else 0))
 
 

@@ -108,7 +108,8 @@ def recorded_bench(monkeypatch):
 
     def make(case):
         bench = TrainBench(case)
-        bench.graphs = graphs.MicroBatchGraphs(bench.model, bench.model.parameters(), bench.device, case.precision)
+        recorded = graphs.MicroBatchGraphs(bench.model, bench.model.parameters(), bench.device, case.precision)
+        bench.graphs = bench.train_step.graphs = recorded
         return bench
 
     return make

@@ -8,7 +8,7 @@ from trifocal.checks import training_checks as training
 from trifocal.data import Loader
 from trifocal.models import DecoderLM
 from trifocal.nn import attention as nn_attention
-from trifocal.train import loop, saving
+from trifocal.train import loop, train_setup
 from trifocal.train import step as train_step
 
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ def test_random_token_floor_finds_targets_that_are_the_inputs(monkeypatch):
 @pytest.mark.usefixtures("short")
 def test_random_token_floor_finds_tokens_that_come_again(monkeypatch):
     """A few rows over and over are not fresh: the model learns them by heart."""
-    healthy = loop.make_loader
+    healthy = train_setup.make_loader
 
     class Repeating:
         def __init__(self, loader):
@@ -65,7 +65,7 @@ def test_random_token_floor_finds_tokens_that_come_again(monkeypatch):
         def __getattr__(self, name):
             return getattr(self.loader, name)
 
-    monkeypatch.setattr(loop, "make_loader", lambda *args, **kwargs: Repeating(healthy(*args, **kwargs)))
+    monkeypatch.setattr(train_setup, "make_loader", lambda *args, **kwargs: Repeating(healthy(*args, **kwargs)))
     assert not training.random_token_floor(CPU).passed
 
 
@@ -74,7 +74,7 @@ def differing(found):
 
 
 def test_resume_finds_random_generators_that_are_not_restored(monkeypatch):
-    monkeypatch.setattr(loop, "restore_random_state", lambda state: None)
+    monkeypatch.setattr(train_setup, "restore_random_state", lambda state: None)
     found = training.resume_bit_for_bit(CPU)
     assert not found.passed
     assert differing(found) == {"random: python", "random: numpy", "random: torch"}
@@ -89,26 +89,26 @@ def test_resume_finds_data_that_start_afresh(monkeypatch):
 
 def test_resume_finds_weights_alone(monkeypatch):
     """The optimizer starts afresh: its moments are those of the steps since."""
-    healthy = saving.load_checkpoint
+    healthy = train_setup.load_checkpoint
 
     def weights_alone(path, *, model, optimizer, **rest):
         state = healthy(path, model=model, optimizer=optimizer, **rest)
         optimizer.state.clear()
         return state
 
-    monkeypatch.setattr(saving, "load_checkpoint", weights_alone)
+    monkeypatch.setattr(train_setup, "load_checkpoint", weights_alone)
     assert not training.resume_bit_for_bit(CPU).passed
 
 
 def test_resume_finds_a_schedule_that_starts_afresh(monkeypatch):
-    healthy, calls = loop.learning_rate, []
+    healthy, calls = loop.learning_rate_of, []
 
-    def forgetful(step, **schedule):
+    def forgetful(config, step):
         calls.append(step)
         # After the six steps of the uninterrupted run the resumed one counts from its own start.
-        return healthy(step if len(calls) <= training.RESUME_STEPS else len(calls) - training.RESUME_STEPS, **schedule)
+        return healthy(config, step if len(calls) <= training.RESUME_STEPS else len(calls) - training.RESUME_STEPS)
 
-    monkeypatch.setattr(loop, "learning_rate", forgetful)
+    monkeypatch.setattr(loop, "learning_rate_of", forgetful)
     assert not training.resume_bit_for_bit(CPU).passed
 
 

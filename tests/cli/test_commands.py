@@ -17,7 +17,7 @@ from tests.children import environment
 from tests.train.tiny import TOML, before_step, write_config, write_documents
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
-from trifocal.train import records, saving
+from trifocal.train import run_logger, saving
 from trifocal.train.stop import SAME_REQUEST_SECONDS
 
 ENVIRONMENT = environment()
@@ -217,7 +217,7 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: p
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(tmp_path / "run" / "env.json"))
 
     config = write_config(tmp_path)
-    monkeypatch.setattr(records, "write_environment", full)
+    monkeypatch.setattr(run_logger, "write_environment", full)
     assert "No space left on device" in refused(capsys, "train", str(config))
     monkeypatch.undo()
     monkeypatch.setattr(saving, "save_checkpoint", full)
@@ -293,15 +293,16 @@ def test_a_real_process_stops_saves_and_goes_on(tmp_path: Path) -> None:
 def test_a_second_signal_ends_a_real_process(tmp_path: Path) -> None:
     """The step that is under way never ends."""
     code = """
-import time, trifocal.train.loop as loop
+import time
+from trifocal.train.step import TrainStep
 from trifocal.cli import main
-step = loop.train_step
-def hang(number, *args, **kwargs):
+step = TrainStep.run
+def hang(self, number, *args, **kwargs):
     if number == 3:
         print("hanging", flush=True)
         time.sleep(600)
-    return step(number, *args, **kwargs)
-loop.train_step = hang
+    return step(self, number, *args, **kwargs)
+TrainStep.run = hang
 raise SystemExit(main(["train", "run.toml"]))
 """
     write_config(tmp_path)

@@ -19,8 +19,10 @@ from trifocal.cli import main
 from trifocal.data.text import TextSource
 from trifocal.nn.block import SwiGLU
 from trifocal.train import checkpoint as checkpoint_module
+from trifocal.train import evaluator, parallelize, run_logger, train_setup
 from trifocal.train import graphs as graphs_module
-from trifocal.train import looks, loop, spread
+from trifocal.train import step as step_module
+from trifocal.train.step import TrainStep
 
 RANK = int(os.environ.get("RANK", "0"))
 STEP = 3
@@ -33,27 +35,25 @@ def mark():
 
 def before_step(action):
     """Call `action(step)` before each training step."""
-    original = loop.train_step
+    original = TrainStep.run
 
-    def wrapped(step, *args, **kwargs):
+    def wrapped(self, step, *args, **kwargs):
         action(step)
-        return original(step, *args, **kwargs)
+        return original(self, step, *args, **kwargs)
 
-    loop.train_step = wrapped
+    TrainStep.run = wrapped
 
 
 def hyperparameters():
     """Every rank writes down the optimizer's hyperparameters before each step."""
-    original = loop.train_step
+    original = TrainStep.run
 
-    def wrapped(*args, **kwargs):
-        groups = [
-            [group[key] for key in ("weight_decay", "betas", "eps")] for group in kwargs["optimizer"].param_groups
-        ]
+    def wrapped(self, *args, **kwargs):
+        groups = [[group[key] for key in ("weight_decay", "betas", "eps")] for group in self.optimizer.param_groups]
         Path(f"{os.environ['FAULT_FILE']}.rank{RANK}").write_text(json.dumps(groups))
-        return original(*args, **kwargs)
+        return original(self, *args, **kwargs)
 
-    loop.train_step = wrapped
+    TrainStep.run = wrapped
 
 
 def wait_at_step():
@@ -76,13 +76,13 @@ def _pause():
 
 def pause_in_evaluation():
     """Every rank pauses in its first evaluation."""
-    original = looks.evaluate
+    original = evaluator.evaluate
 
     def evaluate(*args, **kwargs):
         _pause()
         return original(*args, **kwargs)
 
-    looks.evaluate = evaluate
+    evaluator.evaluate = evaluate
 
 
 def pause_in_checkpoint():
@@ -228,14 +228,14 @@ def graphs():
     """No fault: what GPUs record and replay is done anew each time, so that the rest of it runs on a CPU."""
     graphs_module.Recorder = _EagerRecorder
     torch.Tensor.pin_memory = lambda self: self
-    original = spread.parallelize
-    spread.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})
+    original = parallelize.parallelize
+    parallelize.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})
 
     def make_graphs(parallel, model, config, device):
         assert parallel.sharded or parallel.flat_gradients is not None
         return graphs_module.MicroBatchGraphs(parallel.module, model.parameters(), device, "fp32", parallel), ""
 
-    loop.make_graphs = make_graphs
+    train_setup.make_graphs = make_graphs
 
 
 def nan_in_graphs():
@@ -301,20 +301,14 @@ def error():
 
 def slow():
     """A third of a second more in each forward pass of one process."""
-    original = loop.train_step
+    original = step_module.batch_loss
 
-    def wrapped(step, *args, **kwargs):
+    def late(*args, **kwargs):
         if RANK == 1:
-            inner = kwargs["loss_function"]
+            time.sleep(0.3)
+        return original(*args, **kwargs)
 
-            def late(*a, **k):
-                time.sleep(0.3)
-                return inner(*a, **k)
-
-            kwargs["loss_function"] = late
-        return original(step, *args, **kwargs)
-
-    loop.train_step = wrapped
+    step_module.batch_loss = late
 
 
 def device():
@@ -335,14 +329,14 @@ def code():
 
 def quick_stalls(minimum_seconds):
     """A phase may count as stalled this soon, not after minutes."""
-    loop.Heartbeat = functools.partial(loop.Heartbeat, minimum_stall_seconds=minimum_seconds)
+    run_logger.Heartbeat = functools.partial(run_logger.Heartbeat, minimum_stall_seconds=minimum_seconds)
 
 
 def endless_hook():
     """A backward hook of one parameter that never returns."""
     quick_stalls(2.0)
     now = [0]
-    original = loop.train_step
+    original = TrainStep.run
 
     def endless(parameter):
         if now[0] == STEP:
@@ -350,14 +344,14 @@ def endless_hook():
         while now[0] == STEP:
             pass
 
-    def wrapped(step, *args, **kwargs):
+    def wrapped(self, step, *args, **kwargs):
         if RANK == 1 and step == 1:
-            parameters = list(kwargs["loss_function"].parameters())
+            parameters = list(self.loss_function.parameters())
             parameters[0].register_post_accumulate_grad_hook(endless)
         now[0] = step
-        return original(step, *args, **kwargs)
+        return original(self, step, *args, **kwargs)
 
-    loop.train_step = wrapped
+    TrainStep.run = wrapped
 
 
 def sleep():

@@ -218,7 +218,7 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     # It cannot write its stacks: the place where it was last seen is in its last note to the others.
     assert "action (faults.py:" in end.error
     assert "action (faults.py:" in json.loads((dump / "rank0.json").read_text())["row"]["others"]["rank1"]["where"]
-    assert "train_step" in (dump / "stacks_rank0.txt").read_text()
+    assert "trifocal/train/step.py" in (dump / "stacks_rank0.txt").read_text()
     page = (dump / "summary.md").read_text()
     assert page.startswith("# Rank 0 stops: rank 1 (process ") and "has been silent for" in page.splitlines()[0]
     assert "- Rank 0 was in " in page or "- Rank 0 has not answered" in page

@@ -73,7 +73,7 @@ def test_a_place_to_meet_that_is_taken_or_out_of_reach_is_named(
     with socket.socket() as other:
         other.bind(("", port))
         with (
-            pytest.raises(UserError, match=rf"cannot meet at 127\.0\.0\.1:{port}: {why}"),
+            pytest.raises(UserError, match=rf"cannot connect at 127\.0\.0\.1:{port}: {why}"),
             processes_started(CPU, timeout_seconds=1),
         ):
             pass

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from trifocal.distributed.rendezvous import meet
+from trifocal.distributed.rendezvous import rendezvous
 from trifocal.errors import UserError
 
 
@@ -17,7 +17,7 @@ def start(store: dist.Store, kinds: list[str], seconds: float = 20.0) -> list[Ca
     with ThreadPoolExecutor(size) as pool:
         # The last rank first: nobody waits for an order.
         found = [
-            pool.submit(meet, store, rank, size, device=kinds[rank], timeout_seconds=seconds)
+            pool.submit(rendezvous, store, rank, size, device=kinds[rank], timeout_seconds=seconds)
             for rank in reversed(range(size))
         ]
     return [each.result for each in reversed(found)]
@@ -40,5 +40,5 @@ def test_kinds_of_devices_that_differ_are_refused_in_all() -> None:
 
 
 def test_a_process_that_does_not_come_is_named() -> None:
-    with pytest.raises(RuntimeError, match="rank 1 did not come in 0 s"):
-        meet(dist.HashStore(), 0, 2, device="cpu", timeout_seconds=0.1)
+    with pytest.raises(RuntimeError, match="rank 1 did not arrive in 0 s"):
+        rendezvous(dist.HashStore(), 0, 2, device="cpu", timeout_seconds=0.1)

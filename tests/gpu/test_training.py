@@ -13,7 +13,7 @@ from trifocal.runlog import Heartbeat
 from trifocal.train.graphs import MicroBatchGraphs
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.run_config import OptimizerSection, TrainSection
-from trifocal.train.step import train_step
+from trifocal.train.step import TrainStep
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,19 +49,10 @@ def take_steps(model, folder, *, compile=False, cuda_graphs=False, precision="bf
     if compile:
         model.compile_training()
     graphs = MicroBatchGraphs(model, model.parameters(), GPU, precision) if cuda_graphs else None
+    train_step = TrainStep(model, optimizer, GPU, config, graphs=graphs)
     results, gradients = [], []
     for step in range(1, steps + 1):
-        result = train_step(
-            step,
-            draw_batches(),
-            loss_function=model,
-            optimizer=optimizer,
-            device=GPU,
-            config=config,
-            heartbeat=Heartbeat(folder, device=GPU),
-            before_backward=lambda: None,
-            graphs=graphs,
-        )
+        result = train_step.run(step, draw_batches(), phases=Heartbeat(folder, device=GPU))
         assert result.finite.wait()
         results.append((result.loss.item(), result.gradient_norm.item()))
         gradients = gradients or [parameter.grad.clone() for parameter in model.parameters()]

@@ -22,7 +22,7 @@ from trifocal.train import graphs as graphs_module
 from trifocal.train.graphs import MicroBatchGraphs
 from trifocal.train.micro_batch import model_inputs
 from trifocal.train.optimizer import make_optimizer
-from trifocal.train.step import StepResult, train_step
+from trifocal.train.step import StepResult, TrainStep
 
 
 class Repeater:
@@ -67,20 +67,8 @@ def take_steps(
     model.init_weights(5)
     optimizer = make_optimizer(model, config.optimizer)
     graphs = MicroBatchGraphs(model, model.parameters(), CPU, "fp32") if recorded else None
-    results = [
-        train_step(
-            number,
-            batches,
-            loss_function=model,
-            optimizer=optimizer,
-            device=CPU,
-            config=config.train,
-            heartbeat=heartbeat,
-            before_backward=lambda: None,
-            graphs=graphs,
-        )
-        for number, batches in enumerate(steps, 1)
-    ]
+    train_step = TrainStep(model, optimizer, CPU, config.train, graphs=graphs)
+    results = [train_step.run(number, batches, phases=heartbeat) for number, batches in enumerate(steps, 1)]
     return results, model
 
 

@@ -22,8 +22,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM, load_model
 from trifocal.runlog import read_metrics
 from trifocal.telemetry.attention_picture import read_picture
-from trifocal.train import NonFiniteError, evaluator, load_config, resume, saving, train
-from trifocal.train import loop as loop_module
+from trifocal.train import NonFiniteError, evaluator, load_config, resume, saving, train, train_setup
 from trifocal.train.evaluate import evaluate, read_validation_batches
 
 
@@ -89,7 +88,7 @@ def test_the_saved_config_names_the_commit_that_the_loader_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit, asked = "0123456789abcdef", []
-    original = loop_module.make_loader
+    original = train_setup.make_loader
 
     def pinning(data: DataConfig, **arguments: Any) -> Loader:
         asked.append(data.fineweb_revision)
@@ -97,7 +96,7 @@ def test_the_saved_config_names_the_commit_that_the_loader_found(
         loader.config = replace(loader.config, fineweb_revision=commit)
         return loader
 
-    monkeypatch.setattr(loop_module, "make_loader", pinning)
+    monkeypatch.setattr(train_setup, "make_loader", pinning)
     config = make_config(tmp_path)
     train(config)
     assert load_config(tmp_path / "run" / "config.toml").data == replace(config.data, fineweb_revision=commit)

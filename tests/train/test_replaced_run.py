@@ -32,12 +32,12 @@ Tree = dict[str, bytes]
 STAND_STILL = """
 import sys, time
 from pathlib import Path
-import trifocal.train.loop as loop
+from trifocal.train.step import TrainStep
 from trifocal.cli import main
 def still(*args, **kwargs):
     Path(sys.argv[1]).touch()
     time.sleep(600)
-loop.train_step = still
+TrainStep.run = still
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -197,9 +197,8 @@ def test_a_first_step_that_fails_keeps_its_dump_and_gives_the_place_back(
     before_step(monkeypatch, explode)
     with pytest.raises(NonFiniteError):
         train(make_config(config.parent, *QUICK), overwrite=True)
-    assert (
-        f"is there as before: the first step of its replacement did not end; what the other one left is in {run}.failed"
-        in (capsys.readouterr().err)
+    assert f"is there as before: the first step of its replacement did not end; its files are in {run}.failed" in (
+        capsys.readouterr().err
     )
     assert (failed_path(run) / "dumps" / "step_00000001" / "summary.json").is_file()
     assert tree(run) == before
@@ -315,7 +314,7 @@ def test_ctrl_c_before_the_first_step_gives_the_place_back(
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(1)
 
-    monkeypatch.setattr("trifocal.train.loop.open_records", interrupt)
+    monkeypatch.setattr("trifocal.train.run_logger.write_environment", interrupt)
     assert main(["train", str(config), "--overwrite", *QUICK]) == 130
     assert f"the run that was in {run} is there as before" in capsys.readouterr().err
     assert tree(run) == before and beside(run) == ["run.toml"]
@@ -440,7 +439,7 @@ def test_what_cannot_be_deleted_is_said_and_never_put_back(
     with monkeypatch.context() as patch:
         patch.setattr("trifocal.train.replaced_run.shutil.rmtree", lambda *_, **__: None)
         assert train(make_config(config.parent, *QUICK), overwrite=True).finished
-    assert "/.run.deleting could not be deleted: nobody needs it any more; rm -r " in capsys.readouterr().out
+    assert "/.run.deleting could not be deleted: it is not needed any more; rm -r " in capsys.readouterr().out
     assert resume(run).step == 6
     assert beside(run) == ["run.toml"]
 

@@ -15,7 +15,7 @@ from trifocal.runlog import Heartbeat
 from trifocal.train import RunConfig
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.run_config import TrainSection
-from trifocal.train.step import batch_loss, train_step, valid_targets
+from trifocal.train.step import TrainStep, batch_loss, valid_targets
 
 CPU = torch.device("cpu")
 
@@ -47,16 +47,7 @@ def gradients(
 ) -> tuple[float, float, dict[str, torch.Tensor]]:
     model = DecoderLM(config.model)
     model.init_weights(5)
-    result = train_step(
-        1,
-        batches,
-        loss_function=model,
-        optimizer=make_optimizer(model, config.optimizer),
-        device=CPU,
-        config=train,
-        heartbeat=heartbeat,
-        before_backward=lambda: None,
-    )
+    result = TrainStep(model, make_optimizer(model, config.optimizer), CPU, train).run(1, batches, phases=heartbeat)
     assert result.finite.wait()
     collected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(collected) == len(list(model.parameters())), "every parameter gets a gradient"

@@ -317,7 +317,7 @@ def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
         (("--trace.steps", "0:3"), r"trace\.steps must be ranges .* from step 1 on"),
         (("--trace.interval_steps", "-1"), r"trace\.interval_steps must be at least 0"),
         (("--trace.steps", "5:7,3:4"), r"trace\.steps must be ranges"),
-        (("--trace.what", "memory", "--trace.steps", "1:102"), "are 101 steps; memory can look at 100 at once"),
+        (("--trace.what", "memory", "--trace.steps", "1:102"), "are 101 steps; memory can record 100 at once"),
         (("--trace.what", "nvtx,profiler"), "exclude each other"),
         (("--trace.what", "nvtx"), "nvtx needs a GPU"),
         (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from trifocal.train import RunConfig, load_config
-from trifocal.train import loop as loop_module
+from trifocal.train.step import TrainStep
 
 WORDS = ("quick", "brown", "fox", "jumps", "over", "lazy", "dog", "seven", "wizards", "liquid", "ink", "a")
 
@@ -109,11 +109,11 @@ def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
 
 
 def before_step(monkeypatch: Any, action: Callable[..., None]) -> None:
-    """Call `action(step, arguments)` before every training step of the loop."""
-    original = loop_module.train_step
+    """Call `action(step, parts)` before every training step; the parts are `loss_function`, `optimizer` and others."""
+    original = TrainStep.run
 
-    def wrapped(step: int, *args: Any, **kwargs: Any) -> Any:
-        action(step, kwargs)
-        return original(step, *args, **kwargs)
+    def wrapped(self: TrainStep, step: int, *args: Any, **kwargs: Any) -> Any:
+        action(step, vars(self))
+        return original(self, step, *args, **kwargs)
 
-    monkeypatch.setattr(loop_module, "train_step", wrapped)
+    monkeypatch.setattr(TrainStep, "run", wrapped)

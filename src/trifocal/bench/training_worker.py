@@ -23,7 +23,7 @@ from trifocal.runlog import Heartbeat, memory_statistics, peak_bf16_flops
 from trifocal.train.graphs import MicroBatchGraphs
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.run_config import OptimizerSection, TrainSection
-from trifocal.train.step import StepResult, train_step
+from trifocal.train.step import StepResult, TrainStep
 
 GIB = 2**30
 # fp32 weight and gradient, and AdamW's two moments.
@@ -139,6 +139,14 @@ class TrainBench:
         self.graphs: MicroBatchGraphs | None = None
         if case.cuda_graphs and self.device.type == "cuda":
             self.graphs = MicroBatchGraphs(model, model.parameters(), self.device, case.precision)
+        self.train_step = TrainStep(
+            model,
+            self.optimizer,
+            self.device,
+            self.section,
+            before_backward=self._wait_for_step,
+            graphs=self.graphs,
+        )
         # Never entered: its phases are kept, its thread and file are not made.
         self.heartbeat = Heartbeat(tempfile.gettempdir(), device=self.device)
         generator = torch.Generator().manual_seed(0)
@@ -246,24 +254,12 @@ class TrainBench:
         }
 
     def _step(self) -> None:
-        previous = self.result
+        self.result = self.train_step.run(1, self.batches, phases=self.heartbeat)
 
-        def wait_for_verdict() -> None:
-            # As the trainer does.
-            if previous is not None:
-                previous.finite.wait()
-
-        self.result = train_step(
-            1,
-            self.batches,
-            loss_function=self.model,
-            optimizer=self.optimizer,
-            device=self.device,
-            config=self.section,
-            heartbeat=self.heartbeat,
-            before_backward=wait_for_verdict,
-            graphs=self.graphs,
-        )
+    def _wait_for_step(self) -> None:
+        # As the trainer does.
+        if self.result is not None:
+            self.result.finite.wait()
 
     def _step_times_ms(self) -> list[float]:
         if self.device.type != "cuda":

@@ -36,7 +36,7 @@ from trifocal.train.run_config import (
     ScheduleSection,
     TrainSection,
 )
-from trifocal.train.step import train_step
+from trifocal.train.step import TrainStep
 
 Train = Callable[[RunConfig], TrainResult]
 
@@ -144,16 +144,7 @@ def master_weights(
         if isinstance(module, nn.Linear) and "gate" not in name
     ]
     with _folder() as folder:
-        train_step(
-            1,
-            [batch],
-            loss_function=model,
-            optimizer=optimizer,
-            device=device,
-            config=TrainSection(precision="bf16"),
-            heartbeat=Heartbeat(folder),
-            before_backward=lambda: None,
-        )
+        TrainStep(model, optimizer, device, TrainSection(precision="bf16")).run(1, [batch], phases=Heartbeat(folder))
     for hook in hooks:
         hook.remove()
     wrong = [f"product in {dtype}" for dtype in products if dtype != torch.bfloat16]

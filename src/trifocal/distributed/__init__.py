@@ -1,4 +1,4 @@
-"""Several processes that train one model: how they find each other, agree, share the model and notice a loss."""
+"""Training in several processes: rendezvous, collectives on the host, parallel modes, detection of lost processes."""
 
 from trifocal.distributed.flat_gradients import FlatGradients
 from trifocal.distributed.parallel import Parallel, choose_mode, parallelize, whole_model

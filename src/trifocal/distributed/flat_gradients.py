@@ -1,4 +1,4 @@
-"""Gradients in one piece of memory that stays: what recorded graphs add to, exchanged once a step, after backward."""
+"""Gradients in one tensor with a fixed address, for CUDA graphs: all-reduced once a step, after backward."""
 
 from collections.abc import Iterable
 
@@ -10,10 +10,10 @@ from trifocal.distributed.gradient_watch import GradientWatch
 
 
 class FlatGradients:
-    """The gradients of a model that every process has whole, in one tensor.
+    """The gradients of a replicated model, in one tensor.
 
-    DDP exchanges gradients while backward still runs, from hooks of its own; a recorded graph runs no hooks. So all of
-    them are sent when they are complete. Between GPUs of one machine that takes about a millisecond for 300 MB.
+    DDP exchanges gradients during backward, from hooks; a recorded graph runs no hooks. So all gradients are exchanged
+    after backward. Between GPUs of one machine that takes about a millisecond for 300 MB.
 
     Args:
         parameters: Those that get gradients, all of one type and on one device.
@@ -35,6 +35,6 @@ class FlatGradients:
             parameter.grad = view
 
     def exchange(self, watch: GradientWatch) -> None:
-        """Add up the gradients of all processes, and look at this one's before."""
+        """Sum the gradients over all processes; `watch` sees those of this process before."""
         watch.look(self._all)
         dist.all_reduce(self._all)

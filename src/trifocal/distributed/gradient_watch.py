@@ -1,4 +1,4 @@
-"""Whose gradient it was: after the exchange every process has everyone's NaN, so each looks at its own before."""
+"""Finding the process whose gradient is not finite: after the exchange all have the NaN, so each checks before it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,19 +9,19 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import FSDPModule
 
-# The interfaces that custom collectives are to implement are public in name only; their defaults are taken as they are.
+# The default collectives, which the classes below extend, are in a private module.
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
 Observer = Callable[[str, str, Tensor, list[Tensor]], Callable[[], None]]
-"""Told of an exchange when it begins: its kind, of what, the buffer, the parameters in it. What it returns is called
-when the exchange has ended (on a GPU: when that stands in the queue of work)."""
+"""Called when an exchange begins, with its kind, its name, the buffer and the parameters in it. Returns a function that
+is called at the end of the exchange (on a GPU, when the end is queued)."""
 
 
 class GradientWatch:
-    """Remembers, on the device, the largest entry of what this process gave to the exchange of gradients.
+    """Keeps, on the device, the largest absolute entry of the gradients that this process sends.
 
-    One reduction over a buffer that is being sent anyway; the host does not wait.
+    It costs one reduction over each buffer that is sent; the host does not wait.
 
     Args:
         device: Where the gradients are.
@@ -33,33 +33,33 @@ class GradientWatch:
         self._parts: dict[str, FSDPModule] = {}
 
     def look(self, buffer: Tensor) -> None:
-        """Take a buffer of gradients into account; NaN and infinity stay."""
+        """Update the largest entry with a buffer of gradients; NaN and infinity are kept."""
         largest = torch.linalg.vector_norm(buffer.detach(), ord=torch.inf).float()
         torch.maximum(self._largest, largest, out=self._largest)
 
     def reset(self) -> None:
-        """Forget, at the start of a step."""
+        """Start a new step."""
         self._largest.zero_()
 
     def finite(self) -> bool:
-        """Whether all that was sent since `reset` was finite; waits for the device."""
+        """Whether all gradients since `reset` were finite; waits for the device."""
         return bool(torch.isfinite(self._largest))
 
     def watch_ddp(self, module: DistributedDataParallel, *, one_by_one: bool = False) -> None:
-        """Look at every bucket before DDP averages it, and average as it does by itself.
+        """Check every bucket before DDP averages it; the average is the usual one.
 
         Args:
             module: The wrapped model.
-            one_by_one: Send each gradient by itself. A sum over three processes or more is rounded in an order that
-                depends on the place in what is sent, and DDP lays its buckets out anew after its first step: so the
-                first step of a resumed run would differ by roundings from the same step of an uninterrupted one.
+            one_by_one: Send each gradient by itself. The rounding of a sum over three or more processes depends on the
+                place in the buffer, and DDP rebuilds its buckets after its first step: the first step of a resumed
+                run would differ by roundings from the same step of an uninterrupted one.
         """
         module.register_comm_hook(self, _look_and_average_one_by_one if one_by_one else _look_and_average)
 
     def watch_fsdp(self, module: nn.Module) -> None:
-        """Look at the gradients of every sharded module before they are scattered.
+        """Check the gradients of every sharded module before they are reduced and scattered.
 
-        Shards of one process are not scattered: with one shard a copy, nothing is seen.
+        With one shard a replica there is no reduce-scatter, and nothing is checked.
         """
         for path, part in module.named_modules():
             if isinstance(part, FSDPModule):
@@ -68,13 +68,13 @@ class GradientWatch:
                 part.set_custom_reduce_scatter(_LookingReduceScatter(self, name))
 
     def observe(self, observer: Observer | None) -> None:
-        """Tell an observer of every exchange from now on, of weights too where they are sharded; None for nobody."""
+        """Call an observer at every exchange from now on, also at all-gathers of weights; None for no observer."""
         self._observer = observer
         for name, part in self._parts.items():
             part.set_custom_all_gather(DefaultAllGather() if observer is None else _ObservedAllGather(self, name))
 
     def begin(self, kind: str, name: str, buffer: Tensor, parameters: list[Tensor]) -> Callable[[], None] | None:
-        """An exchange begins; what to call at its end, if somebody wants to know."""
+        """Call the observer at the beginning of an exchange; returns the function for its end, if there is one."""
         return None if self._observer is None else self._observer(kind, name, buffer, parameters)
 
 
@@ -99,7 +99,7 @@ def _look_and_average_one_by_one(watch: GradientWatch, bucket: dist.GradBucket) 
     buffer.div_(dist.get_world_size())
     works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
     for work in works:
-        # On a GPU the queue of work waits, not the host.
+        # On a GPU the stream waits, not the host.
         work.wait()
     if end is not None:
         end()

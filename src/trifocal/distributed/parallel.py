@@ -1,7 +1,7 @@
-"""Spreading a model over processes, from outside: DDP, FSDP2 and both together on a two-dimensional mesh.
+"""Parallelizing a model from outside: DDP, FSDP2 and HSDP on a two-dimensional mesh.
 
-The trainer's losses are shares of the mean over the whole global batch, and so its gradients must be added up over
-the processes. PyTorch's wrappers average; the trainer multiplies by `size` to undo that.
+The loss of a process is its share of the mean over the global batch, so gradients must be summed over the processes.
+PyTorch's wrappers average them; the training step multiplies its loss by `size` to get the sum.
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ Mode = Literal["none", "ddp", "fsdp", "hsdp"]
 
 # Weights, two moments, and gradients in DDP's buckets, each fp32.
 DDP_BYTES_PER_PARAMETER = 16
-# What is left of a GPU for activations, at least.
+# The model takes at most this share of a GPU; the rest is for activations.
 _SHARE_FOR_MODEL = 0.6
 
 
 def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple[Mode, str]:
-    """The mode that `parallel.mode` means here.
+    """Choose the parallel mode.
 
     Args:
         wanted: "auto" or a mode.
@@ -40,7 +40,7 @@ def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple
         config: The model, whose size decides under "auto".
 
     Returns:
-        The mode, and a sentence that says what was chosen and why; empty for a single process that wanted no more.
+        The mode, and a sentence with the reason for the log; empty for a single process that asked for no other.
 
     Raises:
         UserError: If several processes were started with "none".
@@ -48,7 +48,7 @@ def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple
     size = processes.size
     if size == 1:
         alone = wanted in ("auto", "none")
-        return "none", "" if alone else f'parallel.mode is "{wanted}", but there is one process: nothing is shared'
+        return "none", "" if alone else f'parallel.mode is "{wanted}", but there is one process: it trains alone'
     if wanted == "none":
         raise UserError(f'parallel.mode is "none", but {size} processes were started; use "auto", or start one')
     if wanted != "auto":
@@ -56,7 +56,7 @@ def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple
     needed = parameter_count(config) * DDP_BYTES_PER_PARAMETER
     if processes.device.type != "cuda":
         return "ddp", f"{size} processes, ddp: chosen on a CPU"
-    # The smallest decides, so that all decide alike.
+    # The smallest GPU decides, so that all processes choose the same mode.
     memory = min(processes.gather(torch.cuda.get_device_properties(processes.device).total_memory))
     fits = needed <= _SHARE_FOR_MODEL * memory
     why = f"the whole model takes {needed / 2**30:.1f} GiB of {memory / 2**30:.0f} on each GPU"
@@ -64,15 +64,13 @@ def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple
 
 
 class Parallel:
-    """A model in the form that its processes train.
-
-    Made by `parallelize`; without arguments to it, a plain model in one process.
+    """A model as its processes train it; made by `parallelize`.
 
     Attributes:
-        mode: How it is spread.
-        size: Processes.
-        module: What a training step calls, before compilation.
-        watch: Whether this process's own gradient was finite, before the others' were added; None for one process.
+        mode: The parallel mode.
+        size: Number of processes.
+        module: The module that a training step calls, before compilation.
+        watch: Checks this process's gradients before they are summed with the others'; None for one process.
         flat_gradients: Under ddp with `exchange_after`, where the gradients are; None otherwise.
     """
 
@@ -87,13 +85,13 @@ class Parallel:
     ) -> None:
         self.module, self.mode, self.size, self.watch = module, mode, size, watch
         self.flat_gradients = flat_gradients
-        # DDP learns a static graph in its first exchange, which must not be put off. So the first step's micro-batches
-        # are exchanged one by one, and all steps' where the first after a resume must round like any other.
+        # DDP learns a static graph in its first backward, which must exchange. So each micro-batch of the first step
+        # exchanges; and of all steps, if the first after a resume must round like any other.
         self._learning = isinstance(module, DistributedDataParallel) and module.static_graph
         self._learnt_after_a_step = not repeatable
 
     def begin_step(self) -> None:
-        """Forget the step before; its gradients are gone."""
+        """Start a new step: forget the gradients of the last one."""
         if self.watch is not None:
             self.watch.reset()
 
@@ -101,7 +99,7 @@ class Parallel:
     def micro_batch(self, *, last: bool) -> Iterator[None]:
         """Around forward and backward of a micro-batch: only the last one of a step exchanges gradients.
 
-        The ones before add up in each process. Under fsdp that keeps a whole gradient a process.
+        Those before it accumulate locally; under fsdp each process then keeps a whole gradient.
         """
         exchanges = last or self.mode != "ddp" or self._learning
         with nullcontext() if exchanges else self.module.no_sync():  # type: ignore[operator]
@@ -112,13 +110,13 @@ class Parallel:
         self._learning = self._learning and not (last and self._learnt_after_a_step)
 
     def exchange_gradients(self) -> None:
-        """Add up the flat gradients, once all micro-batches of a step have added to them."""
+        """Sum the flat gradients over the processes, after all micro-batches of a step."""
         if self.flat_gradients is not None:
             assert self.watch is not None
             self.flat_gradients.exchange(self.watch)
 
     def sum(self, value: Tensor) -> Tensor:
-        """Add up a tensor over the processes, in place and on its device."""
+        """Sum a tensor over the processes, in place and on its device."""
         if self.size > 1:
             dist.all_reduce(value)
         return value
@@ -142,23 +140,23 @@ def parallelize(
     exchange_after: bool = False,
     repeatable: bool = False,
 ) -> Parallel:
-    """Spread a model over the processes; it is the same in all of them before.
+    """Parallelize a model, which is the same in all processes.
 
     Args:
         model: On its device. Under fsdp and hsdp its parameters are replaced by shards, so make the optimizer after.
         processes: Of the run.
         mode: From `choose_mode`.
         precision: "bf16" collects and computes with bf16 copies of the shards under fsdp and hsdp; gradients are
-            added up in fp32, and weights stay fp32.
+            reduced in fp32, and weights stay fp32.
         shards: Processes that share one copy under hsdp; 0: those of one machine.
         reshard_after_forward: Give a block's weights back between forward and backward.
         static_graph: DDP's option of that name.
         find_unused_parameters: DDP's option of that name; this model has none.
-        exchange_after: Under ddp, leave the model as it is, and send all gradients together after backward: for graphs
-            that were recorded, which run no hooks. The caller zeroes `flat_gradients`, lets its micro-batches add to
-            them, and calls `exchange_gradients`, which adds up and does not average.
-        repeatable: Under ddp, exchange each gradient by itself, and with a static graph those of every micro-batch, so
-            that a resumed run rounds as an uninterrupted one. (The other ways of exchanging always do.)
+        exchange_after: Under ddp, leave the model unwrapped, and exchange all gradients after backward: CUDA graphs run
+            no hooks. The caller zeroes `flat_gradients`, accumulates into them, and calls `exchange_gradients`, which
+            sums and does not average.
+        repeatable: Under ddp, exchange each gradient by itself, and with a static graph in every micro-batch, so that a
+            resumed run rounds like an uninterrupted one. (Other modes always do.)
 
     Raises:
         UserError: If `shards` does not divide the processes.
@@ -169,7 +167,7 @@ def parallelize(
     if mode == "ddp" and exchange_after:
         return Parallel(model, mode, processes.size, watch, FlatGradients(model.parameters()))
     if mode == "ddp":
-        # Gradients stay in the buckets that are sent: no second copy, and nothing to write back.
+        # Gradients are views of the buckets: no second copy.
         module = DistributedDataParallel(
             model,
             gradient_as_bucket_view=True,
@@ -180,7 +178,7 @@ def parallelize(
         return Parallel(module, mode, processes.size, watch, repeatable=repeatable)
     options: dict[str, Any] = {"mesh": _mesh(processes, mode, shards)}
     if precision == "bf16":
-        # The residual stream stays fp32: nothing is cast on the way into a block, and the embedding gives fp32.
+        # The residual stream stays fp32: no cast at the input of a block, and the embedding returns fp32.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -188,7 +186,7 @@ def parallelize(
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
-    # Generation calls the model's parts by themselves.
+    # Generation calls these methods of the model.
     for name in ("hidden_states", "logits"):
         register_fsdp_forward_method(model, name)
     watch.watch_fsdp(model)

@@ -1,9 +1,9 @@
-"""Noticing that another process is gone, frozen or has failed, while the training thread waits for it.
+"""Detecting that another process is gone, frozen or has failed, while the training thread waits for it.
 
-Each process leaves a note in the common store every second: what it is doing, since when, and how it ended. A thread
-reads the notes of all. A process is lost when it is gone from this machine, when its notes stop for
-`silence_seconds`, or when it has failed. A collective that waits for a lost process cannot be trusted to return, so
-after a pause, in which the training thread may find out by itself, the whole process is ended.
+Each process writes a note into the common store every second: its phase, the phase's duration, and how it ended. A
+thread reads the notes of all. A process is lost when it is gone from this machine, when its notes stop for
+`silence_seconds`, or when it has failed. A collective that waits for a lost process may never return, so this process
+ends after a pause, in which the training thread may raise an error itself.
 """
 
 import contextlib
@@ -36,23 +36,23 @@ class PeerLost(RuntimeError):
 
 @dataclass
 class _Seen:
-    """What is known of another process."""
+    """The last note of another process."""
 
     note: Row
     changed: float
     """When the note last changed, on this process's clock."""
     existed: bool = False
-    """Whether its process was ever seen from here; containers with one host name may not see each other's."""
+    """Whether this process could see its process id; containers with the same host name may not see each other's."""
 
 
 class Peers:
-    """Tells the other processes how this one is, and watches them; a context manager around training.
+    """Reports the state of this process to the others, and watches them; a context manager around training.
 
     Args:
-        processes: This process among them; with a single one nothing happens.
-        describe: What this process is doing: `step`, `phase`, `phase_seconds`, `where` in the code, and
+        processes: This process among them; a single process has nothing to watch.
+        describe: Returns the state of this process: `step`, `phase`, `phase_seconds`, `where` in the code, and
             `recent_seconds` by phase.
-        silence_seconds: How long a process may be silent before it counts as lost.
+        silence_seconds: A process that writes no note for this long is lost.
         on_lost: Called in the watching thread with a sentence, before this process is ended.
         leave: Ends this process.
     """
@@ -79,13 +79,13 @@ class Peers:
         self._thread = threading.Thread(target=self._run, name="trifocal-peers", daemon=True)
 
     def explain(self, error: Exception) -> PeerLost | None:
-        """Whose fault it is that a collective failed: waits until another process is known to be lost.
+        """Name the process at fault for a failed collective: wait until one is known to be lost.
 
         Args:
-            error: What the collective raised.
+            error: Of the collective.
 
         Returns:
-            The error to raise instead; None if all others are well.
+            The error to raise instead; None if no other process is lost.
         """
         if self._processes.size == 1:
             return None
@@ -95,7 +95,7 @@ class Peers:
             try:
                 sentence = self._exchange()
             except RuntimeError:
-                # The store may have gone with the process that kept it.
+                # The store may have ended with its process.
                 sentence = self._gone() or self._failed()
             if sentence is not None:
                 return PeerLost(f"{sentence}; rank {self._processes.rank} stops too ({_short(error)})")
@@ -104,7 +104,7 @@ class Peers:
         return None
 
     def _gone(self) -> str | None:
-        """Which process of this machine has ended without a word."""
+        """Find a process of this machine that has ended without a last note."""
         host = socket.gethostname()
         for rank, seen in sorted(self._seen.items()):
             if seen.note["status"] == "running" and seen.note["host"] == host:
@@ -140,7 +140,7 @@ class Peers:
                 return
 
     def _exchange(self) -> str | None:
-        """Leave a note, read the others', and say who is lost."""
+        """Write a note, read those of the others, and describe a lost process, if there is one."""
         with self._lock:
             self._leave_note("running")
             store = self._processes.store
@@ -155,7 +155,7 @@ class Peers:
             return self._verdict(now)
 
     def _verdict(self, now: float) -> str | None:
-        # Who went without a word comes first: those who noticed have failed because of it.
+        # A process that is gone comes first: the others may have failed because of it.
         gone = self._gone()
         if gone is not None:
             return gone
@@ -167,7 +167,7 @@ class Peers:
         return self._failed()
 
     def _failed(self) -> str | None:
-        """Which process said first that it has failed."""
+        """Find the process that failed first."""
         failed = [(seen.note["time"], rank) for rank, seen in self._seen.items() if seen.note["status"] == "failed"]
         if not failed:
             return None
@@ -180,7 +180,7 @@ class Peers:
             return {rank: seen.note for rank, seen in sorted(self._seen.items())}
 
     def table(self) -> str:
-        """What every other process was doing when it was last heard of, in a line."""
+        """The last known state of every other process, in a line."""
         rows = self.notes().items()
         return "; ".join(
             f"rank {rank}: {note['phase']} for {note['phase_seconds']:.0f} s at step {note['step']}{_place(note)}"
@@ -208,7 +208,7 @@ class Peers:
     def __enter__(self) -> Self:
         if self._processes.size > 1:
             self._leave_note("running")
-            # Nobody reads a note that is not there yet.
+            # After this barrier every process has written a note.
             self._processes.sum([0.0])
             self._exchange()
             self._thread.start()
@@ -225,7 +225,7 @@ class Peers:
         with contextlib.suppress(RuntimeError):
             self._leave_note("finished" if error is None else "failed", message)
             if error is not None and not isinstance(error, UserError) and not getattr(error, "agreed", False):
-                # The store may end with this process: the others must have read the note.
+                # The store may end with this process: leave the others time to read the note.
                 time.sleep(2 * _INTERVAL_SECONDS)
 
 
@@ -240,7 +240,7 @@ def _exists(pid: int) -> bool:
     if not status.parent.parent.is_dir():
         return True
     try:
-        # A killed process stays as a zombie until its parent has noticed.
+        # A killed process stays a zombie until its parent waits for it.
         return status.read_text(errors="replace").rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False

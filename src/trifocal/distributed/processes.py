@@ -1,8 +1,7 @@
-"""The processes of a run: who is who, and how they agree.
+"""The processes of a run, and collectives between their hosts.
 
-`torchrun` starts them and tells each its place in environment variables; without it there is one process, and
-everything here is immediate. The host's agreements go over gloo, also where the tensors go over NCCL, so that they
-never wait for a GPU.
+`torchrun` starts them and gives each its rank in environment variables; without it there is one process, and every
+collective is immediate. Collectives of the hosts use gloo, even if tensors use NCCL, so that they never wait for a GPU.
 """
 
 import os
@@ -16,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from trifocal.distributed.rendezvous import meet
+from trifocal.distributed.rendezvous import rendezvous
 from trifocal.errors import UserError
 
 T = TypeVar("T")
@@ -27,16 +26,16 @@ _BEGUN = "trifocal/begun"
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among those that train together.
+    """This process among those of the run.
 
     Attributes:
         rank: Its number, from 0.
-        size: How many there are.
-        local_size: How many there are on this machine.
+        size: Number of processes.
+        local_size: Number of processes on this machine.
         device: Where it computes.
         restarted: Whether an earlier start by the same torchrun had called `begin`.
-        store: Where they leave each other notes; None for a single process.
-        group: Through which they agree; None for the usual one.
+        store: For notes to each other; None for a single process.
+        group: Process group of the collectives; None for the default one.
         launcher: torchrun's store, which outlives a start; None without torchrun.
     """
 
@@ -51,21 +50,21 @@ class Processes:
 
     @property
     def is_rank0(self) -> bool:
-        """Whether this is rank 0, which writes what is written once."""
+        """Whether this is rank 0, which writes files that are written once."""
         return self.rank == 0
 
     def begin(self) -> None:
-        """Note that the run of this torchrun is there: if it starts the processes again, they are to go on with it."""
+        """Note that the run of this torchrun exists: after a restart the processes go on with it."""
         if self.is_rank0 and self.launcher is not None:
             self.launcher.set(_BEGUN, "")
 
     def forget_begin(self) -> None:
-        """Take `begin` back: the run is about to be deleted, and the next start is a first one."""
+        """Undo `begin`: the run will be deleted, and the next start is a first one."""
         if self.is_rank0 and self.launcher is not None:
             self.launcher.delete_key(_BEGUN)
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Add up the values of all processes, in double precision; whole numbers up to 2^53 stay exact."""
+        """Sum the values over all processes, in double precision; whole numbers up to 2^53 are exact."""
         if self.size == 1:
             return list(values)
         total = torch.tensor(values, dtype=torch.float64)
@@ -73,30 +72,30 @@ class Processes:
         return total.tolist()
 
     def sum_later(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to add up the values of all processes; the answer waits for the sum.
+        """Begin to sum the values over all processes; the function that is returned waits for the sum.
 
-        The others' values travel while this process does other work.
+        The exchange goes on while this process does other work.
         """
         return self._later(values, dist.ReduceOp.SUM)
 
     def max_later(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """As `sum_later`, for the largest of each."""
+        """As `sum_later`, with the maximum in place of the sum."""
         return self._later(values, dist.ReduceOp.MAX)
 
     def _later(self, values: Sequence[float], reduction: Any) -> Callable[[], list[float]]:
         if self.size == 1:
             return lambda: list(values)
-        together = torch.tensor(values, dtype=torch.float64)
-        work = dist.all_reduce(together, reduction, group=self.group, async_op=True)
+        reduced = torch.tensor(values, dtype=torch.float64)
+        work = dist.all_reduce(reduced, reduction, group=self.group, async_op=True)
 
         def answer() -> list[float]:
             work.wait()
-            return list(together.tolist())
+            return list(reduced.tolist())
 
         return answer
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes by rank: anything that can be pickled."""
+        """Collect a value from every process, in the order of ranks; it can be anything that pickles."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -104,18 +103,18 @@ class Processes:
         return values
 
     def new_group(self) -> "Processes":
-        """The same processes with connections of their own, for agreements in another thread; made by all at once."""
+        """The same processes in a new process group, for collectives in another thread; all processes call this."""
         return self if self.size == 1 else replace(self, group=dist.new_group(backend="gloo"))
 
     def run_on_all(self, action: Callable[[], T]) -> T:
-        """Do something in every process; if it fails in any, it fails in all.
+        """Call a function in every process; if it raises in any, it raises in all.
 
         Returns:
-            What it returned here.
+            The result of this process.
 
         Raises:
-            UserError, OSError: What the first process that failed met, if it was one of these; names the rank.
-            RuntimeError: Any other exception, where it was met in another process.
+            UserError, OSError: The error of the lowest rank that failed, if it is one of these; names the rank.
+            RuntimeError: For any other exception of another process.
         """
         if self.size == 1:
             return action()
@@ -129,11 +128,11 @@ class Processes:
         return result  # type: ignore[no-any-return]
 
     def run_on_rank0(self, action: Callable[[], T]) -> T:
-        """Do something in rank 0 alone and hand its result, or its failure, to all."""
+        """Call a function in rank 0 alone, and return its result, or raise its error, in all processes."""
         return self.gather(self.run_on_all(lambda: action() if self.is_rank0 else None))[0]  # type: ignore[return-value]
 
     def agree(self, error: Exception | None) -> None:
-        """Raise in every process if there is an error in any; see `together`."""
+        """Raise in every process if there is an error in any; see `run_on_all`."""
         errors = self.gather(None if error is None else _portable(error))
         for rank, found in enumerate(errors):
             if found is not None:
@@ -143,10 +142,10 @@ class Processes:
 
 
 def leave_at_once(status: int) -> NoReturn:
-    """End this process without tidying up the libraries that connect processes.
+    """End this process without the clean-up of gloo and NCCL.
 
-    They would wait for a process that is lost; and after a run that ended well, a thread of theirs that still runs
-    while the interpreter is taken down can abort the process, which `torchrun` would take for a failure.
+    They would wait for a lost process; and after a finished run, one of their threads that still runs while the
+    interpreter shuts down can abort the process, which `torchrun` would take for a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -154,7 +153,7 @@ def leave_at_once(status: int) -> NoReturn:
 
 
 def _portable(error: Exception) -> tuple[str, int | None, str]:
-    """Kind, number and text of an error: exceptions themselves cannot all be pickled."""
+    """Kind, number and text of an error: not every exception can be pickled."""
     if isinstance(error, UserError):
         return "user", None, str(error)
     if isinstance(error, OSError):
@@ -173,7 +172,7 @@ def _named(found: tuple[str, int | None, str], rank: int) -> Exception:
 
 
 def _common_store(timeout: timedelta) -> tuple[Any, int, int]:
-    """The store that all processes of a start see, this one's rank, and their number."""
+    """The common store of all processes, the rank of this one, and their number."""
     try:
         return next(dist.rendezvous("env://", timeout=timeout))
     except dist.DistError as error:
@@ -182,7 +181,7 @@ def _common_store(timeout: timedelta) -> tuple[Any, int, int]:
         what = "start all of them, with the same MASTER_ADDR and MASTER_PORT, where each can reach rank 0"
         if "EADDRINUSE" in why:
             why, what = "the port is taken, perhaps by another run", "take another (--master-port, or MASTER_PORT)"
-        raise UserError(f"the processes of this run cannot meet at {place}: {why}; {what}") from error
+        raise UserError(f"the processes of this run cannot connect at {place}: {why}; {what}") from error
 
 
 @contextmanager
@@ -218,28 +217,28 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         # PyTorch's record of the last collectives, which a stall's dump reads, under the newer of its names.
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
-    # Recorded collectives must move their data as those do that are not recorded: a process may replay a micro-batch
-    # of a sharded model while another computes one that is the first of its kind.
+    # Collectives in a graph must use the same buffers as others: a process may replay a micro-batch of a sharded model
+    # while another computes the first one of its kind.
     os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
     store, rank, size = _common_store(timeout)
-    start = meet(store, rank, size, device=device.type, timeout_seconds=timeout_seconds)
+    start = rendezvous(store, rank, size, device=device.type, timeout_seconds=timeout_seconds)
     restarted = launched and store.check([_BEGUN])
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        # The addresses of an earlier start must not be found again.
+        # Addresses of an earlier start are in the same store.
         store=dist.PrefixStore(f"{start}/group", store),
         rank=rank,
         world_size=size,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
-    # A connection of its own: the watching thread must not wait for the training thread's requests.
+    # A connection of its own: the watching thread must not wait for requests of the training thread.
     notes = dist.PrefixStore(f"{start}/notes", store.clone())
     launcher = store if launched else None
     try:
         yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarted, notes, launcher=launcher)
     except Exception as error:
-        # Not after an error of this process alone: NCCL would wait for the others. The process ends anyway.
+        # After an error of this process alone, NCCL would wait for the others. The process ends anyway.
         if isinstance(error, UserError) or getattr(error, "agreed", False):
             dist.destroy_process_group()
         raise

@@ -1,8 +1,8 @@
-"""How the processes of one start find each other in a store that may remember earlier starts.
+"""Rendezvous of the processes of one start, in a store that may hold keys of earlier starts.
 
-torchrun keeps one store through its restarts, so that what an earlier start left there is still found. Its count of
-restarts does not tell them apart: each machine counts its own failures, and a machine that starts again because another
-one failed counts none. So rank 0 gives each start a name, and gives it to the others itself.
+torchrun keeps one store through its restarts, with the keys of earlier starts. Its count of restarts does not tell the
+starts apart: each machine counts its own failures, and a machine that restarts because another one failed counts none.
+So rank 0 makes a name for each start, and gives it to the others.
 """
 
 import json
@@ -18,10 +18,10 @@ _INTERVAL_SECONDS = 0.02
 
 
 def places_here(size: int) -> tuple[dist.TCPStore, list[dict[str, str]]]:
-    """A store for processes that are to be started on this machine, and the variables that tell each its place.
+    """Make a store for processes of this machine, and the environment variables that give each its rank.
 
-    The store is kept by the caller, as torchrun keeps it: a port that was only looked up could be somebody else's by
-    the time rank 0 asks for it.
+    The caller keeps the store, as torchrun does: a free port that was only looked up could be taken before rank 0
+    opens it.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port}
@@ -30,13 +30,13 @@ def places_here(size: int) -> tuple[dist.TCPStore, list[dict[str, str]]]:
     return store, [{name: str(value) for name, value in place.items()} for place in places]
 
 
-def meet(store: dist.Store, rank: int, size: int, *, device: str, timeout_seconds: float) -> str:
-    """Wait until all processes of this start are there.
+def rendezvous(store: dist.Store, rank: int, size: int, *, device: str, timeout_seconds: float) -> str:
+    """Wait until all processes of this start have arrived.
 
     Args:
-        store: Common to all; may hold what earlier starts left.
+        store: Common to all; may hold keys of earlier starts.
         rank: Of this process.
-        size: Of all.
+        size: Number of processes.
         device: The kind of device that this process trains on.
         timeout_seconds: The longest wait.
 
@@ -44,8 +44,8 @@ def meet(store: dist.Store, rank: int, size: int, *, device: str, timeout_second
         A name for this start, the same in all processes and new.
 
     Raises:
-        UserError: In every process, if the kinds of device differ: they could not talk to each other.
-        RuntimeError: If a process does not come in time.
+        UserError: In every process, if the kinds of device differ: NCCL and gloo cannot be mixed.
+        RuntimeError: If a process does not arrive in time.
     """
     store = dist.PrefixStore("trifocal", store)
     name = _name_given(store, size, timeout_seconds) if rank == 0 else _name_asked(store, rank)
@@ -73,7 +73,7 @@ def _name_asked(store: dist.Store, rank: int) -> str:
 
 
 def _name_given(store: dist.Store, size: int, timeout_seconds: float) -> str:
-    """Answer every process that asks, also those of an earlier start: until all of this one have got the answer."""
+    """Answer every process that asks, also those of an earlier start, until all of this start have the name."""
     name = uuid.uuid4().hex[:12]
     answered: dict[int, bytes] = {}
     missing = set(range(1, size))
@@ -86,6 +86,6 @@ def _name_given(store: dist.Store, size: int, timeout_seconds: float) -> str:
                 store.set(f"answer/{asks.decode()}", name)
                 answered[rank] = asks
         if missing and time.monotonic() > deadline:
-            raise RuntimeError(f"rank {min(missing)} did not come in {timeout_seconds:.0f} s")
+            raise RuntimeError(f"rank {min(missing)} did not arrive in {timeout_seconds:.0f} s")
         time.sleep(_INTERVAL_SECONDS)
     return name

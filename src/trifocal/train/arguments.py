@@ -27,7 +27,7 @@ def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
             `{"train.steps": 200, "model.dim": 64}`.
 
     Returns:
-        The whole configuration, each section checked by itself; `preflight` checks how they fit together.
+        The whole configuration; each section is checked by itself, and `preflight` checks them against each other.
 
     Raises:
         UserError: If the file cannot be read, or a key, flag or value is not valid; names the nearest valid one.
@@ -61,11 +61,11 @@ def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:
     Args:
         cls: The dataclass. A field marked `tyro.conf.Positional` takes a word, or all of them if it is a tuple.
         args: The arguments, without the program's name.
-        prog: What the help calls the program.
+        prog: Name of the program in the help.
 
     Raises:
-        UserError: If a flag is unknown (names the nearest valid one), or an argument is missing, too many, or does not
-            fit.
+        UserError: If a flag is unknown (names the nearest valid one), or an argument is missing, too many, or not
+            valid.
     """
     kinds = dotted_fields(cls)
     positional = _positional(cls)
@@ -92,7 +92,7 @@ def show_help(cls: Any, *, prog: str, use_underscores: bool = False) -> NoReturn
 
     Args:
         cls: The dataclass.
-        prog: What the help calls the program.
+        prog: Name of the program in the help.
         use_underscores: Write flags as the config's keys.
     """
     tyro.cli(cls, prog=prog, args=["--help"], use_underscores=use_underscores, config=(tyro.conf.FlagConversionOff,))
@@ -102,7 +102,7 @@ def show_help(cls: Any, *, prog: str, use_underscores: bool = False) -> NoReturn
 def read_flags(
     kinds: Mapping[str, Any], args: Sequence[str], switches: Collection[str] = ()
 ) -> tuple[list[str], dict[str, Any]]:
-    """Tell flags from words, and read the flags' values.
+    """Split arguments into words and flags, and read the flags' values.
 
     Args:
         kinds: The names of the flags, without dashes, and their types.
@@ -149,7 +149,7 @@ def read_flags(
 
 
 def _meaning(kind: Any, text: str) -> Any:
-    """The value that a text means; the text itself if it means none, which is then refused as it would be in a file."""
+    """Parse a text as a value of this type; a text that is none is returned as it is, and the check refuses it."""
     if kind is bool:
         return {"true": True, "false": False}.get(text.lower(), text)
     if kind in (int, float):
@@ -161,7 +161,7 @@ def _meaning(kind: Any, text: str) -> Any:
 
 
 def _positional(cls: Any) -> dict[str, str]:
-    """The fields that words fill, and what messages call them."""
+    """The positional fields, and their names in messages."""
     found = {}
     for name, hint in typing.get_type_hints(cls, include_extras=True).items():
         marks = getattr(hint, "__metadata__", ())

@@ -22,7 +22,8 @@ class Written:
         step: Its step.
         path: Where it is; None if it could not be written.
         error: Why not.
-        seconds: How long it took, of which training waited `blocked_seconds`.
+        seconds: Duration of the writing.
+        blocked_seconds: The part of it in which training waited.
     """
 
     step: int
@@ -35,10 +36,10 @@ class Written:
 class BackgroundWriter:
     """Writes one checkpoint at a time in a thread, from a copy in the host's memory.
 
-    The processes agree over connections of their own, so that the thread never meets a training step.
+    The thread has a process group of its own, so that its collectives do not mix with those of training.
 
     Args:
-        processes: This process among those of the run; all make their writer at once.
+        processes: This process among those of the run; all make their writer at the same time.
     """
 
     def __init__(self, processes: Processes) -> None:
@@ -75,7 +76,7 @@ class BackgroundWriter:
                 )
             except OSError as caught:
                 error = caught
-            except BaseException as caught:  # Raised where it is taken.
+            except BaseException as caught:  # Raised by `take`.
                 self._failure = caught
                 return
             self._written = Written(step, path, error, time.perf_counter() - begin, blocked_seconds)
@@ -84,10 +85,10 @@ class BackgroundWriter:
         self._thread.start()
 
     def take(self, *, wait: bool) -> Written | None:
-        """How the last writing ended, once.
+        """Return how the last writing ended, once.
 
         Args:
-            wait: Until it has ended; else None while it has not.
+            wait: Wait until it has ended; if False, the result is None while it has not.
         """
         if self._thread is None or (self._thread.is_alive() and not wait):
             return None

@@ -3,7 +3,7 @@
 `checkpoints/step_00000500/` holds `weights/` (model and optimizer, torch.distributed.checkpoint), one
 `rank*.json` a process (data position, random generators, counters) and `manifest.json`: the model's configuration
 and the size and SHA-256 of every other file. All processes write it together, in a folder that all of them see, and
-it is read by any number of them, however the model is spread. It is written under another name, flushed to the disk
+it is read by any number of them in any parallel mode. It is written under another name, flushed to the disk
 and then renamed, so a crash at any moment leaves either the whole checkpoint or none. Every file is verified before
 anything is loaded.
 """
@@ -41,7 +41,7 @@ from trifocal.train.manifest import (
 )
 from trifocal.train.run_files import PARTIAL, flush_folder, remove_folder
 
-# Fields of the model that change how it is computed, not what it is.
+# Fields that change how the model is computed, not its weights.
 _FREE_MODEL_FIELDS = frozenset({"backend"})
 
 
@@ -64,8 +64,8 @@ def save_checkpoint(
         step: Optimizer steps done.
         model: The model.
         optimizer: Its optimizer.
-        model_config: What the model is; a checkpoint of another one is refused when loading.
-        process_state: What this process must remember besides, in JSON types.
+        model_config: The model's configuration; loading refuses a checkpoint of another one.
+        process_state: Further state of this process, in JSON types.
         processes: This process among those of the run.
 
     Returns:
@@ -85,7 +85,7 @@ def save_checkpoint(
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, copy: bool = False) -> dict[str, Any]:
-    """What a checkpoint holds of a model and its optimizer; every process calls this.
+    """Collect the state of a model and its optimizer for a checkpoint; every process calls this.
 
     Args:
         model: The model.
@@ -99,7 +99,7 @@ def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer, *, copy: b
     model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
     state = {"model": model_state, "optimizer": optimizer_state}
     if copy and all(parameter.device.type == "cpu" for parameter in model.parameters()):
-        # They were there already, and are training's own.
+        # cpu_offload does not copy these: they are the tensors that training changes.
         return dict(tree_map_only(torch.Tensor, torch.clone, state))
     return state
 
@@ -113,7 +113,7 @@ def write_checkpoint(
     process_state: dict[str, Any],
     processes: Processes,
 ) -> Path:
-    """The part of `save_checkpoint` that takes its time: writing what `collect_state` gave."""
+    """Write the state from `collect_state`: the slow part of `save_checkpoint`."""
     final = checkpoint_path(root, step)
     partial = root / f"{PARTIAL}{final.name}"
     try:
@@ -140,7 +140,7 @@ def _make_room(partial: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
-    # By itself, so that tests can let a disk fail here.
+    # A function of its own, so that tests can let the disk fail here.
     path.write_text(text)
 
 
@@ -148,7 +148,7 @@ def _complete(partial: Path, final: Path, manifest: dict[str, Any]) -> None:
     write_manifest(partial, manifest)
     for folder in (partial / "weights", partial):
         flush_folder(folder)
-    # A damaged checkpoint of the same step, left by the run that this one replaces, makes room.
+    # A damaged checkpoint of the same step may be there: the run goes on from an earlier one.
     remove_folder(final)
     partial.rename(final)
     flush_folder(final.parent)
@@ -167,10 +167,10 @@ def load_checkpoint(
     The optimizer takes the moments and keeps its hyperparameters: the configuration decides them, not the checkpoint.
 
     Args:
-        path: What `find_checkpoint` returned.
+        path: From `find_checkpoint`.
         model: Takes the weights.
         optimizer: Takes the moments of its parameters.
-        model_config: What the model is.
+        model_config: The model's configuration.
         processes: This process among those of the run.
 
     Returns:
@@ -216,7 +216,7 @@ def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfi
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """What the model of a verified checkpoint is."""
+    """The model configuration of a verified checkpoint."""
     return ModelConfig.from_dict(_read_model(path))
 
 
@@ -249,7 +249,7 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: Processes) -> 
             writer, alone = dcp.FileSystemWriter(folder), processes.size == 1
             dcp.save(state, storage_writer=writer, process_group=processes.group, no_dist=alone)
     except CheckpointException as error:
-        # Not an Exception, and it wraps what went wrong in each process.
+        # It is a BaseException, and wraps the error of each process.
         causes = [cause for cause, _ in error.failures.values()]
         for cause in causes:
             if isinstance(cause, OSError) or not isinstance(cause, Exception):
@@ -264,6 +264,6 @@ def _load_weights(state: dict[str, Any], folder: Path) -> None:
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=not dist.is_initialized())
     except CheckpointException as error:
-        # Every process may have met the same.
+        # All processes may have had the same error.
         causes = "; ".join(dict.fromkeys(str(cause) for cause, _ in error.failures.values()))
         raise UserError(f"cannot load {folder}: {causes}") from error

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on the disk: which there are, which one is meant, and holding one while it is read."""
+"""The checkpoints of a run on the disk: listing, finding, pruning, and locking one while it is read."""
 
 import contextlib
 import fcntl
@@ -36,7 +36,7 @@ def list_checkpoints(root: Path) -> list[Path]:
 def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> None:
     """Delete all checkpoints but the newest ones and those of steps divisible by `keep_every_steps` (0: none).
 
-    One that is being read (`open_checkpoint`) stays until the next time.
+    A checkpoint that is being read (`open_checkpoint`) stays until the next call.
     """
     for path in list_checkpoints(root)[:-keep_last]:
         step = _step_of(path)
@@ -48,7 +48,7 @@ def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> N
 
 
 def set_aside_later(path: Path) -> None:
-    """Make it the newest: rename later ones to `superseded_*`, delete what a killed process left unfinished."""
+    """Make this checkpoint the newest: rename later ones to `superseded_*`, and delete unfinished ones."""
     for unfinished in path.parent.glob(f"{PARTIAL}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
     found = list_checkpoints(path.parent)
@@ -64,11 +64,11 @@ def find_checkpoint(run_directory: Path, name: str = "", *, command: str) -> Pat
     Args:
         run_directory: The run.
         name: Name of one of its checkpoints, like `step_00000500`; empty takes the newest.
-        command: What the person typed, for the advice to type it with another checkpoint.
+        command: The user's command; the advice adds `--checkpoint` to it.
 
     Raises:
         UserError: If there is none, or it is damaged; names the damaged file, and the command that takes the newest
-            intact one before it. Another one is never taken silently.
+            intact one before it. No other one is taken silently.
     """
     path = _choose_checkpoint(run_directory / "checkpoints", name)
     _verify(path, command)
@@ -90,7 +90,7 @@ def _verify(path: Path, command: str) -> None:
 
 @contextlib.contextmanager
 def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Path]:
-    """As `find_checkpoint`, of a run that may be going on: what is being read is not pruned meanwhile.
+    """As `find_checkpoint`, for a run that may still train: while the context lasts, the checkpoint is not pruned.
 
     Args:
         root: The run's `checkpoints`, or another folder that has them.
@@ -98,13 +98,13 @@ def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Pat
         command: As in `find_checkpoint`.
 
     Raises:
-        UserError: As `find_checkpoint`; or if the checkpoint was deleted all the same, by hand, by a new run, or on a
-            file system without locks.
+        UserError: As `find_checkpoint`; or if the checkpoint was deleted by hand, by a new run, or on a file system
+            without locks.
     """
     while True:
         path = _choose_checkpoint(root, name)
         with _lock(path, fcntl.LOCK_SH):
-            # Between choosing and locking it may have been pruned; newer ones are there then.
+            # It may have been pruned before it was locked; newer ones exist then.
             if not path.is_dir():
                 continue
             try:
@@ -138,10 +138,10 @@ def _lock(path: Path, kind: int) -> Iterator[bool]:
     """Lock a checkpoint, by its manifest: shared to read it, exclusive to delete it.
 
     Yields:
-        False if somebody else has it. Where the file system has no locks, or there is nothing to lock, it is free.
+        False if another process has the lock. Without locks in the file system, or without a manifest, True.
     """
     try:
-        # A network file system gives an exclusive lock to who may write.
+        # A network file system gives an exclusive lock only on a file that is open for writing.
         file = os.open(path / MANIFEST, os.O_RDONLY if kind == fcntl.LOCK_SH else os.O_RDWR)
     except OSError:
         yield True

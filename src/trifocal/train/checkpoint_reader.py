@@ -1,8 +1,8 @@
-"""Reading `torch.distributed.checkpoint` without running what is in it.
+"""Reading `torch.distributed.checkpoint` without running code from it.
 
 PyTorch reads a checkpoint's `.metadata`, and every value that is no tensor, with a pickle that may call any function.
-Here both are read by what can build plain data alone, so that a checkpoint of somebody else's cannot run code. Tensors
-PyTorch itself reads with `weights_only`.
+Here both are read by unpicklers that build plain data alone, so that a downloaded checkpoint cannot run code. PyTorch
+itself reads tensors with `weights_only`.
 """
 
 import io
@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from trifocal.errors import UserError
 
-# All that `.metadata` consists of, besides numbers, text, lists and dictionaries. None of it does anything when called
-# but hold its arguments.
+# The classes in `.metadata`, besides numbers, text, lists and dictionaries. Calling them only stores the arguments.
 _METADATA_CLASSES = {
     *(
         ("torch.distributed.checkpoint.metadata", name)
@@ -38,13 +37,13 @@ _METADATA_CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     ("collections", "OrderedDict"),
-    # Where it was written; a module of its own from Python 3.13 on.
+    # The path of the writer; in another module from Python 3.13 on.
     *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
 }
 
 
 class SafeReader(dcp.FileSystemReader):
-    """A `FileSystemReader` whose metadata cannot run code, and whose files lie in its own folder."""
+    """A `FileSystemReader` whose metadata cannot run code, and that reads files of its own folder alone."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The checkpoint's metadata.
@@ -52,7 +51,7 @@ class SafeReader(dcp.FileSystemReader):
         Raises:
             UserError: If it holds anything but the metadata of a checkpoint; names the file.
         """
-        # A rank's own where processes saved apart from each other, which PyTorch asks for when there is none of all.
+        # PyTorch asks for the metadata of one rank if there is no common one.
         rank = kwargs.get("rank")
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
         try:
@@ -66,7 +65,7 @@ class SafeReader(dcp.FileSystemReader):
         except OSError as error:
             raise UserError(f"cannot read {path}: {error.strerror}") from error
         except Exception as error:
-            # A broken pickle raises nearly anything.
+            # A broken pickle can raise any exception.
             raise UserError(f"{path} is not the metadata of a checkpoint: {error}") from error
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -74,11 +73,11 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """A `DefaultLoadPlanner` whose values that are no tensors cannot run code either."""
+    """A `DefaultLoadPlanner` whose non-tensor values cannot run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take in a value; `weights_only` reads it."""
-        # Written anew, since what PyTorch does next is to read it without `weights_only`.
+        """Load a value that is not a tensor, with `weights_only`."""
+        # PyTorch reads it again without `weights_only`, so it gets a copy that was written here.
         plain = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)

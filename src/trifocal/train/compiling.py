@@ -1,24 +1,24 @@
-"""Saying that a step compiles, which takes its time and is no stall."""
+"""Notes in the log when a step compiles: it is slow, and not stalled."""
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from trifocal.train.saving import Say
+from trifocal.train.run_logger import RunLogger
 
 COMPILE_TIME = "about half a minute, less once its caches are filled"
 
 
 class CompileNotes:
-    """Knows for which kinds of micro-batches code has been made.
+    """Remembers the kinds of micro-batches whose code is compiled.
 
     Args:
-        compiles: Whether the run compiles or records graphs at all.
-        say: Tells a person.
+        compiles: Whether the run compiles or records graphs.
+        log: Takes the events.
     """
 
-    def __init__(self, compiles: bool, say: Say) -> None:
-        self._compiles, self._log_event = compiles, say
+    def __init__(self, compiles: bool, log: RunLogger) -> None:
+        self._compiles, self._log = compiles, log
         self._known: set[bool] = set()
 
     @contextmanager
@@ -30,8 +30,8 @@ class CompileNotes:
             documents: Packed documents of each micro-batch; 0 for whole rows.
 
         Yields:
-            The name of its forward phase: "compile" where code for a kind of micro-batch is made in it, which is said
-            before and after; else "forward".
+            The name of its forward phase: "compile" if the step compiles code for a kind of micro-batch, which is
+            logged before and after; else "forward".
         """
         new = {number > 0 for number in documents} - self._known if self._compiles else set()
         if not new:
@@ -39,7 +39,7 @@ class CompileNotes:
             return
         self._known |= new
         kinds = " and ".join("packed documents" if packed else "whole rows" for packed in sorted(new))
-        self._log_event("compiling", f"step {step} compiles the model for {kinds}, which takes {COMPILE_TIME}")
+        self._log.log_event("compiling", f"step {step} compiles the model for {kinds}, which takes {COMPILE_TIME}")
         begin = time.perf_counter()
         yield "compile"
-        self._log_event("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")
+        self._log.log_event("compiled", f"step {step} compiled in {time.perf_counter() - begin:.0f} s")

@@ -1,4 +1,4 @@
-"""A trainer's dealings with the other processes of its run: meeting before each step, and noticing who is lost."""
+"""Keeping the processes of a run in step: they agree on each step before it begins, and notice when one is lost."""
 
 import contextlib
 import statistics
@@ -23,20 +23,25 @@ from trifocal.train.stop import StopSignals
 SLOW_FACTOR = 2.0
 SLOW_SECONDS = 0.05
 SLOW_LOOKS = 3
-"""A process is slow if it takes so many times as long as the others, and so much longer, over its last five steps; and
-at so many looks in a row."""
+"""A process is slow if its last five steps took SLOW_FACTOR times as long as those of the others, and SLOW_SECONDS
+longer, at SLOW_LOOKS checks in a row."""
 SLOW_AFTER_STEPS = 3
-"""The first steps of a process are no measure: libraries warm up, caches fill."""
+"""The first steps are not compared: libraries warm up, caches fill."""
 _OWN_PHASES = ("data", "forward")
 
-# How PyTorch's errors say that a collective failed; it has no one type for them.
+# PyTorch has no one type for the error of a failed collective: one of these words is in its text.
 _COLLECTIVE_WORDS = ("gloo", "nccl", "connection", "process group", "timed out", "timeout", "socket", "watchdog")
 
 
 class StepData(NamedTuple):
-    """What a step is taken on: its micro-batches, the position in the data after them, and what the processes agree on
-    (None for a single process, which knows): the valid targets of the whole global batch, and the most packed documents
-    that any process has in each micro-batch."""
+    """The data of one step.
+
+    Attributes:
+        batches: The micro-batches of this process.
+        position: State of the loader after them.
+        total_targets: Valid targets of the global batch, in all processes; None for a single process.
+        documents: For each micro-batch, the largest number of packed documents in any process; None for a single one.
+    """
 
     batches: list[Batch]
     position: dict[str, Any]
@@ -73,19 +78,19 @@ class StepCoordinator:
     ) -> StepData | None:
         """The next step's micro-batches, agreed on with the other processes: the number of targets, a stop, a failure.
 
-        Exchanges of a few numbers between the hosts. They are begun a step ahead, as soon as the batches are there, so
-        that they are over when they are asked for: a step waits neither for the other hosts nor for any device. What is
-        read ahead when all stop is read again when the run goes on.
+        The hosts exchange a few numbers. The exchange begins a step ahead, as soon as the batches are there, and has
+        ended when its result is needed: a step waits neither for the other hosts nor for any device. Batches that were
+        read ahead when all stop are read again when the run goes on.
 
         Args:
             loader: Of this process.
             count: Micro-batches of a step.
-            signals: Whether this process was asked to stop.
+            signals: Holds the signal that asks this process to stop.
             heartbeat: Told the phases.
             last: No step follows this one.
 
         Returns:
-            The step's data; None if all processes are to stop before it. One step is taken in any case.
+            The step's data; None if all processes are to stop before it, but never before the first step.
 
         Raises:
             UserError: If the data failed anywhere; names the rank.
@@ -116,11 +121,11 @@ class StepCoordinator:
         with heartbeat.phase("data"):
             try:
                 batches = [next(loader) for _ in range(count)]
-            except Exception as caught:  # Raised where all processes meet, so that none waits for this one.
+            except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
         targets = sum(map(valid_targets, batches))
         answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
-        # As many numbers from each process, also from one whose data failed.
+        # Every process sends as many numbers, even if its data failed.
         documents = [0] * count if error else [packed_documents(batch) for batch in batches]
         return _Ahead(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
 
@@ -128,16 +133,16 @@ class StepCoordinator:
     def watched(
         self, heartbeat: Heartbeat, directory: Path, silence_seconds: float, event: Callable[[str, str, str], None]
     ) -> Iterator[None]:
-        """Watch the other processes, and say whose fault it is when an exchange with them fails.
+        """Watch the other processes, and name the one at fault when an exchange with them fails.
 
         Args:
             heartbeat: Of this process.
             directory: The run.
-            silence_seconds: After which another process is lost.
-            event: Told name, sentence and severity when one is, in any thread.
+            silence_seconds: A process that is silent for this long is lost.
+            event: Called with name, sentence and severity when a process is lost, in any thread.
 
         Raises:
-            PeerLost: Instead of what the exchange raised.
+            PeerLost: In place of the error of the exchange.
         """
 
         def leave_traces(sentence: str) -> None:
@@ -151,12 +156,12 @@ class StepCoordinator:
             page = stall_summary(directory, folder, rank, f"stops: {sentence}", row, read_answers(folder))
             partial = folder / f".summary_rank{rank}.partial"
             partial.write_text(page, encoding="utf-8")
-            # Whoever writes last: all tell of the same process.
+            # The last writer wins: all pages are about the same process.
             partial.replace(folder / "summary.md")
-            # A process that is lost leaves no stacks: the others keep the place in the code where it was last seen.
+            # A lost process leaves no stacks: the others write down the place in the code where it was last seen.
             others = {f"rank{other}": note for other, note in peers.notes().items()}
             summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}
-            # Before this process is ended: not as long as a dump of a stall may take.
+            # This process ends soon: there is less time than for the dump of a stall.
             write_details(folder, rank, summary, self._processes.device, native_seconds=3.0)
 
         peers = Peers(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
@@ -176,10 +181,10 @@ class StepCoordinator:
                 raise lost from error
 
     def slow_news(self, heartbeat: Heartbeat) -> list[str]:
-        """A sentence for each process that has become slow since the last call, or is so no longer.
+        """Describe each process that became slow since the last call, or is no longer slow, in a sentence.
 
-        Judged by the phases in which no process waits for another: reading data, and the forward pass. (Under fsdp
-        and hsdp the forward pass waits for others too, so that only slow data show.)
+        Only phases in which no process waits for another are compared: reading data, and the forward pass. (Under fsdp
+        and hsdp the forward pass waits too, and only slow data show.)
         """
         if self._processes.size == 1 or self._peers is None:
             return []
@@ -193,7 +198,7 @@ class StepCoordinator:
             others = statistics.median_low(busy[other] for other in busy if other != rank)
             slow = seconds > SLOW_FACTOR * others and seconds > others + SLOW_SECONDS
             self._changing[rank] = self._changing.get(rank, 0) + 1 if slow != (rank in self._slow) else 0
-            # The notes are of different moments: what is seen once may be one of them.
+            # The notes are of different moments: a difference that is seen once may be chance.
             if self._changing[rank] >= SLOW_LOOKS:
                 self._slow ^= {rank}
                 if slow:

@@ -1,4 +1,4 @@
-"""Operations that repeat bit for bit, for whoever pays for them."""
+"""Deterministic operations: equal bits for equal inputs."""
 
 import contextlib
 import os
@@ -9,15 +9,15 @@ import torch
 
 @contextlib.contextmanager
 def deterministic_operations(wanted: bool) -> Iterator[None]:
-    """Inside, every operation gives the same bits for the same input; one that has no such form on a GPU raises.
+    """Inside, every operation gives equal bits for equal inputs; one without a deterministic form on a GPU raises.
 
     Args:
-        wanted: Otherwise nothing changes.
+        wanted: If False, nothing changes.
     """
     if not wanted:
         yield
         return
-    # cuBLAS looks at it when it is first used: with more workspaces, sums could run in another order.
+    # cuBLAS reads it at its first use: with more workspaces, sums could run in another order.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     fills = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

@@ -37,9 +37,9 @@ class Evaluation:
 
 
 def check_validation_text(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Refuse local data of which nothing is held out, where the run is to evaluate.
+    """Refuse local data without validation text, if the run evaluates.
 
-    Before any work: the first evaluation comes when much has been learnt. Data on a server are not asked, for it takes
+    Otherwise the first evaluation would fail, after hours of training. Data on a server are not checked: it takes
     time, and they are seldom so few.
 
     Raises:
@@ -87,16 +87,16 @@ def evaluate(
     """Mean loss over the valid targets of some batches.
 
     Several processes share the batches. Each loss is added up in the order of its batch, so that the sum does not
-    depend on who computed it; and each process runs the model equally often, as a sharded one requires.
+    depend on the number of processes; and each runs the model equally often, as a sharded model requires.
 
     Args:
         model: The model.
         batches: At least one valid target among them.
         tokenizer: Counts the bytes.
-        data: Tells whether the tokens stand for text at all.
+        data: The synthetic source has no text, and so no bits per byte.
         device: Where the model is.
         precision: As in training.
-        processes: Those that evaluate together; all have the same batches.
+        processes: This process among those of the run; all have the same batches.
     """
     processes = processes or Processes()
     targets, text_bytes = 0, 0

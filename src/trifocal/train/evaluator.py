@@ -1,12 +1,6 @@
-"""What a run looks at beside training: the loss on held-out text, the attention, samples of what the model writes."""
+"""Measurements beside training: the loss on held-out text, the attention, samples of generated text."""
 
-from collections.abc import Callable
-from pathlib import Path
-
-from trifocal.data import Batch, Tokenizer
-from trifocal.distributed import Parallel, Processes
-from trifocal.models import DecoderLM
-from trifocal.runlog import MetricsWriter
+from trifocal.data import Batch
 from trifocal.telemetry import AttentionTelemetry
 from trifocal.train.evaluate import (
     Evaluation,
@@ -17,42 +11,30 @@ from trifocal.train.evaluate import (
     sequence_to_show,
 )
 from trifocal.train.micro_batch import autocast
-from trifocal.train.run_config import RunConfig
+from trifocal.train.run_logger import RunLogger
+from trifocal.train.train_setup import TrainSetup
 
 
 class Evaluator:
-    """Evaluator at the model of a run. A sharded model takes all processes for that, any other rank 0 alone.
+    """Evaluates the model of a run, measures its attention and samples from it.
+
+    A sharded model needs all processes for attention and samples; with any other, rank 0 does both alone.
 
     Args:
-        config: The run.
-        directory: Of the run.
-        tokenizer: Of its data.
-        processes: This process among those of the run.
-        model: Looked at.
-        parallel: The model as it is trained.
-        keep: Called with what is written and the call that writes it; says if that fails.
+        setup: The run.
+        log: Its `write_optional` writes pictures and samples.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: Path,
-        tokenizer: Tokenizer,
-        processes: Processes,
-        *,
-        model: DecoderLM,
-        parallel: Parallel,
-        keep: Callable[[str, Callable[[], None]], None],
-    ) -> None:
-        self._config, self._directory, self._tokenizer = config, directory, tokenizer
-        self._processes, self._device, self._model = processes, processes.device, model
-        self._takes_part = processes.is_rank0 or parallel.sharded
-        self._keep = keep
-        self._telemetry = AttentionTelemetry(model)
+    def __init__(self, setup: TrainSetup, log: RunLogger) -> None:
+        self._config, self._directory, self._tokenizer = setup.config, setup.directory, setup.tokenizer
+        self._processes, self._device, self._model = setup.processes, setup.device, setup.model
+        self._takes_part = setup.processes.is_rank0 or setup.parallel.sharded
+        self._log = log
+        self._telemetry = AttentionTelemetry(setup.model)
         self._batches: list[Batch] | None = None
         self._shown: ShownSequence | None = None
         self.has_telemetry = bool(self._telemetry.layers)
-        """Whether the model has attention that can be looked into."""
+        """Whether the model has attention layers to measure."""
 
     def read_validation_text(self) -> None:
         """Read the batches of all evaluations, once.
@@ -64,7 +46,7 @@ class Evaluator:
             self._batches = self._processes.run_on_all(lambda: read_validation_batches(self._config, self._tokenizer))
 
     def evaluate(self) -> Evaluation:
-        """The loss on the validation batches, which were read before; all processes call this."""
+        """Compute the loss on the validation batches, which were read before; all processes call this."""
         assert self._batches is not None
         return evaluate(
             self._model,
@@ -76,16 +58,16 @@ class Evaluator:
             processes=self._processes,
         )
 
-    def measure_attention(self, step: int, batch: Batch, metrics: MetricsWriter) -> None:
-        """Gates and chosen blocks of the first sequence of a batch, as rows of the metrics."""
+    def measure_attention(self, step: int, batch: Batch) -> None:
+        """Write gates and chosen blocks of the first sequence of a batch as rows of the metrics."""
         if not self._takes_part:
             return
         tokens = batch.tokens[:1].to(self._device)
         with autocast(self._device, self._config.train.precision):
-            self._telemetry.log(metrics, step, tokens, cu_seqlens=batch.cu_seqlens)
+            self._telemetry.log(self._log.metrics, step, tokens, cu_seqlens=batch.cu_seqlens)
 
     def picture_attention(self, step: int) -> None:
-        """What each branch reads of one validation sequence, the same one each time, in a file of `attention/`."""
+        """Write the attention of each branch on one validation sequence, always the same one, into `attention/`."""
         if self._batches is None or not self._takes_part:
             return
         if self._shown is None:
@@ -93,10 +75,15 @@ class Evaluator:
         tokens, cu_seqlens, texts = self._shown
         with autocast(self._device, self._config.train.precision):
             picture = self._telemetry.picture(step, tokens.to(self._device), texts, cu_seqlens=cu_seqlens)
-        self._keep("attention picture", lambda: picture.save(self._directory / "attention" / f"step_{step:08d}.npz"))
+        path = self._directory / "attention" / f"step_{step:08d}.npz"
+        self._log.write_optional("attention picture", lambda: picture.save(path))
 
     def sample(self, step: int) -> str | None:
-        """What the model makes of the configured prompt, also in a file of `samples/`; None where others sample."""
+        """Continue the configured prompt, and write the text into `samples/`.
+
+        Returns:
+            The text; None in a process that takes no part.
+        """
         if not self._takes_part:
             return None
         text = sample(
@@ -113,5 +100,5 @@ class Evaluator:
             folder.mkdir(exist_ok=True)
             (folder / f"step_{step:08d}.txt").write_text(text + "\n", encoding="utf-8")
 
-        self._keep("sample", write)
+        self._log.write_optional("sample", write)
         return text

@@ -1,4 +1,4 @@
-"""What it takes to use a trained model: its weights and configuration, and its tokenizer."""
+"""Exporting a trained model for use: weights, configuration and tokenizer."""
 
 import json
 from pathlib import Path
@@ -20,12 +20,12 @@ def export_weights(model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, step
 
     Args:
         model: The model itself, without wrappers.
-        tokenizer: Of the text that it was trained on.
-        folder: Made if it does not exist, in one that does; files of the same names are replaced.
+        tokenizer: Of the training data.
+        folder: Made if it does not exist (its parent must); files of the same names are replaced.
         step: Optimizer steps done.
 
     Raises:
-        OSError: If the disk does not take them; without `trainer_state.json`, the files may be of different steps.
+        OSError: If a file cannot be written; without `trainer_state.json`, the files may be of different steps.
     """
     folder.mkdir(exist_ok=True)
     (folder / STEP_FILE).unlink(missing_ok=True)

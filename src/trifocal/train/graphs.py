@@ -32,13 +32,13 @@ class _Recording(NamedTuple):
 
 
 class Recorder:
-    """Records work on a CUDA device; all recordings share the memory of what they need in between.
+    """Records work on a CUDA device; all recordings share one pool of memory.
 
     Args:
         device: Where the work is done.
 
     Attributes:
-        memory_bytes: What the recordings hold for themselves; the allocator does not count it as allocated.
+        memory_bytes: Memory of the recordings; the allocator does not count it as allocated.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Recorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
-        """Do work where it will be recorded, so that everything is compiled and found; returns its result."""
+        """Do work on the recording's stream, so that kernels are compiled and libraries loaded; returns its result."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -57,10 +57,10 @@ class Recorder:
         return result
 
     def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Record work, which is not done by that.
+        """Record work without doing it.
 
         Args:
-            work: Has been done before, and queues its kernels without ever waiting for one.
+            work: Has been done before; it queues kernels and waits for none.
 
         Returns:
             A call that does the work, and the work's result, which every such call overwrites.
@@ -74,7 +74,7 @@ class Recorder:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             result = work()
         self.memory_bytes += torch.cuda.memory_reserved(self._device) - before
-        # What the passes above allocated is from now on in the recordings' own memory.
+        # From now on the passes use the recordings' own memory.
         torch.cuda.reset_peak_memory_stats(self._device)
         return graph.replay, result
 
@@ -82,8 +82,8 @@ class Recorder:
 class MicroBatchGraphs:
     """Computes weighted losses and adds up their gradients, by graphs.
 
-    The first micro-batch of a kind is computed without one, by which everything is compiled and found; the second is
-    recorded and replayed. So each is computed once: parts of a sharded model exchange weights and gradients in it.
+    The first micro-batch of a kind is computed without a graph, which compiles its kernels; the second is recorded and
+    replayed. So each is computed once, as a sharded model requires: its passes hold collectives.
 
     The model's parameters must keep their memory.
 
@@ -92,8 +92,8 @@ class MicroBatchGraphs:
         parameters: Those that get gradients.
         device: Where they are.
         precision: "bf16" or "fp32", as in `TrainSection`.
-        parallel: How the model is spread over several processes. Under fsdp and hsdp a graph holds the exchanges too,
-            and the shards' gradients are added up after each micro-batch.
+        parallel: How the model is parallelized. Under fsdp and hsdp a graph holds the collectives too, and the shards'
+            gradients are reduced after each micro-batch.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class MicroBatchGraphs:
         self._device, self._precision = device, precision
         self._gradients: list[Tensor] = []
         self._flat_gradients = None if parallel is None else parallel.flat_gradients
-        # What averages gradients over processes is to add them up.
+        # FSDP averages gradients over the processes: times their number, that is the sum.
         self._factor = parallel.size if parallel is not None and parallel.sharded else 1
         self._known: set[Kind] = set()
         self._recordings: dict[Kind, _Recording] = {}
@@ -117,7 +117,7 @@ class MicroBatchGraphs:
 
     @property
     def memory_bytes(self) -> int:
-        """What the graphs hold for activations, beyond what the allocator says is allocated."""
+        """Memory of the graphs, which the allocator does not count as allocated."""
         return self._recorder.memory_bytes
 
     @property
@@ -143,7 +143,7 @@ class MicroBatchGraphs:
         Args:
             batch: The micro-batch, on the host.
             weight: Its share in the step's loss.
-            documents: As in `model_inputs`: for micro-batches of several processes to be of one kind.
+            documents: As in `model_inputs`, so that the micro-batches of all processes are of one kind.
 
         Returns:
             `weight * loss`, a scalar in fp32 that the next micro-batch of the same kind may overwrite.
@@ -165,7 +165,7 @@ class MicroBatchGraphs:
         return recording.loss
 
     def release(self) -> None:
-        """Give the graphs back. NCCL does not end while there is one that holds its collectives."""
+        """Free the graphs. NCCL does not end while a graph holds its collectives."""
         self._known.clear()
         self._recordings.clear()
 
@@ -190,8 +190,11 @@ class MicroBatchGraphs:
 def make_graphs(
     parallel: Parallel, model: nn.Module, config: TrainSection, device: torch.device
 ) -> tuple[MicroBatchGraphs | None, str]:
-    """Graphs, where `train.cuda_graphs` wants them and they can be; and where only the first, a sentence that says why
-    not."""
+    """Make graphs if `train.cuda_graphs` is set.
+
+    Returns:
+        The graphs, or None; and a sentence for the log if they are asked for and not possible.
+    """
     if not config.cuda_graphs:
         return None, ""
     if device.type != "cuda":

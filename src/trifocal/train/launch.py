@@ -1,4 +1,4 @@
-"""The two ways into a run: a new one, and one that goes on; in every process of it alike."""
+"""Starting a run, new or resumed, in every process of it."""
 
 import contextlib
 import sys
@@ -12,7 +12,7 @@ from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint_folders import checkpoint_step, find_checkpoint
 from trifocal.train.evaluate import check_validation_text
 from trifocal.train.lock import RunLock
-from trifocal.train.loop import Trainer
+from trifocal.train.loop import run_training
 from trifocal.train.preflight import choose_device, preflight
 from trifocal.train.replaced_run import has_replaced, restore_replaced
 from trifocal.train.result import TrainResult
@@ -21,6 +21,7 @@ from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import create_run_directory, load_run, load_run_to_resume
 from trifocal.train.run_files import delete, mark_run
 from trifocal.train.start import check_same_start, restarted_run
+from trifocal.train.train_setup import TrainSetup
 
 
 def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
@@ -28,14 +29,14 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
 
     Args:
         config: The configuration.
-        overwrite: Replace a run that is in `config.run.directory` already; it is deleted when the new one's first step
-            has ended, and stays if that fails.
+        overwrite: Replace the run in `config.run.directory`; it is deleted when the first step of the new one has
+            ended, and stays if that step fails.
 
     Returns:
-        How it ended; on SIGINT, SIGTERM or SIGHUP with a checkpoint of the step that was under way.
+        How it ended; after SIGINT, SIGTERM or SIGHUP the current step is completed and saved.
 
     Raises:
-        UserError: If the run cannot end well, or its data are bad.
+        UserError: If the run would fail, or its data are bad.
         NonFiniteError: If a loss or gradient is not finite; that update was not applied.
     """
     directory = Path(config.run.directory)
@@ -44,11 +45,11 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         processes.run_on_rank0(lambda: _tell(restore_replaced(directory, lock)))
         found = processes.run_on_rank0(lambda: restarted_run(processes, directory))
         if found == "resume":
-            # torchrun gives the command of the first start again.
+            # torchrun repeats the command of the first start.
             return _resume(directory, "", config, processes, lock)
         tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
         # The data are opened before a folder is made, or a run renamed aside.
-        trainer = Trainer(config, directory, processes, tokenizer)
+        setup = TrainSetup(config, directory, processes, tokenizer)
         processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
         overwrite = overwrite or found == "overwrite"
 
@@ -63,9 +64,9 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         try:
             note = processes.run_on_rank0(create)
             created = True
-            return trainer.run([*notes, *filter(None, [note])], None, lock)
+            return run_training(setup, [*notes, *filter(None, [note])], None, lock)
         except BaseException as error:
-            nothing_learnt = created and trainer.step == 0 and isinstance(error, UserError | KeyboardInterrupt)
+            nothing_learnt = created and setup.state.step == 0 and isinstance(error, UserError | KeyboardInterrupt)
             if nothing_learnt:
                 processes.forget_begin()
             _tidy_after_failure(directory, lock, delete_start=nothing_learnt)
@@ -73,11 +74,11 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
 
 
 def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | None = None) -> TrainResult:
-    """Go on with a run from its last complete checkpoint, repeating what an uninterrupted run would have done.
+    """Go on with a run from its last complete checkpoint; the steps are those of an uninterrupted run.
 
     Args:
         directory: The run.
-        checkpoint: Name of an earlier checkpoint to go on from; what came after it is set aside.
+        checkpoint: Name of an earlier checkpoint to go on from; later ones are set aside.
         config: Replaces the run's configuration (to train longer, for example); it must describe the same model.
 
     Returns:
@@ -90,7 +91,7 @@ def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | N
     directory = user_path(directory, "--resume")
     saved = load_run_to_resume(directory)
     config = saved if config is None else config
-    # The folder may have been moved since.
+    # The folder may have been moved.
     config = replace(config, run=replace(config.run, directory=str(directory)))
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, checkpoint=checkpoint)
@@ -99,7 +100,7 @@ def resume(directory: str | Path, *, checkpoint: str = "", config: RunConfig | N
 
 
 def resume_command(directory: Path) -> str:
-    """What to type to go on with a run."""
+    """The command that resumes a run."""
     return f"trifocal train --resume {shell_path(directory)}"
 
 
@@ -114,9 +115,9 @@ def _tell(sentence: str) -> None:
 
 
 def _tidy_after_failure(directory: Path, lock: RunLock, *, delete_start: bool) -> None:
-    """After a start that failed: nothing of it stands in the way of the next try, and a replaced run is put back.
+    """After a failed start, delete its folder and put the replaced run back.
 
-    What went wrong before is what the caller raises, whatever cannot be deleted or put back here.
+    Errors here are printed and not raised: the caller raises that of the start.
     """
     with contextlib.suppress(OSError):
         # Where the lock is not held, another process may be at work in the folder.
@@ -136,11 +137,11 @@ def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Proc
     note = processes.run_on_rank0(lambda: lock.take(directory))
     processes.run_on_rank0(lambda: _tell(restore_replaced(directory, lock)))
     found = processes.run_on_rank0(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
-    # A run of an older version has none.
+    # A run of an older version has no mark.
     processes.run_on_rank0(lambda: mark_run(directory))
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
     saved = processes.run_on_rank0(lambda: load_run(directory))
-    trainer = Trainer(config, directory, processes, tokenizer)
-    notes = [*resume_notes(saved, trainer.config, checkpoint_step(found)), *notes, *filter(None, [note])]
-    return trainer.run(notes, found, lock)
+    setup = TrainSetup(config, directory, processes, tokenizer)
+    notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]
+    return run_training(setup, notes, found, lock)

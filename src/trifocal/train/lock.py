@@ -1,4 +1,4 @@
-"""One run, one writer: two that train in the same folder would delete and mix up each other's files."""
+"""A lock on the folder of a run: two runs in one folder would delete each other's files."""
 
 import errno
 import fcntl
@@ -16,30 +16,30 @@ from trifocal.paths import shell_path
 LOCK_FILE = ".lock"
 WAIT_SECONDS = 2.0
 REMOTE_WAIT_SECONDS = 120.0
-"""How long a lock that is held is waited for: a process that was killed may take a moment to end, and a network file
-system keeps the locks of a machine that is gone for a minute or two."""
+"""Time to wait for a lock that is held: a killed process may take a moment to end, and a network file system keeps the
+locks of a dead machine for a minute or two."""
 
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 class RunLock:
-    """Keeps others from training in the folder of a run while this process does.
+    """Keeps other processes from training in the folder of a run.
 
-    It is the system's lock on a file in the folder: it ends with the process, however that ends, and the file may
-    stay. It stays with a folder that is renamed. Used as a context, which gives all locks back.
+    It is the system's lock on a file in the folder: it ends with the process, and the file may stay. A renamed folder
+    keeps it. The context releases all locks at its end.
     """
 
     def __init__(self) -> None:
         self._files: list[int] = []
 
     def take(self, folder: Path) -> str:
-        """Take the lock of a folder, in one process of the run; one that is held already stays.
+        """Take the lock of a folder; nothing happens if it is held already.
 
         Args:
             folder: The folder; it exists.
 
         Returns:
-            What is worth knowing: empty, or that the file system has no locks.
+            A warning if the file system has no locks; otherwise empty.
 
         Raises:
             UserError: If another process trains there; names it.
@@ -61,20 +61,20 @@ class RunLock:
                 raise
             if self.holds(folder):
                 return note
-            # Whoever had the lock has renamed or deleted the folder with it, and others may be in a new one by now.
+            # The holder has renamed or deleted the folder meanwhile: another process may lock a new one.
             os.close(self._files.pop())
 
     @property
     def taken(self) -> bool:
-        """Whether any is."""
+        """Whether any lock is held."""
         return bool(self._files)
 
     def holds(self, folder: Path) -> bool:
-        """Whether the lock of the folder at this path is taken."""
+        """Whether this process holds the lock of the folder at this path."""
         return self._file_of(folder) is not None
 
     def release(self, folder: Path) -> None:
-        """Give the lock of a folder back, if it is taken."""
+        """Release the lock of a folder, if it is held."""
         file = self._file_of(folder)
         if file is not None:
             self._files.remove(file)

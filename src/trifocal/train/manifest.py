@@ -1,4 +1,4 @@
-"""What a checkpoint consists of: each file with its size and SHA-256, so that none is loaded that is cut or changed."""
+"""The manifest of a checkpoint: size and SHA-256 of each file, to refuse files that are cut or changed."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ class CheckpointDamaged(UserError):
 
 
 def describe_files(partial: Path, processes: Processes) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of every file, each on the disk for good; the processes share the reading."""
+    """Flush every file to the disk, and compute its size and SHA-256; the processes share the files."""
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     mine = paths[processes.rank :: processes.size]
 
@@ -33,7 +33,7 @@ def describe_files(partial: Path, processes: Processes) -> dict[str, dict[str, A
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write the manifest of a checkpoint with a hash of its own; it is on the disk for good."""
+    """Write the manifest of a checkpoint with its own hash, and flush it to the disk."""
     (folder / MANIFEST).write_text(json.dumps({"content": manifest, "sha256": _hash_json(manifest)}, indent=1))
     _hash(folder / MANIFEST, flush=True)
 
@@ -82,7 +82,7 @@ def _verify_file(file: Path, expected: dict[str, Any]) -> None:
 
 
 def is_intact(path: Path) -> bool:
-    """Whether `verify_checkpoint` finds nothing."""
+    """Whether `verify_checkpoint` accepts the checkpoint."""
     try:
         verify_checkpoint(path)
     except UserError:

@@ -1,4 +1,4 @@
-"""Speed of a run: rates between two rows of the metrics, without the time that is not training."""
+"""Speed of a run between two rows of the metrics; evaluations and checkpoints do not count."""
 
 import contextlib
 import time
@@ -20,12 +20,11 @@ class Meter:
     Args:
         config: The run.
         device: Where it trains; a known GPU gives utilisations.
-        num_processes: Processes, and so devices, that train together.
+        num_processes: Processes of the run, each with one device.
+        start_step: Optimizer steps done before this process.
     """
 
-    def __init__(self, config: RunConfig, device: torch.device, num_processes: int) -> None:
-        self.steps = 0
-        """Steps of this process."""
+    def __init__(self, config: RunConfig, device: torch.device, num_processes: int, start_step: int = 0) -> None:
         self._tokens_per_step = config.train.global_batch_size * config.train.sequence_length
         self._flops = flops_per_token(config.model, config.train.sequence_length)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
@@ -33,7 +32,7 @@ class Meter:
         self._peak_flops = None if peak is None else peak * num_processes
         self._device = device
         self._since = time.perf_counter()
-        self._steps_since = 0
+        self._last_step = start_step
         self._paused_seconds = 0.0
 
     @contextlib.contextmanager
@@ -43,26 +42,22 @@ class Meter:
         yield
         self._paused_seconds += time.perf_counter() - begin
 
-    def row(
-        self, step: int, result: StepResult, learning_rate: float, latency: Latency, graph_bytes: int = 0
-    ) -> dict[str, Any]:
+    def row(self, step: int, result: StepResult, latency: Latency, graph_bytes: int = 0) -> dict[str, Any]:
         """The fields of a train row besides the loss; the clock starts again.
 
         Args:
             step: Optimizer steps done.
             result: Of the last step, already waited for.
-            learning_rate: Of the last step.
             latency: Waits for data.
             graph_bytes: Memory of recorded graphs, which the allocator does not count.
         """
         now = time.perf_counter()
-        steps = self.steps - self._steps_since
-        step_seconds = (now - self._since - self._paused_seconds) / steps
-        self._since, self._steps_since, self._paused_seconds = now, self.steps, 0.0
+        step_seconds = (now - self._since - self._paused_seconds) / (step - self._last_step)
+        self._since, self._last_step, self._paused_seconds = now, step, 0.0
         tokens_per_second = self._tokens_per_step / step_seconds
         memory = memory_statistics(self._device)
         row = {
-            "learning_rate": learning_rate,
+            "learning_rate": result.learning_rate,
             "gradient_norm": result.gradient_norm.item(),
             "tokens_per_second": tokens_per_second,
             "step_seconds": step_seconds,

@@ -30,8 +30,7 @@ def packed_documents(batch: Batch) -> int:
 def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 0) -> list[Tensor]:
     """Tokens and targets, [B, T], and, where a border lies inside a row, the borders of the documents; on the host.
 
-    The borders are checked here, so that the model need not wait for a device to look at them. Every token's place in
-    its document is found on the device.
+    The borders are checked here, on the host, so that the model need not wait for the device to check them.
 
     Args:
         batch: The micro-batch.

@@ -13,7 +13,7 @@ from trifocal.train.run_config import OptimizerSection
 def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.AdamW:
     """AdamW, fused, in two groups: the matrices of linear maps decay, everything else does not.
 
-    Norms, biases and embeddings (of tokens, also where they are the output projection, and of positions) are spared.
+    Norms, biases and embeddings (of tokens, even if tied to the output projection, and of positions) do not decay.
 
     Args:
         model: The model, its parameters in fp32 and on their device.
@@ -53,7 +53,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     first = gradients[0] if gradients else None
     if not isinstance(first, DTensor):
         return torch.nn.utils.get_total_norm(gradients)
-    # Of this process's shards, and then one sum: operations on many sharded tensors cost the host milliseconds.
+    # Over local shards, then one all-reduce: operations on many DTensors cost the host milliseconds.
     with torch.no_grad():
         norm = torch.nn.utils.get_total_norm([own_part(gradient) for gradient in gradients])
     square = norm.double().square()

@@ -1,4 +1,4 @@
-"""How a run's configuration spreads its model over its processes."""
+"""Parallelizing the model of a run as its configuration says."""
 
 from trifocal.distributed import Parallel, Processes, choose_mode, parallelize
 from trifocal.errors import UserError
@@ -7,7 +7,7 @@ from trifocal.train.run_config import RunConfig
 
 
 def parallelize_model(model: DecoderLM, config: RunConfig, processes: Processes) -> tuple[Parallel, str]:
-    """Spread a model as `config.parallel` says.
+    """Parallelize a model as `config.parallel` says.
 
     Args:
         model: On its device, the same in all processes.
@@ -15,7 +15,7 @@ def parallelize_model(model: DecoderLM, config: RunConfig, processes: Processes)
         processes: Of the run.
 
     Returns:
-        The model in the form that is trained, and a sentence for the log; empty where there is nothing to say.
+        The model as it is trained, and a sentence for the log, which may be empty.
 
     Raises:
         UserError: If the mode does not fit the number of processes.

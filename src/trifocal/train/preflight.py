@@ -1,4 +1,4 @@
-"""Looking before leaping: what cannot end well is refused before any work, what is merely notable is said."""
+"""Checks before a run: configurations that must fail are refused before any work; doubtful ones get a note."""
 
 import os
 import platform
@@ -24,7 +24,7 @@ LONG_RUN_STEPS = 1000
 CHECKPOINT_BYTES_PER_PARAMETER = 12
 # The batches of all evaluations are kept on the host: a token and a target, each int64.
 BYTES_PER_EVALUATED_TOKEN = 16
-# Of a chosen block, for every token and group: int32.
+# A chosen block, for every token and group: int32.
 BYTES_PER_CHOICE = 4
 
 
@@ -32,7 +32,7 @@ DEBUG_LEVEL_COMMAND = "export TORCH_DISTRIBUTED_DEBUG=INFO"
 
 
 def crash_of_debug_level() -> str:
-    """Why DistributedDataParallel over gloo would crash with what the environment says; empty if it would not."""
+    """Why DistributedDataParallel over gloo would crash in this environment; empty if it would not."""
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() != "DETAIL" or version < FIRST_TORCH_THAT_CRASHES:
         return ""
@@ -60,13 +60,13 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     Args:
         config: The configuration; each section was checked by itself when it was made.
         device: From `choose_device`.
-        num_processes: Processes that train together.
+        num_processes: Processes of the run.
 
     Returns:
-        The tokenizer, and notes on what is fine but worth knowing.
+        The tokenizer, and notes on settings that are valid but doubtful.
 
     Raises:
-        UserError: If the run cannot end well; says which fields to change.
+        UserError: If the run would fail; names the fields to change.
     """
     config.data.validate()
     tokenizer = make_tokenizer(config.data.tokenizer, separator=config.data.separator)
@@ -176,10 +176,10 @@ def _check_layers(config: RunConfig) -> None:
 
 
 def attention_backend(config: RunConfig, device: torch.device) -> str:
-    """What will run the sparse attention.
+    """Name the backend that will run the sparse attention.
 
     Raises:
-        ValueError: If `model.backend` names what cannot.
+        ValueError: If `model.backend` names one that cannot.
     """
     model = config.model
     dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
@@ -220,7 +220,7 @@ def _check_traces(config: RunConfig, device: torch.device) -> None:
 
 
 def existing_folder(folder: Path) -> Path:
-    """The folder itself, or the nearest one above it that is there."""
+    """The folder itself, or the nearest parent that exists."""
     folder = folder.absolute()
     while not folder.exists():
         folder = folder.parent
@@ -228,7 +228,7 @@ def existing_folder(folder: Path) -> Path:
 
 
 def check_writable(folder: Path, what: str) -> None:
-    """Refuse a folder that is there and cannot be written in; what begins the sentence.
+    """Refuse a folder that exists and cannot be written; `what` begins the message.
 
     Raises:
         UserError: If it is no folder, or there is no permission.
@@ -242,7 +242,7 @@ def check_writable(folder: Path, what: str) -> None:
 def _check_disk(config: RunConfig) -> None:
     folder = Path(config.run.directory)
     existing = existing_folder(folder)
-    # Of a run that goes on, the folders without which it would fail on the way.
+    # A run that goes on writes into these folders.
     for place in (existing, *(folder / name for name in ("checkpoints", "dumps"))):
         check_writable(place, f"run.directory {config.run.directory}")
     needed = disk_bytes(config) - _bytes_of_checkpoints(folder / "checkpoints")
@@ -256,7 +256,7 @@ def _check_disk(config: RunConfig) -> None:
 
 
 def _check_host_memory(config: RunConfig) -> None:
-    """Refuse what this machine cannot hold even if there were nothing else in its memory."""
+    """Refuse tensors that alone exceed the memory of this machine."""
     memory = host_memory_bytes()
     if memory is None:
         return
@@ -294,7 +294,7 @@ def _check_host_memory(config: RunConfig) -> None:
 
 
 def disk_bytes(config: RunConfig) -> int:
-    """Most bytes that the checkpoints of a run take at a time, one being written included."""
+    """The most disk space that checkpoints of a run take at once, including one that is being written."""
     steps, saving = config.train.steps, config.checkpoint
     saves = steps // saving.interval_steps + 1 if saving.interval_steps else 1
     kept = min(saving.keep_last, saves) + 1
@@ -314,12 +314,12 @@ def _notes(config: RunConfig, num_processes: int) -> list[str]:
         if length <= geometry.window_size:
             notes.append(
                 f"train.sequence_length {length} does not exceed the window of {geometry.window_size}: the window "
-                "branch alone sees everything"
+                "branch alone sees every key"
             )
         if length <= geometry.num_selected_blocks * geometry.selection_block_size:
             notes.append(
                 f"{geometry.num_selected_blocks} selected blocks of {geometry.selection_block_size} tokens cover the "
-                f"whole sequence of {length}: nothing is left out by the choice"
+                f"whole sequence of {length}: every block is selected"
             )
         if length < geometry.compression_block_size:
             notes.append(

@@ -26,7 +26,7 @@ def preset_text(name: str) -> str:
 
 
 def summary(name: str) -> str:
-    """What a preset is for: the first sentence of the comment that it begins with."""
+    """The first sentence of the comment at the beginning of a preset."""
     lines = []
     for line in preset_text(name).splitlines():
         if not line.startswith("#"):

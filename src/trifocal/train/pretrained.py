@@ -1,4 +1,4 @@
-"""A trained model, wherever it lies: in a run, in one of its checkpoints, or in a folder of exported weights."""
+"""Loading a trained model from a run, from one of its checkpoints, or from a folder of exported weights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -23,22 +23,22 @@ from trifocal.train.run_files import CONFIG_FILE
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Where a trained model lies."""
+    """A trained model on the disk."""
 
     path: Path
     """The checkpoint, or the folder of weights."""
     run: RunConfig | None
-    """Of the run that it belongs to, if that is known."""
+    """The configuration of its run, if that is known."""
 
     @property
     def _exported(self) -> bool:
         return (self.path / MODEL_CONFIG_FILE).is_file()
 
     def config(self) -> ModelConfig:
-        """What the model is.
+        """The model's configuration.
 
         Raises:
-            UserError: If that cannot be read.
+            UserError: If it cannot be read.
         """
         if self._exported:
             return read_config(self.path)
@@ -79,12 +79,12 @@ class Pretrained:
 def open_pretrained(
     path: Path, checkpoint: str = "", *, command: str = "trifocal generate RUN_DIR"
 ) -> Iterator[Pretrained]:
-    """Find a trained model; while the context lasts, a run that is going on does not delete it.
+    """Find a trained model; while the context lasts, a run that still trains does not delete it.
 
     Args:
-        path: A run, whose newest checkpoint counts; a checkpoint; or a folder of weights.
+        path: A run (its newest checkpoint is taken), a checkpoint, or a folder of weights.
         checkpoint: Another checkpoint of the run, by its name.
-        command: What the person typed, for advice.
+        command: The user's command, for advice.
 
     Raises:
         UserError: If there is none, or it is damaged.
@@ -92,13 +92,13 @@ def open_pretrained(
     if (path / MODEL_CONFIG_FILE).is_file():
         if checkpoint:
             raise UserError(f"{path} holds weights and no checkpoints; leave --checkpoint out, or give the run")
-        # Weights that lie in their run say by it how long its rows were, and in which precision it computed.
+        # The run's configuration gives the length of its rows and its precision.
         run = path.parent
         yield Pretrained(path, load_run(run) if (run / CONFIG_FILE).is_file() else None)
     elif (path / MANIFEST).exists():
         if checkpoint:
             raise UserError(f"{path} is a checkpoint itself; leave --checkpoint {checkpoint} out")
-        # By its real name: the path may be `.`.
+        # The path may be `.`.
         path = path.resolve()
         run = path.parent.parent
         with open_checkpoint(path.parent, path.name, command=command) as found:

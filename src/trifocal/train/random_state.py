@@ -1,4 +1,4 @@
-"""Every random generator of a process: seeded together, saved together, restored together."""
+"""Seeding, saving and restoring all random generators of a process."""
 
 import base64
 import random
@@ -36,10 +36,10 @@ def random_state() -> dict[str, Any]:
 def restore_random_state(state: dict[str, Any]) -> None:
     """Put all generators back to what `random_state` returned.
 
-    Where the number of CUDA devices differs, the CUDA generators keep their state: there is none to give them.
+    If the number of CUDA devices differs, the CUDA generators keep their state.
 
     Raises:
-        UserError: If it is no state of a generator.
+        UserError: If it is not the state of a generator.
     """
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))

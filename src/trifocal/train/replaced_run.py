@@ -1,7 +1,7 @@
 """The run that `--overwrite` replaces: kept beside the new one until the new one's first step has ended.
 
-Until then nobody knows whether the new run can start at all: whether its data can be read, its model fits, its loss is
-finite. So the old folder is only renamed. For a run in `NAME`:
+Until then the new run may still fail: its data may not be readable, its model may not fit, its loss may not be finite.
+So the old folder is only renamed. For a run in `NAME`:
 
 | `NAME` | `.NAME.replaced` | state |
 |---|---|---|
@@ -9,8 +9,8 @@ finite. So the old folder is only renamed. For a run in `NAME`:
 | absent, or a start whose first step has not ended | the replaced run, whole | `restore_replaced` puts it back |
 
 One rename leads from each state to the next, and nothing is copied: a kill or a full disk leaves one of the two, and
-every start begins with `restore_replaced`. What is to be deleted is first renamed to `.NAME.deleting`. The process that
-replaces a run holds the locks of both folders, so that no other start restores what it still replaces.
+every start begins with `restore_replaced`. A folder is renamed to `.NAME.deleting` before it is deleted. The process
+that replaces a run holds the locks of both folders, so that no other start restores the old one.
 """
 
 import shutil
@@ -24,12 +24,12 @@ from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run
 
 
 def replaced_path(folder: Path) -> Path:
-    """Where the run waits that a start in this folder replaces."""
+    """Path of the replaced run, while the start that replaces it has not ended its first step."""
     return _beside(folder, ".{}.replaced")
 
 
 def failed_path(folder: Path) -> Path:
-    """Where `restore_replaced` keeps what the start left that did not end its first step."""
+    """Path to which `restore_replaced` moves the folder of a start that did not end its first step."""
     return _beside(folder, "{}.failed")
 
 
@@ -39,12 +39,12 @@ def has_replaced(folder: Path) -> bool:
 
 
 def whole_run(folder: Path) -> Path:
-    """Where the run is that `restore_replaced` would leave in the folder."""
+    """Path of the run that `restore_replaced` would leave in the folder."""
     return replaced_path(folder) if has_replaced(folder) else folder
 
 
 def where_replaced(folder: Path) -> str:
-    """The end of a sentence about a folder without a usable run: where one is; empty if there is none."""
+    """The end of a message about a folder without a run: where the replaced one is; empty if there is none."""
     if not has_replaced(folder):
         return ""
     place = replaced_path(folder)
@@ -86,14 +86,14 @@ def replace_run(folder: Path, lock: RunLock) -> None:
 def restore_replaced(folder: Path, lock: RunLock) -> str:
     """Put a replaced run back: the first step of the start that was to replace it has not ended.
 
-    What that start left goes to `NAME.failed`. Where no run is being replaced, nothing happens.
+    The folder of that start is renamed to `NAME.failed`. If no run is being replaced, nothing happens.
 
     Args:
         folder: Of the run.
-        lock: Takes the locks of both folders if there is something to do.
+        lock: Takes the locks of both folders if a run is being replaced.
 
     Returns:
-        What was put back, in a sentence; empty if nothing.
+        A sentence that names the run; empty if no run was put back.
 
     Raises:
         UserError: If another process trains there; or if a folder cannot be renamed: the next call goes on.
@@ -111,7 +111,7 @@ def restore_replaced(folder: Path, lock: RunLock) -> str:
             if is_run(failed):
                 _delete(failed, folder)
             real.rename(failed)
-            kept = f"; what the other one left is in {failed}"
+            kept = f"; its files are in {failed}"
         elif real.is_dir():
             # That start ended before its configuration was there.
             for name in (LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)):
@@ -121,7 +121,7 @@ def restore_replaced(folder: Path, lock: RunLock) -> str:
         flush_folder(real.parent)
     except OSError as error:
         if not has_replaced(folder):
-            # Whoever replaced it has gone on meanwhile.
+            # The process that replaces it has gone on meanwhile.
             return ""
         raise UserError(
             f"the run that was in {folder} before could not be put back, and waits in {replaced}: {error}; mend that "
@@ -138,21 +138,21 @@ def delete_replaced(folder: Path, lock: RunLock) -> str:
         lock: Gives back the lock of the replaced run.
 
     Returns:
-        What could not be deleted, in a sentence; empty if all is gone.
+        A sentence that names what could not be deleted; empty if all is deleted.
 
     Raises:
         OSError: If the replaced run cannot even be renamed; it will be put back.
     """
     if not has_replaced(folder):
         return ""
-    # Not while its file is open: a network file system would keep that under another name.
+    # Before the folder is deleted: a network file system keeps an open file under another name.
     lock.release(replaced_path(folder))
     left = _delete(replaced_path(folder), folder)
-    return f"{left} could not be deleted: nobody needs it any more; rm -r {shell_path(left)}" if left else ""
+    return f"{left} could not be deleted: it is not needed any more; rm -r {shell_path(left)}" if left else ""
 
 
 def _beside(folder: Path, pattern: str) -> Path:
-    # Of the folder itself, where a link leads to it: only there one rename is enough.
+    # Links are resolved: one rename is enough only on the same file system.
     real = folder.resolve()
     # Not `with_name`, which refuses `/`.
     return real.parent / pattern.format(real.name)
@@ -163,7 +163,11 @@ def _deleting_path(folder: Path) -> Path:
 
 
 def _delete(doomed: Path, folder: Path) -> Path | None:
-    """Delete a folder; what is left of it, if something is. A kill in the middle leaves nothing under its name."""
+    """Rename a folder, then delete it, so that no half of it keeps its name.
+
+    Returns:
+        What could not be deleted; None if all is gone.
+    """
     deleting = _deleting_path(folder)
     doomed.rename(deleting)
     flush_folder(deleting.parent)

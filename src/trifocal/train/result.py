@@ -1,4 +1,4 @@
-"""What a run has come to when it ends."""
+"""The result of a run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +14,11 @@ class TrainResult:
         directory: The run.
         step: Optimizer steps done.
         finished: Whether all steps are done; False after an interruption.
-        loss: The last training loss known, nats per token.
+        loss: The last training loss that was logged, nats per token.
         evaluation: The last evaluation of this process.
         sample: The last sample of this process.
-        is_rank0: Whether this is rank 0, which speaks for all.
-        skipped_documents: Bad documents that were skipped, by all processes; none of them counts twice.
+        is_rank0: Whether this is rank 0, which prints the result.
+        skipped_documents: Bad documents that all processes skipped, each counted once.
     """
 
     directory: Path

@@ -1,4 +1,4 @@
-"""What a person should know of a run that goes on: from where, what is different, what the learning rate does."""
+"""Notes for the user of a resumed run: its step, changed settings, jumps of the learning rate."""
 
 import operator
 from typing import Any
@@ -6,10 +6,11 @@ from typing import Any
 from trifocal.fields import dotted_fields
 from trifocal.train.run_config import RunConfig
 from trifocal.train.schedule import learning_rate_of
+from trifocal.train.toml import to_literal
 
-# What `--resume` names by itself; the folder may have been moved.
+# `--resume` names the folder, which may have been moved.
 _NOT_COMPARED = frozenset({"run.directory"})
-# A step of the schedule itself is smaller.
+# The schedule itself changes by less from step to step.
 _JUMP = 1.1
 
 
@@ -28,7 +29,7 @@ def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
 
     Args:
         saved: The configuration that the run had.
-        now: The one that it has from here on.
+        now: The one that it has now.
         step: Of the checkpoint.
     """
     changed = _shown(differences(saved, now))
@@ -40,11 +41,7 @@ def resume_notes(saved: RunConfig, now: RunConfig, step: int) -> list[str]:
 
 
 def _shown(changed: dict[str, tuple[Any, Any]]) -> str:
-    return ", ".join(f"{name} {_value(before)} -> {_value(after)}" for name, (before, after) in changed.items())
-
-
-def _value(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+    return ", ".join(f"{name} {to_literal(before)} -> {to_literal(after)}" for name, (before, after) in changed.items())
 
 
 def _learning_rate_note(saved: RunConfig, now: RunConfig, step: int) -> str:

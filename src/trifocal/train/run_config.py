@@ -1,7 +1,7 @@
 """The configuration of a run: one section a component, every field written out in the presets of `configs/`.
 
 Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
-What a run resolved is saved as `config.toml` in its directory, and loads back identically.
+A run saves its resolved configuration as `config.toml` in its directory; loading it gives an equal one.
 """
 
 import operator
@@ -16,8 +16,8 @@ from trifocal.runlog import SINKS
 from trifocal.runlog.traces import TRACES, UNBOUNDED
 
 MAX_TRACED_STEPS = 100
-"""What keeps something of every step may not do so for ever."""
-# Of a number of 64 bits.
+"""Traces that keep data of every step are limited to so many steps."""
+# Digits of a number that fits 64 bits.
 _MOST_DIGITS = 18
 
 
@@ -26,8 +26,15 @@ def _require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _at_least(section: object, name: str, **lowest: int) -> None:
+    """Check that fields of a section, which messages call by this name, are not below their lowest values."""
+    for field_name, least in lowest.items():
+        value = getattr(section, field_name)
+        _require(value >= least, f"{name}.{field_name} must be at least {least}, got {value}")
+
+
 def _count(text: str) -> int:
-    """The steps or layers that a text names; -1 for what is no such number."""
+    """Parse a number of steps or layers; -1 if the text is no such number."""
     return int(text) if text.isdecimal() and len(text) <= _MOST_DIGITS else -1
 
 
@@ -37,7 +44,7 @@ def _parts(text: str) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSection:
-    """Where the run lives, and on what it runs."""
+    """Folder, device and seed of the run."""
 
     directory: str = "runs/unnamed"
     """Folder of everything that the run writes, `~` for the home folder; refused if it holds a run already."""
@@ -46,7 +53,7 @@ class RunSection:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train; "auto" takes a GPU if there is one."""
     deterministic: bool = False
-    """Only operations that repeat bit for bit on a GPU too: some are slower, and one that has no such form raises."""
+    """Only operations that are deterministic on a GPU too: some are slower, and one without such a form raises."""
 
     def __post_init__(self) -> None:
         _require(bool(self.directory.strip()), "run.directory must name a folder, got an empty string")
@@ -56,7 +63,7 @@ class RunSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSection:
-    """How long, on how much at once, in which precision."""
+    """Number of steps, batch sizes, precision, compilation."""
 
     steps: int = 1000
     """Optimizer steps of the whole run."""
@@ -80,13 +87,8 @@ class TrainSection:
     """Largest norm of the whole gradient; longer ones are scaled down to it. 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "sequence_length", "global_batch_size", "micro_batch_size"):
-            value = getattr(self, name)
-            _require(value >= 1, f"train.{name} must be at least 1, got {value}")
-        _require(
-            self.gradient_clip_norm >= 0,
-            f"train.gradient_clip_norm must be at least 0, got {self.gradient_clip_norm}",
-        )
+        _at_least(self, "train", steps=1, sequence_length=1, global_batch_size=1, micro_batch_size=1)
+        _at_least(self, "train", gradient_clip_norm=0)
         self.checkpointed_layers(0)
 
     def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
@@ -113,25 +115,25 @@ class TrainSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """How several processes share the work. A single process has nothing to share, whatever is written here."""
+    """How several processes share the work; without effect on a single process."""
 
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
-    """"ddp": every process has the whole model; "fsdp": weights, gradients and optimizer are spread over all; "hsdp":
-    spread over some, repeated over the rest; "none": one process only; "auto": ddp where the model fits, else fsdp."""
+    """"ddp": every process has the whole model; "fsdp": weights, gradients and optimizer are sharded over all; "hsdp":
+    sharded over some and replicated over the rest; "none": one process; "auto": ddp if the model fits, else fsdp."""
     shards: int = 0
     """Processes that share one copy of the model under hsdp; divides their number. 0: those of one machine."""
     reshard_after_forward: bool = True
     """Under fsdp and hsdp, give a block's weights back after its forward pass and collect them again for backward:
     less memory, more traffic."""
     static_graph: bool = False
-    """Tell ddp that every step uses the same parameters in the same order, so that it need not look."""
+    """DDP's option: every step uses the same parameters in the same order."""
     timeout_seconds: float = 600.0
-    """The longest that a process waits for the others before the run stops."""
+    """A process waits for the others for this long; then the run stops."""
     silence_seconds: float = 20.0
     """A process that gives no sign of life for this long is lost, and the others stop."""
 
     def __post_init__(self) -> None:
-        _require(self.shards >= 0, f"parallel.shards must be at least 0, got {self.shards}")
+        _at_least(self, "parallel", shards=0)
         for name in ("timeout_seconds", "silence_seconds"):
             check_seconds(f"parallel.{name}", getattr(self, name))
 
@@ -157,7 +159,7 @@ class OptimizerSection:
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
         _require(self.epsilon > 0, f"optimizer.epsilon must be positive, got {self.epsilon}")
-        _require(self.weight_decay >= 0, f"optimizer.weight_decay must be at least 0, got {self.weight_decay}")
+        _at_least(self, "optimizer", weight_decay=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,14 +177,11 @@ class ScheduleSection:
     """Steps of this linear rise; the last of them has the cosine's learning rate. 0 follows the cosine alone."""
 
     def __post_init__(self) -> None:
-        _require(self.warmup_steps >= 0, f"schedule.warmup_steps must be at least 0, got {self.warmup_steps}")
+        _at_least(self, "schedule", warmup_steps=0, rewarmup_start=0, rewarmup_steps=0)
         _require(
             0 <= self.minimum_factor <= 1,
             f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}",
         )
-        for name in ("rewarmup_start", "rewarmup_steps"):
-            value = getattr(self, name)
-            _require(value >= 0, f"schedule.{name} must be at least 0, got {value}")
         _require(
             self.rewarmup_steps == 0 or self.rewarmup_start >= self.warmup_steps,
             f"schedule.rewarmup_start {self.rewarmup_start} lies in the first warm-up of {self.warmup_steps} steps; it "
@@ -192,7 +191,7 @@ class ScheduleSection:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointSection:
-    """When the run is saved, and which saves are kept. The last step and an interruption always save."""
+    """When checkpoints are saved, and which are kept. The last step and an interruption always save."""
 
     interval_steps: int = 500
     """Steps between checkpoints; 0 saves only at the end and on an interruption."""
@@ -204,9 +203,7 @@ class CheckpointSection:
     """Checkpoints of steps divisible by this are kept for good; 0 keeps none beyond the newest."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (("interval_steps", 0), ("keep_last", 1), ("keep_every_steps", 0)):
-            value = getattr(self, name)
-            _require(value >= lowest, f"checkpoint.{name} must be at least {lowest}, got {value}")
+        _at_least(self, "checkpoint", interval_steps=0, keep_last=1, keep_every_steps=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,13 +216,12 @@ class EvaluateSection:
     """Micro-batches of one evaluation; always the same ones."""
 
     def __post_init__(self) -> None:
-        _require(self.interval_steps >= 0, f"evaluate.interval_steps must be at least 0, got {self.interval_steps}")
-        _require(self.batches >= 1, f"evaluate.batches must be at least 1, got {self.batches}")
+        _at_least(self, "evaluate", interval_steps=0, batches=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSection:
-    """What the run tells while it goes."""
+    """Metrics, samples and other output of the run."""
 
     interval_steps: int = 10
     """Steps between rows of metrics.jsonl."""
@@ -238,32 +234,22 @@ class LogSection:
     sample_temperature: float = 0.8
     """Temperature of a sample; 0 always takes the likeliest token."""
     telemetry_interval_steps: int = 100
-    """Steps between looks at gates and chosen blocks, on one sequence; 0 turns them off."""
+    """Steps between measurements of gates and chosen blocks, on one sequence; 0 turns them off."""
     heartbeat_seconds: float = 5.0
     """Time between rows of the heartbeat."""
     sinks: str = ""
-    """Who else gets the metrics, separated by commas: "tensorboard", "wandb", "trackio"; each needs the extra of its
-    name."""
+    """Further destinations of the metrics, separated by commas: "tensorboard", "wandb", "trackio"; each needs the extra
+    of its name."""
     project: str = "trifocal"
     """Project under which wandb and trackio file the run."""
 
     def __post_init__(self) -> None:
-        for name, lowest in (
-            ("interval_steps", 1),
-            ("sample_interval_steps", 0),
-            ("sample_tokens", 1),
-            ("telemetry_interval_steps", 0),
-        ):
-            value = getattr(self, name)
-            _require(value >= lowest, f"log.{name} must be at least {lowest}, got {value}")
+        _at_least(self, "log", interval_steps=1, sample_interval_steps=0, sample_tokens=1, telemetry_interval_steps=0)
+        _at_least(self, "log", sample_temperature=0)
         _require(bool(self.sample_prompt), "log.sample_prompt must not be empty")
         for name in self.sink_names():
             _require(name in SINKS, f'log.sinks must name some of {", ".join(SINKS)}, got "{name}"')
         _require(bool(self.project.strip()), "log.project must not be empty")
-        _require(
-            self.sample_temperature >= 0,
-            f"log.sample_temperature must be at least 0, got {self.sample_temperature}",
-        )
         check_seconds("log.heartbeat_seconds", self.heartbeat_seconds)
 
     def sink_names(self) -> list[str]:
@@ -273,18 +259,18 @@ class LogSection:
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSection:
-    """A close look at some steps, written to traces/ in the run's folder; off unless `what` names something."""
+    """Detailed records of some steps, written to traces/ in the run's folder; off if `what` is empty."""
 
     what: str = ""
-    """What to look at, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
+    """What to record, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
     "anomalies"."""
     steps: str = "10:13"
-    """In which steps: half-open ranges like "10:13", separated by commas; steps count from 1."""
+    """Steps to trace: half-open ranges like "10:13", separated by commas; steps count from 1."""
     interval_steps: int = 0
-    """Trace each step that this divides too, in a folder of its own; 0 traces those of `steps` alone."""
+    """Also trace each step that this number divides, in a folder of its own; 0 traces those of `steps` alone."""
 
     def __post_init__(self) -> None:
-        _require(self.interval_steps >= 0, f"trace.interval_steps must be at least 0, got {self.interval_steps}")
+        _at_least(self, "trace", interval_steps=0)
         names = self.names()
         for name in names:
             _require(name in TRACES, f'trace.what must name some of {", ".join(TRACES)}, got "{name}"')
@@ -293,7 +279,7 @@ class TraceSection:
             bounded = [name for name in names if name not in UNBOUNDED]
             _require(
                 not bounded or end - first <= MAX_TRACED_STEPS,
-                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(bounded)} can look at "
+                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(bounded)} can record "
                 f"{MAX_TRACED_STEPS} at once",
             )
 
@@ -324,7 +310,7 @@ class TraceSection:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """Everything that decides a training run."""
+    """The configuration of a training run."""
 
     run: RunSection = field(default_factory=RunSection)
     model: ModelConfig
@@ -339,6 +325,6 @@ class RunConfig:
     trace: TraceSection = field(default_factory=TraceSection)
 
     def __post_init__(self) -> None:
-        # Code makes configurations too, and what a run saves must load again.
+        # Code makes configurations too, and a saved configuration must load again.
         for name, kind in dotted_fields(RunConfig).items():
             checked(kind, operator.attrgetter(name)(self), name)

@@ -1,4 +1,4 @@
-"""The folder of a run: made for a new one, never taken from another, and left alone once it has gone elsewhere."""
+"""The folder of a run: making it, protecting other folders, noticing when it is moved."""
 
 import os
 from pathlib import Path
@@ -15,14 +15,14 @@ from trifocal.train.run_config import RunConfig
 from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run, mark_run, read_mark
 from trifocal.train.toml import read_toml, to_toml
 
-# What a start leaves that was killed before the run was there.
+# Files of a start that was killed before it saved its configuration.
 _LEFT_OVER = {LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)}
 _CONTENTS = _LEFT_OVER | {
     CONFIG_FILE,
     *("env.json", "backends.json", "metrics.jsonl", "report.html"),
     *("heartbeat", "checkpoints", "weights", "samples", "attention", "dumps", "traces", "tensorboard", "wandb"),
 }
-"""All that a run writes into its folder."""
+"""Names of everything that a run writes into its folder."""
 _LISTED = 5
 
 
@@ -32,18 +32,17 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
     Args:
         config: The configuration.
         lock: Takes the folder's lock.
-        overwrite: Rename the run aside that is there already, until the new one's first step has ended
-            (see `replaced_run`).
+        overwrite: If there is a run already, rename it until the new one's first step has ended (see `replaced_run`).
 
     Returns:
-        What the lock has to say.
+        The note of `RunLock.take`.
 
     Raises:
         UserError: If the folder holds a run and `overwrite` is not given, or anything else, or is in use, or cannot be
             made.
     """
     folder = Path(config.run.directory)
-    # Before anything is written into a folder that may be somebody else's; and again when nobody else can change it.
+    # Before anything is written into a folder that may not be a run's; and again when it is locked.
     _check_contents(folder, overwrite=overwrite)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,7 +60,7 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
 
 
 def _check_contents(folder: Path, *, overwrite: bool) -> bool:
-    """Whether the folder holds a run, which may be replaced."""
+    """Whether the folder holds a run that may be replaced; raises if it holds anything else."""
     if not folder.exists() or (folder.is_dir() and all(path.name in _LEFT_OVER for path in folder.iterdir())):
         return False
     if not (folder / CONFIG_FILE).is_file():
@@ -88,7 +87,7 @@ def _check_contents(folder: Path, *, overwrite: bool) -> bool:
 
 
 def _foreign(path: Path) -> str:
-    """The name of what no run has written; empty if one has."""
+    """The name of a file that no run writes; empty for any other."""
     if path.is_symlink() or path.is_mount():
         return f"{path.name} ({'a link' if path.is_symlink() else 'a mount point'})"
     known = path.name in _CONTENTS or path.name in map(partial_name, _CONTENTS)
@@ -107,22 +106,22 @@ class OpenDirectory:
         self._descriptor = os.open(folder, os.O_RDONLY)
 
     def is_there(self) -> bool:
-        """Whether the run's folder is where it was."""
+        """Whether the run's folder is still at its path."""
         try:
             return read_mark(self._folder) == self._mark
         except OSError:
-            # A file system that does not answer has not lost the folder.
+            # A file system that does not answer may still have the folder.
             return True
 
     def check(self, step: int, saved_step: int) -> None:
-        """Refuse to write into a folder that is not the run's any more: what would come of it is half a run.
+        """Refuse to write into a folder that is not the run's any more: half a run would result.
 
         Args:
             step: The last step that is done.
             saved_step: Step of the last checkpoint; 0 if there is none.
 
         Raises:
-            UserError: If the folder is not where it was; says where it is, if the system knows, and what is lost.
+            UserError: If the folder is not at its path; names the new path, if the system knows it, and what is lost.
         """
         if self.is_there():
             return
@@ -143,7 +142,7 @@ class OpenDirectory:
         )
 
     def _moved_to(self) -> Path | None:
-        # Linux knows what an open folder is called now. One that was deleted has no mark.
+        # Linux knows the current path of an open folder. A deleted one has no mark.
         try:
             path = Path(f"/proc/self/fd/{self._descriptor}").readlink()
             return path if read_mark(path) == self._mark else None
@@ -160,13 +159,13 @@ class OpenDirectory:
 
 
 def save_config(config: RunConfig, folder: Path) -> None:
-    """Write `config.toml`; it appears whole or not at all, also after a power cut: without it nothing goes on."""
+    """Write `config.toml`, whole or not at all, even in a power cut: without it a run cannot be resumed."""
     write_whole(folder / CONFIG_FILE, to_toml(config), flush=True)
     flush_folder(folder)
 
 
 def load_run(folder: Path) -> RunConfig:
-    """The configuration of an existing run.
+    """Load the configuration of a run.
 
     Raises:
         UserError: If there is no run, or its configuration is broken.
@@ -179,5 +178,5 @@ def load_run(folder: Path) -> RunConfig:
 
 
 def load_run_to_resume(folder: Path) -> RunConfig:
-    """As `load_run`; where a start that was to replace the run was killed, of the run that will be put back."""
+    """As `load_run`; if the run is being replaced, that of the run that `restore_replaced` will put back."""
     return load_run(whole_run(folder))

@@ -1,4 +1,4 @@
-"""What files and folders of a run are called; folders that are there whole or not at all, also after a crash."""
+"""Names of a run's files and folders; deleting and flushing them so that a crash leaves no half of one."""
 
 import os
 import shutil
@@ -7,20 +7,20 @@ from pathlib import Path
 
 CONFIG_FILE = "config.toml"
 RUN_FILE = ".trifocal_run"
-"""In the folder of every run: a line that says so, and one that no other run has."""
+"""In the folder of every run: a line with the format, and a line with a unique number."""
 _RUN_LINE = "trifocal run, format 1\n"
 PARTIAL = "partial_"
-"""How the names of what is not whole begin."""
+"""Prefix of folders that are incomplete."""
 
 
 def mark_run(folder: Path) -> None:
-    """Mark a folder as that of a run, if it is not."""
+    """Mark a folder as that of a run, if it is not marked."""
     if not is_run(folder):
         (folder / RUN_FILE).write_text(f"{_RUN_LINE}{uuid.uuid4()}\n")
 
 
 def read_mark(folder: Path) -> str:
-    """What `mark_run` wrote; empty where there is nothing of the kind."""
+    """Read the mark of `mark_run`; empty if there is none."""
     try:
         return (folder / RUN_FILE).read_text(errors="replace")
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
@@ -28,12 +28,12 @@ def read_mark(folder: Path) -> str:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is marked as that of a run: nothing else is ever replaced or deleted."""
+    """Whether a folder is marked as that of a run: no other folder is ever replaced or deleted."""
     return read_mark(folder).startswith(_RUN_LINE)
 
 
 def delete(path: Path) -> None:
-    """Delete a file, a link, or a folder with all that it holds; where there is nothing, nothing happens."""
+    """Delete a file, a link, or a folder with its contents, if it exists."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -41,16 +41,16 @@ def delete(path: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete a folder, if it is there; after a crash in the middle nothing is left under its name."""
+    """Rename a folder and delete it, if it exists: a crash in between leaves no half of it under its name."""
     if folder.exists():
         shutil.rmtree(rename_to_remove(folder))
 
 
 def rename_to_remove(folder: Path) -> Path:
-    """Give a folder the name under which it is deleted; a crash in the middle of that leaves no half of it elsewhere.
+    """Rename a folder that is to be deleted, so that a crash leaves no half of it under its name.
 
     Returns:
-        Where it is now.
+        The new path.
     """
     doomed = folder.with_name(f"{PARTIAL}removing_{folder.name}")
     shutil.rmtree(doomed, ignore_errors=True)
@@ -59,7 +59,7 @@ def rename_to_remove(folder: Path) -> Path:
 
 
 def flush_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk for good."""
+    """Flush the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

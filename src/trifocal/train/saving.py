@@ -1,125 +1,169 @@
-"""When a run is saved: at once or in the background, what is kept, and what is said when it fails."""
+"""Saving a run: checkpoints at once or in the background, and the exported weights at its end."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-
-from trifocal.distributed import Processes
+from trifocal.data import merge_states
+from trifocal.distributed import whole_model
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM
 from trifocal.train.background import BackgroundWriter, Written
-from trifocal.train.checkpoint import load_checkpoint, save_checkpoint
+from trifocal.train.checkpoint import save_checkpoint
 from trifocal.train.checkpoint_folders import prune_checkpoints
-from trifocal.train.run_config import RunConfig
-
-
-class Say(Protocol):
-    """Tells a person, and the metrics, of an event."""
-
-    def __call__(self, name: str, message: str, severity: str = "info", **values: float) -> None:
-        """Say it."""
+from trifocal.train.export import WEIGHTS, export_weights
+from trifocal.train.nonfinite import FiniteGuard, NonFiniteError
+from trifocal.train.random_state import random_state
+from trifocal.train.run_logger import RunLogger
+from trifocal.train.train_setup import TrainSetup
 
 
 class Saver:
-    """Writes the checkpoints of a run.
+    """Writes the checkpoints of a run, and its weights when it ends. All processes call each method.
 
     Args:
-        config: The run.
-        root: Folder of its checkpoints.
-        processes: This process among those of the run.
-        model: What is saved.
-        optimizer: Of its parameters.
-        event: Writes an event into the metrics.
-        say: Tells a person too.
+        setup: The run.
+        log: Takes the events.
+        guard: Checks before each save that step and weights are finite.
     """
 
-    def __init__(
-        self,
-        config: RunConfig,
-        root: Path,
-        processes: Processes,
-        model: DecoderLM,
-        optimizer: torch.optim.Optimizer,
-        *,
-        event: Say,
-        say: Say,
-    ) -> None:
-        self._section, self._last_step = config.checkpoint, config.train.steps
-        self._root, self._processes = root, processes
-        self._parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "model_config": config.model}
-        self._event, self._log_event = event, say
-        self._background = BackgroundWriter(processes) if config.checkpoint.asynchronous else None
-        self.saved_step = 0
-        """Step of the last complete checkpoint."""
+    def __init__(self, setup: TrainSetup, log: RunLogger, guard: FiniteGuard) -> None:
+        self._section, self._state = setup.config.checkpoint, setup.state
+        self._directory, self._tokenizer = setup.directory, setup.tokenizer
+        self._processes, self._model = setup.processes, setup.model
+        self._parts: dict[str, Any] = {
+            "model": setup.model,
+            "optimizer": setup.optimizer,
+            "model_config": setup.config.model,
+        }
+        self._log, self._guard = log, guard
+        self._background = BackgroundWriter(self._processes) if self._section.asynchronous else None
+        self._saved_step = setup.state.resume_step or 0
 
-    def save(self, step: int, state: Callable[[], dict[str, Any]], *, must_succeed: bool) -> None:
-        """Write a checkpoint.
+    def save(self, *, must_succeed: bool) -> None:
+        """Write a checkpoint of the last step.
 
         Args:
-            step: Of the run.
-            state: Gives what this process remembers besides model and optimizer.
-            must_succeed: The last one: not left to a thread. Any other may fail: that is loud, and training goes on.
+            must_succeed: For the last checkpoint: it is written at once. If another one fails, an error is logged and
+                training goes on.
 
         Raises:
-            UserError: If one that must succeed could not be written.
+            UserError: If the run's folder is gone, or a checkpoint that must succeed could not be written.
+            NonFiniteError: If the last step, or a weight, is not finite.
         """
-        process_state = state()
-        # One at a time; and the last one is not left to a thread.
-        self.take_written(wait=True)
+        self._guard.check_step()
+        self._processes.run_on_rank0(self.check_directory)
+        with self._log.pause("checkpoint"):
+            self._guard.check_weights()
+            self._write(must_succeed=must_succeed)
+
+    def report_written(self, *, wait: bool = False) -> None:
+        """Log the end of a checkpoint that was written in the background.
+
+        Args:
+            wait: Wait until it has ended; if False, nothing happens while it is being written.
+        """
+        written = self._background.take(wait=wait) if self._background is not None else None
+        if written is not None:
+            self._report(written, must_succeed=False)
+
+    def end(self) -> None:
+        """Save the last step, if it is not saved yet, and export its weights.
+
+        Raises:
+            UserError: If either cannot be written, or the run's folder is gone.
+            NonFiniteError: As `save`.
+        """
+        self.report_written(wait=True)
+        if self._saved_step != self._state.step:
+            self.save(must_succeed=True)
+        folder, whole = self._directory / WEIGHTS, whole_model(self._model, self._processes)
+
+        def export() -> None:
+            self.check_directory()
+            if whole is not None:
+                export_weights(whole, self._tokenizer, folder, step=self._state.step)
+
+        try:
+            self._processes.run_on_rank0(export)
+        except OSError as error:
+            raise UserError(
+                f"step {self._state.step} is saved, but its weights could not be written to {folder}: {error}; what is "
+                "there is of an earlier step, or not whole"
+            ) from error
+
+    @contextmanager
+    def ended_on_error(self) -> Iterator[None]:
+        """Around work that is no step: if it fails, the steps since the last checkpoint are saved before the run ends.
+
+        Not where this process alone may have failed: the others would not save with it. Nor where the last step was
+        not finite: its update was withheld.
+        """
+        try:
+            yield
+        except Exception as error:
+            alone = self._processes.size == 1
+            if isinstance(error, NonFiniteError) or not (alone or isinstance(error, UserError)):
+                raise
+            if self._state.steps_here == 0:
+                raise
+            try:
+                self.end()
+            except UserError as failed:
+                raise UserError(f"{error}; and {failed}") from error
+            if not isinstance(error, UserError):
+                error.add_note(f"step {self._state.step} is saved")
+                raise
+            raise type(error)(f"{error}; step {self._state.step} is saved") from error
+
+    def check_directory(self) -> None:
+        """In rank 0, refuse to write into a folder that is not the run's any more; elsewhere nothing happens.
+
+        Raises:
+            UserError: If the folder was moved, deleted or replaced; says where it is.
+        """
+        if self._log.open_directory is not None:
+            self._log.open_directory.check(self._state.step, self._saved_step)
+
+    def _process_state(self) -> dict[str, Any]:
+        """The part of a checkpoint beside model and optimizer."""
+        position = merge_states(self._processes.gather(self._state.data_position))
+        return {
+            "step": self._state.step,
+            "loss": self._state.loss,
+            "data": position,
+            "random": random_state(),
+        }
+
+    def _write(self, *, must_succeed: bool) -> None:
+        root, step, process_state = self._directory / "checkpoints", self._state.step, self._process_state()
+        # One at a time.
+        self.report_written(wait=True)
         if self._background is not None and not must_succeed:
-            self._background.start(self._root, step, process_state=process_state, **self._parts)
+            self._background.start(root, step, process_state=process_state, **self._parts)
             return
         begin = time.perf_counter()
         written = Written(step, None, None, 0.0, 0.0)
         try:
-            path = save_checkpoint(
-                self._root, step, process_state=process_state, processes=self._processes, **self._parts
-            )
+            path = save_checkpoint(root, step, process_state=process_state, processes=self._processes, **self._parts)
             seconds = time.perf_counter() - begin
             written = replace(written, path=path, seconds=seconds, blocked_seconds=seconds)
         except OSError as error:
             written = replace(written, error=error)
         self._report(written, must_succeed=must_succeed)
 
-    def take_written(self, *, wait: bool) -> None:
-        """Report on what the background has written since.
-
-        Args:
-            wait: Until it has.
-        """
-        written = self._background.take(wait=wait) if self._background is not None else None
-        if written is not None:
-            self._report(written, must_succeed=False)
-
-    def restore(self, path: Path) -> dict[str, Any]:
-        """Load a checkpoint into model and optimizer.
-
-        Returns:
-            What this process remembered.
-
-        Raises:
-            UserError: If it is damaged, of another model, or past the run's last step.
-        """
-        state = load_checkpoint(path, processes=self._processes, **self._parts)
-        self.saved_step = state["step"]
-        if self.saved_step > self._last_step:
-            raise UserError(f"{path} is of step {self.saved_step}, past train.steps {self._last_step}")
-        return state
-
     def _report(self, written: Written, *, must_succeed: bool) -> None:
         if written.path is None:
             message = f"the checkpoint of step {written.step} could not be written: {written.error}"
             if must_succeed:
-                self._event("checkpoint_failed", message, "error")
+                self._log.event("checkpoint_failed", message, "error")
                 raise UserError(f"{message}; checkpoints that were complete before still are") from written.error
-            self._log_event("checkpoint_failed", f"{message}; training goes on, the last complete one stays", "error")
+            message += "; training goes on, the last complete one stays"
+            self._log.log_event("checkpoint_failed", message, "error")
             return
-        self.saved_step = written.step
-        self._event(
+        self._saved_step = written.step
+        self._log.event(
             "checkpoint_saved",
             f"{written.path.name} saved in {written.seconds:.1f} s",
             save_seconds=written.seconds,
@@ -130,4 +174,4 @@ class Saver:
             try:
                 prune_checkpoints(written.path.parent, keep_last=keep_last, keep_every_steps=keep_every)
             except OSError as error:
-                self._log_event("not_deleted", f"an old checkpoint could not be deleted: {error}", "warning")
+                self._log.log_event("not_deleted", f"an old checkpoint could not be deleted: {error}", "warning")

@@ -1,4 +1,4 @@
-"""Before training: the processes of a run must be about to do the same."""
+"""Checks at the start of a run of several processes."""
 
 import hashlib
 import operator
@@ -42,14 +42,13 @@ def check_same_start(processes: Processes, config: RunConfig, **further: Any) ->
 
 
 def restarted_run(processes: Processes, directory: Path) -> str:
-    """What a process that torchrun started again finds of its run.
+    """Find the run of a process that torchrun has restarted.
 
     Returns:
-        "" if the run is not its own, or this is a first start; "resume" if it has a checkpoint to go on from;
-        "overwrite" if it has none.
+        "" after a first start; "resume" if the run has a checkpoint to go on from; "overwrite" if it has none.
 
     Raises:
-        UserError: If its run is gone: somebody has moved or deleted it.
+        UserError: If the run was moved or deleted.
     """
     if not processes.restarted:
         return ""

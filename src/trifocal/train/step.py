@@ -15,12 +15,14 @@ from trifocal.train.micro_batch import LossFunction, autocast, call_with, model_
 from trifocal.train.optimizer import gradient_norm, guarded_step
 from trifocal.train.run_config import TrainSection
 
+_MicroBatch = tuple[Batch, float, int]
+"""A micro-batch, its share in the step's loss, and its packed documents."""
+
 
 class DeviceFlag:
-    """A truth value on its way from the device to the host.
+    """A boolean that is being copied from the device to the host.
 
-    On a GPU the copy starts at once and waits for nothing; `wait` then waits for it alone, not for work that was
-    queued after it.
+    On a GPU the copy is asynchronous; `wait` waits for it alone, not for work that was queued after it.
 
     Args:
         value: A boolean scalar tensor.
@@ -36,7 +38,7 @@ class DeviceFlag:
             self._copied.record()
 
     def wait(self) -> bool:
-        """The value, when it is known."""
+        """Wait for the value."""
         if self._copied is not None:
             self._copied.synchronize()
         return bool(self._value)
@@ -44,11 +46,12 @@ class DeviceFlag:
 
 @dataclass
 class StepResult:
-    """What a step leaves behind; its tensors stay on the device until somebody asks.
+    """The result of a step; its tensors stay on the device.
 
     Attributes:
-        step: Which step it was, from 1.
-        batches: The micro-batches it saw, on the host.
+        step: Its number, from 1.
+        batches: Its micro-batches, on the host.
+        learning_rate: Of the step.
         loss: Mean loss over all valid targets of the global batch, nats per token.
         local_loss: This process's share of it; the shares add up to it.
         gradient_norm: 2-norm of the whole gradient before clipping.
@@ -57,6 +60,7 @@ class StepResult:
 
     step: int
     batches: Sequence[Batch]
+    learning_rate: float
     loss: Tensor
     local_loss: Tensor
     gradient_norm: Tensor
@@ -77,7 +81,7 @@ def batch_loss(
     Rows that hold document borders are passed as one row of packed documents.
 
     Args:
-        loss_function: The model, or what wraps it.
+        loss_function: The model, or its wrapper.
         batch: The micro-batch, on the host.
         device: Where the model is.
         split_rows: Pack only the rows with borders inside, in a call of their own. The reference's work grows with
@@ -117,98 +121,122 @@ def _rows_with_borders(borders: Tensor, num_rows: int, length: int) -> tuple[Ten
 
 
 def valid_targets(batch: Batch) -> int:
-    """Targets of a micro-batch that count."""
+    """Number of targets in a micro-batch that are not ignored."""
     return int((batch.targets != IGNORED_TARGET).sum())
 
 
-def train_step(
-    step: int,
-    batches: Sequence[Batch],
-    *,
-    loss_function: LossFunction,
-    optimizer: torch.optim.AdamW,
-    device: torch.device,
-    config: TrainSection,
-    heartbeat: Phases,
-    before_backward: Callable[[], None],
-    forward_phase: str = "forward",
-    split_rows: bool = False,
-    parallel: Parallel | None = None,
-    total_targets: int | None = None,
-    documents: Sequence[int] | None = None,
-    graphs: MicroBatchGraphs | None = None,
-) -> StepResult:
-    """Take one step.
-
-    Each micro-batch weighs as many targets as it has valid ones, so the gradient is that of the mean over the whole
-    global batch, however it is cut.
+class TrainStep:
+    """Takes the optimizer steps of a run.
 
     Args:
-        step: Its number, from 1.
-        batches: The micro-batches of the global batch.
-        loss_function: The model, or what wraps it: called as `DecoderLM` with targets.
-        optimizer: A fused AdamW, its learning rate set.
+        loss_function: The model, or its wrapper: called as `DecoderLM` with targets.
+        optimizer: A fused AdamW; the caller sets its learning rate before each step.
         device: Where the model is.
         config: Precision and clipping.
-        heartbeat: Told the phases.
-        before_backward: Called once between the first forward and the first backward, while the gradients of the
-            step before still exist: the place to find out whether it went wrong without an idle device.
-        forward_phase: The heartbeat's name of the forward pass; "compile" for the first step of a compiled model.
-        split_rows: As in `batch_loss`.
-        parallel: How the model is spread, where several processes each have a part of the global batch.
-        total_targets: Valid targets of the global batch, in all processes together; those of `batches` by default.
-        documents: Packed documents of each micro-batch; where processes are to compute micro-batches of one kind at the
-            same time, the most that any has. By default each is computed as it comes.
+        before_backward: Called once in a step, between the first forward and the first backward, while the gradients
+            of the step before still exist: the place to check that step without an idle device.
+        parallel: How the model is parallelized, where each of several processes has a part of the global batch.
         graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
-
-    Returns:
-        The results, not waited for.
+        split_rows: As in `batch_loss`.
     """
-    parallel = parallel or Parallel(loss_function, "none", 1, None)  # type: ignore[arg-type]
-    counts = [valid_targets(batch) for batch in batches]
-    total = max(sum(counts) if total_targets is None else total_targets, 1)
-    weights = [count / total for count in counts]
-    micro_batches = list(zip(batches, weights, documents or [0] * len(batches), strict=True))
-    loss_sum = torch.zeros((), dtype=torch.float32, device=device)
 
-    def make_room() -> None:
-        before_backward()
-        if graphs is None:
-            optimizer.zero_grad(set_to_none=True)
+    def __init__(
+        self,
+        loss_function: LossFunction,
+        optimizer: torch.optim.AdamW,
+        device: torch.device,
+        config: TrainSection,
+        *,
+        before_backward: Callable[[], None] = lambda: None,
+        parallel: Parallel | None = None,
+        graphs: MicroBatchGraphs | None = None,
+        split_rows: bool = False,
+    ) -> None:
+        self.loss_function, self.optimizer, self.graphs = loss_function, optimizer, graphs
+        self._device, self._config, self._split_rows = device, config, split_rows
+        self._before_backward = before_backward
+        self._parallel = parallel or Parallel(loss_function, "none", 1, None)  # type: ignore[arg-type]
+
+    def run(
+        self,
+        step: int,
+        batches: Sequence[Batch],
+        *,
+        phases: Phases,
+        forward_phase: str = "forward",
+        total_targets: int | None = None,
+        documents: Sequence[int] | None = None,
+    ) -> StepResult:
+        """Take one step.
+
+        Each micro-batch weighs as many targets as it has valid ones, so the gradient is that of the mean over the whole
+        global batch, however it is cut.
+
+        Args:
+            step: Its number, from 1.
+            batches: The micro-batches of the global batch.
+            phases: Told the phases.
+            forward_phase: Name of the forward phase; "compile" for the first step of a compiled model.
+            total_targets: Valid targets of the global batch, in all processes; those of `batches` by default.
+            documents: Packed documents of each micro-batch; if all processes must compute the same kind at a
+                time, the largest number in any process. By default each is computed as it is.
+
+        Returns:
+            The results; nothing waits for the device.
+        """
+        counts = [valid_targets(batch) for batch in batches]
+        total = max(sum(counts) if total_targets is None else total_targets, 1)
+        weights = [count / total for count in counts]
+        micro_batches = list(zip(batches, weights, documents or [0] * len(batches), strict=True))
+        if self.graphs is None:
+            loss_sum = self._add_gradients(micro_batches, phases, forward_phase)
         else:
-            graphs.zero_gradients()
-        parallel.begin_step()
+            loss_sum = self._replay_gradients(self.graphs, micro_batches, phases, forward_phase)
+        with phases.phase("optimizer"):
+            local_loss = loss_sum.clone() if self._parallel.size > 1 else loss_sum
+            self._parallel.sum(loss_sum)
+            groups = self.optimizer.param_groups
+            parameters = [parameter for group in groups for parameter in group["params"]]
+            norm = gradient_norm(parameters)
+            taken = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm)
+        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, DeviceFlag(taken))
 
-    if graphs is not None:
-        make_room()
-        for batch, weight, packed in micro_batches:
-            with heartbeat.phase(forward_phase):
-                loss_sum += graphs.add_gradients(batch, weight, packed)
-        with heartbeat.phase("backward"):
-            parallel.exchange_gradients()
-    else:
-        for index, (batch, weight, packed) in enumerate(micro_batches):
-            with parallel.micro_batch(last=index == len(batches) - 1):
-                with heartbeat.phase(forward_phase), autocast(device, config.precision):
+    def _add_gradients(self, micro_batches: Sequence[_MicroBatch], phases: Phases, forward_phase: str) -> Tensor:
+        """Forward and backward of all micro-batches; returns the sum of their weighted losses."""
+        loss_sum = torch.zeros((), dtype=torch.float32, device=self._device)
+        for index, (batch, weight, documents) in enumerate(micro_batches):
+            with self._parallel.micro_batch(last=index == len(micro_batches) - 1):
+                with phases.phase(forward_phase), autocast(self._device, self._config.precision):
                     loss = weight * batch_loss(
-                        loss_function,
+                        self.loss_function,
                         batch,
-                        device,
-                        split_rows=split_rows,
-                        pad_documents=config.compile,
-                        documents=packed,
+                        self._device,
+                        split_rows=self._split_rows,
+                        pad_documents=self._config.compile,
+                        documents=documents,
                     )
                 if index == 0:
-                    make_room()
-                with heartbeat.phase("backward"):
-                    # What averages gradients over processes is to add them up.
-                    (loss * parallel.size).backward()
+                    self._before_backward()
+                    self.optimizer.zero_grad(set_to_none=True)
+                    self._parallel.begin_step()
+                with phases.phase("backward"):
+                    # The wrappers average gradients over the processes: times their number, that is the sum.
+                    (loss * self._parallel.size).backward()
                     loss_sum += loss.detach()
-    with heartbeat.phase("optimizer"):
-        local_loss = loss_sum.clone() if parallel.size > 1 else loss_sum
-        parallel.sum(loss_sum)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        norm = gradient_norm(parameters)
-        finite = DeviceFlag(guarded_step(optimizer, parameters, norm, loss_sum, config.gradient_clip_norm))
-    return StepResult(step, batches, loss_sum, local_loss, norm, finite)
+        return loss_sum
+
+    def _replay_gradients(
+        self, graphs: MicroBatchGraphs, micro_batches: Sequence[_MicroBatch], phases: Phases, forward_phase: str
+    ) -> Tensor:
+        """As `_add_gradients`, by graphs."""
+        loss_sum = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._before_backward()
+        graphs.zero_gradients()
+        self._parallel.begin_step()
+        for batch, weight, documents in micro_batches:
+            with phases.phase(forward_phase):
+                loss_sum += graphs.add_gradients(batch, weight, documents)
+        with phases.phase("backward"):
+            self._parallel.exchange_gradients()
+        return loss_sum

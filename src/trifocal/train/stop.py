@@ -1,4 +1,4 @@
-"""Stopping a run from outside: the first signal asks, the second insists."""
+"""Stopping a run by signals: the first one saves and stops, the second ends the process."""
 
 import contextlib
 import os
@@ -10,20 +10,20 @@ from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SAME_REQUEST_SECONDS = 2.0
-"""One request may come twice: a scheduler signals every process, and torchrun passes on what it got itself."""
+"""One request may come twice: a scheduler signals every process, and torchrun forwards its own signal too."""
 
 
 class StopSignals:
     """While active, SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) ask the run to stop at the end of its step;
     another one, at least two seconds later, ends the process at once.
 
-    Handlers can be set in the main thread only; elsewhere this does nothing. The earlier handlers come back at the end.
+    Handlers can be set in the main thread only; elsewhere this does nothing. At the end the earlier handlers return.
     A SIGHUP that is ignored stays so: `nohup` asks for that.
     """
 
     def __init__(self) -> None:
         self.received: str | None = None
-        """Name of the signal that asked to stop; None while nobody has."""
+        """Name of the signal that asked to stop; None before."""
         self._received_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
 

@@ -1,4 +1,4 @@
-"""A configuration as TOML, and back."""
+"""Reading and writing configurations as TOML."""
 
 import dataclasses
 import tomllib
@@ -27,7 +27,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"config file {path} is not valid TOML: {error}") from error
     except ValueError as error:
-        # The only other one of Python's parser.
+        # Python's parser raises no other one.
         raise UserError(f"config file {path} has a number of too many digits") from error
     except RecursionError as error:
         raise UserError(f"config file {path} is nested too deeply") from error
@@ -47,13 +47,14 @@ def _write(config: Any, prefix: str, lines: list[str]) -> None:
         if dataclasses.is_dataclass(value):
             tables.append((prefix + field.name, value))
         else:
-            lines.append(f"{field.name} = {_literal(value)}")
+            lines.append(f"{field.name} = {to_literal(value)}")
     for name, value in tables:
         lines.extend(["", f"[{name}]"])
         _write(value, name + ".", lines)
 
 
-def _literal(value: bool | int | float | str) -> str:
+def to_literal(value: bool | int | float | str) -> str:
+    """Write one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):

@@ -1,61 +1,38 @@
-"""The tracer of a run, and what a person should know about what it will not see."""
+"""The tracer of a run, and warnings where it would see nothing."""
 
-from pathlib import Path
-
-import torch
-
-from trifocal.distributed import Parallel, Processes
-from trifocal.models import DecoderLM
-from trifocal.runlog.heartbeat import Phases
 from trifocal.runlog.traces import Tracer
-from trifocal.train.run_config import RunConfig
-from trifocal.train.saving import Say
+from trifocal.train.run_logger import RunLogger
+from trifocal.train.train_setup import TrainSetup
+
+_SEVERITY = {"traced": "info", "anomaly": "error"}
 
 
-def make_tracer(
-    config: RunConfig,
-    directory: Path,
-    processes: Processes,
-    *,
-    model: DecoderLM,
-    parallel: Parallel,
-    optimizer: torch.optim.Optimizer,
-    phases: Phases,
-    step: int,
-    say: Say,
-) -> Tracer:
+def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
     """Make the tracer that `config.trace` asks for, which may be one that does nothing.
 
     Args:
-        config: The run.
-        directory: Of the run.
-        processes: This process among those of the run.
-        model: The model itself.
-        parallel: The model as it is trained.
-        optimizer: Of its parameters.
-        phases: The heartbeat.
-        step: Steps done so far.
-        say: Told what was traced, and what cannot be.
+        setup: The run.
+        log: Takes the events; its heartbeat names the phases.
     """
+    config, step = setup.config, setup.state.step
     names, windows = config.trace.names(), config.trace.windows()
     interval, total = config.trace.interval_steps, config.train.steps
     by_interval = interval > 0 and step // interval < total // interval
     if names and not by_interval and all(end <= step + 1 or first > total for first, end in windows):
         given = f'trace.steps "{config.trace.steps}"' + (f" and trace.interval_steps {interval}" if interval else "")
-        say("note", f"{given}: no step of this run is among them, and nothing is traced", "warning")
-    if "exchange" in names and parallel.watch is None:
-        say("note", "trace.what: one process exchanges nothing", "warning")
-    severity = {"traced": "info", "anomaly": "error"}
+        log.log_event("note", f"{given}: no step of this run is among them, and nothing is traced", "warning")
+    if "exchange" in names and setup.parallel.watch is None:
+        log.log_event("note", "trace.what: one process exchanges nothing", "warning")
     return Tracer(
-        directory,
+        setup.directory,
         names,
         windows,
         interval_steps=interval,
-        model=model,
-        parallel=parallel,
-        optimizer=optimizer,
-        device=processes.device,
-        rank=processes.rank,
-        phases=phases,
-        report=lambda name, sentence: say(name, sentence, severity.get(name, "warning")),
+        model=setup.model,
+        parallel=setup.parallel,
+        optimizer=setup.optimizer,
+        device=setup.device,
+        rank=setup.processes.rank,
+        phases=log.heartbeat,
+        report=lambda name, sentence: log.log_event(name, sentence, _SEVERITY.get(name, "warning")),
     )

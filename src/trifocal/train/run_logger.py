@@ -1,0 +1,158 @@
+"""Output of a run while it trains: metrics, heartbeat, progress, events."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog, make_sinks, write_environment
+from trifocal.runlog.standard_streams import LastingStreams
+from trifocal.train.evaluate import Evaluation
+from trifocal.train.meter import Meter
+from trifocal.train.run_directory import OpenDirectory
+from trifocal.train.step import StepResult
+from trifocal.train.toml import to_toml
+from trifocal.train.train_setup import TrainSetup
+
+
+class RunLogger:
+    """Writes metrics and events of a run, and prints those for the user. Made by `open_logger`.
+
+    Args:
+        setup: The run; its state gives the step of every row.
+        open_directory: Of the run, in rank 0; None elsewhere.
+        streams: Standard output and standard error.
+        metrics: Takes the rows.
+        heartbeat: Of this process.
+        progress: The lines, or the bar, on the terminal.
+    """
+
+    def __init__(
+        self,
+        setup: TrainSetup,
+        open_directory: OpenDirectory | None,
+        streams: LastingStreams,
+        metrics: MetricsWriter,
+        heartbeat: Heartbeat,
+        progress: Progress,
+    ) -> None:
+        self._state, self._rank = setup.state, setup.processes.rank
+        self._loader, self._graphs = setup.loader, setup.graphs
+        self.open_directory, self._streams = open_directory, streams
+        self.metrics, self.heartbeat, self.progress = metrics, heartbeat, progress
+        self.meter = Meter(setup.config, setup.device, setup.processes.size, setup.state.step)
+        self._skipped_reported = False
+
+    def event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
+        """Write an event of the current step into the metrics.
+
+        Args:
+            name: One of the names in docs/diagnostics.md.
+            message: A sentence.
+            severity: "info", "warning" or "error".
+            values: Further fields of the row.
+        """
+        self.metrics.event(self._state.step, name, message, severity=severity, **values)
+
+    def log_event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
+        """Write an event, and print it: in rank 0, and, unless it is a note, on standard error of any rank."""
+        self.event(name, message, severity, **values)
+        self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
+        if severity != "info" and self._rank != 0:
+            print(f"rank {self._rank}: {severity.upper()}: {message}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def pause(self, phase: str) -> Iterator[None]:
+        """Name the block's phase for the heartbeat, and leave its time out of the rates: it is not training."""
+        with self.meter.paused(), self.heartbeat.phase(phase):
+            yield
+
+    def log_step(self, result: StepResult) -> None:
+        """Write the train row of the last step, which is known to be finite; waits for the device."""
+        step, bad = self._state.step, self._loader.bad_documents
+        loss = self._state.loss = result.loss.item()
+        graph_bytes = 0 if self._graphs is None else self._graphs.memory_bytes
+        row = self.meter.row(step, result, self._loader.latency(), graph_bytes)
+        self.metrics.write("train", step, loss=loss, skipped_documents=len(bad.skipped), **row)
+        if bad.first and not self._skipped_reported:
+            self._skipped_reported = True
+            self.log_event("documents_skipped", f"bad documents are skipped; the first: {bad.first}", "warning")
+        self.heartbeat.update(step=step, loss=loss, tokens_per_second=row["tokens_per_second"])
+        self.progress.update(step, loss=loss, tokens_per_second=row["tokens_per_second"])
+
+    def log_evaluation(self, evaluation: Evaluation) -> None:
+        """Write the evaluation row of the last step, and print it."""
+        step, bits = self._state.step, evaluation.bits_per_byte
+        self.metrics.write("evaluation", step, **evaluation.row())
+        self.progress.message(
+            f"step {step}: validation loss {evaluation.validation_loss:.4f}"
+            + (f", {bits:.4f} bits per byte" if bits is not None else "")
+        )
+
+    def write_optional(self, what: str, write: Callable[[], None]) -> None:
+        """Write a file that the run can do without, in rank 0: if the disk is full, the run goes on without it.
+
+        Args:
+            what: Name of the content, for the warning.
+            write: Writes it.
+        """
+        if self.open_directory is None or not self.open_directory.is_there():
+            return
+        try:
+            write()
+        except OSError as error:
+            message = f"the {what} of step {self._state.step} could not be written: {error}"
+            self.log_event("write_failed", message, "warning")
+
+    def report_lost_streams(self) -> None:
+        """Write an event for each standard stream that was lost since the last call."""
+        for sentence in self._streams.news():
+            self.event("output_lost", sentence, "warning")
+
+    def report_data_stall(self, seconds: float, activity: str) -> None:
+        """Log that no batch has come for so many seconds, and the data thread's activity."""
+        message = f"data stall: no batch for {seconds:.0f} s; the data thread is {activity}"
+        self.log_event("data_stall", message, "warning", stall_seconds=seconds)
+
+    def report_stall(self, message: str, folder: Path) -> None:
+        """Log that a phase takes too long; the watchdog has written a dump."""
+        self.log_event("stalled", message, "warning")
+
+
+@contextmanager
+def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
+    """Open the files of a run, write `env.json`, and start the heartbeat and its watchdog.
+
+    Args:
+        setup: The run, restored if it goes on from a checkpoint. Its folder exists.
+    """
+    config, directory, device = setup.config, setup.directory, setup.device
+    processes, step = setup.processes, setup.state.step
+    with ExitStack() as stack:
+        is_rank0 = processes.is_rank0
+        open_directory = stack.enter_context(OpenDirectory(directory)) if is_rank0 else None
+        streams = stack.enter_context(LastingStreams())
+        metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter.silent())
+        heartbeat = Heartbeat(
+            directory / "heartbeat",
+            processes.rank,
+            config.log.heartbeat_seconds,
+            device=device,
+            parallel_mode=setup.parallel.mode,
+        )
+        progress = Progress(config.train.steps, start_step=step, enabled=is_rank0)
+        logger = RunLogger(setup, open_directory, streams, metrics, heartbeat, progress)
+        stack.callback(logger.report_lost_streams)
+        stack.enter_context(heartbeat)
+        stack.enter_context(Watchdog(heartbeat, directory, device=device, on_stall=logger.report_stall))
+        stack.enter_context(progress)
+        setup.on_data_stall = logger.report_data_stall
+        yield logger
+
+
+def _open_metrics(setup: TrainSetup) -> MetricsWriter:
+    config, directory, log, resume_step = setup.config, setup.directory, setup.config.log, setup.state.resume_step
+    write_environment(directory / "env.json", to_toml(config), device=setup.device, precision=config.train.precision)
+    sinks = make_sinks(log.sink_names(), directory, project=log.project, config=asdict(config), resume_step=resume_step)
+    return MetricsWriter(directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks)

@@ -1,0 +1,118 @@
+"""The parts of a run that exist before its folder: model, optimizer, data."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from trifocal.data import Loader, Tokenizer, make_loader
+from trifocal.distributed import Processes
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM
+from trifocal.train.checkpoint import load_checkpoint
+from trifocal.train.graphs import make_graphs
+from trifocal.train.optimizer import make_optimizer
+from trifocal.train.parallelize import parallelize_model
+from trifocal.train.random_state import restore_random_state, seed_everything
+from trifocal.train.run_config import RunConfig
+from trifocal.train.train_state import TrainState
+
+
+class TrainSetup:
+    """Model, optimizer and data of a run, in one process of it; nothing is written.
+
+    Args:
+        config: The run.
+        directory: Of the run; it need not exist yet.
+        processes: This process among those of the run.
+        tokenizer: Of the data.
+
+    Attributes:
+        config: As given, with the commit of the data that the loader found, which the saved configuration names.
+        parallel: The model as it is trained.
+        notes: Sentences for the log.
+        on_data_stall: Called while no batch comes, with the seconds so far and the activity of the data thread.
+
+    Raises:
+        UserError: In every process, if the data fail in any.
+    """
+
+    def __init__(self, config: RunConfig, directory: Path, processes: Processes, tokenizer: Tokenizer) -> None:
+        self.config, self.directory, self.tokenizer = config, directory, tokenizer
+        self.processes, self.device = processes, processes.device
+        self.state = TrainState()
+        self.on_data_stall: Callable[[float, str], None] = lambda seconds, activity: None
+        seed_everything(config.run.seed)
+        # On the meta device, the modules draw no weights of their own: for a billion, that takes many seconds.
+        with torch.device("meta"):
+            self.model = DecoderLM(config.model)
+        self.model.to_empty(device=self.device)
+        self.model.init_weights(config.run.seed)
+        self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
+        self.parallel, mode_note = parallelize_model(self.model, config, processes)
+        self.optimizer = make_optimizer(self.model, config.optimizer)
+        if config.train.compile:
+            self.model.compile_training()
+        self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device)
+        self.notes = list(filter(None, [mode_note, graphs_note]))
+        self.loader: Loader = processes.run_on_all(self._make_loader)
+        self.state.data_position = self.loader.state_dict()
+        self.config = replace(config, data=self.loader.config)
+        self._random_state: dict[str, object] | None = None
+
+    def restore(self, checkpoint: Path) -> None:
+        """Load a checkpoint: weights, optimizer, position in the data, counters, random generators.
+
+        Raises:
+            UserError: If it is damaged, of another model, or past the run's last step.
+        """
+        saved = load_checkpoint(
+            checkpoint,
+            model=self.model,
+            optimizer=self.optimizer,
+            model_config=self.config.model,
+            processes=self.processes,
+        )
+        step, last = saved["step"], self.config.train.steps
+        if step > last:
+            raise UserError(f"{checkpoint} is of step {step}, past train.steps {last}")
+        with _explained(checkpoint):
+            self.loader.load_state_dict(saved["data"])
+            self.state = TrainState(step, step, saved["loss"], saved["data"])
+            restore_random_state(saved["random"])
+        self._random_state = saved["random"]
+
+    def restore_random_state(self) -> None:
+        """Restore the random generators again: code since `restore` may have drawn from them."""
+        if self._random_state is not None:
+            restore_random_state(self._random_state)
+
+    def _make_loader(self) -> Loader:
+        config = self.config
+        return make_loader(
+            config.data,
+            tokenizer=self.tokenizer,
+            sequence_length=config.train.sequence_length,
+            batch_size=config.train.micro_batch_size,
+            vocab_size=config.model.vocab_size,
+            rank=self.processes.rank,
+            world_size=self.processes.size,
+            on_stall=lambda seconds, activity: self.on_data_stall(seconds, activity),
+        )
+
+
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Turn any error in reading a process state into one sentence: JSON and manifest are intact, the content is not."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(
+            f"the position in {path} cannot be read ({what}): another version of Trifocal has written it, or it was "
+            "edited; go on from another checkpoint with --checkpoint"
+        ) from error
