@@ -151,7 +151,7 @@ def late_bound_checkpointing(model: DecoderLM) -> None:
 def one_query_sees_the_first_key(model: DecoderLM) -> DecoderLM:
     """`is_causal=True` with a single query, in the dense twin."""
 
-    def attention(q, k, v, documents):
+    def attention(q, k, v):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
