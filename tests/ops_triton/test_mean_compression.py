@@ -150,3 +150,17 @@ def test_auto_takes_the_reference_on_a_cpu_and_for_float64():
     assert new == {("mean_compress", "reference", "the tensors are not on a CUDA device")}
     with pytest.raises(ValueError, match=r"cannot run mean_compress here: .*float64"):
         compress_by_mean(torch.randn(1, 20, 1, 8, dtype=torch.float64), cases.USUAL, None, "triton")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_one_compiled_function_serves_other_heads():
+    """From the second shape on, the compiler takes sizes for symbols."""
+
+    def compress(x):
+        return compress_by_mean(x, FOUR_STRIPES, None, "triton")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(compress, fullgraph=True, backend="aot_eager")
+    for heads, dim in ((2, 16), (3, 32), (4, 64)):
+        x = torch.randn(1, 64, heads, dim)
+        assert torch.equal(compiled(x), compress(x))

@@ -342,7 +342,10 @@ def test_a_cpu_is_compared_with_what_its_products_reach(make_run: MakeRun, rate:
     [
         ({}, 'Try train.precision "bf16", train.compile and train.cuda_graphs: the GPU has room.'),
         ({"precision": "bf16", "compile": True}, "Try train.cuda_graphs: the GPU has room."),
-        ({"precision": "bf16", "compile": True, "cuda_graphs": True}, "Look with --trace.what profiler at where"),
+        (
+            {"precision": "bf16", "compile": True, "cuda_graphs": True},
+            "Find what takes the time of a step with --trace.what profiler",
+        ),
         (
             {"precision": "bf16", "compile": True, "micro_batch_size": 2, "global_batch_size": 8},
             "Try a larger train.micro_batch_size and train.cuda_graphs: the GPU has room.",
@@ -537,7 +540,7 @@ def test_a_dead_rank_and_waiting_for_data_are_said(make_run: MakeRun) -> None:
     totals = {"data": 500.0, "forward": 50.0, "backward": 50.0}
     set_last_beat(run, pid=2**22 + 5, unix_time_seconds=1.7e9, total_seconds=totals)
     assert marks(run)[1] == "bad" and "Rank 0 is dead" in words(run)
-    assert marks(run)[3] == "bad" and f"trifocal train --resume {run}." in words(run)
+    assert marks(run)[3] == "bad" and f"trifocal train --resume {run}" in words(run)
     assert "summary.md" not in words(run)
     (run / "dumps" / "lost_step_00000300").mkdir(parents=True)
     (run / "dumps" / "lost_step_00000300" / "summary.md").write_text("# Rank 0 stops")

@@ -105,14 +105,14 @@ def test_code_cannot_make_what_cannot_be_opened_again() -> None:
     from dataclasses import replace
 
     for section, values in (("train", {"gradient_clip_norm": float("inf")}), ("run", {"directory": "a\0"})):
-        changed: Any = replace(operator.attrgetter(section)(TINY), **values)
         with pytest.raises(UserError, match=f"{section}.{next(iter(values))}"):
+            changed: Any = replace(operator.attrgetter(section)(TINY), **values)
             replace(TINY, **{section: changed})
 
 
 @pytest.mark.parametrize("name", ["a\0b.toml", "\udcff.toml"])
 def test_a_path_that_is_none_is_refused(name: str) -> None:
-    with pytest.raises(UserError, match="the path of a config file"):
+    with pytest.raises(UserError, match=r"^config file "):
         load_config(name)
 
 

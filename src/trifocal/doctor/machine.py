@@ -23,7 +23,10 @@ _DRIVERS = {"12": 525, "13": 580}
 
 # Extra of the package -> its modules, and what they are for.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "data": (("datasets", "pyarrow", "tokenizers"), "FineWeb-Edu, parquet files and other tokenizers than bytes"),
+    "data": (
+        ("datasets", "huggingface_hub", "pyarrow", "tokenizers"),
+        "FineWeb-Edu, parquet files and other tokenizers than bytes",
+    ),
     "tensorboard": (("tensorboard",), "log.sinks tensorboard"),
     "wandb": (("wandb",), "log.sinks wandb"),
     "trackio": (("trackio",), "log.sinks trackio"),

@@ -26,7 +26,6 @@ from trifocal.models.kernel_memory import KernelMemory, kernel_memory
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
-from trifocal.nn.packed import WIDEST_HEAD
 
 FP32, INT32, BF16 = 4, 4, 2
 
@@ -249,6 +248,9 @@ class LayerMemory:
     @property
     def _varlen(self) -> bool:
         """Whether the dense twin runs FlashAttention on documents as they lie; see `trifocal.nn.packed`."""
+        # Imported here, because PyTorch's varlen attention imports its compiler.
+        from trifocal.nn.packed import WIDEST_HEAD
+
         setup, widest = self.setup, max(self.config.head_dim, self.config.value_dim)
         return setup.packed and setup.device == "cuda" and setup.precision == "bf16" and widest <= WIDEST_HEAD
 

@@ -136,29 +136,18 @@ def unsupported_reason(q: Tensor, v: Tensor, geometry: Geometry | None, scale: f
     """
     if scale is not None and not 0.0 < scale < math.inf:
         return f"the scale must be positive and finite, got {scale}"
-    sizes = (q.shape[2], q.shape[3], v.shape[2], v.shape[3])
-    blocks = (16, 64) if geometry is None else (geometry.compression_stride, geometry.selection_block_size)
-    return _reason(q.device.type, q.device.index, q.dtype, *sizes, *blocks)
-
-
-def _reason(
-    device_type: str,
-    device_index: int | None,
-    dtype: torch.dtype,
-    num_heads: int,
-    dim: int,
-    num_groups: int,
-    value_dim: int,
-    stride: int,
-    selection_block: int,
-) -> str | None:
-    obstacle = _device_obstacle(device_type, device_index, dtype, os.environ.get("TRITON_INTERPRET") == "1")
+    obstacle = _device_reason(q.device.type, q.device.index, q.dtype)
     if obstacle:
         return obstacle
-    if max(dim, value_dim) > WIDEST_HEAD:
+    # In a graph that is compiled for any size these are symbols, and each comparison is a guard.
+    num_heads, dim, num_groups, value_dim = q.shape[2], q.shape[3], v.shape[2], v.shape[3]
+    if dim > WIDEST_HEAD or value_dim > WIDEST_HEAD:
         return f"D and V may be at most {WIDEST_HEAD}, got {dim} and {value_dim}"
     if num_heads > MOST_HEADS_OF_A_GROUP * num_groups:
         return f"a group may have at most {MOST_HEADS_OF_A_GROUP} query heads, got {num_heads // num_groups}"
+    if geometry is None:
+        return None
+    stride, selection_block = geometry.compression_stride, geometry.selection_block_size
     if stride & (stride - 1):
         return f"the compression stride must be a power of two, got {stride}"
     if selection_block % BLOCK_MULTIPLE:
@@ -166,9 +155,13 @@ def _reason(
     return None
 
 
-# Compiled graphs take the answer as a constant: it depends on types and shapes, and on no computed number. Setting this
-# attribute is all that `torch.compiler.assume_constant_result` does, after importing the compiler.
-_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _device_reason(device_type: str, device_index: int | None, dtype: torch.dtype) -> str | None:
+    return _device_obstacle(device_type, device_index, dtype, os.environ.get("TRITON_INTERPRET") == "1")
+
+
+# Compiled graphs take the answer as a constant: it depends on the device and the type alone. Setting this attribute is
+# all that `torch.compiler.assume_constant_result` does, after importing the compiler.
+_device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

@@ -66,11 +66,14 @@ def mean_compress_kernel(
     columns = column.to(tl.int64) * feature_stride
     total = tl.zeros([ROWS, D_PAD], tl.float32)
     for begin in tl.range(0, BLOCK, UNROLL):
+        # Each round has a sum of its own: of fewer numbers, it errs by less.
+        part = tl.zeros([ROWS, D_PAD], tl.float32)
         for step in tl.static_range(UNROLL):
             # Of every stripe in turn one token.
             token = (begin + step) % (BLOCK // STRIDE) * STRIDE + (begin + step) // (BLOCK // STRIDE)
             rows = (first + token).to(tl.int64) * time_stride
-            total += tl.load(x + rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+            part += tl.load(x + rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        total += part
     out = ((batch * num_blocks + slot) * GROUPS + group) * D
     mean = total * (1.0 / BLOCK)
     tl.store(
