@@ -229,7 +229,7 @@ def test_a_moved_run_goes_on(tmp_path: Path) -> None:
         (("--model.mlp_dim", "48"), r"is of another model: mlp_dim is 32 there, 48 here"),
         (
             ("--train.sequence_length", "16"),
-            r"data position belongs to \S+ rows of .*: train\.sequence_length 32 -> 16; resume with the saved values$",
+            r"data position belongs to .*: train\.sequence_length 32 -> 16; resume with the saved values$",
         ),
         (("--data.seed", "8", "--data.prefetch_batches", "2"), r": data\.seed 1337 -> 8; resume with the saved"),
     ],

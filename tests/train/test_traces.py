@@ -89,7 +89,11 @@ def test_modules_run_forward_in_order_backward_in_reverse_and_again_when_checkpo
     assert float(part["host_milliseconds"]) < float(whole["host_milliseconds"])
 
 
-def test_the_audit_of_types_sees_fp32_weights_and_bf16_activations(tmp_path: Path) -> None:
+def test_the_audit_of_types_sees_fp32_weights_and_bf16_activations(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # PyTorch computes bf16 on any CPU; without its instructions, only slowly.
+    monkeypatch.setattr("trifocal.train.preflight._cpu_has_bf16", lambda: True)
     rows = table(traced(tmp_path, "dtypes", "--train.precision", "bf16", *BUSY) / "dtypes_rank0.csv")
     found = {kind: Counter(row["dtype"] for row in rows if row["kind"] == kind) for kind in {r["kind"] for r in rows}}
     parameters = len(list(expected_model(tmp_path).parameters()))
@@ -314,7 +318,7 @@ def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
         (("--trace.what", "gradient"), r"trace\.what must name some of gradients, .*got \"gradient\""),
         (("--trace.steps", "3"), r"trace\.steps must be ranges of steps in order"),
         (("--trace.steps", "3:3"), r"trace\.steps must be ranges"),
-        (("--trace.steps", "0:3"), r"trace\.steps must be ranges .* from step 1 on"),
+        (("--trace.steps", "0:3"), r"trace\.steps: steps count from 1"),
         (("--trace.interval_steps", "-1"), r"trace\.interval_steps must be at least 0"),
         (("--trace.steps", "5:7,3:4"), r"trace\.steps must be ranges"),
         (("--trace.what", "memory", "--trace.steps", "1:102"), "are 101 steps; memory can record 100 at once"),

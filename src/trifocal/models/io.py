@@ -62,12 +62,20 @@ def load_model(folder: str | Path) -> DecoderLM:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
     folder = user_path(folder, "the folder of the model")
-    if not (folder / CONFIG_FILE).exists() and any((folder / name).exists() for name in _TRAINERS_FILES):
+    if not _is_there(folder / CONFIG_FILE) and any(_is_there(folder / name) for name in _TRAINERS_FILES):
         from trifocal.train.pretrained import open_pretrained
 
         with open_pretrained(folder) as found:
             return found.model()
     return load_weights(folder)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is such a file, as far as this user may know: reading it says what is wrong."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
 
 
 def load_weights(folder: Path) -> DecoderLM:
