@@ -9,6 +9,7 @@ each time with `trifocal train --resume`. The result has a row for each tenth of
 """
 
 import argparse
+import random
 import signal
 import subprocess
 import sys
@@ -33,7 +34,10 @@ def write_corpus(path: Path, prose: Path | None) -> str:
     source = BuiltinSource(include_site_packages=True)
     code = [document.text for shard in range(len(source.shards)) for document, _ in source.read(shard, None)]
     text = pq.read_table(prose, columns=["text"])["text"].to_pylist() if prose else []
-    pq.write_table(pa.table({"text": code + text}), path, row_group_size=1000)
+    documents = code + text
+    # The loader shuffles within a part of a file alone.
+    random.Random(0).shuffle(documents)
+    pq.write_table(pa.table({"text": documents}), path, row_group_size=1000)
     return f"{sum(map(len, code)) / 1e6:.0f} M characters of Python, {sum(map(len, text)) / 1e6:.0f} M of prose"
 
 
