@@ -1,11 +1,7 @@
 """Take the picture of a report that the pages show: `python docs/figures/screenshot.py RUN_DIR`.
 
 Needs Chromium, and a run whose sequences are long enough that selection has a choice. The picture on the pages is of
-
-    trifocal train configs/minimal.toml --model.vocab_size 257 --model.num_layers 3 --data.source builtin \
-        --train.steps 800 --train.sequence_length 512 --train.global_batch_size 2 --train.micro_batch_size 2 \
-        --schedule.warmup_steps 50 --optimizer.learning_rate 2e-3 --evaluate.interval_steps 100 \
-        --log.interval_steps 5 --log.telemetry_interval_steps 20
+`make demo`, trained for 600 steps.
 """
 
 import sys
