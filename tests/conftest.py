@@ -8,6 +8,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-# Under nohup a run ignores SIGHUP, as it should, and so would the runs that tests send it to.
+# Under nohup, or in the background of a shell, signals are ignored, and so they would be by the runs that tests start.
 if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
