@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, norm, output projection, loss. How it is run in parallel is decided outside."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,9 +31,7 @@ class DecoderLM(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(
-            Block(_attention(config), config.dim, config.mlp_dim, config.norm_eps) for _ in range(config.num_layers)
-        )
+        self.blocks = make_blocks(config)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self._checkpointed_layers = range(0)
@@ -59,12 +57,7 @@ class DecoderLM(nn.Module):
             self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
 
     def _wrap(self) -> None:
-        """Wrap the forward of compiled and checkpointed blocks. Hooks, FSDP's among them, stay outside of it."""
-        for index, block in enumerate(self.blocks):
-            block.__dict__.pop("forward", None)
-            checkpointed = index in self._checkpointed_layers
-            if checkpointed or self._compiles:
-                block.forward = functools.partial(train_block, self._run_block, checkpointed, block.forward)
+        wrap_blocks(self.blocks, self._checkpointed_layers, self._run_block)
 
     def init_weights(self, seed: int | torch.Generator | None = None) -> None:
         """Draw all weights anew.
@@ -85,24 +78,9 @@ class DecoderLM(nn.Module):
             if parameter.is_meta:
                 continue
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-            if name.endswith("norm.weight"):
-                drawn.fill_(1.0)
-            elif name.endswith(".bias"):
-                drawn.zero_()
-            else:
-                drawn.normal_(std=self._initial_std(name, parameter), generator=generator)
+            draw_weights(drawn, name, self.config, generator)
             with torch.no_grad():
                 parameter.copy_(drawn)
-
-    def _initial_std(self, name: str, matrix: Tensor) -> float:
-        if name.endswith(("_compressor.positions", "_compressor.down_proj.weight")):
-            return SMALL_STD
-        if name == "embedding.weight" and not self.config.tie_embeddings:
-            return SMALL_STD
-        std = matrix.shape[1] ** -0.5
-        if name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")):
-            std /= (2 * self.config.num_layers) ** 0.5
-        return std
 
     def forward(
         self,
@@ -156,9 +134,8 @@ class DecoderLM(nn.Module):
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
-        rotary = self.attention_layers()[0].rotary_tables(x, documents) if cache is None else None
-        for index, block in enumerate(self.blocks):
-            x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index], rotary=rotary)
+        for residual in run_blocks(self.blocks, x, documents, cache):
+            x = residual
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -223,6 +200,76 @@ class DecoderLM(nn.Module):
             stop_token=stop_token,
             prefill_chunk_size=prefill_chunk_size,
         )
+
+
+def make_blocks(config: ModelConfig) -> nn.ModuleList:
+    """The layers of a decoder, first to last."""
+    return nn.ModuleList(
+        Block(_attention(config), config.dim, config.mlp_dim, config.norm_eps) for _ in range(config.num_layers)
+    )
+
+
+def draw_weights(weights: Tensor, name: str, config: ModelConfig, generator: torch.Generator | None) -> None:
+    """Fill a tensor with initial weights; the rules are in `DecoderLM.init_weights`.
+
+    Args:
+        weights: Filled in place.
+        name: The parameter's name in `DecoderLM`.
+        config: The model's.
+        generator: Draws them; None: PyTorch's global one.
+    """
+    if name.endswith("norm.weight"):
+        weights.fill_(1.0)
+    elif name.endswith(".bias"):
+        weights.zero_()
+    else:
+        weights.normal_(std=_initial_std(name, weights.shape, config), generator=generator)
+
+
+def _initial_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
+    if name.endswith(("_compressor.positions", "_compressor.down_proj.weight")):
+        return SMALL_STD
+    if name == "embedding.weight" and not config.tie_embeddings:
+        return SMALL_STD
+    std: float = shape[1] ** -0.5
+    if name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")):
+        std /= (2 * config.num_layers) ** 0.5
+    return std
+
+
+def run_blocks(
+    blocks: nn.ModuleList, x: Tensor, documents: Documents | None, cache: Sequence[Any] | None = None
+) -> Iterator[Tensor]:
+    """Run the layers of a decoder.
+
+    Args:
+        blocks: From `make_blocks`.
+        x: Embedded tokens, [B, T, E].
+        documents: Packed documents, with B == 1.
+        cache: Earlier tokens, one cache a layer.
+
+    Yields:
+        The residual stream after each layer, [B, T, E].
+    """
+    rotary = blocks[0].attention.rotary_tables(x, documents) if cache is None else None  # type: ignore[union-attr, operator]
+    for index, block in enumerate(blocks):
+        x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index], rotary=rotary)
+        yield x
+
+
+def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:
+    """Wrap the forward of compiled and checkpointed blocks. Hooks, FSDP's among them, stay outside of it.
+
+    Args:
+        blocks: From `make_blocks`; an earlier wrapping is taken off.
+        checkpointed_layers: Those that compute their activations again in backward.
+        run: `run_block`, or compiled from it.
+    """
+    for index, block in enumerate(blocks):
+        block.__dict__.pop("forward", None)
+        checkpointed = index in checkpointed_layers
+        if checkpointed or run is not run_block:
+            block.forward = functools.partial(train_block, run, checkpointed, block.forward)
 
 
 def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
