@@ -53,7 +53,7 @@ class TrifocalConfig(PreTrainedConfig):
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
     model: dict[str, Any] = field(default_factory=dict)
     use_cache: bool = True

@@ -239,18 +239,17 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
-        shift_labels: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Compute logits, and the loss of given labels.
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
-            output_hidden_states, return_dict, kwargs: As in `TrifocalModel.forward`.
+            output_hidden_states, return_dict: As in `TrifocalModel.forward`.
             labels: The tokens themselves, [B, T]; -100 where the loss leaves them out. They are shifted here.
             logits_to_keep: Logits of the last so many tokens, or of these places; 0: of all.
             num_items_in_batch: The loss is divided by it instead of the number of labels.
-            shift_labels: Labels that are shifted already.
+            kwargs: As in `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
 
         Returns:
             Logits, [B, T, vocab_size], and the loss.
@@ -258,6 +257,8 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         Raises:
             ValueError: As `TrifocalModel.forward`.
         """
+        # Not an argument by name: the trainer would look for it in every batch.
+        shift_labels = kwargs.pop("shift_labels", None)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
