@@ -14,7 +14,7 @@ from trifocal.ops import Documents, Geometry, compressed_attention, select_block
 from trifocal.ops.dispatch import check_backend
 
 # The choice needs the scores' log-sum-exp alone. Few columns of values are the least that the operation takes.
-_VALUE_COLUMNS = 16
+VALUE_COLUMNS = 16
 
 
 class SelectedAttention(AttentionBase):
@@ -67,7 +67,7 @@ class SelectedAttention(AttentionBase):
                 k_cmp, v_cmp = self._compress(raw, raw, 0, documents, rotary, length)
             else:
                 compress = functools.partial(self._compress, length=length)
-                (k_cmp, v_cmp), (k, v), _ = cache.extend((raw, raw[..., :_VALUE_COLUMNS]), (k, v), None, compress)
+                (k_cmp, v_cmp), (k, v), _ = cache.extend((raw, raw[..., :VALUE_COLUMNS]), (k, v), None, compress)
             if selected_blocks is None:
                 given: dict[str, Any] = {"num_keys": k.shape[1], "cu_seqlens": documents, "backend": self.backend}
                 _, lse = compressed_attention(q, k_cmp, v_cmp, self.geometry, **given)
@@ -89,4 +89,4 @@ class SelectedAttention(AttentionBase):
         k_cmp = self._rotate_compressed(
             k_cmp, self.geometry, documents, rotary, first_position=first_position, length=length
         )
-        return k_cmp, k_cmp[..., :_VALUE_COLUMNS]
+        return k_cmp, k_cmp[..., :VALUE_COLUMNS]
