@@ -28,6 +28,7 @@ def test_recall_asks_for_the_value_of_every_key(length: int, pairs: int, vocab_s
         assert len(values) == pairs
         assert max(values) < vocab_size // 2 <= min(values.values()) and max(values.values()) < vocab_size
         (asked,) = np.nonzero(row.targets >= 0)
+        assert (row.tokens < vocab_size // 2).sum() == 2 * pairs, "a key stands for nothing"
         assert min(asked) >= 2 * pairs and sorted(row.tokens[asked]) == sorted(values)
         assert [values[key] for key in row.tokens[asked].tolist()] == row.targets[asked].tolist()
         # As text would have it, the answer follows; the last one may lie behind the row.

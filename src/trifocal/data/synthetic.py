@@ -132,9 +132,10 @@ def check_needle(needles: int, *, vocab_size: int, sequence_length: int) -> None
 def recall_row(vocab_size: int, length: int, pairs: int, key: tuple[int, ...], name: str) -> Row:
     """Multi-query associative recall: pairs of a key and its value, then each key again, followed by its value.
 
-    The lower half of the vocabulary are keys, the upper half values. Each key occurs in one pair. After the pairs,
-    every two tokens are a query with its value or two random tokens of the whole vocabulary; the places of the queries
-    are drawn alike from the whole rest of the row. The values of the queries are the only targets.
+    The lower half of the vocabulary are keys, the upper half values. Each key occurs in one pair and in one query, so
+    that each question has one answer. After the pairs, every two tokens are a query with its value, or two random
+    values; the places of the queries are drawn alike from the whole rest of the row. The values of the queries are the
+    only targets.
 
     Args:
         vocab_size: Of the model.
@@ -143,7 +144,8 @@ def recall_row(vocab_size: int, length: int, pairs: int, key: tuple[int, ...], n
         key: Of the random numbers.
         name: Of the row.
 
-    Source: the task of arXiv:2312.04927, which draws the distance of a query by a power law that prefers near ones.
+    Source: the task of arXiv:2312.04927. It differs in two things: there the distance of a query follows a power law
+    that prefers near ones, and the tokens in between may be keys.
     """
     num_keys = vocab_size // 2
     places = (length + 1 - 2 * pairs) // 2
@@ -151,7 +153,7 @@ def recall_row(vocab_size: int, length: int, pairs: int, key: tuple[int, ...], n
         random_words(length + 1 + num_keys + pairs + places, "recall", *key),
         np.cumsum([length + 1, num_keys, pairs]),
     )
-    drawn = _below(words[0], vocab_size)
+    drawn = num_keys + _below(words[0], vocab_size - num_keys)
     keys = _choose(words[1], pairs)
     values = num_keys + _below(words[2], vocab_size - num_keys)
     drawn[0 : 2 * pairs : 2], drawn[1 : 2 * pairs : 2] = keys, values
