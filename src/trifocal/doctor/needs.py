@@ -271,8 +271,9 @@ def _step_seconds(config: RunConfig, setup: TrainingSetup, machine: Machine) -> 
     # Plain code on a CPU packs only the rows that have a border inside, which are few.
     packed = setup.packed and (on_gpu or config.train.compile)
     length = setup.sequence_length * (setup.micro_batch_size if packed else 1)
-    first, last = setup.checkpointed_layers
-    flops = computed_flops_per_token(config.model, length, backend=setup.backend, checkpointed_layers=last - first)
+    flops = computed_flops_per_token(
+        config.model, length, backend=setup.backend, checkpointed_layers=setup.checkpointed_layers
+    )
     tokens = setup.micro_batches * setup.micro_batch_size * setup.sequence_length
     return tokens * (flops.matrices / rate + flops.attention / attention_rate) / EFFICIENCY[machine.device.type]
 
