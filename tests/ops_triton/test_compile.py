@@ -138,7 +138,7 @@ def calls():
     result = hopper + ampere
     for architecture in ("hopper", "ampere"):
         result += [
-            Call("products of a decode step", architecture, lambda: decoding(768, 2048)),
+            Call("products of a decode step", architecture, lambda: decoding(768, 2048), every_kernel=True),
             Call("compression 128 packed", architecture, lambda: compression(128, packed=True)),
             Call("compression 256 fp32", architecture, lambda: compression(256, torch.float32), every_kernel=True),
             Call("compression 192, no overlap", architecture, lambda: compression(192, geometry=Geometry(16, 16, 32))),
