@@ -13,6 +13,7 @@ from torch import Tensor
 from trifocal.errors import UserError
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
 from trifocal.models import DecoderLM, load_model, save_weights
+from trifocal.nn import RopeScaling
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
@@ -32,8 +33,17 @@ def padded(rows: Sequence[Tensor], side: str, more: int = 0) -> tuple[Tensor, Te
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"tie_embeddings": True}, {"attention": "dense"}, {"compressor": "mlp", "gate": "softmax", "shared_kv": True}],
-    ids=str,
+    [
+        {},
+        {
+            "tie_embeddings": True,
+            "layer_types": ("nsa", "dense"),
+            "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
+        },
+        {"compressor": "mlp", "gate": "softmax", "shared_kv": True, "selection": "random"},
+        {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
 )
 def test_the_same_bits_there_and_back(options: dict[str, Any], tmp_path: Path) -> None:
     decoder = make_model(small_config(**options), CPU).eval()

@@ -177,8 +177,8 @@ def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = ""
         compiled=train.compile,
         device=machine.device.type,  # type: ignore[arg-type]
         backend=_backend(config, machine.device),  # type: ignore[arg-type]
-        # Rows of random tokens have no documents; others are packed where a border falls into one.
-        packed=config.data.source != "synthetic" and train.micro_batch_size > 1,
+        # Rows of random tokens and of recall are whole; others are packed where a border falls into one.
+        packed=config.data.source.partition(":")[0] not in ("synthetic", "recall") and train.micro_batch_size > 1,
         mode=mode,  # type: ignore[arg-type]
         shards=shards,
         reshard_after_forward=parallel.reshard_after_forward,
@@ -271,8 +271,9 @@ def _step_seconds(config: RunConfig, setup: TrainingSetup, machine: Machine) -> 
     # Plain code on a CPU packs only the rows that have a border inside, which are few.
     packed = setup.packed and (on_gpu or config.train.compile)
     length = setup.sequence_length * (setup.micro_batch_size if packed else 1)
-    first, last = setup.checkpointed_layers
-    flops = computed_flops_per_token(config.model, length, backend=setup.backend, checkpointed_layers=last - first)
+    flops = computed_flops_per_token(
+        config.model, length, backend=setup.backend, checkpointed_layers=setup.checkpointed_layers
+    )
     tokens = setup.micro_batches * setup.micro_batch_size * setup.sequence_length
     return tokens * (flops.matrices / rate + flops.attention / attention_rate) / EFFICIENCY[machine.device.type]
 

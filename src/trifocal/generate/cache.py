@@ -112,9 +112,10 @@ def make_caches(config: ModelConfig, capacity: int) -> list[NSACache | DenseCach
     """
     if capacity < 1:
         raise ValueError(f"capacity must be at least 1 token, got {capacity}")
-    if config.attention == "dense":
-        return [DenseCache(capacity) for _ in range(config.num_layers)]
-    return [NSACache(config.geometry, capacity) for _ in range(config.num_layers)]
+    return [
+        NSACache(config.geometry, capacity) if kind in ("nsa", "selected") else DenseCache(capacity)
+        for kind in config.attention_of_layers
+    ]
 
 
 class _Store:

@@ -93,7 +93,7 @@ class TrifocalConfig(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """The kind of each layer's cache, as transformers looks it up."""
-        return [f"trifocal_{self.model['attention']}"] * self.num_hidden_layers
+        return [f"trifocal_{kind}" for kind in self.to_model_config().attention_of_layers]
 
     def validate_layer_type(self) -> None:
         """transformers knows other kinds of layers."""

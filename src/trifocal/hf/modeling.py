@@ -16,7 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from trifocal.hf.configuration import TrifocalConfig
 from trifocal.hf.row_layout import RowLayout, row_layout
-from trifocal.models.decoder import DecoderLM, draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
+from trifocal.models import DecoderLM
+from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
 
 # What collators for FlashAttention add; it says no more than position_ids.
@@ -78,6 +79,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
         model_config = config.to_model_config()
         self.embedding = nn.Embedding(model_config.vocab_size, model_config.dim)
         self.blocks = make_blocks(model_config)
+        self._model_config = model_config
         self.norm = RMSNorm(model_config.dim, model_config.norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -132,7 +134,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         kept = [placed(x)] if output_hidden_states else []
-        for residual in run_blocks(self.blocks, x, documents):
+        for residual in run_blocks(self.blocks, self._model_config, x, documents):
             x = residual
             if output_hidden_states:
                 kept.append(placed(x))

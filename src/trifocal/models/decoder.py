@@ -1,20 +1,19 @@
 """The decoder: embedding, blocks, norm, output projection, loss. How it is run in parallel is decided outside."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.models.model_config import ModelConfig
-from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm, RotaryTables
+from trifocal.nn import RMSNorm
+from trifocal.nn.attention_base import AttentionBase
 from trifocal.ops import Documents
 from trifocal.ops.validation import check_rank
 
 IGNORED_TARGET = -100
-SMALL_STD = 0.02
 
 
 class DecoderLM(nn.Module):
@@ -134,7 +133,7 @@ class DecoderLM(nn.Module):
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
-        for residual in run_blocks(self.blocks, x, documents, cache):
+        for residual in run_blocks(self.blocks, self.config, x, documents, cache):
             x = residual
         return x
 
@@ -170,7 +169,7 @@ class DecoderLM(nn.Module):
         self._checkpointed_layers = range(first, last)
         self._wrap()
 
-    def attention_layers(self) -> list[NSAttention | DenseAttention]:
+    def attention_layers(self) -> list[AttentionBase]:
         """The attention of each layer, first to last."""
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
@@ -202,76 +201,6 @@ class DecoderLM(nn.Module):
         )
 
 
-def make_blocks(config: ModelConfig) -> nn.ModuleList:
-    """The layers of a decoder, first to last."""
-    return nn.ModuleList(
-        Block(_attention(config), config.dim, config.mlp_dim, config.norm_eps) for _ in range(config.num_layers)
-    )
-
-
-def draw_weights(weights: Tensor, name: str, config: ModelConfig, generator: torch.Generator | None) -> None:
-    """Fill a tensor with initial weights; the rules are in `DecoderLM.init_weights`.
-
-    Args:
-        weights: Filled in place.
-        name: The parameter's name in `DecoderLM`.
-        config: The model's.
-        generator: Draws them; None: PyTorch's global one.
-    """
-    if name.endswith("norm.weight"):
-        weights.fill_(1.0)
-    elif name.endswith(".bias"):
-        weights.zero_()
-    else:
-        weights.normal_(std=_initial_std(name, weights.shape, config), generator=generator)
-
-
-def _initial_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
-    if name.endswith(("_compressor.positions", "_compressor.down_proj.weight")):
-        return SMALL_STD
-    if name == "embedding.weight" and not config.tie_embeddings:
-        return SMALL_STD
-    std: float = shape[1] ** -0.5
-    if name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")):
-        std /= (2 * config.num_layers) ** 0.5
-    return std
-
-
-def run_blocks(
-    blocks: nn.ModuleList, x: Tensor, documents: Documents | None, cache: Sequence[Any] | None = None
-) -> Iterator[Tensor]:
-    """Run the layers of a decoder.
-
-    Args:
-        blocks: From `make_blocks`.
-        x: Embedded tokens, [B, T, E].
-        documents: Packed documents, with B == 1.
-        cache: Earlier tokens, one cache a layer.
-
-    Yields:
-        The residual stream after each layer, [B, T, E].
-    """
-    rotary = blocks[0].attention.rotary_tables(x, documents) if cache is None else None  # type: ignore[union-attr, operator]
-    for index, block in enumerate(blocks):
-        x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index], rotary=rotary)
-        yield x
-
-
-def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:
-    """Wrap the forward of compiled and checkpointed blocks. Hooks, FSDP's among them, stay outside of it.
-
-    Args:
-        blocks: From `make_blocks`; an earlier wrapping is taken off.
-        checkpointed_layers: Those that compute their activations again in backward.
-        run: `run_block`, or compiled from it.
-    """
-    for index, block in enumerate(blocks):
-        block.__dict__.pop("forward", None)
-        checkpointed = index in checkpointed_layers
-        if checkpointed or run is not run_block:
-            block.forward = functools.partial(train_block, run, checkpointed, block.forward)
-
-
 def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
     if not isinstance(tokens, Tensor):
         raise ValueError(f"tokens must be a tensor [B, T], got {type(tokens).__name__}")
@@ -288,85 +217,9 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
         raise ValueError(f"targets must be of int64, got {targets.dtype}")
 
 
-def train_block(
-    run: Callable[..., Tensor],
-    checkpointed: bool,
-    forward: Callable[..., Tensor],
-    x: Tensor,
-    *,
-    cu_seqlens: Documents | None = None,
-    cache: Any | None = None,
-    rotary: RotaryTables | None = None,
-) -> Tensor:
-    """A wrapped block: `run`, which is `run_block` or compiled from it, in training; else the block's own forward."""
-    if cache is not None or not torch.is_grad_enabled():
-        return forward(x, cu_seqlens=cu_seqlens, cache=cache, rotary=rotary)
-    return run(checkpointed, forward, x, cu_seqlens, rotary)
-
-
-def run_block(
-    checkpointed: bool,
-    forward: Callable[..., Tensor],
-    x: Tensor,
-    documents: Documents | None,
-    rotary: RotaryTables | None,
-) -> Tensor:
-    """One layer in training, by its `Block.forward`; `checkpointed` computes it again in backward."""
-    if not checkpointed:
-        return forward(x, cu_seqlens=documents, rotary=rotary)
-    # Nothing in a block is random, so no random state is kept, which a CUDA graph could not read.
-    return checkpoint(
-        forward,
-        x,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=_save_attention,
-        cu_seqlens=documents,
-        rotary=rotary,
-    )
-
-
 def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor) -> Tensor:
     """The loss from the last layer's output."""
     return _mean_loss(nn.functional.linear(norm(x), output_weight), targets)
-
-
-# Non-reentrant checkpointing that keeps the results of some operators. The choice, because one made again costs as
-# much as the first and in another precision might turn out otherwise: 4 bytes a slot. The branches' outputs and
-# log-sum-exps, where the kernels make them: 2V + 4 bytes a head each, together 1.5 times the layer's input at H*V = E.
-# They give back the most time for their bytes. At 65,536 tokens and 64/4 heads of 128, an H200 saves for each KiB
-# kept about 380 ns with the choice, 14 with the selected, 8 with the compressed branch (in proportion to the length)
-# and 3 with the window; the products of an MLP on 768 dims would save about 1.
-_save_attention = functools.partial(
-    create_selective_checkpoint_contexts,
-    [
-        torch.ops.trifocal.select_blocks.default,
-        torch.ops.trifocal.compressed_attention.default,
-        torch.ops.trifocal.selected_attention.default,
-        torch.ops.trifocal.window_attention.default,
-    ],
-)
-
-
-def _attention(config: ModelConfig) -> NSAttention | DenseAttention:
-    sizes: dict[str, Any] = {
-        "dim": config.dim,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "value_dim": config.value_dim,
-        "rope_theta": config.rope_theta,
-    }
-    if config.attention == "dense":
-        return DenseAttention(**sizes)
-    return NSAttention(
-        **sizes,
-        geometry=config.geometry,
-        compressor=config.compressor,
-        gate=config.gate,
-        shared_kv=config.shared_kv,
-        backend=config.backend,
-    )
 
 
 def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
