@@ -197,8 +197,9 @@ def _read_tensors(model: DecoderLM, folder: Path) -> dict[str, Tensor]:
     """The tensors of files that have exactly those of the model, in its shapes."""
     wanted = model.state_dict()
     tensors: dict[str, Tensor] = {}
-    for path in _weight_files(folder):
-        try:
+    path = folder
+    try:
+        for path in _weight_files(folder):
             if not path.is_file():
                 raise UserError(f"the model's weights {path} do not exist")
             with safe_open(path, framework="pt") as file:
@@ -213,11 +214,11 @@ def _read_tensors(model: DecoderLM, folder: Path) -> dict[str, Tensor]:
                             f"{list(wanted[name].shape)}"
                         )
                     tensors[name] = file.get_tensor(keys[name])
-        except OSError as error:
-            why = os.strerror(error.errno) if error.errno else str(error)
-            raise UserError(f"cannot read the model's weights {path}: {why}") from error
-        except SafetensorError as error:
-            raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+    except OSError as error:
+        why = os.strerror(error.errno) if error.errno else str(error)
+        raise UserError(f"cannot read the model's weights {path}: {why}") from error
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
     missing = [name for name in wanted if name not in tensors]
     if missing:
         raise UserError(f"{path} lacks the tensor {missing[0]}; the weights are of another model")
@@ -225,9 +226,9 @@ def _read_tensors(model: DecoderLM, folder: Path) -> dict[str, Tensor]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / INDEX_FILE
-    if (folder / WEIGHTS_FILE).is_file() or not index.is_file():
-        return [folder / WEIGHTS_FILE]
+    whole, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if whole.is_file() or not index.is_file():
+        return [whole]
     weight_map = _read_json(index, "the index of the weights").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f'{index} lacks the table "weight_map", the file of each tensor')
