@@ -16,6 +16,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"compressor": "mlp", "gate": "softmax"},
     {"shared_kv": True},
     {"attention": "dense"},
+    {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True},
 ]
 # l, d, l', n, first, last, w: the usual one; blocks that do not overlap with a window of one; a window wider than
 # everything; no forced last block.

@@ -101,7 +101,11 @@ def test_temperature_zero_takes_the_most_likely() -> None:
     assert frequencies(100, temperature=0)[1] == 1
 
 
-@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"shared_kv": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"attention": "dense"}, {"shared_kv": True}, {"layer_types": ("nsa", "selected"), "selection": "random"}],
+    ids=str,
+)
 def test_greedy_equals_the_model_without_a_cache(make_model: Callable[..., DecoderLM], options: dict[str, Any]) -> None:
     model = make_model(**options)
     expected = torch.randint(31, (3, 5), generator=torch.Generator().manual_seed(0))

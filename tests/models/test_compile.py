@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
         ({}, False),
         ({"compressor": "mlp", "gate": "softmax"}, True),
         ({"attention": "dense"}, True),
+        ({"attention": "selected", "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}, True),
     ],
     ids=str,
 )
@@ -46,14 +47,24 @@ def gradients(model: DecoderLM, tokens: torch.Tensor, documents: Documents | Non
 
 
 @pytest.mark.parametrize(
-    ("options", "checkpointed"),
-    [({}, 3), ({"gate": "softmax", "shared_kv": True}, 0), ({"attention": "dense"}, 3)],
+    ("options", "checkpointed", "kinds"),
+    [
+        ({}, 3, 1),
+        ({"gate": "softmax", "shared_kv": True}, 0, 1),
+        ({"attention": "dense"}, 3, 1),
+        # Another choice in each layer is another tensor, not another graph.
+        ({"layer_types": ("window", "selected", "selected"), "selection": "random"}, 3, 2),
+    ],
     ids=str,
 )
 def test_layers_share_what_is_compiled(
-    make_model: Callable[..., DecoderLM], monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], checkpointed: int
+    make_model: Callable[..., DecoderLM],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    checkpointed: int,
+    kinds: int,
 ) -> None:
-    """Three layers, rows and packed documents with other borders: two graphs of a layer, and eager's gradients."""
+    """Three layers, rows and packed documents with other borders: two graphs of a kind, and eager's gradients."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
@@ -73,11 +84,11 @@ def test_layers_share_what_is_compiled(
     torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12)
     counters = torch._dynamo.utils.counters
     # A layer and the end of the model, for rows and for one packed row.
-    assert counters["stats"]["unique_graphs"] == 4
+    assert counters["stats"]["unique_graphs"] == 2 * kinds + 2
     assert not counters["graph_break"]
     with torch.no_grad():
         model(tokens[:, :7], tokens[:, :7])
-    assert counters["stats"]["unique_graphs"] == 4, "passes without gradients are eager"
+    assert counters["stats"]["unique_graphs"] == 2 * kinds + 2, "passes without gradients are eager"
 
 
 @pytest.mark.parametrize(

@@ -113,8 +113,7 @@ class AttentionBase(nn.Module):
             num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
         else:
             num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
-        starts = _block_starts(num_blocks, documents, self.geometry, x.device)
-        return RotaryTables(*tables, *self._rotary_tables(starts, x, length))
+        return RotaryTables(*tables, *self._compressed_tables(num_blocks, self.geometry, documents, x, 0, length))
 
     def selected_keys(self, projected: Tensor, documents: Documents | None = None) -> Tensor:
         """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output; full attention would read these.
@@ -142,15 +141,34 @@ class AttentionBase(nn.Module):
         """Rotate compressed keys by their blocks' first tokens; `first_position` is that of the first block."""
         if rotary is not None and rotary.cos_cmp is not None and rotary.sin_cmp is not None:
             return rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp)
-        starts = first_position + _block_starts(k_cmp.shape[1], documents, geometry, k_cmp.device)
-        return rotate(k_cmp, *self._rotary_tables(starts, k_cmp, length))
+        return rotate(
+            k_cmp, *self._compressed_tables(k_cmp.shape[1], geometry, documents, k_cmp, first_position, length)
+        )
+
+    def _compressed_tables(
+        self,
+        num_blocks: int,
+        geometry: Geometry,
+        documents: Documents | None,
+        x: Tensor,
+        first_position: int,
+        length: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Tables of the compressed blocks' first tokens."""
+        if documents is None:
+            starts = first_position + torch.arange(num_blocks, device=x.device) * geometry.compression_stride
+            return self._rotary_tables(starts, x, length)
+        layout = compressed_layout(documents, num_blocks, geometry)
+        if self.rope_scaling.depends_on_length:
+            length = documents.cu_seqlens.diff()[layout.ids.clamp(min=0)]
+        return self._rotary_tables(layout.starts, x, length)
 
     def _length(self, x: Tensor, documents: Documents | None, cache: Cache | None) -> int | Tensor:
-        """Tokens of the sequence, or of the longest document, if frequencies depend on them."""
+        """Tokens of the sequence, or of each token's document, [T]; 0 if frequencies do not depend on them."""
         if not self.rope_scaling.depends_on_length:
             return 0
         if documents is not None:
-            return documents.positions.max() + 1
+            return documents.cu_seqlens.diff()[documents.ids]
         return x.shape[1] + (0 if cache is None else cache.length)
 
     def _rotary_tables(self, positions: Tensor, x: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
@@ -187,13 +205,6 @@ def locate(x: Tensor, cu_seqlens: Tensor | Documents | None, cache: Cache | None
     if not isinstance(cu_seqlens, Documents):
         documents = documents.to(x.device)
     return documents, documents.positions
-
-
-def _block_starts(num_blocks: int, documents: Documents | None, geometry: Geometry, device: torch.device) -> Tensor:
-    """Position of each compressed block's first token in its document, [C]."""
-    if documents is None:
-        return torch.arange(num_blocks, device=device) * geometry.compression_stride
-    return compressed_layout(documents, num_blocks, geometry).starts
 
 
 def check_input(x: Tensor, dim: int) -> None:
