@@ -289,7 +289,7 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
         return list(pool.map(lambda command: run(*command), commands))
 
 
-def read_training(training: Training, common: int) -> tuple[Row, list[Row]]:
+def read_training(training: Training, common: int, jobs: int) -> tuple[Row, list[Row]]:
     """The figures of a training, its loss at a step that all have reached, and the rows of its evaluation."""
     run = read_run(training.folder)
     losses = dict(zip(*run.series("evaluation", "validation_loss"), strict=True))
@@ -303,6 +303,7 @@ def read_training(training: Training, common: int) -> tuple[Row, list[Row]]:
         "validation_loss": losses.get(common),
         "bits_per_byte": bits.get(common),
         "tokens_per_second": median(rates[len(rates) // 2 :]) if rates else None,
+        "trainings_at_a_time": jobs,
         "curve": [[step, round(loss, 4)] for step, loss in losses.items()],
     }
     evaluated = run.evaluations[-1]["rows"] if run.evaluations else []
@@ -363,9 +364,9 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         {row["step"] for row in read_metrics(training.folder / "metrics.jsonl", "evaluation")} for training in begun
     ]
     common = max(set.intersection(*evaluated), default=0) if evaluated else 0
-    found = [read_training(training, common) for training in begun]
+    part, jobs = PARTS[name], options.jobs or PARTS[name].jobs
+    found = [read_training(training, common, jobs) for training in begun]
     rows, evaluations = [row for row, _ in found], [row for _, part in found for row in part]
-    part = PARTS[name]
     recall = [
         {key: row.get(key) for key in ("variant", "seed", "length", "pairs", "accuracy", "answer_loss")}
         for row in evaluations if row["task"] == "recall" and "accuracy" in row
@@ -374,8 +375,9 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         "The validation loss is that of the last step that all have reached.",
         "window sees as many keys as the sparse model reads in its window and its selected blocks; random is the "
         "sparse model with blocks drawn at random.",
-        f"{options.jobs or part.jobs} trainings at a time on a GPU"
-        + ("." if (options.jobs or part.jobs) == 1 else ": tokens/s are those of a shared GPU, and do not compare."),
+        "One training at a time on a GPU."
+        if jobs == 1
+        else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",
         f"Flags on top of configs/m7c_125m.toml: {' '.join(f'{k}={v}' for k, v in done[0].flags.items())}",
     ]
     if failed := [f"{one.variant}-{one.seed}" for one, status in zip(done, statuses, strict=True) if status > 0]:
