@@ -371,7 +371,7 @@ def decode_tile(q: Tensor, v: Tensor, rows: int) -> tiles.Tile:
 def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:
     """How many units of 256 keys a program of decoding adds up before it writes: 1, or 4 where programs suffice.
 
-    The bits are the same (`triton.decode_common`). Fewer parts are less to write and read, more of them fill the device.
+    The bits are the same (`triton.decode_common`). Fewer parts are less to write and read; more fill the device.
 
     Args:
         programs: Programs for each part.
