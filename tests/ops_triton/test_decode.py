@@ -43,6 +43,7 @@ STEPS = (
     Step(shapes("no window", window="none"), (75,), (1,)),
     Step(shapes("blocks of four strides", geometry(16, 4, 16, 3, 1, 1, 21)), (62,), (2,)),
     Step(shapes("three strides a block, no block forced first", geometry(16, 16, 48, 2, 0, 1, 5)), (190,), (1,)),
+    Step(shapes("half of many blocks are chosen", geometry(8, 4, 16, 20, 1, 1, 11), 3), (641,), (1,)),
     Step(shapes("D in two parts, V wider", dim=130, value_dim=132), (41,), (1,)),
     Step(shapes("rows are two tiles", heads=20), (30,), (4,)),
 )
@@ -126,11 +127,11 @@ def test_dense_attention_over_pages():
     assert error(o[1], whole_dense(step.shapes, tokens.part(1, 302))[0, 300:]) <= BOUND
 
 
-@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
-def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense):
+@pytest.mark.parametrize(("dense", "past"), [(False, 330), (True, 1300)], ids=["sparse", "dense"])
+def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
     """A sequence of several units alone, elsewhere in other caches, with a wider table and four units to a part."""
     rules = geometry(2, 1, 16, 18, 1, 1, 300)
-    step = Step(shapes("bits", rules, page_blocks=2), (20, 330), (1, 1))
+    step = Step(shapes("bits", rules, page_blocks=2), (20, past), (1, 1))
     tokens = tokens_of(step)
     expected, _ = run(step, "reference", tokens, dense)
     with mock.patch.object(dispatch, "decode_units_of_part", lambda *sizes: 1):
@@ -138,23 +139,22 @@ def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense):
     assert error(together, expected) <= BOUND
     alone = type(tokens)(*(x[1:] for x in tokens))
     decoder = Decoder(step.shapes, alone, 1, "triton", spare_pages=17, seed=5)
-    decoder.fill([330])
+    decoder.fill([past])
     o = (decoder.step_dense if dense else decoder.step)([1])
     assert torch.equal(o[0], together[1])
 
 
 def test_equal_blocks_tie_and_the_lower_index_is_taken():
     """Without rotation all keys but one are equal; a block in another tile has a larger maximum."""
-    step = Step(shapes("ties", geometry(4, 4, 16, 6, 0, 1, 4), selected_only=True, window="none"), (400,), (1,))
+    step = Step(shapes("ties", geometry(4, 4, 16, 6, 0, 1, 4), 7, selected_only=True, window="none"), (400,), (1,))
     tokens = tokens_of(step)
     k_cmp = torch.zeros_like(tokens.k_cmp) + tokens.k_cmp[:, :1]
     k_cmp[:, 304:320] *= 3.7
     outputs = []
     for backend in ("triton", "reference"):
         decoder = Decoder(step.shapes, tokens._replace(k_cmp=k_cmp), 1, backend)
-        decoder.rotary = tuple(
-            torch.full_like(table, value) for table, value in zip(decoder.rotary, (1, 0), strict=True)
-        )
+        cos, sin = decoder.rotary
+        decoder.rotary = torch.ones_like(cos), torch.zeros_like(sin)
         with mock.patch.object(decode_cases, "rotate", lambda x, cos, sin: x):
             decoder.fill([400])
         outputs.append(decoder.step([1]))

@@ -60,7 +60,7 @@ FEWEST_PROGRAMS_OF_WINDOW_DKDV = 0.75
 # Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: with so many the other
 # gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
 MOST_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
-# Programs a multiprocessor from which on a program of decoding takes four units, and most that share a sequence's parts.
+# Programs a multiprocessor from which on a program of decoding takes four units; most that share a sequence's parts.
 ENOUGH_DECODE_PROGRAMS = 6
 MOST_DECODE_PROGRAMS = 16
 # Selection blocks up to which the Hopper kernel of the choice runs.
@@ -371,7 +371,7 @@ def decode_tile(q: Tensor, v: Tensor, rows: int) -> tiles.Tile:
 def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:
     """How many units of 256 keys a program of decoding adds up before it writes: 1, or 4 where programs suffice.
 
-    The bits are the same (`triton.decode_common`): fewer parts are less to write and read, more of them fill the device.
+    The bits are the same (`triton.decode_common`). Fewer parts are less to write and read; more fill the device.
 
     Args:
         programs: Programs for each part.

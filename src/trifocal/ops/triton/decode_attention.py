@@ -2,9 +2,9 @@
 
 | kernel | a program holds | it loops over | memory |
 |---|---|---|---|
-| scores | rows of a group | a part of the compressed blocks | compressed keys and values in; parts of o, block sums out |
+| scores | rows of a group | a part of the compressed blocks | compressed keys, values in; parts of o, block sums out |
 | choice | the importance of a token's blocks | the heads of its group | block sums in, choice out |
-| attend | heads of a group, of one token | a part of the chosen blocks or of the window | keys and values in; parts of o out |
+| attend | heads of a group, of one token | a part of the chosen blocks or the window | keys, values in; parts out |
 | combine | some heads of one token | the parts of every branch | parts in, o out |
 
 Dense attention is a kernel like attend over the whole past, and combine. What a part is: `decode_common`.

@@ -32,7 +32,7 @@ def decode_choice_kernel(
     batch = tl.program_id(1).to(tl.int64)
     length, new = tl.load(lengths + batch), tl.load(num_new + batch)
     candidates = tl.where(token < new, (length + token) // SELECTION + 1, 0)
-    compressed, tiles = count_compressed(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
+    _, tiles = count_compressed(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
     scored = tiles * BLOCKS
     block = tl.arange(0, COLUMNS)
     is_candidate = block < candidates
