@@ -19,6 +19,7 @@ def calls():
     from trifocal.ops.layout import Documents
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
+    from trifocal.ops.triton.decode_linear import embedding, linear
     from trifocal.ops.triton.mean_compression import mean_compress_backward, mean_compress_forward
     from trifocal.ops.triton.scoring import select_blocks_forward
     from trifocal.ops.triton.selected_backward import selected_backward
@@ -82,6 +83,13 @@ def calls():
         mean_compress_forward(empty(2, length, 4, dim, dtype=dtype), geometry, size, documents)
         mean_compress_backward(empty(2, size, 4, dim, dtype=dtype), geometry, length, documents)
 
+    def decoding(dim, hidden):
+        residual, squares = embedding(empty(3, dtype=torch.int64), empty(257, dim))
+        norm = (empty(dim), squares, 1e-6)
+        linear(residual, empty(2 * dim, dim), empty(2 * dim), norm=norm, num_sigmoids=36)
+        gated, _ = linear(residual, empty(2 * hidden, dim), None, norm=norm, swiglu=True)
+        linear(gated, empty(dim, hidden), None, residual=residual)
+
     def combination():
         o = [empty(2, 64, 12, 128) for _ in range(4)]
         combine_forward(*o[:3], empty(2, 64, 12, 3))
@@ -97,6 +105,7 @@ def calls():
             ("slc 64, masked, parts", architecture, lambda: selected(12, 2, 64, 64, "masked", part_queries=192)),
             ("slc 128, query-major", architecture, lambda: selected(64, 4, 128, 128, "query_major")),
             ("scoring", architecture, lambda: scoring(64, 4, 128)),
+            ("products of a decode step", architecture, lambda: decoding(768, 2048)),
             ("compression 64", architecture, lambda: compression(64)),
             ("compression 128 packed", architecture, lambda: compression(128, packed=True)),
             ("compression 256 fp32", architecture, lambda: compression(256, torch.float32)),
@@ -140,6 +149,7 @@ def test_every_kernel_is_compiled(rows):
         "choice_kernel",
     )
     names += ("mean_compress_kernel", "mean_compress_backward_kernel", "place_slots_kernel")
+    names += ("decode_linear_kernel", "decode_embedding_kernel")
     names += ("reduce_slots_kernel", "reduce_pieces_kernel", "sum_parts_of_blocks_kernel")
     assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
     written_for_hopper = (
