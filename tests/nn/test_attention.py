@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import trifocal.nn.attention as attention_module
-from trifocal.nn import DenseAttention, NSAttention
+from trifocal.nn import DenseAttention, NSAttention, RotaryTables
 from trifocal.ops import (
     Documents,
     Geometry,
@@ -183,8 +183,10 @@ def test_compressed_scores_depend_on_distance_alone(compressor: Any) -> None:
     k, v = torch.randn(1, 12, 2, 8, dtype=torch.float64), torch.randn(1, 12, 2, 6, dtype=torch.float64)
 
     def scores(shift: int) -> Tensor:
-        q_rotated = attention_module.rotate(q, *layer._rotary_tables(torch.arange(12) + shift, q))
-        k_cmp, _ = layer._compress(k, v, shift)
+        tables = layer._rotary_tables(torch.arange(12) + shift, q)
+        q_rotated = attention_module.rotate(q, *tables)
+        of_blocks = layer._rotary_tables(layer._block_starts(5, None, q.device) + shift, k)
+        k_cmp, _ = layer._compress(k, v, None, RotaryTables(*tables, *of_blocks))
         return torch.einsum("bthd,bchd->bhtc", q_rotated[:, :, ::2], k_cmp)
 
     for shift in (1, 2, 1000):

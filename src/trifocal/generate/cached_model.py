@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from trifocal.generate.cached_layers import CachedLayer, whole
 from trifocal.generate.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
@@ -24,6 +23,7 @@ from trifocal.models.decoder import DecoderLM
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode_caches import MOST_NEW_TOKENS
+from trifocal.ops.decode_linear import Norm, Residual
 
 PREFILL_CHUNK = 8192
 """Tokens of a prompt that go through the model at a time."""
@@ -83,7 +83,8 @@ class CachedModel:
         ValueError: If a number is under 1.
     """
 
-    @torch.inference_mode()
+    # Not inference mode, in which sharded parameters cannot be gathered.
+    @torch.no_grad()
     def __init__(
         self,
         model: DecoderLM,
@@ -124,13 +125,18 @@ class CachedModel:
         exact = torch.promote_types(self.dtype, torch.float32)
         positions = torch.arange(max_length, device=self.device)
         self._rotary = rotary_tables(positions, config.head_dim, config.rope_theta, exact)
-        self._products: MatrixProducts = RowProducts() if batch_invariant else MatrixProducts()
+        self._products = RowProducts() if batch_invariant else MatrixProducts()
         geometry = decode_geometry(config, max_length)
         self._embedding = whole(model.embedding.weight).to(exact)
         self._layers = [CachedLayer(block, geometry, self.dtype, self._products) for block in model.blocks]
-        self._norm, self._eps = whole(model.norm.weight).to(exact), model.norm.eps
+        self._norm = Norm(whole(model.norm.weight).to(exact), model.norm.eps)
         output = model.embedding if model.head is None else model.head
         self._output = whole(output.weight).to(self.dtype)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that can still be admitted."""
+        return len(self._rows)
 
     def admit(self) -> CachedSequence:
         """A new sequence without tokens.
@@ -199,12 +205,12 @@ class CachedModel:
             self.cache.copy_pages(copies)
             pages = torch.tensor(sequence.table.pages, dtype=torch.int64).to(self.device)
             chunk = Chunk(pages, sequence.row, first, len(tokens), self._rotary)
-            products = MatrixProducts()
-            x = functional.embedding(tokens, self._embedding)[None]
+            residual = MatrixProducts().embedding(tokens, self._embedding)
             for layer, cache in zip(self._layers, self.cache.layers, strict=True):
-                x = layer.prefill(x, cache, chunk, products)
-            # With the products of decoding, which give one row and many the same bits.
-            logits = self._logits(x[0] if all_logits else x[0, -1:])
+                residual = layer.prefill(residual, cache, chunk)
+            if not all_logits:
+                residual = Residual(*(part[-1:] for part in residual))
+            logits = self._logits(residual, MatrixProducts())
             chunk.write_rings()
         except BaseException:
             sequence.table.shrink(len(tokens))
@@ -264,10 +270,10 @@ class CachedModel:
 
         No host look at the device, no shape that depends on data: it can be recorded as a CUDA graph.
         """
-        x = functional.embedding(tokens, self._embedding)
+        residual = self._products.embedding(tokens.flatten(), self._embedding)
         for layer, cache in zip(self._layers, self.cache.layers, strict=True):
-            x = layer.decode(x, cache, batch, self._rotary, self._products)
-        return self._logits(x)
+            residual = layer.decode(residual, cache, batch, self._rotary)
+        return self._logits(residual, self._products).unflatten(0, tokens.shape)
 
     @torch.inference_mode()
     def swap_out(self, sequence: CachedSequence) -> SwappedSequence:
@@ -293,8 +299,8 @@ class CachedModel:
         self.cache.from_host(swapped.copy, sequence.table.pages, sequence.row)
         return sequence
 
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = self._products.norm_linear(x, self._norm, self._eps, self._output)
+    def _logits(self, residual: Residual, products: RowProducts) -> Tensor:
+        logits, _ = products.normed_linear(residual, self._norm, self._output)
         return logits.to(torch.promote_types(self.dtype, torch.float32))
 
     def _check_length(self, sequence: CachedSequence, num_new: int) -> None:

@@ -4,8 +4,7 @@ Inputs are [B, T, E]. Shape letters as in DESIGN.md: H query heads, G KV heads, 
 A group is the query heads that share one KV head.
 """
 
-from collections.abc import Callable
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,6 @@ from trifocal.ops import Documents, Geometry, nsa_attention
 from trifocal.ops.dispatch import check_backend
 from trifocal.ops.layout import compressed_layout, max_packed_compressed_blocks
 from trifocal.ops.validation import check_geometry, check_rank, check_whole_number
-
-KeysValues = tuple[Tensor, Tensor]
 
 
 class RotaryTables(NamedTuple):
@@ -34,45 +31,6 @@ class RotaryTables(NamedTuple):
     sin: Tensor
     cos_cmp: Tensor | None = None
     sin_cmp: Tensor | None = None
-
-
-class NSACache(Protocol):
-    """Interface of a sparse layer's decoding cache; `trifocal.generate` implements it."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that the cache has seen."""
-
-    def extend(
-        self,
-        raw: KeysValues,
-        selected: KeysValues,
-        window: KeysValues | None,
-        compress: Callable[[Tensor, Tensor, int], KeysValues],
-    ) -> tuple[KeysValues, KeysValues, KeysValues]:
-        """Append T tokens and return the keys and values that their queries see.
-
-        Args:
-            raw: Unrotated keys and values of the compressed branch, [B, T, G, D] and [B, T, G, V].
-            selected: Rotated keys and values of the selected branch.
-            window: Those of the window branch; None when it shares the selected branch's.
-            compress: Makes rotated compressed keys and values of the whole blocks in a stretch of raw ones; the
-                last argument is the position of the stretch's first token.
-
-        Returns:
-            Keys and values of all compressed blocks, of all tokens, and of the last `min(S, T + w - 1)` tokens.
-        """
-
-
-class DenseCache(Protocol):
-    """Interface of a dense layer's decoding cache."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that the cache has seen."""
-
-    def extend(self, k: Tensor, v: Tensor) -> KeysValues:
-        """Append rotated keys and values of T tokens and return those of all tokens so far."""
 
 
 class _Attention(nn.Module):
@@ -171,37 +129,30 @@ class NSAttention(_Attention):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: NSACache | None = None,
         rotary: RotaryTables | None = None,
     ) -> Tensor:
-        """Attend.
+        """Attend. Decoding with caches is in `trifocal.generate`.
 
         Args:
             x: The layer's input, [B, T, E].
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
-            cache: Earlier tokens; the T tokens are appended to them.
-            rotary: From `rotary_tables` for these tokens, where layers share them; without a cache.
+            rotary: From `rotary_tables` for these tokens, where layers share them.
 
         Returns:
             [B, T, E].
 
         Raises:
-            ValueError: If both documents and a cache are given, or the borders do not fit.
+            ValueError: If the borders do not fit.
         """
         _check_input(x, self.q_proj.in_features)
-        documents, positions = _locate(x, cu_seqlens, cache)
+        documents, positions = _locate(x, cu_seqlens)
         q, (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win), gates = self._project(x)
 
         cos, sin = self._rotary_tables(positions, q) if rotary is None else (rotary.cos, rotary.sin)
         q = rotate(q, cos, sin)
         k_slc = rotate(k_slc, cos, sin)
         k_win = k_slc if self.shared_kv else rotate(k_win, cos, sin)
-        if cache is None:
-            k_cmp, v_cmp = self._compress(k_cmp, v_cmp, 0, documents, rotary)
-        else:
-            (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = cache.extend(
-                (k_cmp, v_cmp), (k_slc, v_slc), None if self.shared_kv else (k_win, v_win), self._compress
-            )
+        k_cmp, v_cmp = self._compress(k_cmp, v_cmp, documents, rotary)
         o = nsa_attention(
             q,
             k_cmp,
@@ -226,12 +177,12 @@ class NSAttention(_Attention):
         """
         branches = projected.unflatten(-1, (-1, self.num_kv_heads, self.head_dim)).unbind(2)
         k_slc = branches[0] if self.shared_kv else branches[1]
-        _, positions = _locate(projected, documents, None)
+        _, positions = _locate(projected, documents)
         return rotate(k_slc, *self._rotary_tables(positions, k_slc))
 
     def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
-        """Tables for tokens without a cache, to be shared by layers alike; x [B, T, E] gives length, device, type."""
-        documents, positions = _locate(x, cu_seqlens, None)
+        """Tables to be shared by layers alike; x [B, T, E] gives length, device, type."""
+        documents, positions = _locate(x, cu_seqlens)
         if documents is None:
             num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
         else:
@@ -256,19 +207,14 @@ class NSAttention(_Attention):
         return q, keys * (NUM_BRANCHES // branches), values * (NUM_BRANCHES // branches), gates
 
     def _compress(
-        self,
-        k_raw: Tensor,
-        v_raw: Tensor,
-        first_position: int,
-        documents: Documents | None = None,
-        rotary: RotaryTables | None = None,
-    ) -> KeysValues:
-        """Compress unrotated keys and values and rotate the keys; `first_position` is that of the first token."""
+        self, k_raw: Tensor, v_raw: Tensor, documents: Documents | None, rotary: RotaryTables | None
+    ) -> tuple[Tensor, Tensor]:
+        """Compress unrotated keys and values and rotate the keys."""
         k_cmp, v_cmp = self.k_compressor(k_raw, documents), self.v_compressor(v_raw, documents)
         if rotary is not None and rotary.cos_cmp is not None and rotary.sin_cmp is not None:
             return rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp), v_cmp
         starts = self._block_starts(k_cmp.shape[1], documents, k_cmp.device)
-        return rotate(k_cmp, *self._rotary_tables(first_position + starts, k_cmp)), v_cmp
+        return rotate(k_cmp, *self._rotary_tables(starts, k_cmp)), v_cmp
 
     def _block_starts(self, num_blocks: int, documents: Documents | None, device: torch.device) -> Tensor:
         if documents is None:
@@ -308,7 +254,6 @@ class DenseAttention(_Attention):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: DenseCache | None = None,
         rotary: RotaryTables | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
@@ -316,15 +261,13 @@ class DenseAttention(_Attention):
         How packed documents are attended to: `trifocal.nn.packed`.
         """
         _check_input(x, self.q_proj.in_features)
-        documents, positions = _locate(x, cu_seqlens, cache)
+        documents, positions = _locate(x, cu_seqlens)
         q, k, v = project(x, [self.q_proj, self.k_proj, self.v_proj])
         q = q.unflatten(-1, (self.num_heads, self.head_dim))
         k = k.unflatten(-1, (self.num_kv_heads, self.head_dim))
         v = v.unflatten(-1, (self.num_kv_heads, self.value_dim))
         cos, sin = self._rotary_tables(positions, q) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.extend(k, v)
         if documents is None:
             o = _dense_attention(q, k, v)
         else:
@@ -336,38 +279,22 @@ class DenseAttention(_Attention):
 
     def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
         """As `NSAttention.rotary_tables`."""
-        return RotaryTables(*self._rotary_tables(_locate(x, cu_seqlens, None)[1], x))
+        return RotaryTables(*self._rotary_tables(_locate(x, cu_seqlens)[1], x))
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last T positions over S: q [B, T, H, D], k [B, S, G, D], v [B, S, G, V]."""
-    num_queries, num_keys, num_kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if num_queries == 1:
-        # A single query sees every key: its heads act as the queries of their KV head, and no key is copied.
-        q = q.squeeze(2).unflatten(1, (num_kv_heads, -1))
-        return nn.functional.scaled_dot_product_attention(q, k, v).flatten(1, 2)[:, None]
+    """Causal attention: q [B, T, H, D], k [B, T, G, D], v [B, T, G, V]."""
     # Copied for every head, because not every kernel behind SDPA shares keys between heads.
-    q_per_kv = q.shape[1] // num_kv_heads
-    k, v = k.repeat_interleave(q_per_kv, dim=1), v.repeat_interleave(q_per_kv, dim=1)
-    mask = None
-    if num_queries < num_keys:
-        # `is_causal` would align the first query with the first key; the queries are the last ones.
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
-    o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    return o.transpose(1, 2)
+    q_per_kv = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(q_per_kv, dim=1) for x in (k, v))
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
-def _locate(
-    x: Tensor, cu_seqlens: Tensor | Documents | None, cache: NSACache | DenseCache | None
-) -> tuple[Documents | None, Tensor]:
+def _locate(x: Tensor, cu_seqlens: Tensor | Documents | None) -> tuple[Documents | None, Tensor]:
     """Documents, checked, and the position of each of the T tokens in its document, [T]."""
     num_tokens = x.shape[1]
     if cu_seqlens is None:
-        first = 0 if cache is None else cache.length
-        return None, torch.arange(first, first + num_tokens, device=x.device)
-    if cache is not None:
-        raise ValueError("cu_seqlens and cache cannot be given together: a cache holds one document a row")
+        return None, torch.arange(num_tokens, device=x.device)
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {list(x.shape)}")
     documents = Documents.of(cu_seqlens, num_tokens)

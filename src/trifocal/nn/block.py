@@ -82,9 +82,8 @@ class Block(nn.Module):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: Any | None = None,
         rotary: RotaryTables | None = None,
     ) -> Tensor:
-        """[B, T, E] -> [B, T, E]; `cu_seqlens`, `cache` and `rotary` as the attention takes them."""
-        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache, rotary=rotary)
+        """[B, T, E] -> [B, T, E]; `cu_seqlens` and `rotary` as the attention takes them."""
+        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, rotary=rotary)
         return x + self.mlp(self.mlp_norm(x))
