@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops import devices
+from trifocal.ops.triton.common import add_product, nothing_lost
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
@@ -59,6 +60,8 @@ def decode_linear_kernel(
         root = tl.rsqrt(tl.sum(parts, 1) / K + eps)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     total_up = total
+    lost = nothing_lost(total, weight)
+    lost_up = lost
     for first in tl.range(0, K, STEP):
         k = first + tl.arange(0, STEP)
         inside = k < K
@@ -67,10 +70,10 @@ def decode_linear_kernel(
             scale = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
             tile = (tile.to(tl.float32) * root[:, None] * scale[None, :]).to(weight.dtype.element_ty)
         keep = inside[:, None] & column_exists[None, :]
-        total = tl.dot(tile, tl.load(weights + k[:, None], mask=keep, other=0.0), total, input_precision="ieee")
+        total, lost = add_product(total, lost, tile, tl.load(weights + k[:, None], mask=keep, other=0.0))
         if SWIGLU:
             up = tl.load(weights + N * K + k[:, None], mask=keep, other=0.0)
-            total_up = tl.dot(tile, up, total_up, input_precision="ieee")
+            total_up, lost_up = add_product(total_up, lost_up, tile, up)
     if BIAS:
         total += tl.load(bias + column, mask=column_exists, other=0.0).to(tl.float32)[None, :]
     keep = row_exists[:, None] & column_exists[None, :]
@@ -165,6 +168,13 @@ def linear(
         K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_PAD=next_power_of_2(parts),
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
         ROWS=_ROWS, COLUMNS=columns, STEP=_STEP if weight.element_size() == 2 else _STEP // 4,
-        num_warps=4, num_stages=2 if devices.architecture(x.device) == "small" else 4,
+        num_warps=4, num_stages=_stages(x.device, columns * (2 if swiglu else 1)),
     )  # fmt: skip
     return out, extra
+
+
+def _stages(device: torch.device, columns: int) -> int:
+    """Depth of the pipeline of loads that fits shared memory beside the tile of x."""
+    if devices.architecture(device) == "small":
+        return 2
+    return 4 if columns <= 64 else 3
