@@ -49,6 +49,7 @@ def test_a_haystack_answers_its_own_questions(needles: int, length: int) -> None
         assert tokens.shape == targets.shape == (length,)
         (marks,) = np.nonzero(tokens == 19)
         assert len(marks) == 2 * needles, "the mark is in needles and questions alone"
+        assert (tokens >= 10).sum() == 12 * needles, "no hay looks like a needle"
         values = {int(tokens[at + 1]): tokens[at + 2 : at + 6].tolist() for at in marks[:needles]}
         assert len(values) == needles, "two needles have one key"
         assert (np.diff(marks[: needles + 1]) >= 6).all(), "needles overlap"

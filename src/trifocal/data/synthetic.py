@@ -122,10 +122,10 @@ def check_needle(needles: int, *, vocab_size: int, sequence_length: int) -> None
     Raises:
         UserError: Names what is needed.
     """
-    if _SHORTEST_HAYSTACK * needles > sequence_length or needles > vocab_size - 1:
+    if _SHORTEST_HAYSTACK * needles > sequence_length or needles > (vocab_size - 1) // 2:
         raise UserError(
             f"data.source needle: {needles} needles need {_SHORTEST_HAYSTACK * needles} tokens in a row and a "
-            f"model.vocab_size of {needles + 1}, got {sequence_length} and {vocab_size}"
+            f"model.vocab_size of {2 * needles + 1}, got {sequence_length} and {vocab_size}"
         )
 
 
@@ -193,8 +193,9 @@ def haystack(
 ) -> tuple[Tokens, Tokens]:
     """One haystack: random tokens with needles among them, and at its end a question for each needle, with its answer.
 
-    A needle is a mark (the last token of the vocabulary, which occurs nowhere else), a key and a value of four tokens.
-    A question repeats mark and key; the value that follows is its answer, and the only target. Keys differ.
+    A needle is a mark, a key and a value of four tokens. A question repeats mark and key; the value that follows is its
+    answer, and the only target. Keys differ. The mark is the last token of the vocabulary; keys and values are drawn
+    from the others of its upper half, the hay from the lower half, so that a needle looks like no hay.
 
     Args:
         vocab_size: Of the model.
@@ -207,23 +208,23 @@ def haystack(
     Returns:
         Tokens and targets, each [T] int32.
     """
-    mark = vocab_size - 1
+    mark, hay = vocab_size - 1, vocab_size // 2
     text = length - needles * _NEEDLE
     words = np.split(
-        random_words(length + mark + needles * (VALUE_TOKENS + 1) + text, "needle", *key),
-        np.cumsum([length, mark, needles * VALUE_TOKENS, needles]),
+        random_words(length + mark - hay + needles * VALUE_TOKENS + text, "needle", *key),
+        np.cumsum([length, mark - hay, needles * VALUE_TOKENS]),
     )
-    tokens = _below(words[0], mark)
+    tokens = _below(words[0], hay)
     own = np.empty((needles, _NEEDLE), dtype=np.int32)
-    own[:, 0], own[:, 1] = mark, _choose(words[1], needles)
-    own[:, 2:] = _below(words[2], mark).reshape(needles, VALUE_TOKENS)
+    own[:, 0], own[:, 1] = mark, hay + _choose(words[1], needles)
+    own[:, 2:] = hay + _below(words[2], mark - hay).reshape(needles, VALUE_TOKENS)
     # Places that do not overlap: of rows of ones and needles, where a needle counts as one.
     room = text - needles * (_NEEDLE - 1)
     if depth is None:
-        places = _choose(words[4][:room], needles)
+        places = _choose(words[3][:room], needles)
     else:
         first = round(depth * (room - 1))
-        others = _choose(words[4][: room - 1], needles - 1)
+        others = _choose(words[3][: room - 1], needles - 1)
         places = np.concatenate(([first], others + (others >= first)))
     places = places + (_NEEDLE - 1) * np.argsort(np.argsort(places))
     tokens[places[:, None] + np.arange(_NEEDLE)] = own

@@ -140,7 +140,7 @@ def need_of(name: str, config: RunConfig, machine: Machine) -> Need:
         parameters=parameter_count(config.model),
         processes=processes,
         mode=setup.mode,
-        backend=setup.backend if config.model.attention == "nsa" else "dense",
+        backend="dense" if config.model.all_dense else setup.backend,
         memory=memory,
         available_bytes=machine.available_bytes,
         fits=fits,
@@ -253,7 +253,7 @@ def _processes(config: RunConfig, machine: Machine) -> int:
 
 
 def _backend(config: RunConfig, device: torch.device) -> str:
-    if config.model.attention != "nsa":
+    if config.model.all_dense:
         return "reference"
     try:
         return attention_backend(config, device)
@@ -264,7 +264,7 @@ def _backend(config: RunConfig, device: torch.device) -> str:
 
 def _step_seconds(config: RunConfig, setup: TrainingSetup, machine: Machine) -> float | None:
     on_gpu = machine.device.type == "cuda"
-    exact = setup.backend == "reference" and config.model.attention == "nsa"
+    exact = setup.backend == "reference" and not config.model.all_dense
     rate, attention_rate = (machine.rates.get(kind) for kind in (setup.precision, "fp32" if exact else setup.precision))
     if not rate or not attention_rate:
         return None

@@ -1,6 +1,6 @@
 """The decoder: embedding, blocks, norm, output projection, loss. How it is run in parallel is decided outside."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,7 +87,6 @@ class DecoderLM(nn.Module):
         targets: Tensor | None = None,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: Sequence[Any] | None = None,
     ) -> Tensor:
         """Compute logits, or the loss.
 
@@ -95,7 +94,6 @@ class DecoderLM(nn.Module):
             tokens: [B, T], int64 or int32.
             targets: The token that should follow each position, [B, T], int64; -100 where there is none.
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; nothing crosses them.
-            cache: From `trifocal.generate.make_caches`; the tokens follow those that it holds.
 
         Returns:
             Logits, [B, T, vocab_size]; or with targets their mean loss in nats, a scalar in fp32 (fp64 for an
@@ -105,7 +103,7 @@ class DecoderLM(nn.Module):
             ValueError: If shapes do not fit; the message names them.
         """
         _check_tokens(tokens, targets)
-        x = self._last_residual(tokens, cu_seqlens, cache)
+        x = self._last_residual(tokens, cu_seqlens)
         if targets is None:
             return self.logits(self.norm(x))
         end = self._run_end if torch.is_grad_enabled() else run_end
@@ -116,24 +114,19 @@ class DecoderLM(nn.Module):
         tokens: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: Sequence[Any] | None = None,
     ) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
         _check_tokens(tokens, None)
-        return self.norm(self._last_residual(tokens, cu_seqlens, cache))
+        return self.norm(self._last_residual(tokens, cu_seqlens))
 
-    def _last_residual(
-        self, tokens: Tensor, cu_seqlens: Tensor | Documents | None, cache: Sequence[Any] | None
-    ) -> Tensor:
-        if cache is not None and len(cache) != len(self.blocks):
-            raise ValueError(f"cache must hold one entry for each of {len(self.blocks)} layers, got {len(cache)}")
+    def _last_residual(self, tokens: Tensor, cu_seqlens: Tensor | Documents | None) -> Tensor:
         documents = cu_seqlens
         if isinstance(documents, Tensor):
             # Checked before the copy: borders on the host need no wait for a GPU.
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
-        for residual in run_blocks(self.blocks, self.config, x, documents, cache):
+        for residual in run_blocks(self.blocks, self.config, x, documents):
             x = residual
         return x
 
@@ -173,32 +166,11 @@ class DecoderLM(nn.Module):
         """The attention of each layer, first to last."""
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop_token: int | None = None,
-        prefill_chunk_size: int = 0,
-    ) -> Tensor:
-        """Continue each row; see `trifocal.generate.generate`."""
+    def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """Continue each row of prompts [B, T]; options and errors as of `trifocal.generate.generate`."""
         from trifocal.generate import generate
 
-        return generate(
-            self,
-            tokens,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop_token=stop_token,
-            prefill_chunk_size=prefill_chunk_size,
-        )
+        return generate(self, tokens, max_new_tokens, **options)
 
 
 def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:

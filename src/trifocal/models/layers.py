@@ -1,7 +1,7 @@
 """The layers of a decoder: how they are built, run, compiled and checkpointed, and how weights begin."""
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,13 +25,7 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
     )
 
 
-def run_blocks(
-    blocks: nn.ModuleList,
-    config: ModelConfig,
-    x: Tensor,
-    documents: Documents | None,
-    cache: Sequence[Any] | None = None,
-) -> Iterator[Tensor]:
+def run_blocks(blocks: nn.ModuleList, config: ModelConfig, x: Tensor, documents: Documents | None) -> Iterator[Tensor]:
     """Run the layers of a decoder.
 
     Args:
@@ -39,35 +33,29 @@ def run_blocks(
         config: Of the model.
         x: Embedded tokens, [B, T, E].
         documents: Packed documents, with B == 1.
-        cache: Earlier tokens, one cache a layer.
 
     Yields:
         The residual stream after each layer, [B, T, E].
     """
-    rotary = None
-    if cache is None:
-        layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
-        # A layer with compressed blocks has the tables of the others too.
-        first = next((layer for layer in layers if layer.geometry is not None), layers[0])
-        rotary = first.rotary_tables(x, documents)
-    choices = _random_choices(config, x, documents, cache)
+    layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
+    # A layer with compressed blocks has the tables of the others too.
+    first = next((layer for layer in layers if layer.geometry is not None), layers[0])
+    rotary = first.rotary_tables(x, documents)
+    choices = _random_choices(config, x, documents)
     for index, block in enumerate(blocks):
         given = {"selected_blocks": choices[index]} if index in choices else {}
-        x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index], rotary=rotary, **given)
+        x = block(x, cu_seqlens=documents, rotary=rotary, **given)
         yield x
 
 
-def _random_choices(
-    config: ModelConfig, x: Tensor, documents: Documents | None, cache: Sequence[Any] | None
-) -> dict[int, Tensor]:
+def _random_choices(config: ModelConfig, x: Tensor, documents: Documents | None) -> dict[int, Tensor]:
     """The blocks of each layer that draws them at random, [B, T, G, N]."""
     if config.selection == "importance":
         return {}
     if documents is not None:
         positions = documents.positions
     else:
-        first = 0 if cache is None else cache[0].length
-        positions = torch.arange(first, first + x.shape[1], device=x.device)
+        positions = torch.arange(x.shape[1], device=x.device)
     return {
         layer: random_blocks(positions, config.geometry, config.num_kv_heads, layer).expand(x.shape[0], -1, -1, -1)
         for layer, kind in enumerate(config.attention_of_layers)
@@ -95,13 +83,11 @@ def train_block(
     checkpointed: bool,
     forward: Callable[..., Tensor],
     x: Tensor,
-    *,
-    cache: Any | None = None,
     **given: Any,
 ) -> Tensor:
     """A wrapped block: `run`, which is `run_block` or compiled from it, in training; else the block's own forward."""
-    if cache is not None or not torch.is_grad_enabled():
-        return forward(x, cache=cache, **given)
+    if not torch.is_grad_enabled():
+        return forward(x, **given)
     return run(checkpointed, forward, x, **given)
 
 

@@ -153,6 +153,11 @@ class ModelConfig:
         """Whether any layer selects blocks."""
         return any(kind in ("nsa", "selected") for kind in self.attention_of_layers)
 
+    @property
+    def all_dense(self) -> bool:
+        """Whether all layers see the whole past."""
+        return set(self.attention_of_layers) == {"dense"}
+
     def of_one_kind(self, attention: Attention) -> "ModelConfig":
         """The same model with one attention in all layers."""
         return replace(self, attention=attention, layer_types=())

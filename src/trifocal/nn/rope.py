@@ -32,8 +32,8 @@ class RopeScaling:
 
     Args:
         rope_type: `"default"` (not scaled), `"linear"`, `"dynamic"`, `"yarn"`, `"longrope"`, `"llama3"` or
-            `"proportional"`. `"dynamic"` and `"longrope"` depend on the length of the sequence, or of the longest
-            document of a pack.
+            `"proportional"`. `"dynamic"` and `"longrope"` depend on the length of the sequence, or of each document of
+            a pack; in decoding on the length so far, and keys that a cache holds keep their rotation.
         factor: How many times longer the sequences are.
         original_max_position_embeddings: Tokens of a sequence in pretraining. For `"dynamic"`, transformers'
             `max_position_embeddings`.
@@ -127,17 +127,17 @@ def rotary_frequencies(
         head_dim: D, even.
         theta: Base of the frequencies.
         scaling: For sequences longer than those of pretraining.
-        length: Tokens of the sequence, its past included; a number, or a tensor that stays on its device. Only
-            `"dynamic"` and `"longrope"` read it.
+        length: Tokens of the sequence, its past included; or of the document of each token, [T]. Only `"dynamic"` and
+            `"longrope"` read it.
         device: Of the result.
 
     Returns:
-        [D/2] in fp64, and the factor on cosines and sines.
+        [D/2] in fp64, or [T, D/2] with a length for each token; and the factor on cosines and sines.
     """
     kind, factor, original = scaling.rope_type, scaling.factor, scaling.original_max_position_embeddings
     pairs = torch.arange(0, head_dim, 2, device=device, dtype=torch.float64)
     if kind == "dynamic":
-        stretched = factor * _at_least(length, original) / original - (factor - 1)
+        stretched = factor * _tokens(length, pairs).clamp(min=original) / original - (factor - 1)
         return (theta * stretched ** (head_dim / (head_dim - 2))) ** (-pairs / head_dim), 1.0
     frequencies = theta ** (-pairs / head_dim)
     if kind == "linear":
@@ -162,26 +162,20 @@ def rotary_frequencies(
         slowed = divided * frequencies / factor + (1 - divided) * frequencies
         return slowed, scaling.attention_factor or (1.0 if factor <= 1 else 0.1 * math.log(factor) + 1.0)
     if kind == "longrope":
-        divisors = _longrope_divisors(scaling, length, pairs)
+        # Number by number: a tensor of them would be copied from the host, which no CUDA graph records.
+        short, long = (
+            torch.cat([pairs.new_full((1,), factor) for factor in factors])
+            for factors in (scaling.short_factor, scaling.long_factor)
+        )
+        divisors = torch.where(_tokens(length, pairs) > original, long, short)
         grown = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
         return frequencies / divisors, scaling.attention_factor or grown
     return frequencies, 1.0
 
 
-def _at_least(length: int | Tensor, least: int) -> float | Tensor:
-    return length.to(torch.float64).clamp(min=least) if isinstance(length, Tensor) else float(max(length, least))
-
-
-def _longrope_divisors(scaling: RopeScaling, length: int | Tensor, like: Tensor) -> Tensor:
-    original = scaling.original_max_position_embeddings
-
-    def filled(factors: tuple[float, ...]) -> Tensor:
-        # Number by number: a tensor of them would be copied from the host, which no CUDA graph records.
-        return torch.cat([like.new_full((1,), factor) for factor in factors])
-
-    if isinstance(length, Tensor):
-        return torch.where(length > original, filled(scaling.long_factor), filled(scaling.short_factor))
-    return filled(scaling.long_factor if length > original else scaling.short_factor)
+def _tokens(length: int | Tensor, like: Tensor) -> Tensor:
+    """Lengths as [1] or [T, 1] in the type of the frequencies."""
+    return length.to(like.dtype)[..., None] if isinstance(length, Tensor) else like.new_full((1,), length)
 
 
 def rotary_tables(

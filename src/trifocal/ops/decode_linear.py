@@ -5,6 +5,7 @@ products; the residual stream, norms and gates are in fp32. The kernels take wha
 takes each row by itself.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -78,7 +79,8 @@ def normed_linear(
     out = _linear(_normed(residual, norm, weight.dtype), weight, bias)
     if not num_sigmoids:
         return out, None
-    return out[:, :-num_sigmoids].contiguous(), out[:, -num_sigmoids:].to(_exact(out.dtype)).sigmoid()
+    logits = out[:, -num_sigmoids:].to(_exact(out.dtype))
+    return out[:, :-num_sigmoids].contiguous(), by_row(torch.sigmoid, logits)
 
 
 def normed_swiglu(residual: Residual, norm: Norm, weight: Tensor, backend: dispatch.Backend = "auto") -> Tensor:
@@ -88,7 +90,7 @@ def normed_swiglu(residual: Residual, norm: Norm, weight: Tensor, backend: dispa
             0
         ]  # type: ignore[no-any-return]
     gate, up = _linear(_normed(residual, norm, weight.dtype), weight, None).chunk(2, dim=-1)
-    return functional.silu(gate) * up
+    return by_row(functional.silu, gate) * up
 
 
 def residual_linear(
@@ -99,6 +101,21 @@ def residual_linear(
         return Residual(*_kernels().linear(x, weight, bias, residual=residual.x))
     out = residual.x + _linear(x, weight, bias)
     return Residual(out, _squares(out))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: dispatch.Backend = "auto") -> Tensor:
+    """`x W^T + bias` alone: x [M, K], weight [N, K] -> [M, N] in the weights' type."""
+    if _runs_kernels(weight, backend):
+        return _kernels().linear(x, weight, bias)[0]  # type: ignore[no-any-return]
+    return _linear(x, weight, bias)
+
+
+def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function that treats the rows of its argument alike, [M, *] -> [M, *].
+
+    On a CPU each by itself: where a vector ends, PyTorch's functions round otherwise.
+    """
+    return function(x) if x.is_cuda else torch.cat([function(row) for row in x.split(1)])
 
 
 def _runs_kernels(weight: Tensor, backend: dispatch.Backend) -> bool:

@@ -137,7 +137,8 @@ def _model(run: Run) -> list[str]:
     model, train = run.config.get("model", {}), run.config.get("train", {})
     words = []
     if "num_layers" in model and "dim" in model:
-        kind = {"nsa": "sparse", "dense": "dense"}.get(model.get("attention", "nsa"), "")
+        kinds = set(model.get("layer_types") or [model.get("attention", "nsa")])
+        kind = " and ".join(sorted("sparse" if kind == "nsa" else str(kind) for kind in kinds))
         layers = "1 layer" if model["num_layers"] == 1 else f"{model['num_layers']} layers"
         words.append(f"{kind} attention, {layers} of width {model['dim']}")
     if "sequence_length" in train and "global_batch_size" in train:
