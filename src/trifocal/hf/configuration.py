@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from trifocal.hf.layer_cache import LAYER_TYPE
 from trifocal.models import ModelConfig
 from trifocal.models.io import AUTO_MAP, MODEL_TYPE, write_modeling_file
 
@@ -93,7 +94,7 @@ class TrifocalConfig(PreTrainedConfig):
     @property
     def layer_types(self) -> list[str]:
         """The kind of each layer's cache, as transformers looks it up."""
-        return [f"trifocal_{kind}" for kind in self.to_model_config().attention_of_layers]
+        return [LAYER_TYPE] * self.num_hidden_layers
 
     def validate_layer_type(self) -> None:
         """transformers knows other kinds of layers."""

@@ -4,21 +4,23 @@ The modules are those of `DecoderLM`, and so are the names of the parameters, ex
 before those of the decoder without its output projection.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
+from trifocal.hf.cached_forward import cached_tokens
 from trifocal.hf.configuration import TrifocalConfig
 from trifocal.hf.row_layout import RowLayout, row_layout
 from trifocal.models import DecoderLM
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
+from trifocal.nn.attention_base import Past
 
 # What collators for FlashAttention add; it says no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -104,9 +106,9 @@ class TrifocalModel(TrifocalPreTrainedModel):
             attention_mask: 1 for tokens, 0 for padding before or after them, [B, T].
             position_ids: Positions, [B, T]; those that restart at 0 begin another document, which sees nothing of the
                 one before.
-            past_key_values: Must be None.
+            past_key_values: A `DynamicCache(config=model.config)` with earlier tokens; without gradients.
             inputs_embeds: Embedded tokens, [B, T, E], instead of `input_ids`.
-            use_cache: Must not be True.
+            use_cache: Return a cache with the tokens; as the configuration says unless given. Never with gradients.
             output_attentions: Must not be True: sparse attention makes no matrix of weights.
             output_hidden_states: Return the residual stream: before the first layer, after each but the last, and the
                 last after the norm.
@@ -120,29 +122,38 @@ class TrifocalModel(TrifocalPreTrainedModel):
             ValueError: If an argument asks for what the model cannot do; the message names it.
         """
         _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
-        if past_key_values is not None:
-            raise ValueError("past_key_values are not possible: generate with use_cache=False")
         x = self._embed(input_ids, inputs_embeds)
-        layout = self._layout(x, attention_mask, position_ids, kwargs)
+        if use_cache is None:
+            use_cache = self.config.use_cache
+        if past_key_values is None and use_cache and not torch.is_grad_enabled():
+            past_key_values = DynamicCache(config=self.config)
+        keep_all = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
+        if past_key_values is not None:
+            with cached_tokens(past_key_values, self._model_config, x, attention_mask, position_ids) as new:
+                states = self._run(x, new.layout, new.pasts, keep_all)
+        else:
+            borders = kwargs.get("cu_seq_lens_q")
+            layout = row_layout((x.shape[0], x.shape[1]), x.device, attention_mask, position_ids, borders)
+            states = self._run(x, layout, [], keep_all)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=states[-1],
+            past_key_values=past_key_values,
+            hidden_states=tuple(states) if keep_all else None,
+        )
+        return _returned(output, self.config, return_dict)
+
+    def _run(self, x: Tensor, layout: RowLayout | None, pasts: Sequence[Past], keep_all: bool) -> list[Tensor]:
+        """The normed output of the last layer, [B, T, E]; with `keep_all`, the input of each layer before it."""
         documents = None
         if layout is not None:
             x, documents = layout.pack(x), layout.documents
-
-        def placed(states: Tensor) -> Tensor:
-            return states if layout is None else layout.unpack(states)
-
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        kept = [placed(x)] if output_hidden_states else []
-        for residual in run_blocks(self.blocks, self._model_config, x, documents):
+        kept = [x] if keep_all else []
+        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts):
             x = residual
-            if output_hidden_states:
-                kept.append(placed(x))
-        last = placed(self.norm(x))
-        output = BaseModelOutputWithPast(
-            last_hidden_state=last, hidden_states=(*kept[:-1], last) if output_hidden_states else None
-        )
-        return _returned(output, self.config, return_dict)
+            if keep_all:
+                kept.append(x)
+        states = [*kept[:-1], self.norm(x)]
+        return states if layout is None else [layout.unpack(state) for state in states]
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -156,12 +167,6 @@ class TrifocalModel(TrifocalPreTrainedModel):
         if x.ndim != 3 or 0 in x.shape:
             raise ValueError(f"there must be a token in each row, got embedded tokens of shape {list(x.shape)}")
         return x
-
-    def _layout(
-        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, packing: dict[str, Any]
-    ) -> RowLayout | None:
-        borders = packing.get("cu_seq_lens_q")
-        return row_layout((x.shape[0], x.shape[1]), x.device, attention_mask, position_ids, borders)
 
 
 class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):

@@ -17,12 +17,12 @@ class RowLayout(NamedTuple):
 
     Attributes:
         places: Of the real tokens in the flattened batch, [N]; None: every token is real.
-        documents: The documents that they make when laid one behind the other.
+        documents: The documents that they make when laid one behind the other; None: where caches say that.
         shape: B and T.
     """
 
     places: Tensor | None
-    documents: Documents
+    documents: Documents | None
     shape: tuple[int, int]
 
     def pack(self, x: Tensor) -> Tensor:
@@ -80,8 +80,8 @@ def row_layout(
     return RowLayout(None if len(places) == mask.numel() else places.to(device), documents, shape)
 
 
-def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """A checked mask of real tokens, [B, T], bool, on the host.
+def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be_empty: bool = False) -> Tensor:
+    """A checked mask of real tokens, [B, T], bool, on the host; `may_be_empty` allows rows without any.
 
     Raises:
         ValueError: As `row_layout`.
@@ -102,8 +102,9 @@ def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor
     # One stretch of real tokens begins once.
     begins = mask & ~torch.nn.functional.pad(mask, (1, -1))
     counts = begins.sum(1)
-    if not bool((counts == 1).all()):
-        row = int((counts != 1).nonzero()[0])
+    wrong = (counts > 1) if may_be_empty else (counts != 1)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
         if not int(counts[row]):
             raise ValueError(f"attention_mask hides every token of row {row}")
         raise ValueError(

@@ -1,7 +1,7 @@
 """The layers of a decoder: how they are built, run, compiled and checkpointed, and how weights begin."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
-from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.attention_base import AttentionBase, Past
 from trifocal.nn.random_selection import random_blocks
 from trifocal.ops import Documents
 
@@ -25,7 +25,13 @@ def make_blocks(config: ModelConfig) -> nn.ModuleList:
     )
 
 
-def run_blocks(blocks: nn.ModuleList, config: ModelConfig, x: Tensor, documents: Documents | None) -> Iterator[Tensor]:
+def run_blocks(
+    blocks: nn.ModuleList,
+    config: ModelConfig,
+    x: Tensor,
+    documents: Documents | None,
+    pasts: Sequence[Past] = (),
+) -> Iterator[Tensor]:
     """Run the layers of a decoder.
 
     Args:
@@ -33,10 +39,16 @@ def run_blocks(blocks: nn.ModuleList, config: ModelConfig, x: Tensor, documents:
         config: Of the model.
         x: Embedded tokens, [B, T, E].
         documents: Packed documents, with B == 1.
+        pasts: Earlier tokens, one for each layer, which say where these ones lie; without documents.
 
     Yields:
         The residual stream after each layer, [B, T, E].
     """
+    if pasts:
+        for block, past in zip(blocks, pasts, strict=True):
+            x = block(x, past=past)
+            yield x
+        return
     layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
     # A layer with compressed blocks has the tables of the others too.
     first = next((layer for layer in layers if layer.geometry is not None), layers[0])

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from trifocal.nn.attention_base import AttentionBase, RotaryTables, check_input, locate
+from trifocal.nn.attention_base import AttentionBase, Past, RotaryTables, check_input, locate
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
 from trifocal.nn.rope import rotate
@@ -75,14 +75,16 @@ class NSAttention(AttentionBase):
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
+        past: Past | None = None,
     ) -> Tensor:
-        """Attend. Decoding with caches is in `trifocal.generate`.
+        """Attend.
 
         Args:
             x: The layer's input, [B, T, E].
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
+            past: Earlier tokens, which says where these ones lie; no other argument counts with it.
 
         Returns:
             [B, T, E].
@@ -99,6 +101,8 @@ class NSAttention(AttentionBase):
         else:
             q, keys, values, _ = self._project(x)
             gates = self.gate(q)
+        if past is not None:
+            return self.o_proj(past.attend(self, q, keys, values, gates).flatten(2))
         (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win) = (
             branches * (NUM_BRANCHES // self.branches) for branches in (keys, values)
         )
@@ -156,6 +160,7 @@ class DenseAttention(AttentionBase):
         *,
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
+        past: Past | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
 
@@ -165,6 +170,8 @@ class DenseAttention(AttentionBase):
         documents, positions = locate(x, cu_seqlens)
         length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
+        if past is not None:
+            return self.o_proj(past.attend(self, q, [k], [v], None).flatten(2))
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return self.o_proj(self._attend(q, k, v, documents).flatten(2))

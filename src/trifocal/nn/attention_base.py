@@ -4,7 +4,7 @@ Shape letters as in DESIGN.md: B batch, T tokens, E model dim, H query heads, G 
 blocks.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,25 @@ class RotaryTables(NamedTuple):
     sin: Tensor
     cos_cmp: Tensor | None = None
     sin_cmp: Tensor | None = None
+
+
+class Past(Protocol):
+    """Earlier tokens of a batch, from which an attention layer takes what its queries see."""
+
+    def attend(
+        self, attention: nn.Module, q: Tensor, keys: list[Tensor], values: list[Tensor], gates: Tensor | None
+    ) -> Tensor:
+        """Append new tokens and attend.
+
+        Args:
+            attention: The layer.
+            q: Queries, [1, N, H, D]. Neither they nor the keys are rotated yet.
+            keys, values: Of each branch, [1, N, G, *].
+            gates: [1, N, H, 3]; None in a layer without gates.
+
+        Returns:
+            [1, N, H, V].
+        """
 
 
 class AttentionBase(nn.Module):

@@ -1,0 +1,120 @@
+"""A forward pass that goes on after the tokens of a cache of transformers."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from trifocal.hf.cached_attention import LayerPast, NewTokens
+from trifocal.hf.layer_cache import TrifocalLayer
+from trifocal.hf.row_layout import RowLayout, real_tokens
+from trifocal.models import ModelConfig
+from trifocal.nn.rope import rotary_tables
+
+PAGE_SIZE = 256
+
+
+class CachedTokens(NamedTuple):
+    """New tokens behind those of a cache.
+
+    Attributes:
+        layout: Where the real ones lie in the batch.
+        pasts: Of each layer.
+    """
+
+    layout: RowLayout
+    pasts: list[LayerPast]
+
+
+@contextmanager
+def cached_tokens(
+    cache: Any, config: ModelConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+) -> Iterator[CachedTokens]:
+    """Open a cache for a forward pass; when it has ended without an error, the cache holds its tokens.
+
+    Args:
+        cache: `past_key_values` of transformers.
+        config: Of the model.
+        x: Embedded new tokens, [B, T, E].
+        attention_mask: Of all columns, those of the cache too, [B, S + T].
+        position_ids: Of the new tokens, [B, T].
+
+    Raises:
+        ValueError: If the cache is of another model or kind, or tokens do not follow those that it holds.
+    """
+    layers = _layers(cache, config)
+    batch, num_new = x.shape[:2]
+    lengths, slots = layers[0].lengths or [0] * batch, layers[0].slots
+    if len(lengths) != batch:
+        raise ValueError(f"past_key_values are of {len(lengths)} rows, the tokens of {batch}")
+    mask = real_tokens(attention_mask, (batch, slots + num_new), may_be_empty=True)
+    if attention_mask is not None and mask[:, :slots].sum(1).tolist() != lengths:
+        raise ValueError("attention_mask must hide the same earlier tokens as when they went into past_key_values")
+    new = mask[:, slots:]
+    counts = new.sum(1).tolist()
+    if not any(counts):
+        raise ValueError("attention_mask hides every new token")
+    _check_positions(position_ids, new, lengths)
+    most_tokens = max(length + count for length, count in zip(lengths, counts, strict=True))
+    block = config.geometry.selection_block_size
+    page_size = -(-PAGE_SIZE // block) * block
+    num_pages = max(layer.num_pages for layer in layers)
+    if num_pages * page_size < most_tokens:
+        # Twice as many, so that a token costs a constant number of copies.
+        num_pages = max(-(-most_tokens // page_size), 2 * num_pages)
+    tokens = NewTokens(lengths, counts, num_pages, page_size, _rotary(layers[0], config, num_pages * page_size, x))
+    places = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(x.device)
+    for layer in layers:
+        layer.lengths = lengths
+    yield CachedTokens(RowLayout(places, None, (batch, num_new)), [LayerPast(layer, tokens) for layer in layers])
+    for layer in layers:
+        layer.lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+        layer.slots = slots + num_new
+
+
+def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
+    layers = getattr(cache, "layers", None)
+    if layers == [] and isinstance(cache, DynamicCache):
+        # Made without the configuration, it would take transformers' own layers.
+        layers.extend(TrifocalLayer() for _ in range(config.num_layers))
+    if not isinstance(layers, list) or not all(isinstance(layer, TrifocalLayer) for layer in layers):
+        raise ValueError(
+            f"past_key_values must be a DynamicCache(config=model.config), got {type(cache).__name__}: other caches of "
+            "transformers do not hold what sparse attention needs"
+        )
+    if getattr(cache, "offloading", False):
+        raise ValueError("an offloaded cache is not possible for Trifocal's models")
+    if len(layers) != config.num_layers:
+        raise ValueError(f"past_key_values have {len(layers)} layers, the model {config.num_layers}")
+    if torch.is_grad_enabled():
+        raise ValueError("past_key_values are for decoding without gradients: use torch.no_grad()")
+    if config.rope_scaling.depends_on_length:
+        raise ValueError(
+            f'rope_scaling "{config.rope_scaling.rope_type}" turns all keys anew when a sequence grows: generate with '
+            "use_cache=False"
+        )
+    if config.selection != "importance":
+        raise ValueError('selection "random" is a control for training: generate with use_cache=False')
+    return layers
+
+
+def _check_positions(position_ids: Tensor | None, new: Tensor, lengths: list[int]) -> None:
+    if position_ids is None:
+        return
+    if position_ids.shape not in (new.shape, (1, new.shape[1])):
+        raise ValueError(f"position_ids must have the shape [B, T] = {list(new.shape)}, got {list(position_ids.shape)}")
+    expected = new.cumsum(1) - 1 + torch.tensor(lengths)[:, None]
+    if not bool((position_ids.cpu().expand(new.shape) == expected)[new].all()):
+        raise ValueError("position_ids must count on from the tokens in past_key_values, without padding")
+
+
+def _rotary(layer: TrifocalLayer, config: ModelConfig, num_tokens: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Tables of all positions, kept from one pass to the next."""
+    if layer.rotary is None or len(layer.rotary[0]) < num_tokens:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        positions = torch.arange(num_tokens, device=x.device)
+        layer.rotary = rotary_tables(positions, config.head_dim, config.rope_theta, exact, config.rope_scaling)
+    return layer.rotary

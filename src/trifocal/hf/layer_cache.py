@@ -1,0 +1,139 @@
+"""The past of one layer as a cache layer of transformers.
+
+`DynamicCache(config=model.config)` makes one for every layer, and `generate` does so by itself. Each row of a batch has
+its own length: padding takes no place.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, StaticLayer
+
+from trifocal.ops import DenseCache, SparseCache
+
+LAYER_TYPE = "trifocal"
+SLACK = 64
+"""Tokens that the rings hold beyond what is read, so that as many can be taken back."""
+
+
+class TrifocalLayer(DynamicLayer):
+    """Keys and values of one layer, in pages of tokens and in rings of the last ones, as `trifocal.ops` decodes them.
+
+    The pages of a row lie one behind the other, and none is shared: a beam that splits is copied.
+
+    Attributes:
+        lengths: Tokens of each row, without padding.
+        slots: Columns of the batch that it has seen, with padding.
+        pages: [B, pages, G, tokens or compressed blocks of a page, *], by name; see `trifocal.ops.SparseCache`.
+        rings: [B, G, tokens, *], by name.
+        rotary: Cosines and sines of all positions, kept by the first layer for all.
+    """
+
+    _layer_type = LAYER_TYPE
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.lengths: list[int] = []
+        self.slots = 0
+        self.pages: dict[str, Tensor] = {}
+        self.rings: dict[str, Tensor] = {}
+        self.rotary: tuple[Tensor, Tensor] | None = None
+        self.is_initialized = False
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of each row; 0 in a layer without pages."""
+        return next(iter(self.pages.values())).shape[1] if self.pages else 0
+
+    def reserve_pages(self, new: dict[str, Tensor], num_pages: int, tokens: dict[str, int]) -> None:
+        """Make room in pages; what they hold stays.
+
+        Args:
+            new: New keys and values by name, [1, N, G, *], for their sizes and type.
+            num_pages: Pages of each row.
+            tokens: Tokens, or compressed blocks, of a page by name.
+        """
+        if num_pages <= self.num_pages:
+            return
+        before, self.pages = self.pages, {}
+        for name, x in new.items():
+            self.pages[name] = x.new_zeros(len(self.lengths), num_pages, x.shape[2], tokens[name], x.shape[3])
+            if before:
+                self.pages[name][:, : before[name].shape[1]] = before[name]
+        self.is_initialized = True
+
+    def reserve_ring(self, name: str, new: Tensor, reach: int) -> Tensor:
+        """The ring of this name, made for new keys or values [1, N, G, *] of which so many tokens are read again."""
+        if name not in self.rings:
+            self.rings[name] = new.new_zeros(len(self.lengths), new.shape[2], reach + SLACK, new.shape[3])
+            self.is_initialized = True
+        return self.rings[name]
+
+    def sparse(self) -> SparseCache:
+        """As `trifocal.ops` takes it."""
+        names = ("k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "k_raw", "v_raw")
+        pages = {name: x.flatten(0, 1) for name, x in self.pages.items()}
+        return SparseCache(**dict.fromkeys(names) | pages | self.rings)  # type: ignore[arg-type]
+
+    def dense(self) -> DenseCache:
+        """As `trifocal.ops` takes it."""
+        return DenseCache(**{name: x.flatten(0, 1) for name, x in self.pages.items()})
+
+    def get_seq_length(self) -> int:
+        """Columns of the batch so far, with padding."""
+        return self.slots
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of a mask of all columns."""
+        return self.slots + query_length, 0
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Not for this layer: a model of Trifocal appends to it."""
+        raise ValueError("this cache layer is filled by a model of Trifocal alone")
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first tokens say what is kept."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens of every row; a negative number of at most 64.
+
+        Raises:
+            ValueError: If it is another number.
+        """
+        if not -SLACK <= tokens_to_remove <= 0:
+            raise ValueError(f"crop takes a negative number of at most {SLACK} tokens, got {tokens_to_remove}")
+        if -tokens_to_remove > min(self.lengths, default=0):
+            raise ValueError(f"crop cannot take {-tokens_to_remove} tokens of rows of {min(self.lengths, default=0)}")
+        self.lengths = [length + tokens_to_remove for length in self.lengths]
+        self.slots += tokens_to_remove
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows, in this order; one may occur several times."""
+        if not self.is_initialized:
+            return
+        self.lengths = [self.lengths[row] for row in indices.tolist()]
+        for tensors in (self.pages, self.rings):
+            for name, x in tensors.items():
+                tensors[name] = x.index_select(0, indices.to(x.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row several times, one behind the other."""
+        self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+
+class NoStaticLayer(StaticLayer):
+    """Refuses static caches: their tensors have one length for all rows, which compiled code reads."""
+
+    _layer_type = LAYER_TYPE
+
+    def __init__(self, max_cache_len: int, **_: Any) -> None:
+        raise ValueError("static caches are not possible for Trifocal's models: leave cache_implementation out")

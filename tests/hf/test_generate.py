@@ -1,0 +1,163 @@
+"""Generating with transformers' caches gives what the whole sequence gives, row by row, whatever padding there is."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from tests.hf.test_modeling import padded
+from trifocal.hf import TrifocalConfig, TrifocalForCausalLM
+from trifocal.nn import RopeScaling
+from trifocal.testing.small_models import make_model, small_config
+
+KINDS: list[dict[str, Any]] = [
+    {},
+    {
+        "compressor": "mlp",
+        "gate": "softmax",
+        "shared_kv": True,
+        "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
+    },
+    {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    {"layer_types": ("dense", "nsa")},
+]
+NEW = 12
+
+
+@pytest.fixture(autouse=True)
+def _small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that short sequences fill several, and the tensors grow."""
+    monkeypatch.setattr("trifocal.hf.cached_forward.PAGE_SIZE", 8)
+
+
+def model_of(**options: Any) -> TrifocalForCausalLM:
+    decoder = make_model(small_config(**options), torch.device("cpu"), torch.float64)
+    return TrifocalForCausalLM.from_decoder(decoder, eos_token_id=1, pad_token_id=0).eval()
+
+
+def generate(model: TrifocalForCausalLM, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    """The new tokens."""
+    torch.manual_seed(3)
+    options = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False, **options}
+    return model.generate(tokens, attention_mask=mask, **options)[:, tokens.shape[1] :]
+
+
+@pytest.mark.parametrize("options", KINDS, ids=lambda options: " ".join(options) or "plain")
+@torch.no_grad()
+def test_a_cache_changes_nothing(options: dict[str, Any], rows: list[Tensor]) -> None:
+    model = model_of(**options)
+    tokens, mask = padded(rows, "left")
+    new = generate(model, tokens, mask)
+    assert torch.equal(new, generate(model, tokens, mask, use_cache=False))
+    for row, expected in zip(rows, new, strict=True):
+        assert torch.equal(generate(model, row[None])[0], expected)
+    # A prompt in chunks, a few tokens at a time, one at a time.
+    tokens, mask = torch.cat((tokens, new), dim=1), torch.nn.functional.pad(mask, (0, NEW), value=1)
+    expected = model(tokens, attention_mask=mask, use_cache=False).logits
+    cache, first, logits = DynamicCache(config=model.config), 0, []
+    for count in (13, 15, 3, 11, 8, 1, 1, 1):
+        stop = first + count
+        output = model(tokens[:, first:stop], attention_mask=mask[:, :stop], past_key_values=cache)
+        logits.append(output.logits)
+        first = stop
+        assert cache.get_seq_length() == stop
+    torch.testing.assert_close(torch.cat(logits, dim=1)[mask.bool()], expected[mask.bool()], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"do_sample": True, "top_k": 20, "top_p": 0.9, "temperature": 1.5},
+        {"num_beams": 3, "length_penalty": 0.5},
+        {"num_beams": 2, "do_sample": True, "num_return_sequences": 2},
+        {"prefill_chunk_size": 10},
+        {"eos_token_id": list(range(2, 10))},
+    ],
+    ids=lambda options: " ".join(options),
+)
+def test_ways_of_generating(model: TrifocalForCausalLM, rows: list[Tensor], options: dict[str, Any]) -> None:
+    tokens, mask = padded([rows[2], rows[3]], "left")
+    without = {name: value for name, value in options.items() if name != "prefill_chunk_size"}
+    expected = generate(model, tokens, mask, use_cache=False, **without)
+    assert torch.equal(generate(model, tokens, mask, **options), expected)
+
+
+def test_tokens_that_are_guessed_and_taken_back(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    prompt = torch.cat((rows[0], rows[0][:30]))[None]
+    expected = generate(model, prompt)
+    assert torch.equal(generate(model, prompt, prompt_lookup_num_tokens=12), expected)
+
+
+def test_a_conversation_goes_on_with_its_cache(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    cache = DynamicCache(config=model.config)
+    first = generate(model, rows[0][None], past_key_values=cache)
+    # A cache need not know the configuration.
+    assert torch.equal(generate(model, rows[0][None], past_key_values=DynamicCache()), first)
+    # The last token of an answer is not in the cache yet.
+    assert cache.get_seq_length() == len(rows[0]) + NEW - 1
+    prompt = torch.cat((rows[0][None], first, rows[3][None]), dim=1)
+    expected = generate(model, prompt)
+    assert torch.equal(generate(model, prompt, past_key_values=cache), expected)
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    assert torch.equal(generate(model, rows[0][None], past_key_values=cache), first)
+
+
+@torch.no_grad()
+def test_rows_are_repeated_chosen_and_cut(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    tokens, mask = padded(rows, "left")
+    cache = model(tokens, attention_mask=mask).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([1, 6]))
+    cache.crop(-2)
+    more = torch.tensor([[5, 6], [7, 8]])
+    ones = torch.nn.functional.pad(mask[[0, 3]][:, :-2], (0, 2), value=1)
+    logits = model(more, attention_mask=ones, past_key_values=cache).logits
+    for row, new, got in zip((rows[0], rows[3]), more, logits, strict=True):
+        expected = model(torch.cat((row[:-2], new))[None]).logits[0, -2:]
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="crop takes a negative number of at most 64 tokens, got -65"):
+        cache.crop(-65)
+    with pytest.raises(ValueError, match="crop cannot take 30 tokens of rows of 26"):
+        cache.crop(-30)
+
+
+@torch.no_grad()
+def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    def refused(message: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            generate(model, rows[0][None], **options)
+
+    refused("static caches are not possible", cache_implementation="static")
+    refused("an offloaded cache is not possible", cache_implementation="offloaded")
+    refused("must be a DynamicCache.*, got Cache", past_key_values=Cache([DynamicLayer(), DynamicLayer()]))
+    other = DynamicCache(config=TrifocalConfig.from_model_config(small_config(num_layers=3)))
+    refused("past_key_values have 3 layers, the model 2", past_key_values=other)
+    right, mask = padded(rows, "right")
+    with pytest.raises(ValueError, match="attention_mask has a hole in row 1"):
+        generate(model, right, mask)
+
+    cache = model(rows[0][None]).past_key_values
+    one = torch.tensor([[5]])
+    with pytest.raises(ValueError, match="position_ids must count on from the tokens in past_key_values"):
+        model(one, past_key_values=cache, position_ids=torch.tensor([[7]]))
+    with pytest.raises(ValueError, match="must hide the same earlier tokens"):
+        mask = torch.ones(1, 42, dtype=torch.int64)
+        mask[0, 0] = 0
+        model(one, past_key_values=cache, attention_mask=mask)
+    with pytest.raises(ValueError, match="past_key_values are of 1 rows, the tokens of 2"):
+        model(one.expand(2, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match=r"use torch\.no_grad\(\)"), torch.enable_grad():
+        model(one, past_key_values=cache)
+    long = RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=16)
+    for options, message in (
+        ({"rope_scaling": long}, 'rope_scaling "dynamic" turns all keys anew'),
+        ({"selection": "random"}, 'selection "random" is a control for training'),
+    ):
+        changed = model_of(**options)
+        with pytest.raises(ValueError, match=message):
+            generate(changed, rows[0][None])
+        assert generate(changed, rows[0][None], use_cache=False, max_new_tokens=2).shape == (1, 2)
