@@ -88,10 +88,10 @@ def attend(layer, cache, batch, backend, geometry=PAPER, rows=slice(None)):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("num_new", [1, 3, 8])
 def test_values(shape, dtype, num_new):
-    """Where every block is chosen, no choice depends on rounding; the blocks' order of importance is tested by itself."""
+    """Where every block is chosen, no choice depends on rounding."""
     layer = Layer(shape, dtype, num_new=num_new)
     everything = Geometry(num_selected_blocks=300)
-    bound = 3 * allowed(dtype, torch.device("cuda"))
+    bound = allowed(dtype, torch.device("cuda"))
     for step in (lambda backend: layer.step(backend, everything), layer.dense_step):
         assert error(step("triton"), step("reference").double()) <= bound
 
@@ -99,7 +99,7 @@ def test_values(shape, dtype, num_new):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_choice(shape):
     layer = Layer(shape, torch.float32, num_new=2)
-    bound = 3 * allowed(torch.float32, torch.device("cuda"))
+    bound = allowed(torch.float32, torch.device("cuda"))
     assert error(layer.step("triton"), layer.step("reference").double()) <= bound
 
 
