@@ -31,6 +31,7 @@ from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
 _STEP = 128
 _ROWS = 16
+_WARPS = 4
 # From this number of rows on a tile is wide in any case.
 _MANY_ROWS = 64
 # Tiles of columns get wider from this number of programs on: two for each multiprocessor of the largest devices.
@@ -177,7 +178,7 @@ def linear(
         K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_PAD=next_power_of_2(parts),
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
         ROWS=_ROWS, COLUMNS=columns, STEP=_STEP if weight.element_size() == 2 else _STEP // 4,
-        num_warps=4, num_stages=_stages(x.device, columns * (2 if swiglu else 1)),
+        num_warps=_WARPS, num_stages=_stages(x.device, columns * (2 if swiglu else 1)),
     )  # fmt: skip
     return out, extra
 
