@@ -79,7 +79,7 @@ def resolve(
     operation: str,
     requested: str,
     q: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     geometry: Geometry | None,
     scale: float | None = None,
     *,
@@ -91,7 +91,7 @@ def resolve(
         operation: Name of the public function.
         requested: `"auto"`, `"reference"` or `"triton"`.
         q: Queries, [B, T, H, D]; their device, dtype and shape decide.
-        v: Values, [B, *, G, V].
+        v: Values, [B, *, G, V]; None for an operation without heads, whose device and type of `q` decide alone.
         geometry: Block sizes; None for an operation that has none.
         scale: Factor on the scores; None for the default one.
         decoding: Whether the kernels are those for decoding.
@@ -133,7 +133,7 @@ count_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def unsupported_reason(
-    q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None, *, decoding: bool = False
+    q: Tensor, v: Tensor | None, geometry: Geometry | None, scale: float | None = None, *, decoding: bool = False
 ) -> str | None:
     """Why the kernels cannot take these inputs; None when they can.
 
@@ -144,7 +144,7 @@ def unsupported_reason(
 
     Args:
         q: Queries, [B, T, H, D]; only device, type and shape are looked at.
-        v: Values, [B, *, G, V].
+        v: Values, [B, *, G, V]; None for an operation without heads.
         geometry: Block sizes; None for an operation that has none.
         scale: Factor on the scores; None for the default one.
         decoding: Whether the kernels are those for decoding.
@@ -152,7 +152,7 @@ def unsupported_reason(
     if scale is not None and not 0.0 < scale < math.inf:
         return f"the scale must be positive and finite, got {scale}"
     obstacle = _device_reason(q.device.type, q.device.index, q.dtype)
-    if obstacle:
+    if obstacle or v is None:
         return obstacle
     # In a graph that is compiled for any size these are symbols, and each comparison is a guard.
     num_heads, dim, num_groups, value_dim = q.shape[2], q.shape[3], v.shape[2], v.shape[3]

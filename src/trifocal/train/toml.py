@@ -53,8 +53,10 @@ def _write(config: Any, prefix: str, lines: list[str]) -> None:
         _write(value, name + ".", lines)
 
 
-def to_literal(value: bool | int | float | str) -> str:
+def to_literal(value: bool | int | float | str | tuple[Any, ...]) -> str:
     """Write one value as TOML."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(to_literal, value))}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):
