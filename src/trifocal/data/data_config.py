@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trifocal.errors import UserError, nearest
 from trifocal.fields import check_seconds
+from trifocal.masking import MASK, is_masked
 
 SOURCES = ("synthetic", "builtin", "text", "jsonl", "parquet", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
@@ -24,7 +25,8 @@ class DataConfig:
     source: str = "builtin"
     """synthetic (random tokens), builtin (text of Python's standard library), text:PATH, jsonl:PATH#field,
     parquet:PATH#field (file, folder or glob; parquet also http(s) URLs, separated by commas), fineweb-edu
-    (from the hub), fineweb-edu:PATH (a folder of its parquet files). The field is text unless given."""
+    (from the hub), fineweb-edu:PATH (a folder of its parquet files). The field is text unless given. Passwords and
+    signatures in URLs are not saved: give them again to go on with a run."""
 
     tokenizer: str = "bytes"
     """bytes, gpt2, or the path of a Hugging Face tokenizer.json."""
@@ -118,6 +120,11 @@ class DataConfig:
                 raise UserError(f"data.{key} is {getattr(self, key)}; it must be at least {least}")
         for key in ("request_timeout_seconds", "stall_seconds", "stall_limit_seconds"):
             check_seconds(f"data.{key}", getattr(self, key))
+        if is_masked(self.source):
+            raise UserError(
+                f"data.source {self.source!r} has {MASK} in place of a secret, which no run saves; give the whole "
+                "address again with --data.source"
+            )
         if 0 < self.text_document_bytes < 64:
             raise UserError(
                 f"data.text_document_bytes is {self.text_document_bytes}; it must be 0 (never cut) or at least 64"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from trifocal.data.activity import Activity
 from trifocal.data.data_config import DataConfig
 from trifocal.data.sources import BadDocuments, Source, is_local, parse_source
+from trifocal.masking import mask_text
 
 
 def make_source(config: DataConfig, activity: Activity) -> tuple[Source, DataConfig]:
@@ -50,7 +51,7 @@ def make_source(config: DataConfig, activity: Activity) -> tuple[Source, DataCon
     from trifocal.data.pieces import cut_if_none_is_held_out
     from trifocal.data.remote import HttpClient
 
-    source = ParquetSource.from_path(config.source, path, field, HttpClient(config, activity), bad)
+    source = ParquetSource.from_path(mask_text(config.source), path, field, HttpClient(config, activity), bad)
     if not is_local(config.source):
         return source, config
     return cut_if_none_is_held_out(source, config.validation_fraction), config
