@@ -15,8 +15,8 @@ _JUMP = 1.1
 
 
 def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two configurations differ, with both values."""
-    found = {}
+    """The keys in which two configurations differ, with both values, secrets masked."""
+    saved, now, found = saved.without_secrets(), now.without_secrets(), {}
     for name in dotted_fields(RunConfig):
         value = operator.attrgetter(name)
         if name not in _NOT_COMPARED and value(saved) != value(now):
