@@ -28,7 +28,7 @@ class Copier:
     """Predicts what followed the longest earlier match of the last tokens, as far back as it sees."""
 
     def __init__(self, vocab_size: int, sees: int = 10**9) -> None:
-        self.config: Any = SimpleNamespace(vocab_size=vocab_size, attention="dense")
+        self.config: Any = SimpleNamespace(vocab_size=vocab_size, attention_of_layers=("dense",))
         self._sees = sees
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
