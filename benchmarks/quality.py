@@ -139,8 +139,8 @@ PARTS = {
     ),
     "needle": Part(
         "Does it find a needle at any depth of a long haystack?",
-        {"data.source": "needle:8", "model.vocab_size": "1024"}
-        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 2000, 1e-3),
+        {"data.source": "needle:16", "model.vocab_size": "1024"}
+        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 2500, 1e-3),
         ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
         jobs=4,
         tokens_per_second=2_500_000,
