@@ -1,5 +1,6 @@
 """The configuration of a decoder: everything that its weights depend on."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -172,5 +173,6 @@ class ModelConfig:
         return from_table(cls, values, section="model")
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, from which `from_dict` builds an equal configuration."""
-        return asdict(self)
+        """Nested values of JSON types, from which `from_dict` builds an equal configuration."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain

@@ -225,7 +225,8 @@ def _read_model(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, model_config: ModelConfig) -> None:
-    saved = _read_model(path)
+    # An older checkpoint lacks newer fields, and is of a model with their defaults.
+    saved = ModelConfig().to_dict() | _read_model(path)
     wanted = model_config.to_dict()
     differences = [
         f"{name} is {_shown(saved.get(name))} there, {_shown(wanted.get(name))} here"
