@@ -18,6 +18,13 @@ from trifocal.paths import user_path
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    CONFIG_FILE,
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+)
+"""Files of a tokenizer in a folder of Hugging Face; those after the second are transformers' alone."""
 _HUB_NAMES = ("gpt2",)
 # Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
@@ -210,7 +217,7 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote into a folder, such as the `weights` of a run.
+    """The tokenizer in a folder: what `Tokenizer.save` wrote, such as the `weights` of a run, or a Hugging Face one.
 
     Raises:
         UserError: If there is none, or one of its files is broken.
@@ -219,6 +226,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         kind, separator = content["tokenizer_class"], content.get("eos_token") or ""
+        # Some folders describe the token instead of naming it.
+        separator = separator["content"] if isinstance(separator, dict) else separator
     except OSError as error:
         raise UserError(f"cannot read {path}, which names the model's tokenizer: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
