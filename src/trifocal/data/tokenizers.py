@@ -31,11 +31,12 @@ _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. `separator` ends a document and never occurs inside one."""
+    """Text to tokens and back. `separator` ends a document and never occurs inside one; its name may be empty."""
 
     name: str
     vocab_size: int
     separator: int
+    separator_token: str
     fingerprint: str
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -65,6 +66,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     separator = 256
+    separator_token = ""
     fingerprint = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -113,7 +115,8 @@ class HuggingFaceTokenizer:
         if not candidates or candidates[0] not in vocabulary:
             wanted = f"no token {separator!r}" if separator else f"none of {', '.join(_SEPARATORS)}"
             raise UserError(f"tokenizer {name} has {wanted}; name the token that ends a document in data.separator")
-        self.separator: int = vocabulary[candidates[0]]
+        self.separator_token = candidates[0]
+        self.separator: int = vocabulary[self.separator_token]
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special.add(self.separator)
         self.fingerprint = fingerprint(tokenizer.to_str(), self.separator)
@@ -150,8 +153,7 @@ class HuggingFaceTokenizer:
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers reads too."""
         (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
-        eos_token = self._tokenizer.id_to_token(self.separator)
-        content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+        content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.separator_token}
         (folder / CONFIG_FILE).write_text(json.dumps(content) + "\n")
 
     def _count_bytes_of_tokens(self) -> NDArray[np.int64]:

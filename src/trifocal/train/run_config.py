@@ -4,12 +4,11 @@ Values come from three places, later ones winning: the defaults here, a TOML fil
 A run saves its resolved configuration as `config.toml` in its directory; loading it gives an equal one.
 """
 
-import operator
 from dataclasses import dataclass, field
 from typing import Literal
 
 from trifocal.data import DataConfig
-from trifocal.fields import check_seconds, checked, dotted_fields
+from trifocal.fields import check_seconds, checked, dotted_fields, value_of
 from trifocal.models import ModelConfig
 from trifocal.paths import user_path
 from trifocal.runlog import SINKS
@@ -327,4 +326,4 @@ class RunConfig:
     def __post_init__(self) -> None:
         # Code makes configurations too, and a saved configuration must load again.
         for name, kind in dotted_fields(RunConfig).items():
-            checked(kind, operator.attrgetter(name)(self), name)
+            checked(kind, value_of(self, name), name)
