@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import types
+from dataclasses import replace
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from trifocal.models import DecoderLM
-from trifocal.nn import DenseAttention, NSAttention
+from trifocal.nn import NSAttention
 from trifocal.nn import attention as nn_attention
-from trifocal.ops import compressed_attention, nsa_attention, select_blocks, window_attention
+from trifocal.ops import DecodeBatch, compressed_attention, nsa_attention, select_blocks, window_attention
 
 
 def masked_attention(q, k, v, mask):
@@ -139,7 +139,7 @@ def with_attention(model: DecoderLM, function) -> DecoderLM:
 def late_bound_checkpointing(model: DecoderLM) -> None:
     """`checkpoint(lambda x: block(x), x)` in a loop: every layer is computed again as the last one."""
 
-    def last_residual(self, tokens, cu_seqlens, cache):
+    def last_residual(self, tokens, cu_seqlens):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = checkpoint(lambda inp: block(inp), x, use_reentrant=False)  # noqa: B023
@@ -148,18 +148,11 @@ def late_bound_checkpointing(model: DecoderLM) -> None:
     model._last_residual = types.MethodType(last_residual, model)
 
 
-def one_query_sees_the_first_key(model: DecoderLM) -> DecoderLM:
-    """`is_causal=True` with a single query, in the dense twin."""
+def at_other_lengths(function, change):
+    """Decoding with lengths that are changed: `decode_attention` or `decode_dense_attention`."""
 
-    def attention(q, k, v):
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    def attention(*arguments, **rules):
+        arguments = [replace(x, lengths=change(x.lengths)) if isinstance(x, DecodeBatch) else x for x in arguments]
+        return function(*arguments, **rules)
 
-    for layer in model.attention_layers():
-        if isinstance(layer, DenseAttention):
-            code = DenseAttention.forward
-            namespace = dict(vars(nn_attention), _dense_attention=attention)
-            forward = types.FunctionType(code.__code__, namespace, code.__name__, code.__defaults__, code.__closure__)
-            forward.__kwdefaults__ = code.__kwdefaults__
-            layer.forward = types.MethodType(forward, layer)
-    return model
+    return attention

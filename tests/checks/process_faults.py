@@ -11,7 +11,7 @@ from trifocal.nn import Block
 def late_bound_checkpointing(rank: int) -> None:
     """`checkpoint(lambda x: block(x), x)` in a loop: every layer is computed again as the last one."""
 
-    def last_residual(self, tokens, cu_seqlens, cache):
+    def last_residual(self, tokens, cu_seqlens):
         x = self.embedding(tokens)
         for block in self.blocks:
             if self._checkpointed_layers:

@@ -1,18 +1,19 @@
 """The checks of the model: healthy ones pass, each fault fails."""
 
 import types
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.checks import faults
 from trifocal.checks import model_checks as checks
-from trifocal.generate import NSACache
-from trifocal.ops import nsa_attention
-from trifocal.testing.small_models import make_model
+from trifocal.generate import cached_layers, cached_model, prefill
+from trifocal.ops import decode_linear, nsa_attention
+from trifocal.testing.small_models import SMALL, make_model
 
 CPU = torch.device("cpu")
-HEALTHY = (checks.checkpointing, checks.future_leak, checks.decode, checks.parameter_gradients)
+HEALTHY = (checks.checkpointing, checks.future_leak, checks.decode, checks.batch_invariance, checks.parameter_gradients)
 
 
 def making(change):
@@ -72,12 +73,15 @@ def test_checkpointing_finds_a_lost_gradient():
     [faults.replacing_window(faults.leaking_window), faults.softmax_over_future_blocks],
     ids=["window sees the next token", "softmax over future blocks"],
 )
-def test_future_leak_finds(fault):
+def test_future_leak_finds(fault, monkeypatch):
     def attention(*inputs, cu_seqlens=None, **rules):
         if cu_seqlens is not None:
             return nsa_attention(*inputs, cu_seqlens=cu_seqlens, **rules)
         return fault(*inputs, **rules)
 
+    later = faults.at_other_lengths(cached_layers.decode_attention, lambda lengths: lengths + 1)
+    monkeypatch.setattr(cached_layers, "nsa_attention", fault)
+    monkeypatch.setattr(cached_layers, "decode_attention", later)
     found = checks.future_leak(CPU, make_model=attending_with(attention))
     assert not found.passed
     counts = {line.partition(":")[0]: int(line.rpartition(" ")[2]) for line in found.details}
@@ -101,51 +105,54 @@ def test_future_leak_finds_a_model_that_sees_nothing():
     assert not checks.future_leak(CPU, make_model=making(blind)).passed
 
 
-def test_decode_finds_a_query_that_sees_only_the_first_key():
-    attention = faults.replacing_window(faults.top_left_window)
-    assert not checks.decode(CPU, make_model=attending_with(attention)).passed
-
-
-def test_decode_finds_it_in_the_dense_twin():
-    found = checks.decode(CPU, make_model=making(faults.one_query_sees_the_first_key))
+@pytest.mark.parametrize(("model", "name"), [(0, "decode_attention"), (1, "decode_dense_attention")])
+def test_decode_finds_a_query_that_sees_only_the_first_key(model, name, monkeypatch):
+    fault = faults.at_other_lengths(getattr(cached_layers, name), lambda lengths: lengths * 0)
+    monkeypatch.setattr(cached_layers, name, fault)
+    found = checks.decode(CPU)
     assert not found.passed
-    assert found.details[1].startswith("dense")
+    errors = [float(line.split()[1]) for line in found.details]
+    assert errors[model] > found.bound > errors[1 - model]
 
 
 def test_decode_finds_a_compression_cache_that_prefill_does_not_fill(monkeypatch):
-    healthy = NSACache.extend
+    def only_the_window(self):
+        for ring, places, x in self._rings:
+            # One token less than a compressed block, and eight new ones.
+            if ring.shape[2] != SMALL.compression_block_size - 1 + 8:
+                ring[self.row].index_copy_(1, places, x)
 
-    def extend(self, raw, selected, window, compress):
-        if self.length == 0 and raw[0].shape[1] > 1:
-            raw = tuple(torch.zeros_like(x) for x in raw)
-        return healthy(self, raw, selected, window, compress)
-
-    monkeypatch.setattr(NSACache, "extend", extend)
+    monkeypatch.setattr(prefill.Chunk, "write_rings", only_the_window)
     assert not checks.decode(CPU).passed
 
 
 def test_decode_finds_a_window_cache_one_too_short(monkeypatch):
-    healthy = NSACache.extend
+    healthy = cached_model.decode_geometry
 
-    def extend(self, raw, selected, window, compress):
-        compressed, whole, (k, v) = healthy(self, raw, selected, window, compress)
-        first = 1 if k.shape[1] >= self.geometry.window_size else 0
-        k, v = k.clone(), v.clone()
-        k[:, :first], v[:, :first] = 0, 0
-        return compressed, whole, (k, v)
+    def shorter(config, max_length):
+        geometry = healthy(config, max_length)
+        return replace(geometry, window_size=geometry.window_size - 1)
 
-    monkeypatch.setattr(NSACache, "extend", extend)
+    monkeypatch.setattr(cached_model, "decode_geometry", shorter)
     assert not checks.decode(CPU).passed
 
 
 def test_decode_finds_blocks_rotated_by_another_position(monkeypatch):
-    healthy = NSACache.extend
+    healthy = prefill.rotate
 
-    def extend(self, raw, selected, window, compress):
-        return healthy(self, raw, selected, window, lambda k, v, first: compress(k, v, first + 1))
+    def rotate(x, cos, sin):
+        # The tables of blocks have a stride's rows between theirs.
+        of_blocks = cos.stride(0) > cos.shape[1]
+        return healthy(x, cos.roll(1, 0), sin.roll(1, 0)) if of_blocks else healthy(x, cos, sin)
 
-    monkeypatch.setattr(NSACache, "extend", extend)
+    monkeypatch.setattr(prefill, "rotate", rotate)
     assert not checks.decode(CPU).passed
+
+
+def test_batch_invariance_finds_products_of_all_rows_together(monkeypatch):
+    monkeypatch.setattr(decode_linear, "_linear", torch.nn.functional.linear)
+    found = checks.batch_invariance(CPU)
+    assert not found.passed and found.details[0] != "nsa: 0"
 
 
 def test_parameter_gradients_find_a_skipped_branch():
@@ -174,8 +181,8 @@ def test_parameter_gradients_find_nan():
     def change(model):
         healthy = model.forward
 
-        def forward(self, tokens, targets=None, *, cu_seqlens=None, cache=None):
-            loss = healthy(tokens, targets, cu_seqlens=cu_seqlens, cache=cache)
+        def forward(self, tokens, targets=None, *, cu_seqlens=None):
+            loss = healthy(tokens, targets, cu_seqlens=cu_seqlens)
             return loss * torch.nan if tokens.shape[1] < 4 else loss
 
         model.forward = types.MethodType(forward, model)

@@ -17,9 +17,9 @@ from tests.cli.test_commands import Capture, refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
 from trifocal.cli import generate as command
 from trifocal.cli import main
-from trifocal.cli.generate import TextStream
 from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer
+from trifocal.generate import CachedModel, TextStream
 from trifocal.models import load_model
 
 __all__ = ["run", "tokenizer_file"]
@@ -93,8 +93,8 @@ def test_text_is_written_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "stdout", written)
     # Letters alone: each token is a character.
     monkeypatch.setattr(
-        command.DecoderLM, "logits", lambda model, hidden: torch.nn.functional.one_hot(
-            torch.full(hidden.shape[:-1], ord("a")), 257
+        CachedModel, "_logits", lambda model, residual, products: torch.nn.functional.one_hot(
+            torch.full(residual.x.shape[:1], ord("a")), 257
         ).float() * 100,
     )  # fmt: skip
     assert main(["generate", str(run), "--prompt", "x", "--max-new-tokens", "4", "--samples", "2"]) == 0

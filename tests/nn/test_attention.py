@@ -11,6 +11,7 @@ import trifocal.nn.selected_attention as selected_module
 from trifocal.nn import (
     DenseAttention,
     NSAttention,
+    RotaryTables,
     SelectedAttention,
     WindowAttention,
     rotary_tables,
@@ -273,8 +274,10 @@ def test_compressed_scores_depend_on_distance_alone(compressor: Any) -> None:
     k, v = torch.randn(1, 12, 2, 8, dtype=torch.float64), torch.randn(1, 12, 2, 6, dtype=torch.float64)
 
     def scores(shift: int) -> Tensor:
-        q_rotated = rotate(q, *layer._rotary_tables(torch.arange(12) + shift, q))
-        k_cmp, _ = layer._compress(k, v, shift)
+        tables = layer._rotary_tables(torch.arange(12) + shift, q)
+        q_rotated = attention_module.rotate(q, *tables)
+        of_blocks = layer._rotary_tables(torch.arange(5) * layer.geometry.compression_stride + shift, k)
+        k_cmp, _ = layer._compress(k, v, None, RotaryTables(*tables, *of_blocks), 0)
         return torch.einsum("bthd,bchd->bhtc", q_rotated[:, :, ::2], k_cmp)
 
     for shift in (1, 2, 1000):

@@ -23,7 +23,7 @@ from trifocal.models import DecoderLM, load_model
 from trifocal.runlog import read_metrics
 from trifocal.telemetry.attention_picture import read_picture
 from trifocal.train import NonFiniteError, evaluator, load_config, resume, saving, train, train_setup
-from trifocal.train.evaluate import evaluate, read_validation_batches
+from trifocal.train.validation_loss import evaluate, read_validation_batches
 
 
 def test_a_deterministic_run_is_so_while_it_lasts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from trifocal.bench.recorder import Recorder
 from trifocal.bench.shapes import DTYPES
 from trifocal.bench.timing import Timing
 from trifocal.errors import UserError
-from trifocal.generate import make_caches, sample
+from trifocal.generate import CachedModel
 from trifocal.models import DecoderLM, ModelConfig, parameter_count
 from trifocal.train.micro_batch import autocast
 from trifocal.train.preflight import choose_device
@@ -105,21 +105,27 @@ def _timed(model: DecoderLM, options: DecodeOptions, context: int, device: torch
     prompt = torch.randint(model.config.vocab_size, (options.batch, context), generator=generator).to(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    caches = make_caches(model.config, context + _WARMUP_TOKENS + options.new_tokens)
     clock = _clock(device)
     with autocast(device, options.precision):
+        cached = CachedModel(
+            model,
+            max_sequences=options.batch,
+            max_length=context + _WARMUP_TOKENS + options.new_tokens,
+            prefill_chunk_size=options.prefill_chunk_size,
+        )
+        sequences = [cached.admit() for _ in range(options.batch)]
         begin = clock()
-        for chunk in prompt.split(options.prefill_chunk_size, dim=1):
-            hidden = model.hidden_states(chunk, cache=caches)
+        logits = torch.stack([cached.prefill(sequence, row) for sequence, row in zip(sequences, prompt, strict=True)])[
+            :, None
+        ]
         prefill_seconds = clock() - begin
         times = []
         for _ in range(_WARMUP_TOKENS + options.new_tokens):
             begin = clock()
-            token = sample(model.logits(hidden[:, -1]), temperature=0.0, top_k=0, top_p=1.0)
-            hidden = model.hidden_states(token[:, None], cache=caches)
+            logits = cached.decode(sequences, logits[:, -1:].argmax(-1))
             times.append((clock() - begin) * 1000)
-    if not torch.isfinite(hidden).all():
-        raise ArithmeticError("a hidden state was not finite")
+    if not torch.isfinite(logits).all():
+        raise ArithmeticError("a logit was not finite")
     timing = Timing.of(times[_WARMUP_TOKENS:])
     peak = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else None
     return {

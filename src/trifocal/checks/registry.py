@@ -63,6 +63,7 @@ CHECKS: tuple[Check, ...] = (
     Check("rope-distance", (11,), "scores depend on distance alone", positions.rope_distance),
     Check("future-leak", (7,), "no output depends on a later token", model_checks.future_leak),
     Check("decode-equals-prefill", (9, 10), "decoding gives the logits of one pass", model_checks.decode),
+    Check("batch-invariance", (), "decoding gives the same bits in any company", model_checks.batch_invariance),
     Check("checkpointing-gradients", (3, 4, 5), "recomputing changes no gradient", model_checks.checkpointing),
     Check("parameter-gradients", (4,), "every parameter gets a gradient", model_checks.parameter_gradients),
     Check("operation-count", (1,), "nothing loops over the sequence", cost_checks.operation_count),

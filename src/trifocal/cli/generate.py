@@ -12,7 +12,7 @@ import tyro
 from trifocal.cli.output import printable
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
-from trifocal.generate import stream
+from trifocal.generate import TextStream, stream
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.paths import shell_path, user_path
 from trifocal.runlog.environment import host_memory_bytes
@@ -190,39 +190,3 @@ def _print_continuations(
             show(others[0] + texts[0].end() + "\n")
     for index in range(1, options.samples):
         show(head(index) + others[index] + texts[index].end() + "\n")
-
-
-class TextStream:
-    """The text of tokens as they come: what was added joins to the text of all.
-
-    A character may take several tokens, and what a token stands for may depend on those before it. (After bytes that
-    are no UTF-8, a decoder with byte fallback would take back characters that are out.)
-
-    Args:
-        tokenizer: Of the tokens.
-        before: The tokens before the first.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
-        self._tokens = list(before)
-        # The first of them are out already, and are kept as neighbours of the others.
-        self._said = len(self._tokens)
-
-    def add(self, token: int) -> str:
-        """The text that one more token completes; empty in the middle of a character."""
-        self._tokens.append(token)
-        text = self._pending()
-        if not text or text.endswith("\ufffd"):
-            return ""
-        del self._tokens[: self._said]
-        self._said = len(self._tokens)
-        return text
-
-    def end(self) -> str:
-        """What is left: bytes that never became a character."""
-        return self._pending()
-
-    def _pending(self) -> str:
-        said = self._tokenizer.decode(self._tokens[: self._said])
-        return self._tokenizer.decode(self._tokens)[len(said) :]

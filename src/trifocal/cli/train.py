@@ -124,6 +124,7 @@ def _summary(result: TrainResult) -> str:
         report = f"pip install 'trifocal[report]' && {report}"
     advice = {
         "continue a text of yours": f'trifocal generate {directory} --prompt "import "',
+        "measure what it can do": f"trifocal evaluate {directory}",
         "see the run on one page": report,
         "train on, to twice the steps": f"{resume_command(result.directory)} --train.steps {2 * result.step}",
         "prove this installation right": "trifocal check",

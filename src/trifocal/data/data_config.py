@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from trifocal.errors import UserError, nearest
 from trifocal.fields import check_seconds
 
-SOURCES = ("synthetic", "builtin", "text", "jsonl", "parquet", "fineweb-edu")
+SYNTHETIC = ("synthetic", "recall", "needle")
+"""Kinds of source without text: their tokens are drawn."""
+
+SOURCES = (*SYNTHETIC, "builtin", "text", "jsonl", "parquet", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
 
 ON_BAD_DOCUMENT = ("stop", "skip")
@@ -22,9 +25,10 @@ class DataConfig:
     """
 
     source: str = "builtin"
-    """synthetic (random tokens), builtin (text of Python's standard library), text:PATH, jsonl:PATH#field,
-    parquet:PATH#field (file, folder or glob; parquet also http(s) URLs, separated by commas), fineweb-edu
-    (from the hub), fineweb-edu:PATH (a folder of its parquet files). The field is text unless given."""
+    """synthetic (random tokens), recall:PAIRS and needle:COUNT (tasks of random tokens; the number may be left out),
+    builtin (text of Python's standard library), text:PATH, jsonl:PATH#field, parquet:PATH#field (file, folder or glob;
+    parquet also http(s) URLs, separated by commas), fineweb-edu (from the hub), fineweb-edu:PATH (a folder of its
+    parquet files). The field is text unless given."""
 
     tokenizer: str = "bytes"
     """bytes, gpt2, or the path of a Hugging Face tokenizer.json."""

@@ -10,7 +10,7 @@ from trifocal.data.sources import BadDocuments, Source, parse_source
 
 
 def make_source(config: DataConfig, activity: Activity) -> tuple[Source, DataConfig]:
-    """Open the source of documents that a config names, except `synthetic`, which has no documents.
+    """Open the source of documents that a config names, except the synthetic ones, which have no text.
 
     Args:
         config: Names the source.

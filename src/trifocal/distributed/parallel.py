@@ -186,7 +186,7 @@ def parallelize(
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
-    # Generation calls these methods of the model.
+    # They run parts of the model by themselves.
     for name in ("hidden_states", "logits"):
         register_fsdp_forward_method(model, name)
     watch.watch_fsdp(model)

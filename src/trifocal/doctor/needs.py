@@ -177,8 +177,8 @@ def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = ""
         compiled=train.compile,
         device=machine.device.type,  # type: ignore[arg-type]
         backend=_backend(config, machine.device),  # type: ignore[arg-type]
-        # Rows of random tokens have no documents; others are packed where a border falls into one.
-        packed=config.data.source != "synthetic" and train.micro_batch_size > 1,
+        # Rows of random tokens and of recall are whole; others are packed where a border falls into one.
+        packed=config.data.source.partition(":")[0] not in ("synthetic", "recall") and train.micro_batch_size > 1,
         mode=mode,  # type: ignore[arg-type]
         shards=shards,
         reshard_after_forward=parallel.reshard_after_forward,

@@ -1,6 +1,29 @@
-"""Decoding: caches that hold what the branches need, and sampling."""
+"""Decoding: paged caches, continuous batching, sampling on the device.
 
-from trifocal.generate.cache import DenseCache, NSACache, make_caches
-from trifocal.generate.sampling import generate, sample, stream
+`generate` and `stream` continue a batch of prompts. `Engine` runs many requests at a time. `CachedModel` is the model
+with its caches, for loops of one's own.
+"""
 
-__all__ = ["DenseCache", "NSACache", "generate", "make_caches", "sample", "stream"]
+from trifocal.generate.cached_model import CachedModel, CachedSequence, OutOfRows
+from trifocal.generate.engine import Engine, RequestTooLong
+from trifocal.generate.generation import generate, stream
+from trifocal.generate.pages import OutOfPages
+from trifocal.generate.request import Completion, Request, Update
+from trifocal.generate.sampler import Sampling
+from trifocal.generate.text_stream import TextStream
+
+__all__ = [
+    "CachedModel",
+    "CachedSequence",
+    "Completion",
+    "Engine",
+    "OutOfPages",
+    "OutOfRows",
+    "Request",
+    "RequestTooLong",
+    "Sampling",
+    "TextStream",
+    "Update",
+    "generate",
+    "stream",
+]

@@ -1,7 +1,7 @@
 """The decoder: embedding, blocks, norm, output projection, loss. How it is run in parallel is decided outside."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,7 +120,6 @@ class DecoderLM(nn.Module):
         targets: Tensor | None = None,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: Sequence[Any] | None = None,
     ) -> Tensor:
         """Compute logits, or the loss.
 
@@ -128,7 +127,6 @@ class DecoderLM(nn.Module):
             tokens: [B, T], int64 or int32.
             targets: The token that should follow each position, [B, T], int64; -100 where there is none.
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; nothing crosses them.
-            cache: From `trifocal.generate.make_caches`; the tokens follow those that it holds.
 
         Returns:
             Logits, [B, T, vocab_size]; or with targets their mean loss in nats, a scalar in fp32 (fp64 for an
@@ -138,7 +136,7 @@ class DecoderLM(nn.Module):
             ValueError: If shapes do not fit; the message names them.
         """
         _check_tokens(tokens, targets)
-        x = self._last_residual(tokens, cu_seqlens, cache)
+        x = self._last_residual(tokens, cu_seqlens)
         if targets is None:
             return self.logits(self.norm(x))
         end = self._run_end if torch.is_grad_enabled() else run_end
@@ -149,36 +147,29 @@ class DecoderLM(nn.Module):
         tokens: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: Sequence[Any] | None = None,
     ) -> Tensor:
         """The normed output of the last block, [B, T, E]; arguments and errors as in `forward`."""
         _check_tokens(tokens, None)
-        return self.norm(self._last_residual(tokens, cu_seqlens, cache))
+        return self.norm(self._last_residual(tokens, cu_seqlens))
 
-    def _last_residual(
-        self, tokens: Tensor, cu_seqlens: Tensor | Documents | None, cache: Sequence[Any] | None
-    ) -> Tensor:
-        if cache is not None and len(cache) != len(self.blocks):
-            raise ValueError(f"cache must hold one entry for each of {len(self.blocks)} layers, got {len(cache)}")
+    def _last_residual(self, tokens: Tensor, cu_seqlens: Tensor | Documents | None) -> Tensor:
         documents = cu_seqlens
         if isinstance(documents, Tensor):
             # Checked before the copy: borders on the host need no wait for a GPU.
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
-        rotary = None
-        if cache is None:
-            layers = self.attention_layers()
-            # A layer with compressed blocks has the tables of the others too.
-            first = next((layer for layer in layers if layer.geometry is not None), layers[0])
-            rotary = first.rotary_tables(x, documents)
-        choices = self._random_choices(x, documents, cache)
+        layers = self.attention_layers()
+        # A layer with compressed blocks has the tables of the others too.
+        first = next((layer for layer in layers if layer.geometry is not None), layers[0])
+        rotary = first.rotary_tables(x, documents)
+        choices = self._random_choices(x, documents)
         for index, block in enumerate(self.blocks):
             given = {"selected_blocks": choices[index]} if index in choices else {}
-            x = block(x, cu_seqlens=documents, cache=None if cache is None else cache[index], rotary=rotary, **given)
+            x = block(x, cu_seqlens=documents, rotary=rotary, **given)
         return x
 
-    def _random_choices(self, x: Tensor, documents: Documents | None, cache: Sequence[Any] | None) -> dict[int, Tensor]:
+    def _random_choices(self, x: Tensor, documents: Documents | None) -> dict[int, Tensor]:
         """The blocks of each layer that draws them at random, [B, T, G, N]."""
         config = self.config
         if config.selection == "importance":
@@ -186,8 +177,7 @@ class DecoderLM(nn.Module):
         if documents is not None:
             positions = documents.positions
         else:
-            first = 0 if cache is None else cache[0].length
-            positions = torch.arange(first, first + x.shape[1], device=x.device)
+            positions = torch.arange(x.shape[1], device=x.device)
         return {
             layer: random_blocks(positions, config.geometry, config.num_kv_heads, layer).expand(x.shape[0], -1, -1, -1)
             for layer, kind in enumerate(config.attention_of_layers)
@@ -230,32 +220,11 @@ class DecoderLM(nn.Module):
         """The attention of each layer, first to last."""
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop_token: int | None = None,
-        prefill_chunk_size: int = 0,
-    ) -> Tensor:
-        """Continue each row; see `trifocal.generate.generate`."""
+    def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """Continue each row of prompts [B, T]; options and errors as of `trifocal.generate.generate`."""
         from trifocal.generate import generate
 
-        return generate(
-            self,
-            tokens,
-            max_new_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            seed=seed,
-            stop_token=stop_token,
-            prefill_chunk_size=prefill_chunk_size,
-        )
+        return generate(self, tokens, max_new_tokens, **options)
 
 
 def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
@@ -279,13 +248,11 @@ def train_block(
     checkpointed: bool,
     forward: Callable[..., Tensor],
     x: Tensor,
-    *,
-    cache: Any | None = None,
     **given: Any,
 ) -> Tensor:
     """A wrapped block: `run`, which is `run_block` or compiled from it, in training; else the block's own forward."""
-    if cache is not None or not torch.is_grad_enabled():
-        return forward(x, cache=cache, **given)
+    if not torch.is_grad_enabled():
+        return forward(x, **given)
     return run(checkpointed, forward, x, **given)
 
 

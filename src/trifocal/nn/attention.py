@@ -4,11 +4,8 @@ Inputs are [B, T, E]. Shape letters as in DESIGN.md: H query heads, G KV heads, 
 A group is the query heads that share one KV head.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from trifocal.nn.attention_base import AttentionBase, RotaryTables, check_input, locate
@@ -19,47 +16,6 @@ from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
 from trifocal.ops.dispatch import check_backend
 from trifocal.ops.geometry import LARGEST_SIZE
 from trifocal.ops.validation import check_whole_number
-
-KeysValues = tuple[Tensor, Tensor]
-
-
-class NSACache(Protocol):
-    """Interface of a sparse layer's decoding cache; `trifocal.generate` implements it."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that the cache has seen."""
-
-    def extend(
-        self,
-        raw: KeysValues,
-        selected: KeysValues,
-        window: KeysValues | None,
-        compress: Callable[[Tensor, Tensor, int], KeysValues],
-    ) -> tuple[KeysValues, KeysValues, KeysValues]:
-        """Append T tokens and return the keys and values that their queries see.
-
-        Args:
-            raw: Unrotated keys and values of the compressed branch, [B, T, G, D] and [B, T, G, V].
-            selected: Rotated keys and values of the selected branch.
-            window: Those of the window branch; None when it shares the selected branch's.
-            compress: Makes rotated compressed keys and values of the whole blocks in a stretch of raw ones; the
-                last argument is the position of the stretch's first token.
-
-        Returns:
-            Keys and values of all compressed blocks, of all tokens, and of the last `min(S, T + w - 1)` tokens.
-        """
-
-
-class DenseCache(Protocol):
-    """Interface of a dense layer's decoding cache."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that the cache has seen."""
-
-    def extend(self, k: Tensor, v: Tensor) -> KeysValues:
-        """Append rotated keys and values of T tokens and return those of all tokens so far."""
 
 
 class NSAttention(AttentionBase):
@@ -117,28 +73,26 @@ class NSAttention(AttentionBase):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: NSACache | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
     ) -> Tensor:
-        """Attend.
+        """Attend. Decoding with caches is in `trifocal.generate`.
 
         Args:
             x: The layer's input, [B, T, E].
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
-            cache: Earlier tokens; the T tokens are appended to them.
-            rotary: From `rotary_tables` for these tokens, where layers share them; without a cache.
+            rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
 
         Returns:
             [B, T, E].
 
         Raises:
-            ValueError: If both documents and a cache are given, or the borders do not fit.
+            ValueError: If the borders do not fit.
         """
         check_input(x, self.q_proj.in_features)
-        documents, positions = locate(x, cu_seqlens, cache)
-        length = self._length(x, documents, cache)
+        documents, positions = locate(x, cu_seqlens)
+        length = self._length(x, documents)
         if isinstance(self.gate, SigmoidGate):
             q, keys, values, [logits] = self._project(x, self.gate.proj)
             gates = self.gate(x, logits)
@@ -153,15 +107,7 @@ class NSAttention(AttentionBase):
         q = rotate(q, cos, sin)
         k_slc = rotate(k_slc, cos, sin)
         k_win = k_slc if self.shared_kv else rotate(k_win, cos, sin)
-        if cache is None:
-            k_cmp, v_cmp = self._compress(k_cmp, v_cmp, 0, documents, rotary, length)
-        else:
-            (k_cmp, v_cmp), (k_slc, v_slc), (k_win, v_win) = cache.extend(
-                (k_cmp, v_cmp),
-                (k_slc, v_slc),
-                None if self.shared_kv else (k_win, v_win),
-                functools.partial(self._compress, length=length),
-            )
+        k_cmp, v_cmp = self._compress(k_cmp, v_cmp, documents, rotary, length)
         o = nsa_attention(
             q,
             k_cmp,
@@ -182,17 +128,13 @@ class NSAttention(AttentionBase):
         self,
         k_raw: Tensor,
         v_raw: Tensor,
-        first_position: int,
-        documents: Documents | None = None,
-        rotary: RotaryTables | None = None,
-        length: int | Tensor = 0,
-    ) -> KeysValues:
-        """Compress unrotated keys and values and rotate the keys; `first_position` is that of the first token."""
+        documents: Documents | None,
+        rotary: RotaryTables | None,
+        length: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Compress unrotated keys and values and rotate the keys."""
         k_cmp, v_cmp = self.k_compressor(k_raw, documents), self.v_compressor(v_raw, documents)
-        rotated = self._rotate_compressed(
-            k_cmp, self.geometry, documents, rotary, first_position=first_position, length=length
-        )
-        return rotated, v_cmp
+        return self._rotate_compressed(k_cmp, self.geometry, documents, rotary, length), v_cmp
 
 
 class DenseAttention(AttentionBase):
@@ -213,7 +155,6 @@ class DenseAttention(AttentionBase):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: DenseCache | None = None,
         rotary: RotaryTables | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
@@ -221,17 +162,15 @@ class DenseAttention(AttentionBase):
         How packed documents are attended to: `trifocal.nn.packed`.
         """
         check_input(x, self.q_proj.in_features)
-        documents, positions = locate(x, cu_seqlens, cache)
-        length = self._length(x, documents, cache)
+        documents, positions = locate(x, cu_seqlens)
+        length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if cache is not None:
-            k, v = cache.extend(k, v)
         return self.o_proj(self._attend(q, k, v, documents).flatten(2))
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None) -> Tensor:
-        """q [B, T, H, D], k [B, S, G, D], v [B, S, G, V] -> [B, T, H, V]."""
+        """q [B, T, H, D], k [B, T, G, D], v [B, T, G, V] -> [B, T, H, V]."""
         if documents is None:
             return _dense_attention(q, k, v)
         # Imported here, because PyTorch's varlen attention imports its compiler.
@@ -265,19 +204,8 @@ class WindowAttention(DenseAttention):
 
 
 def _dense_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention of the last T positions over S: q [B, T, H, D], k [B, S, G, D], v [B, S, G, V]."""
-    num_queries, num_keys, num_kv_heads = q.shape[1], k.shape[1], k.shape[2]
-    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    if num_queries == 1:
-        # A single query sees every key: its heads act as the queries of their KV head, and no key is copied.
-        q = q.squeeze(2).unflatten(1, (num_kv_heads, -1))
-        return nn.functional.scaled_dot_product_attention(q, k, v).flatten(1, 2)[:, None]
+    """Causal attention: q [B, T, H, D], k [B, T, G, D], v [B, T, G, V]."""
     # Copied for every head, because not every kernel behind SDPA shares keys between heads.
-    q_per_kv = q.shape[1] // num_kv_heads
-    k, v = k.repeat_interleave(q_per_kv, dim=1), v.repeat_interleave(q_per_kv, dim=1)
-    mask = None
-    if num_queries < num_keys:
-        # `is_causal` would align the first query with the first key; the queries are the last ones.
-        mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
-    o = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-    return o.transpose(1, 2)
+    q_per_kv = q.shape[2] // k.shape[2]
+    q, k, v = q.transpose(1, 2), *(x.transpose(1, 2).repeat_interleave(q_per_kv, dim=1) for x in (k, v))
+    return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)

@@ -4,7 +4,7 @@ Shape letters as in DESIGN.md: B batch, T tokens, E model dim, H query heads, G 
 blocks.
 """
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,14 +29,6 @@ class RotaryTables(NamedTuple):
     sin: Tensor
     cos_cmp: Tensor | None = None
     sin_cmp: Tensor | None = None
-
-
-class Cache(Protocol):
-    """Any layer's decoding cache."""
-
-    @property
-    def length(self) -> int:
-        """Tokens that the cache has seen."""
 
 
 class AttentionBase(nn.Module):
@@ -103,9 +95,9 @@ class AttentionBase(nn.Module):
         self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
 
     def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
-        """Tables for tokens without a cache, to be shared by layers alike; x [B, T, E] gives length, device, type."""
-        documents, positions = locate(x, cu_seqlens, None)
-        length = self._length(x, documents, None)
+        """Tables to be shared by layers alike; x [B, T, E] gives length, device, type."""
+        documents, positions = locate(x, cu_seqlens)
+        length = self._length(x, documents)
         tables = self._rotary_tables(positions, x, length)
         if self.geometry is None:
             return RotaryTables(*tables)
@@ -113,7 +105,7 @@ class AttentionBase(nn.Module):
             num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
         else:
             num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
-        return RotaryTables(*tables, *self._compressed_tables(num_blocks, self.geometry, documents, x, 0, length))
+        return RotaryTables(*tables, *self._compressed_tables(num_blocks, self.geometry, documents, x, length))
 
     def selected_keys(self, projected: Tensor, documents: Documents | None = None) -> Tensor:
         """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output; full attention would read these.
@@ -125,25 +117,21 @@ class AttentionBase(nn.Module):
         # Of three branches, the second.
         k = projected.unflatten(-1, (self.branches, self.num_kv_heads, self.head_dim))[:, :, self.branches // 2]
         k = k if self.k_norm is None else self.k_norm(k)
-        _, positions = locate(projected, documents, None)
-        return rotate(k, *self._rotary_tables(positions, k, self._length(projected, documents, None)))
+        _, positions = locate(projected, documents)
+        return rotate(k, *self._rotary_tables(positions, k, self._length(projected, documents)))
 
     def _rotate_compressed(
         self,
         k_cmp: Tensor,
         geometry: Geometry,
-        documents: Documents | None = None,
-        rotary: RotaryTables | None = None,
-        *,
-        first_position: int = 0,
-        length: int | Tensor = 0,
+        documents: Documents | None,
+        rotary: RotaryTables | None,
+        length: int | Tensor,
     ) -> Tensor:
-        """Rotate compressed keys by their blocks' first tokens; `first_position` is that of the first block."""
+        """Rotate compressed keys by their blocks' first tokens."""
         if rotary is not None and rotary.cos_cmp is not None and rotary.sin_cmp is not None:
             return rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp)
-        return rotate(
-            k_cmp, *self._compressed_tables(k_cmp.shape[1], geometry, documents, k_cmp, first_position, length)
-        )
+        return rotate(k_cmp, *self._compressed_tables(k_cmp.shape[1], geometry, documents, k_cmp, length))
 
     def _compressed_tables(
         self,
@@ -151,25 +139,24 @@ class AttentionBase(nn.Module):
         geometry: Geometry,
         documents: Documents | None,
         x: Tensor,
-        first_position: int,
         length: int | Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Tables of the compressed blocks' first tokens."""
         if documents is None:
-            starts = first_position + torch.arange(num_blocks, device=x.device) * geometry.compression_stride
+            starts = torch.arange(num_blocks, device=x.device) * geometry.compression_stride
             return self._rotary_tables(starts, x, length)
         layout = compressed_layout(documents, num_blocks, geometry)
         if self.rope_scaling.depends_on_length:
             length = documents.cu_seqlens.diff()[layout.ids.clamp(min=0)]
         return self._rotary_tables(layout.starts, x, length)
 
-    def _length(self, x: Tensor, documents: Documents | None, cache: Cache | None) -> int | Tensor:
+    def _length(self, x: Tensor, documents: Documents | None) -> int | Tensor:
         """Tokens of the sequence, or of each token's document, [T]; 0 if frequencies do not depend on them."""
         if not self.rope_scaling.depends_on_length:
             return 0
         if documents is not None:
             return documents.cu_seqlens.diff()[documents.ids]
-        return x.shape[1] + (0 if cache is None else cache.length)
+        return x.shape[1]
 
     def _rotary_tables(self, positions: Tensor, x: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
         exact = torch.promote_types(x.dtype, torch.float32)
@@ -191,14 +178,11 @@ class AttentionBase(nn.Module):
         return q, keys, values, parts[2 * self.branches :]
 
 
-def locate(x: Tensor, cu_seqlens: Tensor | Documents | None, cache: Cache | None) -> tuple[Documents | None, Tensor]:
+def locate(x: Tensor, cu_seqlens: Tensor | Documents | None) -> tuple[Documents | None, Tensor]:
     """Documents, checked, and the position of each of the T tokens in its document, [T]."""
     num_tokens = x.shape[1]
     if cu_seqlens is None:
-        first = 0 if cache is None else cache.length
-        return None, torch.arange(first, first + num_tokens, device=x.device)
-    if cache is not None:
-        raise ValueError("cu_seqlens and cache cannot be given together: a cache holds one document a row")
+        return None, torch.arange(num_tokens, device=x.device)
     if x.shape[0] != 1:
         raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {list(x.shape)}")
     documents = Documents.of(cu_seqlens, num_tokens)

@@ -60,10 +60,9 @@ class Block(nn.Module):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: Any | None = None,
         rotary: RotaryTables | None = None,
         **given: Any,
     ) -> Tensor:
         """[B, T, E] -> [B, T, E]; keywords as the attention takes them."""
-        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, cache=cache, rotary=rotary, **given)
+        x = x + self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, rotary=rotary, **given)
         return x + self.mlp(self.mlp_norm(x))

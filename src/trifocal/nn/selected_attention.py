@@ -1,12 +1,10 @@
 """Selected attention as a whole layer: one softmax over first, local and selected blocks, without gates."""
 
-import functools
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from trifocal.nn.attention import KeysValues, NSACache
 from trifocal.nn.attention_base import AttentionBase, RotaryTables, check_input, locate
 from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.rope import rotate
@@ -50,43 +48,22 @@ class SelectedAttention(AttentionBase):
         x: Tensor,
         *,
         cu_seqlens: Tensor | Documents | None = None,
-        cache: NSACache | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`."""
         check_input(x, self.q_proj.in_features)
-        documents, positions = locate(x, cu_seqlens, cache)
-        length = self._length(x, documents, cache)
+        documents, positions = locate(x, cu_seqlens)
+        length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
         raw = k.detach()
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         with torch.no_grad():
-            if cache is None:
-                k_cmp, v_cmp = self._compress(raw, raw, 0, documents, rotary, length)
-            else:
-                compress = functools.partial(self._compress, length=length)
-                (k_cmp, v_cmp), (k, v), _ = cache.extend((raw, raw[..., :VALUE_COLUMNS]), (k, v), None, compress)
+            k_cmp = self._rotate_compressed(self.k_compressor(raw, documents), self.geometry, documents, rotary, length)
             if selected_blocks is None:
                 given: dict[str, Any] = {"num_keys": k.shape[1], "cu_seqlens": documents, "backend": self.backend}
-                _, lse = compressed_attention(q, k_cmp, v_cmp, self.geometry, **given)
+                _, lse = compressed_attention(q, k_cmp, k_cmp[..., :VALUE_COLUMNS], self.geometry, **given)
                 selected_blocks = select_blocks(q, k_cmp, lse, self.geometry, **given)
         o = selected_attention(q, k, v, selected_blocks, self.geometry, cu_seqlens=documents, backend=self.backend)
         return self.o_proj(o.flatten(2))
-
-    def _compress(
-        self,
-        k_raw: Tensor,
-        v_raw: Tensor,
-        first_position: int,
-        documents: Documents | None = None,
-        rotary: RotaryTables | None = None,
-        length: int | Tensor = 0,
-    ) -> KeysValues:
-        """Compressed keys, and a few of their columns for values; arguments as in `NSAttention._compress`."""
-        k_cmp = self.k_compressor(k_raw, documents)
-        k_cmp = self._rotate_compressed(
-            k_cmp, self.geometry, documents, rotary, first_position=first_position, length=length
-        )
-        return k_cmp, k_cmp[..., :VALUE_COLUMNS]

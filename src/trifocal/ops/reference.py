@@ -51,14 +51,14 @@ class Visibility(NamedTuple):
         mask_TS &= position_T1 <= self.key_last
         if self.selected_blocks is None or self.key_blocks is None:
             return mask_TS[None, None, None]
-        chosen_BTGJ = _chosen(self.selected_blocks, self.num_blocks)
+        chosen_BTGJ = chosen_mask(self.selected_blocks, self.num_blocks)
         chosen_BGTS = chosen_BTGJ.transpose(1, 2).index_select(-1, self.key_blocks)
         return (chosen_BGTS & mask_TS)[:, :, None]
 
 
 def mean_compress(x: Tensor, geometry: Geometry, documents: Documents | None, num_blocks: int) -> Tensor:
     """Mean over each compressed block's tokens; see `trifocal.ops.mean_compress`."""
-    return compression_windows(x, geometry, documents, num_blocks).mean(2, dtype=_accumulator(x)).to(x.dtype)
+    return compression_windows(x, geometry, documents, num_blocks).mean(2, dtype=accumulator(x)).to(x.dtype)
 
 
 def compression_windows(x: Tensor, geometry: Geometry, documents: Documents | None, num_blocks: int) -> Tensor:
@@ -114,7 +114,7 @@ class _CompressionWindows(torch.autograd.Function):
         place_SK = (position_S % stride)[:, None] + before_K * stride
         row_SK = ((first_S[:, None] + number_SK) * block + place_SK).where(holds_SK, 0)
         terms = d_windows.flatten(1, 2)[:, row_SK].where(holds_SK[..., None, None], 0)
-        d_x = terms.sum(2, dtype=_accumulator(d_windows)).to(d_windows.dtype)
+        d_x = terms.sum(2, dtype=accumulator(d_windows)).to(d_windows.dtype)
         return d_x, *[None] * 6
 
 
@@ -158,23 +158,9 @@ def select_blocks(
         p_BGTC = p_BGTC.gather(-1, slots_TC.expand(*p_BGTC.shape[:3], -1)) if k_cmp.shape[1] else p_BGTC[..., :0]
         p_BGTC = p_BGTC.where(inside_TC[:, : p_BGTC.shape[-1]], 0)
 
-    num_blocks = geometry.num_selection_blocks(num_keys)
-    importance_BGTJ = _spread_over_selection_blocks(p_BGTC, geometry, num_blocks)
-
-    block_J = torch.arange(num_blocks, device=q.device)
+    importance_BGTJ = importance(p_BGTC, geometry, geometry.num_selection_blocks(num_keys))
     own_T1 = visibility.query_positions[:, None] // geometry.selection_block_size
-    forced_TJ = (block_J < geometry.num_initial_blocks) | (block_J > own_T1 - geometry.num_local_blocks)
-    importance_BGTJ = importance_BGTJ.masked_fill(forced_TJ, torch.inf)
-    importance_BGTJ = importance_BGTJ.masked_fill(block_J > own_T1, -torch.inf)
-
-    # A stable sort keeps the order of what is equal: the lower index first.
-    ranked, order = importance_BGTJ.sort(dim=-1, descending=True, stable=True)
-    num_slots = geometry.num_selected_blocks
-    order = order[..., :num_slots].masked_fill(ranked[..., :num_slots] == -torch.inf, num_blocks)
-    order = order.sort(dim=-1).values
-    chosen = order.masked_fill(order == num_blocks, -1).to(torch.int32)
-    chosen = torch.nn.functional.pad(chosen, (0, num_slots - chosen.shape[-1]), value=-1)
-    return chosen.transpose(1, 2).contiguous()
+    return choose_blocks(importance_BGTJ, own_T1, geometry)
 
 
 def selected_attention(
@@ -228,7 +214,7 @@ def nsa_attention(
     """Selected and window attention, mixed with the compressed branch's result by the gates."""
     o_slc = selected_attention(q, k_slc, v_slc, selected_blocks, geometry, scale, documents)
     o_win = window_attention(q, k_win, v_win, geometry.window_size, scale, documents)
-    gate_cmp, gate_slc, gate_win = gates.to(_accumulator(q)).unsqueeze(-1).unbind(3)
+    gate_cmp, gate_slc, gate_win = gates.to(accumulator(q)).unsqueeze(-1).unbind(3)
     return (gate_cmp * o_cmp + gate_slc * o_slc + gate_win * o_win).to(q.dtype)
 
 
@@ -243,7 +229,7 @@ class _MaskedAttention(torch.autograd.Function):
         scores_BGRTS = _scores(q, k, scale, mask)
         lse_BGRT = scores_BGRTS.logsumexp(-1)
         p_BGRTS = _normalise(scores_BGRTS, lse_BGRT)
-        with _full_precision(q):
+        with full_precision(q):
             o_BGXV = p_BGRTS.flatten(2, 3) @ _seen(v, mask)
         o = _ungroup(o_BGXV, q.shape)
         if o.dtype != q.dtype:
@@ -263,7 +249,7 @@ class _MaskedAttention(torch.autograd.Function):
         visibility = Visibility(*(next(remaining) if part is ... else part for part in ctx.visibility))
         mask = visibility.mask()
         p_BGRTS = _normalise(_scores(q, k, ctx.scale, mask), _group_heads(lse, k.shape[2]))
-        with _full_precision(q):
+        with full_precision(q):
             # The gradient of a softmax: each score moves by its own share of (dp - what the row gives back).
             returned_BTH = (d_o.to(lse.dtype) * o).sum(-1) - d_lse
             d_o_BGXV = _group_heads_as_rows(d_o, k.shape[2])
@@ -287,7 +273,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, mask: Tensor) -> Tensor:
     """Scaled scores, [B, G, R, T, S], in the accumulator's type; -inf where a query does not see a key."""
     batch, num_queries, num_heads = q.shape[:3]
     num_groups = k.shape[2]
-    with _full_precision(q):
+    with full_precision(q):
         scores_BGXS = (_group_heads_as_rows(q, num_groups) * scale) @ _per_group(k).transpose(-1, -2)
     scores_BGRTS = scores_BGXS.view(batch, num_groups, num_heads // num_groups, num_queries, k.shape[1])
     return scores_BGRTS.masked_fill_(~mask, -torch.inf)
@@ -324,7 +310,31 @@ def _token_positions(q: Tensor, num_keys: int, documents: Documents | None) -> t
     return ids[first_query:], positions[first_query:], ids, positions
 
 
-def _spread_over_selection_blocks(p_BGTC: Tensor, geometry: Geometry, num_blocks: int) -> Tensor:
+def choose_blocks(importance_BGTJ: Tensor, own_block: Tensor, geometry: Geometry) -> Tensor:
+    """The forced blocks, then the most important ones: [B, T, G, N], int32, ascending, -1 pads.
+
+    Args:
+        importance_BGTJ: Of every selection block.
+        own_block: The block that holds each query, [T, 1] or [B, 1, T, 1].
+        geometry: Block sizes, in tokens.
+    """
+    num_blocks = importance_BGTJ.shape[-1]
+    block_J = torch.arange(num_blocks, device=importance_BGTJ.device)
+    forced = (block_J < geometry.num_initial_blocks) | (block_J > own_block - geometry.num_local_blocks)
+    importance_BGTJ = importance_BGTJ.masked_fill(forced, torch.inf)
+    importance_BGTJ = importance_BGTJ.masked_fill(block_J > own_block, -torch.inf)
+
+    # A stable sort keeps the order of what is equal: the lower index first.
+    ranked, order = importance_BGTJ.sort(dim=-1, descending=True, stable=True)
+    num_slots = geometry.num_selected_blocks
+    order = order[..., :num_slots].masked_fill(ranked[..., :num_slots] == -torch.inf, num_blocks)
+    order = order.sort(dim=-1).values
+    chosen = order.masked_fill(order == num_blocks, -1).to(torch.int32)
+    chosen = torch.nn.functional.pad(chosen, (0, num_slots - chosen.shape[-1]), value=-1)
+    return chosen.transpose(1, 2).contiguous()
+
+
+def importance(p_BGTC: Tensor, geometry: Geometry, num_blocks: int) -> Tensor:
     """Importance of each selection block, [B, G, T, J]: probability by overlap (Eq. 9).
 
     Every block sums its taps in the same order, so that equal blocks stay exactly equal.
@@ -341,7 +351,7 @@ def _spread_over_selection_blocks(p_BGTC: Tensor, geometry: Geometry, num_blocks
     return importance_BGTJ
 
 
-def _chosen(selected_blocks: Tensor, num_blocks: int) -> Tensor:
+def chosen_mask(selected_blocks: Tensor, num_blocks: int) -> Tensor:
     """Membership [B, T, G, J] from indices [B, T, G, N]; what is no block of the document falls off the end."""
     no_block = (selected_blocks < 0) | (selected_blocks >= num_blocks)
     index = selected_blocks.long().masked_fill(no_block, num_blocks)
@@ -349,11 +359,11 @@ def _chosen(selected_blocks: Tensor, num_blocks: int) -> Tensor:
     return chosen.scatter_(-1, index, True)[..., :num_blocks]
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
+def accumulator(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _full_precision(x: Tensor) -> AbstractContextManager[Any]:
+def full_precision(x: Tensor) -> AbstractContextManager[Any]:
     """Keep an outer autocast from lowering the products inside; the meta device knows none."""
     if x.device.type == "meta":
         return nullcontext()
@@ -367,7 +377,7 @@ def _group_heads(x: Tensor, num_groups: int) -> Tensor:
 
 def _group_heads_as_rows(x: Tensor, num_groups: int) -> Tensor:
     """[B, T, H, D] -> [B, G, R*T, D] in the accumulator's type: one product a group, without copies of its keys."""
-    return x.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(_accumulator(x))
+    return x.unflatten(2, (num_groups, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).to(accumulator(x))
 
 
 def _ungroup(x: Tensor, shape: torch.Size) -> Tensor:
@@ -377,7 +387,7 @@ def _ungroup(x: Tensor, shape: torch.Size) -> Tensor:
 
 def _per_group(x: Tensor) -> Tensor:
     """[B, S, G, D] -> [B, G, S, D] in the accumulator's type."""
-    return x.transpose(1, 2).to(_accumulator(x))
+    return x.transpose(1, 2).to(accumulator(x))
 
 
 def _seen(x: Tensor, mask: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trifocal.data import Tokenizer, make_tokenizer
+from trifocal.data import Tokenizer, has_text, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.dispatch import resolve
@@ -113,10 +113,10 @@ def _check_saving(config: RunConfig) -> None:
 
 
 def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
-    if config.data.source == "synthetic":
+    if not has_text(config.data.source):
         if config.log.sample_interval_steps:
             raise UserError(
-                'data.source is "synthetic": there is no text to sample; set log.sample_interval_steps to 0'
+                f'data.source is "{config.data.source}": there is no text to sample; set log.sample_interval_steps to 0'
             )
         return
     if config.model.vocab_size < tokenizer.vocab_size:
@@ -328,7 +328,7 @@ def _notes(config: RunConfig, num_processes: int) -> list[str]:
                 f"train.sequence_length {length} is shorter than a compressed block of "
                 f"{geometry.compression_block_size}: the compressed branch sees nothing"
             )
-    if config.data.streams % num_processes and config.data.source != "synthetic":
+    if config.data.streams % num_processes and has_text(config.data.source):
         notes.append(
             f"data.streams {config.data.streams} is not a multiple of {num_processes} processes: each reads the data "
             "of others too; set it before the first step of a run, it decides the order of the rows"

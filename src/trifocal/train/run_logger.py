@@ -8,12 +8,12 @@ from pathlib import Path
 
 from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog, make_sinks, write_environment
 from trifocal.runlog.standard_streams import LastingStreams
-from trifocal.train.evaluate import Evaluation
 from trifocal.train.meter import Meter
 from trifocal.train.run_directory import OpenDirectory
 from trifocal.train.step import StepResult
 from trifocal.train.toml import to_toml
 from trifocal.train.train_setup import TrainSetup
+from trifocal.train.validation_loss import Evaluation
 
 
 class RunLogger:

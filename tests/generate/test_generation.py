@@ -1,4 +1,4 @@
-"""Sampling: distributions, seeds, stops, chunks, and greedy decoding against the model without a cache."""
+"""Batches of prompts: seeds, stops, chunks, and greedy decoding against the model without a cache."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,80 +6,19 @@ from typing import Any
 import pytest
 import torch
 
-from trifocal.generate import sample, stream
+from trifocal.generate import CachedModel, stream
 from trifocal.models import DecoderLM
-
-LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
-
-
-def frequencies(draws: int = 20_000, **options: Any) -> torch.Tensor:
-    given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, **options}
-    drawn = sample(LOGITS.expand(draws, -1), **given, generator=torch.Generator().manual_seed(0))
-    return torch.bincount(drawn, minlength=5) / draws
-
-
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [
-        ({}, [0, 1, 2, 3, 4]),
-        ({"top_k": 2}, [1, 3]),
-        ({"top_k": 1}, [1]),
-        ({"top_k": 9}, [0, 1, 2, 3, 4]),
-        # Probabilities .64 .24 .09 .03 .01 in the order 1 3 2 0 4.
-        ({"top_p": 0.6}, [1]),
-        ({"top_p": 0.7}, [1, 3]),
-        ({"top_p": 0.9}, [1, 2, 3]),
-        ({"top_p": 1e-9}, [1]),
-        ({"top_k": 3, "top_p": 0.8}, [1, 3]),
-    ],
-)
-def test_draws_follow_the_kept_probabilities(options: dict[str, Any], kept: list[int]) -> None:
-    expected = torch.zeros(5)
-    expected[kept] = LOGITS[kept].softmax(-1)
-    found = frequencies(**options)
-    # Five standard errors of a frequency from 20,000 draws.
-    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
-
-
-@pytest.mark.parametrize("temperature", [0.5, 3.0])
-def test_temperature_divides_logits(temperature: float) -> None:
-    expected = (LOGITS / temperature).softmax(-1)
-    found = frequencies(temperature=temperature)
-    assert ((found - expected).abs() <= 5 * (expected * (1 - expected) / 20_000).sqrt()).all()
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1e-46])
-def test_top_1_takes_the_lowest_of_equal_ones(temperature: float) -> None:
-    # A vocabulary long enough for a sort that keeps no order.
-    logits = torch.zeros(1, 1000)
-    logits[0, [700, 300, 999]] = 2.0
-    drawn = sample(logits.expand(200, -1), temperature=temperature, top_k=1, top_p=1.0)
-    assert (drawn == 300).all()
-
-
-@pytest.mark.parametrize("k", [2, 3, 5])
-def test_top_k_keeps_exactly_k_of_equal_ones(k: int) -> None:
-    logits = torch.zeros(1, 1000)
-    logits[0, 400] = 0.5
-    drawn = sample(logits.expand(2000, -1), temperature=1.0, top_k=k, top_p=1.0)
-    assert drawn.unique().tolist() == [*range(k - 1), 400]
-
-
-@pytest.mark.parametrize("temperature", [1e-38, 1e-46, 1e-320])
-def test_no_temperature_is_too_low(temperature: float) -> None:
-    assert frequencies(100, temperature=temperature)[1] == 1
-    assert frequencies(100, temperature=temperature, top_k=3, top_p=0.5)[1] == 1
 
 
 def test_a_stream_hands_out_the_same_tokens_and_ends_with_the_last_row(make_model: Callable[..., DecoderLM]) -> None:
     model = make_model()
     prompt = torch.randint(31, (3, 6), generator=torch.Generator().manual_seed(0))
-    whole = model.generate(prompt, 40, seed=3)
-    streamed = list(stream(model, prompt, 40, seed=3))
+    whole = model.generate(prompt, 25, seed=3)
+    streamed = list(stream(model, prompt, 25, seed=3))
     assert torch.equal(torch.stack(streamed, dim=1), whole[:, 6:])
     stop = int(whole[0, 10])
-    stopped = model.generate(prompt, 40, seed=3, stop_token=stop)
-    streamed = list(stream(model, prompt, 40, seed=3, stop_token=stop))
+    stopped = model.generate(prompt, 25, seed=3, stop_token=stop)
+    streamed = list(stream(model, prompt, 25, seed=3, stop_token=stop))
     assert torch.equal(torch.stack(streamed, dim=1), stopped[:, 6 : 6 + len(streamed)])
     assert (stopped[:, 6 + len(streamed) :] == stop).all()
 
@@ -92,29 +31,16 @@ def test_between_tokens_of_a_stream_gradients_are_as_before(make_model: Callable
         next(stream(model, torch.zeros(1, 3, dtype=torch.int64), 2, top_k=-1))
 
 
-def test_a_temperature_near_zero_takes_the_most_likely() -> None:
-    # 3 / 1e-40 is beyond the largest number of fp32.
-    assert frequencies(100, temperature=1e-40)[1] == 1
-
-
-def test_temperature_zero_takes_the_most_likely() -> None:
-    assert frequencies(100, temperature=0)[1] == 1
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"attention": "dense"}, {"shared_kv": True}, {"layer_types": ("nsa", "selected"), "selection": "random"}],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}, {"shared_kv": True}], ids=str)
 def test_greedy_equals_the_model_without_a_cache(make_model: Callable[..., DecoderLM], options: dict[str, Any]) -> None:
     model = make_model(**options)
     expected = torch.randint(31, (3, 5), generator=torch.Generator().manual_seed(0))
     prompt = expected
     with torch.no_grad():
-        for _ in range(30):
+        for _ in range(20):
             expected = torch.cat((expected, model(expected)[:, -1:].argmax(-1)), dim=1)
-    for chunk in (0, 1, 2, 3, 100):
-        given = model.generate(prompt, 30, temperature=0, prefill_chunk_size=chunk)
+    for chunk in (0, 2, 3):
+        given = model.generate(prompt, 20, temperature=0, prefill_chunk_size=chunk)
         assert torch.equal(given, expected)
 
 
@@ -155,10 +81,13 @@ def test_nothing_is_computed_after_the_last_stop(
     prompt = torch.randint(31, (1, 6), generator=torch.Generator().manual_seed(0))
     first = int(model.generate(prompt, 1, temperature=0)[0, -1])
     calls = []
-    original = model.hidden_states
-    monkeypatch.setattr(model, "hidden_states", lambda *a, **k: calls.append(1) or original(*a, **k))
+    for name in ("prefill_chunk", "step"):
+        healthy = getattr(CachedModel, name)
+        monkeypatch.setattr(
+            CachedModel, name, lambda *a, healthy=healthy, name=name, **k: calls.append(name) or healthy(*a, **k)
+        )
     stopped = model.generate(prompt, 50, temperature=0, stop_token=first)
-    assert len(calls) == 1
+    assert calls == ["prefill_chunk"]
     assert (stopped[0, 6:] == first).all()
 
 
@@ -178,10 +107,7 @@ def test_result_is_an_ordinary_tensor(make_model: Callable[..., DecoderLM]) -> N
         ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer, got 2.5"),
         ({"top_k": 2.5}, "top_k must be an integer, got 2.5"),
         ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
-        ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
-        ({"top_k": -1}, "top_k must be at least 0, got -1"),
-        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
-        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"min_p": 2.0}, "min_p must be from 0 to 1, got 2.0"),
         ({"prefill_chunk_size": -2}, "prefill_chunk_size must be at least 0, got -2"),
         ({"tokens": torch.zeros(2, 0, dtype=torch.int64)}, r"at least one token a row, got \[2, 0\]"),
     ],
@@ -209,7 +135,7 @@ def test_weights_that_break_after_the_prompt_are_named(
     first = model.generate(prompt, 1, temperature=0)[:, -1].tolist()
     assert 0 not in first, "the prompt's token is another one"
     with torch.no_grad():
-        model.embedding.weight[first] = torch.nan
+        model.embedding.weight[1:] = torch.nan
     options = {"temperature": 0.5, "top_k": 1, "stop_token": stop_token}
     with pytest.raises(FloatingPointError, match="not finite: its weights are broken"):
         list(stream(model, prompt, 5, **options))

@@ -1,0 +1,316 @@
+"""A model with caches for several sequences: admit, prefill, decode, fork, free, and a way to the host and back.
+
+```python
+cached = CachedModel(model, max_sequences=2, max_length=100)
+sequence = cached.admit()
+logits = cached.prefill(sequence, [1, 2, 3])
+logits = cached.decode([sequence], [[4]])
+```
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trifocal.generate.cached_layers import CachedLayer, whole
+from trifocal.generate.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
+from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable
+from trifocal.generate.prefill import Chunk
+from trifocal.generate.products import MatrixProducts, RowProducts
+from trifocal.models.decoder import DecoderLM
+from trifocal.nn.rope import rotary_tables
+from trifocal.ops import DecodeBatch
+from trifocal.ops.decode_caches import MOST_NEW_TOKENS
+from trifocal.ops.decode_linear import Norm, Residual
+
+PREFILL_CHUNK = 8192
+"""Tokens of a prompt that go through the model at a time."""
+
+
+class OutOfRows(Exception):
+    """As many sequences as there is room for are admitted."""
+
+
+@dataclass
+class CachedSequence:
+    """One sequence in the caches.
+
+    Attributes:
+        table: Its pages.
+        row: Its row of the rings.
+    """
+
+    table: PageTable
+    row: int
+
+    @property
+    def length(self) -> int:
+        """Tokens in the caches."""
+        return self.table.length
+
+
+@dataclass(frozen=True)
+class SwappedSequence:
+    """A sequence on the host."""
+
+    length: int
+    copy: HostCopy
+
+
+class CachedModel:
+    """A model with caches for several sequences.
+
+    Weights are copied in the type of the products; later changes of the model's are not seen. Results of a sequence
+    do not depend on other sequences, bit for bit, unless `batch_invariant` is off.
+
+    Args:
+        model: The model; its device is that of the caches.
+        max_sequences: Sequences at a time.
+        max_length: Tokens of the longest sequence.
+        num_pages: Pages that the sequences share; enough for all at their longest unless given.
+        page_size: Tokens of a page, rounded up to whole selection blocks; 256 unless given.
+        dtype: Type of the products and of the caches; autocast's where it is on, else that of the weights.
+        prefill_chunk_size: Tokens of a prompt that go through the model at a time.
+        batch_invariant: Whether decoding uses products whose sums do not depend on the number of sequences.
+
+    Attributes:
+        pages: The allocator of pages.
+        cache: The tensors.
+
+    Raises:
+        ValueError: If a number is under 1.
+    """
+
+    # Not inference mode, in which sharded parameters cannot be gathered.
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: DecoderLM,
+        *,
+        max_sequences: int,
+        max_length: int,
+        num_pages: int = 0,
+        page_size: int = 0,
+        dtype: torch.dtype | None = None,
+        prefill_chunk_size: int = PREFILL_CHUNK,
+        batch_invariant: bool = True,
+    ) -> None:
+        for name, value in (
+            ("max_sequences", max_sequences),
+            ("max_length", max_length),
+            ("prefill_chunk_size", prefill_chunk_size),
+        ):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        config = model.config
+        self.config, self.max_sequences, self.max_length = config, max_sequences, max_length
+        self.device = model.embedding.weight.device
+        self.dtype = dtype or product_type(model)
+        self.prefill_chunk_size = prefill_chunk_size
+        page_size = page_size_of(config, page_size) if page_size else page_size_of(config)
+        self.most_pages = -(-max_length // page_size)
+        self.pages = PageAllocator(num_pages or max_sequences * self.most_pages, page_size)
+        self._rows = list(range(max_sequences - 1, -1, -1))
+        self.cache = PagedCache(
+            config,
+            num_pages=self.pages.num_pages,
+            num_rows=max_sequences,
+            page_size=page_size,
+            max_length=max_length,
+            dtype=self.dtype,
+            device=self.device,
+        )
+        exact = torch.promote_types(self.dtype, torch.float32)
+        positions = torch.arange(max_length, device=self.device)
+        self._rotary = rotary_tables(positions, config.head_dim, config.rope_theta, exact)
+        self._products = RowProducts() if batch_invariant else MatrixProducts()
+        geometry = decode_geometry(config, max_length)
+        self._embedding = whole(model.embedding.weight).to(exact)
+        self._layers = [CachedLayer(block, geometry, self.dtype, self._products) for block in model.blocks]
+        self._norm = Norm(whole(model.norm.weight).to(exact), model.norm.eps)
+        output = model.embedding if model.head is None else model.head
+        self._output = whole(output.weight).to(self.dtype)
+
+    @property
+    def num_free_rows(self) -> int:
+        """Sequences that can still be admitted."""
+        return len(self._rows)
+
+    def admit(self) -> CachedSequence:
+        """A new sequence without tokens.
+
+        Raises:
+            OutOfRows: If `max_sequences` are admitted.
+        """
+        if not self._rows:
+            raise OutOfRows(f"{self.max_sequences} sequences are admitted, which is as many as there is room for")
+        return CachedSequence(PageTable(self.pages), self._rows.pop())
+
+    def free(self, sequence: CachedSequence) -> None:
+        """Give pages and row back; the sequence is gone."""
+        sequence.table.free()
+        self._rows.append(sequence.row)
+
+    @torch.inference_mode()
+    def fork(self, sequence: CachedSequence) -> CachedSequence:
+        """Another sequence with the same past. They share full pages; the last one is copied when one of them writes.
+
+        Raises:
+            OutOfRows: If `max_sequences` are admitted.
+        """
+        other = self.admit()
+        other.table = sequence.table.fork()
+        self.cache.copy_row(sequence.row, other.row)
+        return other
+
+    def prefill(self, sequence: CachedSequence, tokens: Tensor | Sequence[int], *, all_logits: bool = False) -> Tensor:
+        """Append a prompt, or more of one, in chunks.
+
+        Its bits depend on the sequence and on where chunks begin, never on other sequences.
+
+        Args:
+            sequence: The sequence.
+            tokens: At least one, [T].
+            all_logits: Logits of all tokens instead of the last one.
+
+        Returns:
+            Logits in fp32 (fp64 for fp64), [vocab_size]; of all tokens, [T, vocab_size].
+
+        Raises:
+            OutOfPages: If there are too few pages; nothing was appended.
+            ValueError: If there is no token, or too many for `max_length`.
+        """
+        tokens = torch.as_tensor(tokens, dtype=torch.int64).to(self.device)
+        if tokens.ndim != 1 or len(tokens) == 0:
+            raise ValueError(f"tokens must be [T] with at least one token, got {list(tokens.shape)}")
+        self._check_length(sequence, len(tokens))
+        missing = sequence.table.missing(len(tokens))
+        if missing > self.pages.num_free:
+            raise OutOfPages(missing, self.pages.num_free)
+        chunks = tokens.split(self.prefill_chunk_size)
+        logits = [self.prefill_chunk(sequence, chunk, all_logits=all_logits) for chunk in chunks]
+        return torch.cat(logits) if all_logits else logits[-1][0]
+
+    @torch.inference_mode()
+    def prefill_chunk(self, sequence: CachedSequence, tokens: Tensor, *, all_logits: bool = False) -> Tensor:
+        """Append tokens of one sequence, [T] on the device, in one pass; logits of the last one, [1, vocab_size].
+
+        If it fails, the sequence is as before.
+        """
+        first = sequence.length
+        copies = sequence.table.grow(len(tokens))
+        try:
+            self.cache.copy_pages(copies)
+            pages = torch.tensor(sequence.table.pages, dtype=torch.int64).to(self.device)
+            chunk = Chunk(pages, sequence.row, first, len(tokens), self._rotary)
+            residual = MatrixProducts().embedding(tokens, self._embedding)
+            for layer, cache in zip(self._layers, self.cache.layers, strict=True):
+                residual = layer.prefill(residual, cache, chunk)
+            if not all_logits:
+                residual = Residual(*(part[-1:] for part in residual))
+            logits = self._logits(residual, MatrixProducts())
+            chunk.write_rings()
+        except BaseException:
+            sequence.table.shrink(len(tokens))
+            raise
+        return logits
+
+    @torch.inference_mode()
+    def decode(
+        self, sequences: Sequence[CachedSequence], tokens: Tensor | Sequence[Sequence[int]], num_new: Sequence[int] = ()
+    ) -> Tensor:
+        """Append new tokens to several sequences.
+
+        Args:
+            sequences: Each once.
+            tokens: One to eight for each, [B, T].
+            num_new: How many of them count, 1 to T each; all unless given.
+
+        Returns:
+            Logits in fp32 (fp64 for fp64), [B, T, vocab_size]; without meaning behind `num_new`.
+
+        Raises:
+            OutOfPages: If there are too few pages; nothing was appended.
+            ValueError: If the tokens do not fit.
+        """
+        tokens = torch.as_tensor(tokens, dtype=torch.int64).to(self.device)
+        if tokens.ndim != 2 or tokens.shape[0] != len(sequences) or not 1 <= tokens.shape[1] <= MOST_NEW_TOKENS:
+            raise ValueError(
+                f"tokens must be [B, T] with B = {len(sequences)} and T from 1 to {MOST_NEW_TOKENS}, "
+                f"got {list(tokens.shape)}"
+            )
+        counts = list(num_new) or [tokens.shape[1]] * len(sequences)
+        if len(counts) != len(sequences) or not all(1 <= count <= tokens.shape[1] for count in counts):
+            raise ValueError(f"num_new must be 1 to {tokens.shape[1]} for each of {len(sequences)}, got {counts}")
+        if len({sequence.row for sequence in sequences}) < len(sequences):
+            raise ValueError("a sequence may occur once in a batch")
+        lengths = [sequence.length for sequence in sequences]
+        grown: list[tuple[CachedSequence, int]] = []
+        try:
+            for sequence, count in zip(sequences, counts, strict=True):
+                self._check_length(sequence, count)
+                self.cache.copy_pages(sequence.table.grow(count))
+                grown.append((sequence, count))
+            tables = torch.zeros(len(sequences), self.most_pages, dtype=torch.int32)
+            for table, sequence in zip(tables, sequences, strict=True):
+                table[: len(sequence.table.pages)] = torch.tensor(sequence.table.pages)
+            numbers = torch.tensor([[sequence.row for sequence in sequences], lengths, counts], dtype=torch.int32)
+            rows, past, new = numbers.to(self.device)
+            batch = DecodeBatch(rows, past, new, tables.to(self.device))
+            return self.step(tokens, batch)
+        except BaseException:
+            for sequence, count in grown:
+                sequence.table.shrink(count)
+            raise
+
+    def step(self, tokens: Tensor, batch: DecodeBatch) -> Tensor:
+        """The model's part of `decode`, with everything on the device: tokens [B, T] -> logits [B, T, vocab_size].
+
+        No host look at the device, no shape that depends on data: it can be recorded as a CUDA graph.
+        """
+        residual = self._products.embedding(tokens.flatten(), self._embedding)
+        for layer, cache in zip(self._layers, self.cache.layers, strict=True):
+            residual = layer.decode(residual, cache, batch, self._rotary)
+        return self._logits(residual, self._products).unflatten(0, tokens.shape)
+
+    @torch.inference_mode()
+    def swap_out(self, sequence: CachedSequence) -> SwappedSequence:
+        """Move a sequence to the host; its pages and its row are free."""
+        swapped = SwappedSequence(sequence.length, self.cache.to_host(sequence.table.pages, sequence.row))
+        self.free(sequence)
+        return swapped
+
+    @torch.inference_mode()
+    def swap_in(self, swapped: SwappedSequence) -> CachedSequence:
+        """Move a sequence back, bit for bit.
+
+        Raises:
+            OutOfPages: If there are too few pages.
+            OutOfRows: If `max_sequences` are admitted.
+        """
+        sequence = self.admit()
+        try:
+            sequence.table.grow(swapped.length)
+        except OutOfPages:
+            self.free(sequence)
+            raise
+        self.cache.from_host(swapped.copy, sequence.table.pages, sequence.row)
+        return sequence
+
+    def _logits(self, residual: Residual, products: RowProducts) -> Tensor:
+        logits, _ = products.normed_linear(residual, self._norm, self._output)
+        return logits.to(torch.promote_types(self.dtype, torch.float32))
+
+    def _check_length(self, sequence: CachedSequence, num_new: int) -> None:
+        if sequence.length + num_new > self.max_length:
+            raise ValueError(f"a sequence may have {self.max_length} tokens, got {sequence.length} and {num_new} more")
+
+
+def product_type(model: DecoderLM) -> torch.dtype:
+    """The type of the model's products: autocast's where it is on, else that of its weights."""
+    weight = model.embedding.weight
+    if torch.is_autocast_enabled(weight.device.type):
+        return torch.get_autocast_dtype(weight.device.type)
+    return weight.dtype

@@ -1,0 +1,269 @@
+"""Continuous batching: requests come and go, all that run take one step together, finished ones make room at once.
+
+```python
+engine = Engine(CachedModel(model, max_sequences=8, max_length=4096), tokenizer)
+completions = engine.complete([Request(prompt=tokens, max_new_tokens=100) for tokens in prompts])
+```
+"""
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from trifocal.data import Tokenizer
+from trifocal.generate.cached_model import CachedModel
+from trifocal.generate.request import Completion, FinishReason, Request, Update
+from trifocal.generate.sampler import NO_TOKEN
+from trifocal.generate.scheduler import Job, Scheduler
+from trifocal.generate.step_runner import Drawn, StepRunner
+from trifocal.generate.text_stream import TextStream
+
+# A token's text may depend on so many tokens before it.
+_NEIGHBOURS = 32
+
+
+class RequestTooLong(ValueError):
+    """A request that could never run.
+
+    Attributes:
+        fits: Tokens, prompt and new ones together, that would fit.
+    """
+
+    def __init__(self, request: Request, fits: int) -> None:
+        name = f"{request.name}: " if request.name else ""
+        super().__init__(
+            f"{name}a prompt of {len(request.prompt):,} tokens with {request.max_new_tokens:,} new ones is too long: "
+            f"together {fits:,} fit"
+        )
+        self.fits = fits
+
+
+class Engine:
+    """Runs requests on a model with caches.
+
+    The tokens of a sequence do not depend on what else runs, nor on whether it had to leave the caches for a while.
+
+    Args:
+        model: The model; all of its sequences are the engine's.
+        tokenizer: For text and stop strings.
+        record: Whether steps are recorded as CUDA graphs; without effect on a CPU.
+    """
+
+    def __init__(self, model: CachedModel, tokenizer: Tokenizer | None = None, *, record: bool = True) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._runner = StepRunner(model, record=record)
+        self._scheduler = Scheduler(model)
+        self._ages = itertools.count()
+        # Steps that are queued, and whose token each place holds.
+        self._outstanding: deque[tuple[Drawn, list[tuple[int, Job]]]] = deque()
+        # The host reads a step while the GPU computes the next.
+        self._steps_ahead = 0 if model.device.type == "cpu" else 1
+
+    @property
+    def idle(self) -> bool:
+        """Whether every request has ended."""
+        return self._scheduler.idle
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that have not begun."""
+        return len(self._scheduler.waiting)
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it begins when there is room.
+
+        Raises:
+            RequestTooLong: If it can never fit.
+            ValueError: If a token is outside of the vocabulary, there are more samples than sequences fit, or stop
+                strings come without a tokenizer.
+        """
+        vocab_size = self._model.config.vocab_size
+        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
+            raise ValueError(f"{request.name or 'the prompt'} has tokens outside the vocabulary of {vocab_size}")
+        # The last drawn token is never read, and needs no place.
+        fits = min(self._model.max_length, self._model.pages.num_pages * self._model.pages.page_size)
+        if request.longest > fits:
+            raise RequestTooLong(request, fits + 1)
+        if request.samples > self._model.max_sequences:
+            raise ValueError(f"{request.samples} samples at a time were asked for, {self._model.max_sequences} fit")
+        if request.stop and self._tokenizer is None:
+            raise ValueError("stop strings need a tokenizer")
+        self._scheduler.waiting.append(self._job(request, 0))
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """Let requests in, one chunk of a prompt and one token for each that runs; what is known since the last call.
+
+        A sequence's first token is returned before its second is begun.
+        """
+        self._enter()
+        if self._scheduler.prefilling is not None and self._prefill(self._scheduler.prefilling):
+            return self._read_all()
+        updates = self._launch()
+        while len(self._outstanding) > self._steps_ahead:
+            updates += self._read(*self._outstanding.popleft())
+        return updates
+
+    def run(self, requests: Iterable[Request] = ()) -> Iterator[Update]:
+        """Submit requests and work until all have ended; updates as they come."""
+        for request in requests:
+            self.submit(request)
+        while not self.idle:
+            yield from self.step()
+
+    def complete(self, requests: Iterable[Request]) -> list[Completion]:
+        """Finished sequences in the order of the requests and their samples."""
+        requests = list(requests)
+        order = {id(request): number for number, request in enumerate(requests)}
+        found = [update.completion for update in self.run(requests) if update.completion is not None]
+        return sorted(found, key=lambda completion: (order[id(completion.request)], completion.sample))
+
+    def _job(self, request: Request, sample: int) -> Job:
+        seed = (request.sampling.seed + sample) % 2**64
+        stream = None
+        if self._tokenizer is not None:
+            stream = TextStream(self._tokenizer, list(request.prompt[-_NEIGHBOURS:]), request.stop)
+        return Job(request, next(self._ages), replace(request.sampling, seed=seed), sample, stream=stream)
+
+    def _enter(self) -> None:
+        for job in self._scheduler.enter():
+            if job.swapped is None:
+                job.cached = self._model.admit()
+            else:
+                job.cached, job.swapped = self._model.swap_in(job.swapped), None
+            if job.launched:
+                job.place = self._runner.place(job.cached, job.sampling, [*job.request.prompt, *job.tokens])
+                self._scheduler.run(job)
+            else:
+                self._scheduler.prefilling = job
+
+    def _prefill(self, job: Job) -> bool:
+        """One chunk of a prompt; after the last one, draw the first token of every sample."""
+        assert job.cached is not None
+        prompt, begin = job.request.prompt, job.cached.length
+        chunk = torch.as_tensor(prompt[begin : begin + self._model.prefill_chunk_size], dtype=torch.int64)
+        logits = self._model.prefill_chunk(job.cached, chunk.to(self._model.device))
+        if job.cached.length < len(prompt):
+            return False
+        self._scheduler.prefilling = None
+        jobs = [job]
+        for sample in range(1, job.request.samples):
+            jobs.append(self._job(job.request, sample))
+            jobs[-1].cached = self._model.fork(job.cached)
+        for each in jobs:
+            assert each.cached is not None
+            place = each.place = self._runner.place(each.cached, each.sampling, prompt)
+            each.launched = 1
+            self._scheduler.run(each)
+            self._outstanding.append((self._runner.draw_first(place, logits, len(prompt)), [(0, each)]))
+            self._leave_batch_if_launched(each)
+        return True
+
+    def _launch(self) -> list[Update]:
+        """Queue a step of all that run; updates that had to be read to make room."""
+        updates: list[Update] = []
+        while self._scheduler.short_of_pages(self._active()):
+            if self._outstanding:
+                # Somebody may have ended; and whoever leaves must be known whole.
+                updates += self._read_all()
+                continue
+            youngest = self._scheduler.youngest()
+            if youngest.place is not None:
+                self._runner.remove(youngest.place)
+                youngest.place = None
+            self._scheduler.swap_out(youngest)
+        active = self._active()
+        if not active:
+            return updates + self._read_all()
+        grown: list[Job] = []
+        try:
+            for job in active:
+                self._grow(job)
+                grown.append(job)
+            moved = self._runner.move_together([place for job in active if (place := job.place) is not None])
+            for job in active:
+                assert job.place is not None
+                job.place = moved.get(job.place, job.place)
+            places = [(job.place, job) for job in active if job.place is not None]
+            self._outstanding.append((self._runner.run([place for place, _ in places]), places))
+        except BaseException:
+            for job in grown:
+                assert job.cached is not None
+                job.cached.table.shrink(1)
+            raise
+        for job in active:
+            job.launched += 1
+            self._leave_batch_if_launched(job)
+        return updates
+
+    def _active(self) -> list[Job]:
+        """Those that take part in the next step."""
+        return [job for job in self._scheduler.running if job.place is not None]
+
+    def _grow(self, job: Job) -> None:
+        assert job.cached is not None and job.place is not None
+        table = job.cached.table
+        before = len(table.pages)
+        copies = table.grow(1)
+        if copies:
+            self._model.cache.copy_pages(copies)
+            before -= 1
+        self._runner.set_pages(job.place, table.pages, before)
+
+    def _leave_batch_if_launched(self, job: Job) -> None:
+        """A sequence whose last token is queued takes part in no further step."""
+        if job.launched == job.request.max_new_tokens and job.place is not None:
+            self._runner.remove(job.place)
+            job.place = None
+
+    def _read_all(self) -> list[Update]:
+        updates = []
+        while self._outstanding:
+            updates += self._read(*self._outstanding.popleft())
+        return updates
+
+    def _read(self, drawn: Drawn, places: list[tuple[int, Job]]) -> list[Update]:
+        tokens, log_p = drawn.read()
+        # A sequence that has ended took part in one step more, which nobody wants.
+        return [self._take(job, tokens[place], log_p[place]) for place, job in places if not job.ended]
+
+    def _take(self, job: Job, token: int, log_p: float) -> Update:
+        """Count a token in, and end the sequence if it is its last."""
+        request = job.request
+        if token == NO_TOKEN:
+            text = job.stream.end() if job.stream is not None else ""
+            job.text += text
+            return Update(request, job.sample, None, log_p, text, self._end(job, "error"))
+        job.tokens.append(token)
+        job.log_probabilities.append(log_p)
+        reason: FinishReason | None = None
+        text = ""
+        if token in request.stop_tokens:
+            reason = "stop"
+        elif job.stream is not None:
+            text = job.stream.add(token)
+            if job.stream.stopped:
+                reason = "stop"
+        if reason is None and len(job.tokens) == request.max_new_tokens:
+            reason = "length"
+        if reason is not None and job.stream is not None:
+            text += job.stream.end()
+            if job.stream.stopped:
+                reason = "stop"
+        job.text += text
+        return Update(request, job.sample, token, log_p, text, None if reason is None else self._end(job, reason))
+
+    def _end(self, job: Job, reason: FinishReason) -> Completion:
+        assert job.cached is not None
+        job.ended = True
+        if job.place is not None:
+            self._runner.remove(job.place)
+            job.place = None
+        self._scheduler.running.remove(job)
+        # A step that is queued may still write into these pages; whoever gets them writes after it.
+        self._model.free(job.cached)
+        job.cached = None
+        return Completion(job.request, job.sample, job.tokens, job.log_probabilities, job.text, reason)

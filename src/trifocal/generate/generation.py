@@ -1,0 +1,146 @@
+"""Continuing a batch of equally long prompts, by the engine."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from trifocal.generate.cached_model import PREFILL_CHUNK, CachedModel
+from trifocal.generate.engine import Engine
+from trifocal.generate.request import Request, Update
+from trifocal.generate.sampler import Sampling
+from trifocal.models.decoder import DecoderLM
+from trifocal.ops.validation import check_rank, check_whole_number
+
+
+def generate(
+    model: DecoderLM,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    stop_token: int | None = None,
+    prefill_chunk_size: int = 0,
+) -> Tensor:
+    """Continue each row of a batch of equally long prompts.
+
+    Args:
+        model: The model; under autocast it runs in autocast's type.
+        tokens: Prompts, [B, T], at least one token each.
+        max_new_tokens: Tokens to add.
+        temperature, top_k, top_p, min_p, repetition_penalty: See `Sampling`.
+        seed: Makes the draw repeatable, row `i` draws with `seed + i`; None takes it from PyTorch's global generator.
+        stop_token: A row that draws it is done and filled up with it; None never stops.
+        prefill_chunk_size: Tokens of a prompt that go through the model at a time, which bounds memory; 0: 8,192.
+
+    Returns:
+        Prompts and their continuations, [B, T + max_new_tokens].
+
+    Raises:
+        ValueError: If an argument is out of range.
+        FloatingPointError: If logits are not finite, for a prompt or for a generated token.
+    """
+    steps = stream(
+        model,
+        tokens,
+        max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop_token=stop_token,
+        prefill_chunk_size=prefill_chunk_size,
+    )
+    columns = [tokens, *(step[:, None].to(tokens.dtype) for step in steps)]
+    missing = max_new_tokens - (len(columns) - 1)
+    if missing:
+        assert stop_token is not None
+        columns.append(tokens.new_full((len(tokens), missing), stop_token))
+    return torch.cat(columns, dim=1)
+
+
+def stream(
+    model: DecoderLM,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    seed: int | None = None,
+    stop_token: int | None = None,
+    prefill_chunk_size: int = 0,
+) -> Iterator[Tensor]:
+    """As `generate`, with the same tokens, each yielded when it is drawn.
+
+    Yields:
+        The next token of every row, [B], int64; the last when every row has stopped.
+
+    Raises:
+        ValueError: If an argument is out of range.
+        FloatingPointError: If logits are not finite; no token is drawn from them.
+    """
+    check_rank("tokens", tokens, "[B, T]")
+    if 0 in tokens.shape:
+        raise ValueError(f"tokens must be [B, T] with at least one token a row, got {list(tokens.shape)}")
+    check_whole_number("max_new_tokens", max_new_tokens, 0)
+    check_whole_number("prefill_chunk_size", prefill_chunk_size, 0)
+    if seed is None:
+        seed = int(torch.randint(2**63 - 1, ()))
+    samplings = [
+        Sampling(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            repetition_penalty=repetition_penalty,
+            seed=(seed + row) % 2**64,
+        )
+        for row in range(len(tokens))
+    ]
+    if max_new_tokens == 0:
+        return
+    cached = CachedModel(
+        model,
+        max_sequences=len(tokens),
+        max_length=tokens.shape[1] + max_new_tokens - 1,
+        prefill_chunk_size=prefill_chunk_size or PREFILL_CHUNK,
+    )
+    requests = [
+        Request(
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop_tokens=() if stop_token is None else (stop_token,),
+        )
+        for prompt, sampling in zip(tokens.tolist(), samplings, strict=True)
+    ]
+    row_of = {id(request): row for row, request in enumerate(requests)}
+    rows: list[list[int]] = [[] for _ in requests]
+    ended = [False] * len(requests)
+    out = 0
+    for update in Engine(cached).run(requests):
+        row = row_of[id(update.request)]
+        _take(update, rows[row])
+        ended[row] = update.completion is not None
+        # Rows begin one after another; a column is whole once every row that goes on has its token.
+        while any(len(drawn) > out for drawn in rows) and all(
+            len(drawn) > out or done for drawn, done in zip(rows, ended, strict=True)
+        ):
+            yield torch.tensor([drawn[out] if len(drawn) > out else stop_token for drawn in rows], device=tokens.device)
+            out += 1
+
+
+def _take(update: Update, drawn: list[int]) -> None:
+    if update.token is None:
+        raise FloatingPointError("the model's output is not finite: its weights are broken")
+    drawn.append(update.token)

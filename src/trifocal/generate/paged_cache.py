@@ -1,0 +1,195 @@
+"""The tensors of a model's caches: pages of keys and values, rings of the last tokens; and what they weigh.
+
+A page number is the same in all layers, so is a row of the rings. Moving a sequence to the host and back, or copying a
+page or a row for a fork, moves bytes alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifocal.models.model_config import ModelConfig
+from trifocal.ops import DenseCache, Geometry, SparseCache
+from trifocal.ops.decode_caches import MOST_NEW_TOKENS
+
+PAGE_SIZE = 256
+"""Tokens of a page, or the next multiple of the selection block."""
+
+Shape = tuple[int, int, int]
+
+
+class LayerShapes(NamedTuple):
+    """The tensors of one layer by name: the shapes of a page and of a row of the rings, [G, tokens, width]."""
+
+    pages: dict[str, Shape]
+    rings: dict[str, Shape]
+
+
+class CacheBytes(NamedTuple):
+    """What caches weigh, all layers together.
+
+    Attributes:
+        page: Bytes of one page.
+        row: Bytes that a sequence takes once, whatever its length.
+        page_size: Tokens of a page.
+    """
+
+    page: int
+    row: int
+    page_size: int
+
+    def of_sequence(self, num_tokens: int) -> int:
+        """Bytes of one sequence of so many tokens."""
+        return -(-num_tokens // self.page_size) * self.page + self.row
+
+
+def page_size_of(config: ModelConfig, wanted: int = PAGE_SIZE) -> int:
+    """The smallest page of at least so many tokens that holds whole selection blocks."""
+    block = config.geometry.selection_block_size if config.attention == "nsa" else 1
+    return -(-wanted // block) * block
+
+
+def decode_geometry(config: ModelConfig, max_length: int) -> Geometry:
+    """The model's geometry for sequences up to a length: a window that is wider never slides, so it is cut."""
+    geometry = config.geometry
+    window = min(geometry.window_size, max_length)
+    return Geometry(**{**geometry.__dict__, "window_size": window})
+
+
+def layer_shapes(config: ModelConfig, page_size: int, max_length: int) -> LayerShapes:
+    """The tensors of each layer; layers are alike.
+
+    Args:
+        config: The model.
+        page_size: From `page_size_of`.
+        max_length: Tokens of the longest sequence.
+    """
+    heads, dim, value_dim = config.num_kv_heads, config.head_dim, config.value_dim
+    if config.attention == "dense":
+        return LayerShapes({"k": (heads, page_size, dim), "v": (heads, page_size, value_dim)}, {})
+    geometry = decode_geometry(config, max_length)
+    stripes = page_size // geometry.compression_stride
+    # Eight more, so that as many new tokens overwrite nothing that their queries see.
+    window = geometry.window_size - 1 + MOST_NEW_TOKENS
+    raw = geometry.compression_block_size - 1 + MOST_NEW_TOKENS
+    pages, rings = {}, {}
+    for letter, width in (("k", dim), ("v", value_dim)):
+        pages[f"{letter}_slc"] = (heads, page_size, width)
+        pages[f"{letter}_cmp"] = (heads, stripes, width)
+        rings[f"{letter}_raw"] = (heads, raw, width)
+        if not config.shared_kv:
+            rings[f"{letter}_win"] = (heads, window, width)
+    return LayerShapes(pages, rings)
+
+
+def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_size: int = 0) -> CacheBytes:
+    """What a page and a row weigh; the caches of `PagedCache` are exactly so many bytes.
+
+    Args:
+        config: The model.
+        dtype: Type of keys and values.
+        max_length: Tokens of the longest sequence.
+        page_size: Tokens of a page; 0: as `page_size_of` gives.
+    """
+    page_size = page_size or page_size_of(config)
+    shapes = layer_shapes(config, page_size, max_length)
+
+    def weigh(tensors: dict[str, Shape]) -> int:
+        numbers = sum(heads * tokens * width for heads, tokens, width in tensors.values())
+        return config.num_layers * numbers * dtype.itemsize
+
+    return CacheBytes(weigh(shapes.pages), weigh(shapes.rings), page_size)
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """The past of one sequence on the host: pages and rings, one tensor each for every tensor of the caches."""
+
+    pages: list[Tensor]
+    rings: list[Tensor]
+
+
+class PagedCache:
+    """The caches of all layers.
+
+    Args:
+        config: The model.
+        num_pages: Pages.
+        num_rows: Rows of the rings: sequences at a time.
+        page_size: Tokens of a page.
+        max_length: Tokens of the longest sequence.
+        dtype: Type of keys and values.
+        device: Where they are.
+
+    Attributes:
+        layers: The caches of each layer, as `trifocal.ops` takes them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        num_pages: int,
+        num_rows: int,
+        page_size: int,
+        max_length: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shapes = layer_shapes(config, page_size, max_length)
+        self._pages: list[Tensor] = []
+        self._rings: list[Tensor] = []
+        self.layers: list[SparseCache | DenseCache] = []
+        for _ in range(config.num_layers):
+            pages, rings = (
+                {name: torch.zeros(count, *shape, dtype=dtype, device=device) for name, shape in tensors.items()}
+                for count, tensors in ((num_pages, shapes.pages), (num_rows, shapes.rings))
+            )
+            self._pages += pages.values()
+            self._rings += rings.values()
+            if config.attention == "dense":
+                self.layers.append(DenseCache(**pages))
+            else:
+                shared: dict[str, Any] = {"k_win": None, "v_win": None}
+                self.layers.append(SparseCache(**(shared | pages | rings)))
+        self._device = device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(x.nbytes for x in (*self._pages, *self._rings))
+
+    def copy_pages(self, copies: list[tuple[int, int]]) -> None:
+        """Copy whole pages, each (from, to)."""
+        for source, target in copies:
+            for x in self._pages:
+                x[target].copy_(x[source])
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Copy a row of all rings."""
+        for x in self._rings:
+            x[target].copy_(x[source])
+
+    def to_host(self, pages: list[int], row: int) -> HostCopy:
+        """Copy a sequence's pages and rings to the host; what is queued later may overwrite them."""
+        index = torch.tensor(pages, dtype=torch.int64).to(self._device)
+        return HostCopy(
+            [self._send(x.index_select(0, index)) for x in self._pages], [self._send(x[row]) for x in self._rings]
+        )
+
+    def from_host(self, copy: HostCopy, pages: list[int], row: int) -> None:
+        """Write a sequence's pages and rings back, to other places or the same."""
+        index = torch.tensor(pages, dtype=torch.int64).to(self._device)
+        for x, kept in zip(self._pages, copy.pages, strict=True):
+            x.index_copy_(0, index, kept.to(self._device, non_blocking=True))
+        for x, kept in zip(self._rings, copy.rings, strict=True):
+            x[row].copy_(kept, non_blocking=True)
+
+    def _send(self, x: Tensor) -> Tensor:
+        if self._device.type == "cpu":
+            return x.clone()
+        # Pinned: the copy is queued like a kernel, and so is whatever reads or overwrites either side.
+        kept = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+        return kept.copy_(x, non_blocking=True)

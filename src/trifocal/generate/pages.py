@@ -1,0 +1,146 @@
+"""Which page of the caches belongs to which sequence: the host's side of them, plain numbers without tensors.
+
+A page holds a fixed number of tokens of every layer. A sequence owns a list of pages; a fork shares them. A page that
+several sequences own is never written: whoever writes into it first gets a copy of its own.
+"""
+
+from collections.abc import Sequence
+
+
+class OutOfPages(Exception):
+    """Fewer pages are free than are needed; nothing was taken.
+
+    Attributes:
+        needed: Pages that were asked for.
+        free: Pages that are free.
+    """
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed:,} pages are needed and {free:,} are free")
+        self.needed, self.free = needed, free
+
+
+class PageAllocator:
+    """Free pages, and how many sequences own each of the others.
+
+    Args:
+        num_pages: Pages in all.
+        page_size: Tokens of a page.
+
+    Raises:
+        ValueError: If a number is under 1.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
+        for name, value in (("num_pages", num_pages), ("page_size", page_size)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        self.num_pages, self.page_size = num_pages, page_size
+        # The last one is handed out first: low numbers first, and what was freed last while it is still in a cache.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._owners = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages that nobody owns."""
+        return len(self._free)
+
+    def pages_of(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def take(self, count: int) -> list[int]:
+        """Own so many free pages.
+
+        Raises:
+            OutOfPages: If there are fewer.
+        """
+        if count > len(self._free):
+            raise OutOfPages(count, len(self._free))
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._owners[page] = 1
+        return taken
+
+    def share(self, pages: Sequence[int]) -> None:
+        """Add an owner to pages that have one."""
+        for page in pages:
+            assert self._owners[page] > 0, page
+            self._owners[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Take an owner away; a page without owners is free."""
+        for page in pages:
+            assert self._owners[page] > 0, page
+            self._owners[page] -= 1
+            if not self._owners[page]:
+                self._free.append(page)
+
+    def is_shared(self, page: int) -> bool:
+        """Whether several sequences own a page."""
+        return self._owners[page] > 1
+
+
+class PageTable:
+    """The pages of one sequence, first to last.
+
+    Args:
+        allocator: Where pages come from.
+
+    Attributes:
+        pages: Page numbers; token `t` lies in `pages[t // page_size]`.
+        length: Tokens that have a place.
+    """
+
+    def __init__(self, allocator: PageAllocator) -> None:
+        self._allocator = allocator
+        self.pages: list[int] = []
+        self.length = 0
+
+    def missing(self, num_new: int) -> int:
+        """Pages that `grow` would take."""
+        return self._allocator.pages_of(self.length + num_new) - len(self.pages) + self._writes_shared(num_new)
+
+    def grow(self, num_new: int) -> list[tuple[int, int]]:
+        """Make room for new tokens.
+
+        Returns:
+            Pages to copy before the new tokens are written, as (from, to): the last page, if it has other owners.
+
+        Raises:
+            OutOfPages: If too few are free; the table is as before.
+        """
+        shared = self._writes_shared(num_new)
+        taken = self._allocator.take(self.missing(num_new))
+        copies = []
+        if shared:
+            copies = [(self.pages[-1], taken[0])]
+            self._allocator.release(self.pages[-1:])
+            self.pages[-1] = taken.pop(0)
+        self.pages += taken
+        self.length += num_new
+        return copies
+
+    def shrink(self, count: int) -> None:
+        """Take the last tokens back, as if they had not been."""
+        assert 0 <= count <= self.length, (count, self.length)
+        self.length -= count
+        kept = self._allocator.pages_of(self.length)
+        self._allocator.release(self.pages[kept:])
+        del self.pages[kept:]
+
+    def fork(self) -> "PageTable":
+        """Another sequence with the same past; it owns the same pages, and takes none."""
+        other = PageTable(self._allocator)
+        other.pages, other.length = list(self.pages), self.length
+        self._allocator.share(self.pages)
+        return other
+
+    def free(self) -> None:
+        """Give all pages back; the table is empty."""
+        self._allocator.release(self.pages)
+        self.pages, self.length = [], 0
+
+    def _writes_shared(self, num_new: int) -> bool:
+        partial = self.length % self._allocator.page_size
+        return bool(num_new and partial) and self._allocator.is_shared(self.pages[-1])

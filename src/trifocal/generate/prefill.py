@@ -1,0 +1,164 @@
+"""A chunk of one sequence's prompt: it is written into the caches, and what its queries see is gathered from them.
+
+The rings keep their tokens until the chunk has gone through every layer: a chunk that fails half-way leaves a sequence
+as it was, since what lies in pages behind its length is nobody's.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trifocal.nn.rope import rotate
+from trifocal.ops import DenseCache, Geometry, SparseCache
+
+KeysValues = tuple[Tensor, Tensor]
+Compress = Callable[[Tensor], Tensor]
+
+
+class Chunk:
+    """Where a chunk of tokens lies.
+
+    Args:
+        pages: The sequence's pages, [pages], int64, on the device; they hold its past and the chunk.
+        row: Its row of the rings.
+        first: Position of the chunk's first token.
+        length: Tokens of the chunk.
+        rotary: Cosines and sines of all positions.
+    """
+
+    def __init__(self, pages: Tensor, row: int, first: int, length: int, rotary: tuple[Tensor, Tensor]) -> None:
+        self.pages, self.row, self.first, self.stop = pages, row, first, first + length
+        self.cos, self.sin = rotary
+        self.positions = torch.arange(first, self.stop, device=pages.device)
+        self._rings: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Rotate queries or keys of the chunk, [1, T, heads, D]."""
+        return rotate(x, self.cos[self.first : self.stop], self.sin[self.first : self.stop])
+
+    def write(self, tensor: Tensor, x: Tensor) -> None:
+        """Write the chunk's keys or values, [1, T, G, *], into pages [pages, G, P, *]."""
+        page_size = tensor.shape[2]
+        tensor[self.pages[self.positions // page_size], :, self.positions % page_size] = x[0]
+
+    def gather(self, tensor: Tensor, stop: int, first: int = 0) -> Tensor:
+        """Rows `first` up to `stop` of the sequence's pages [pages, G, rows, *], as [1, stop - first, G, *]."""
+        used = self.pages[: -(-stop // tensor.shape[2])]
+        return tensor.transpose(1, 2).index_select(0, used).flatten(0, 1)[None, first:stop]
+
+    def join_ring(self, ring: Tensor, x: Tensor, past: int) -> Tensor:
+        """The last `past` tokens of a ring [rows, G, R, *], then the chunk's, [1, past + T, G, *].
+
+        The ring gets the chunk with `write_rings`.
+        """
+        size = ring.shape[2]
+        old = torch.arange(self.first - past, self.first, device=ring.device) % size
+        joined = torch.cat((ring[self.row].index_select(1, old).transpose(0, 1)[None], x), dim=1) if past else x
+        last = x[0, -size:]
+        # Cloned: a view would keep the whole chunk of every layer alive.
+        self._rings.append((ring, self.positions[-size:] % size, last.transpose(0, 1).clone()))
+        return joined
+
+    def write_rings(self) -> None:
+        """Write what `join_ring` has put aside, once every layer has seen the chunk."""
+        for ring, places, x in self._rings:
+            ring[self.row].index_copy_(1, places, x)
+        self._rings.clear()
+
+
+class Seen(NamedTuple):
+    """What the queries of a chunk see, as `nsa_attention` takes it."""
+
+    k_cmp: Tensor
+    v_cmp: Tensor
+    k_slc: Tensor
+    v_slc: Tensor
+    k_win: Tensor
+    v_win: Tensor
+
+
+def extend_sparse(
+    cache: SparseCache,
+    chunk: Chunk,
+    raw: KeysValues,
+    selected: KeysValues,
+    window: KeysValues | None,
+    geometry: Geometry,
+    compress: tuple[Compress, Compress],
+) -> Seen:
+    """Append a chunk to a sparse layer's caches.
+
+    Args:
+        cache: The layer's caches.
+        chunk: Where the tokens lie.
+        raw: Keys and values of the compressed branch, [1, T, G, D] and [1, T, G, V]. No key is rotated yet.
+        selected: Those of the selected branch.
+        window: Those of the window; None where it reads the selected branch's.
+        geometry: Block sizes, in tokens.
+        compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
+    """
+    assert cache.v_cmp is not None and cache.v_raw is not None
+    length, stride = geometry.compression_block_size, geometry.compression_stride
+    for tensor, x in ((cache.k_slc, chunk.rotate(selected[0])), (cache.v_slc, selected[1])):
+        chunk.write(tensor, x)
+
+    before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
+    stripe_of_first = length // stride - 1
+    found = []
+    for ring, tensor, x, phi in (
+        (cache.k_raw, cache.k_cmp, raw[0], compress[0]),
+        (cache.v_raw, cache.v_cmp, raw[1], compress[1]),
+    ):
+        # From the start of the first block that is not compressed yet.
+        stretch = chunk.join_ring(ring, x, chunk.first - before * stride)
+        if after > before:
+            blocks = phi(stretch)
+            if tensor is cache.k_cmp:
+                starts = slice(before * stride, after * stride, stride)
+                blocks = rotate(blocks, chunk.cos[starts], chunk.sin[starts])
+            stripes = torch.arange(before, after, device=tensor.device) + stripe_of_first
+            rows = tensor.shape[2]
+            tensor[chunk.pages[stripes // rows], :, stripes % rows] = blocks[0]
+        found.append(chunk.gather(tensor, after + stripe_of_first, stripe_of_first) if after else x[:, :0])
+
+    k_slc, v_slc = (chunk.gather(tensor, chunk.stop) for tensor in (cache.k_slc, cache.v_slc))
+    past = min(chunk.first, geometry.window_size - 1)
+    if window is None:
+        k_win, v_win = (x[:, chunk.first - past :] for x in (k_slc, v_slc))
+    else:
+        assert cache.k_win is not None and cache.v_win is not None
+        k_win = chunk.join_ring(cache.k_win, chunk.rotate(window[0]), past)
+        v_win = chunk.join_ring(cache.v_win, window[1], past)
+    return Seen(found[0], found[1], k_slc, v_slc, k_win, v_win)
+
+
+def extend_dense(cache: DenseCache, chunk: Chunk, k: Tensor, v: Tensor) -> KeysValues:
+    """Append a chunk to a dense layer's caches; keys [1, T, G, D], not rotated yet, and values of all tokens so far."""
+    k = chunk.rotate(k)
+    chunk.write(cache.k, k)
+    chunk.write(cache.v, v)
+    if chunk.first == 0:
+        return k, v
+    return chunk.gather(cache.k, chunk.stop), chunk.gather(cache.v, chunk.stop)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Dense attention of the last T positions over S: q [1, T, H, D], k [1, S, G, D], v [1, S, G, V]."""
+    num_queries, num_keys = q.shape[1], k.shape[1]
+    q_per_kv = q.shape[2] // k.shape[2]
+    # Copied for every head, because not every kernel behind SDPA shares keys between heads.
+    k, v = (x.repeat_interleave(q_per_kv, dim=2).transpose(1, 2) for x in (k, v))
+    q = q.transpose(1, 2)
+    if num_queries == num_keys:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[3] == v.shape[3] and q.shape[3] % 8 == 0:
+        # `is_causal` of the public function aligns the first query with the first key. FlashAttention aligns the last
+        # ones, and its operator is what `torch.nn.attention.bias.causal_lower_right` calls, whose module imports the
+        # compiler.
+        o = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True, False)[0]
+        return o.transpose(1, 2)
+    mask = torch.ones(num_queries, num_keys, dtype=torch.bool, device=q.device).tril(num_keys - num_queries)
+    return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)

@@ -1,0 +1,87 @@
+"""The products of a layer with its weights, in two ways with the same calls.
+
+`RowProducts` gives a row the same bits whatever other rows there are: decoding runs on it. `MatrixProducts` is
+PyTorch's, the fastest for many rows; a prompt runs on it, whose rows belong to one sequence anyway.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trifocal.ops import decode_linear
+from trifocal.ops.decode_linear import Norm, Residual
+
+
+class RowProducts:
+    """The products of `trifocal.ops.decode_linear`."""
+
+    def embedding(self, tokens: Tensor, table: Tensor) -> Residual:
+        """See `decode_linear.embedding`."""
+        return decode_linear.embedding(tokens, table)
+
+    def normed_linear(
+        self, residual: Residual, norm: Norm, weight: Tensor, bias: Tensor | None = None, num_sigmoids: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """See `decode_linear.normed_linear`."""
+        return decode_linear.normed_linear(residual, norm, weight, bias, num_sigmoids=num_sigmoids)
+
+    def normed_swiglu(self, residual: Residual, norm: Norm, weight: Tensor) -> Tensor:
+        """See `decode_linear.normed_swiglu`."""
+        return decode_linear.normed_swiglu(residual, norm, weight)
+
+    def residual_linear(self, x: Tensor, weight: Tensor, residual: Residual) -> Residual:
+        """See `decode_linear.residual_linear`."""
+        return decode_linear.residual_linear(x, weight, residual)
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """`x W^T + bias`, [..., inputs] -> [..., outputs]."""
+        return decode_linear.linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1])
+
+    def by_row(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Apply a function that treats the rows of its argument alike, [rows, *] -> [rows, *]."""
+        return decode_linear.by_row(function, x)
+
+
+class MatrixProducts(RowProducts):
+    """PyTorch's products, with sums whose order depends on the number of rows; `Residual.squares` stays empty."""
+
+    def embedding(self, tokens: Tensor, table: Tensor) -> Residual:
+        """As `RowProducts.embedding`."""
+        return self._residual(functional.embedding(tokens, table))
+
+    def normed_linear(
+        self, residual: Residual, norm: Norm, weight: Tensor, bias: Tensor | None = None, num_sigmoids: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `RowProducts.normed_linear`."""
+        out = functional.linear(self._normed(residual, norm, weight.dtype), weight, bias)
+        if not num_sigmoids:
+            return out, None
+        exact = torch.promote_types(out.dtype, torch.float32)
+        return out[:, :-num_sigmoids], out[:, -num_sigmoids:].to(exact).sigmoid()
+
+    def normed_swiglu(self, residual: Residual, norm: Norm, weight: Tensor) -> Tensor:
+        """As `RowProducts.normed_swiglu`."""
+        gate, up = functional.linear(self._normed(residual, norm, weight.dtype), weight).chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def residual_linear(self, x: Tensor, weight: Tensor, residual: Residual) -> Residual:
+        """As `RowProducts.residual_linear`."""
+        return self._residual(residual.x + functional.linear(x, weight))
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """As `RowProducts.linear`."""
+        return functional.linear(x, weight, bias)
+
+    def by_row(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """As `RowProducts.by_row`, all rows at once."""
+        return function(x)
+
+    @staticmethod
+    def _residual(x: Tensor) -> Residual:
+        return Residual(x, x[:, :0])
+
+    @staticmethod
+    def _normed(residual: Residual, norm: Norm, dtype: torch.dtype) -> Tensor:
+        return functional.rms_norm(residual.x, norm.weight.shape, norm.weight, norm.eps).to(dtype)

@@ -1,0 +1,194 @@
+"""The next token of a whole batch: its state on the device, and one recorded step for each size of batch.
+
+A sequence has a place in the batch, `0 <= place < max_sequences`. A step runs the first places, up to the next power of
+two; a place without a sequence is padding. Everything that a step needs and changes (lengths, last tokens, settings)
+stays on the device, so that the host can start a step before it knows the tokens of the one before.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifocal.generate.cached_model import CachedModel, CachedSequence
+from trifocal.generate.sampler import Sampling, SamplingTensors, draw
+from trifocal.ops import DecodeBatch
+
+
+class Drawn(NamedTuple):
+    """Tokens that are drawn, or will be: on their way to the host.
+
+    Attributes:
+        values: Token and log-probability of each place, [places, 2], fp64.
+        arrived: Recorded behind the copy; None on a CPU.
+    """
+
+    values: Tensor
+    arrived: "torch.cuda.Event | None"
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Token and log-probability of each place, waited for."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        tokens, log_p = self.values.T.tolist()
+        return [int(token) for token in tokens], log_p
+
+
+class StepRunner:
+    """Runs decoding steps of a batch.
+
+    Args:
+        model: The model and its caches.
+        record: Whether steps are recorded as CUDA graphs: the first step of each batch size runs unrecorded, which
+            compiles its kernels, the second is recorded. Without effect on a CPU.
+    """
+
+    def __init__(self, model: CachedModel, *, record: bool = True) -> None:
+        self._model, self._device = model, model.device
+        count = model.max_sequences
+
+        def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=model.device)
+
+        self._rows, self._lengths, self._num_new = numbers(count), numbers(count), numbers(count)
+        self._block_table = numbers(count, model.most_pages)
+        self._tokens = numbers(count, dtype=torch.int64)
+        self._settings = SamplingTensors.empty(count, model.config.vocab_size, model.device)
+        self._drawn = numbers(count, 2, dtype=torch.float64)
+        self._free = list(range(count - 1, -1, -1))
+        self._filtered: dict[int, bool] = {}
+        self._graphs = _Graphs(model.device) if record and model.device.type == "cuda" else None
+
+    @torch.inference_mode()
+    def place(self, sequence: CachedSequence, sampling: Sampling, tokens: Sequence[int]) -> int:
+        """Give a sequence a place; its next token is drawn from `draw_first`, or follows `tokens[-1]`.
+
+        Args:
+            sequence: Its caches hold all tokens but the last drawn one, if one was drawn.
+            sampling: Its settings.
+            tokens: All of its tokens.
+        """
+        place = min(self._free)
+        self._free.remove(place)
+        pages = sequence.table.pages
+        self._rows[place : place + 1].fill_(sequence.row)
+        self._lengths[place : place + 1].fill_(sequence.length)
+        self._num_new[place : place + 1].fill_(1)
+        self._block_table[place, : len(pages)].copy_(self._send(torch.tensor(pages, dtype=torch.int32)))
+        self._tokens[place : place + 1].fill_(tokens[-1])
+        seen = None
+        if sampling.repetition_penalty != 1:
+            seen = self._send(torch.tensor(tokens, dtype=torch.int64))
+        self._settings.set_row(place, sampling, seen)
+        self._filtered[place] = sampling.filters
+        return place
+
+    @torch.inference_mode()
+    def remove(self, place: int) -> None:
+        """Give a place back."""
+        self._num_new[place : place + 1].zero_()
+        del self._filtered[place]
+        self._free.append(place)
+
+    @torch.inference_mode()
+    def set_pages(self, place: int, pages: Sequence[int], first: int) -> None:
+        """Tell a place its pages from number `first` on."""
+        for index in range(first, len(pages)):
+            self._block_table[place, index : index + 1].fill_(pages[index])
+
+    @torch.inference_mode()
+    def move_together(self, places: Sequence[int]) -> dict[int, int]:
+        """Move sequences to lower places if a smaller step then takes them all; old places and new ones."""
+        moved: dict[int, int] = {}
+        occupied = sorted(places)
+        while occupied and self._size(occupied[-1] + 1) > self._size(len(occupied)):
+            source, target = occupied.pop(), min(self._free)
+            for x in (self._rows, self._lengths, self._num_new, self._block_table, self._tokens):
+                x[target].copy_(x[source])
+            self._settings.copy_row(source, target)
+            self._free.remove(target)
+            self._filtered[target] = self._filtered[source]
+            self.remove(source)
+            moved[source] = target
+            occupied = sorted([*occupied, target])
+        return moved
+
+    @torch.inference_mode()
+    def draw_first(self, place: int, logits: Tensor, length: int) -> Drawn:
+        """Draw a sequence's first token from the logits of its prompt's last one, [1, vocab_size].
+
+        `length`: tokens of the prompt.
+        """
+        here = slice(place, place + 1)
+        position = torch.full((1,), length, device=self._device)
+        self._draw(here, logits, position, self._filtered[place])
+        return self._fetch(here)
+
+    @torch.inference_mode()
+    def run(self, places: Sequence[int]) -> Drawn:
+        """One step of all sequences that have a place; `places`: which ones they are."""
+        size = self._size(max(places) + 1)
+        filtered = any(self._filtered[place] for place in places)
+        if self._graphs is None:
+            self._step(size, filtered)
+        else:
+            self._graphs.run((size, filtered), lambda: self._step(size, filtered))
+        return self._fetch(slice(size))
+
+    def _step(self, size: int, filtered: bool) -> None:
+        """Append the last tokens, draw the next ones, grow by one; queued on the device, without a host look."""
+        here = slice(size)
+        batch = DecodeBatch(self._rows[here], self._lengths[here], self._num_new[here], self._block_table[here])
+        logits = self._model.step(self._tokens[here, None], batch)[:, 0]
+        lengths = self._lengths[here] + self._num_new[here]
+        self._draw(here, logits, lengths, filtered)
+        # Last: a step that fails has not been.
+        self._lengths[here] = lengths
+
+    def _draw(self, here: slice, logits: Tensor, position: Tensor, filtered: bool) -> None:
+        tokens, log_p = draw(logits, self._settings.rows(here), position, filtered=filtered)
+        # A sequence whose logits are broken goes on with any token until the host knows.
+        self._tokens[here] = tokens.clamp(min=0)
+        self._drawn[here, 0] = tokens.double()
+        self._drawn[here, 1] = log_p.double()
+
+    def _fetch(self, here: slice) -> Drawn:
+        if self._device.type == "cpu":
+            return Drawn(self._drawn[here].clone(), None)
+        drawn = self._drawn[here]
+        values = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(drawn, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Drawn(values, arrived)
+
+    def _size(self, count: int) -> int:
+        """The batch size of a step for so many places."""
+        return min(1 << (count - 1).bit_length(), self._model.max_sequences)
+
+    def _send(self, x: Tensor) -> Tensor:
+        """Copy to the device without waiting for it."""
+        return x if self._device.type == "cpu" else x.pin_memory().to(self._device, non_blocking=True)
+
+
+class _Graphs:
+    """Work by key as CUDA graphs, which share one pool of memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._graphs: dict[tuple[int, bool], torch.cuda.CUDAGraph | None] = {}
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+
+    def run(self, key: tuple[int, bool], work: Callable[[], None]) -> None:
+        """Do work: unrecorded the first time, then recorded."""
+        if key not in self._graphs:
+            self._graphs[key] = None
+            work()
+            return
+        graph = self._graphs[key]
+        if graph is None:
+            graph = torch.cuda.CUDAGraph()
+            # Threads that pin memory for other tensors must not spoil the recording.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                work()
+            self._graphs[key] = graph
+        graph.replay()

@@ -1,0 +1,68 @@
+"""The text of tokens as they come, up to a stop string."""
+
+from collections.abc import Sequence
+
+from trifocal.data import Tokenizer
+
+
+class TextStream:
+    """The text of tokens as they come: what was added joins to the text of all.
+
+    A character may take several tokens, and what a token stands for may depend on those before it. (After bytes that
+    are no UTF-8, a decoder with byte fallback would take back characters that are out.)
+
+    Args:
+        tokenizer: Of the tokens.
+        before: The tokens before the first.
+        stop: Strings that end the text. Text that may be the beginning of one is held back until it is known.
+
+    Attributes:
+        stopped: Whether a stop string has come; the text before it is out, and no more comes.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int], stop: Sequence[str] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._tokens = list(before)
+        # The first of them are out already, and are kept as neighbours of the others.
+        self._said = len(self._tokens)
+        self._stop = stop
+        self._held = ""
+        self.stopped = False
+
+    def add(self, token: int) -> str:
+        """The text that one more token completes; empty in the middle of a character."""
+        self._tokens.append(token)
+        text = self._pending()
+        if not text or text.endswith("\ufffd"):
+            return ""
+        del self._tokens[: self._said]
+        self._said = len(self._tokens)
+        return self._up_to_stop(text)
+
+    def end(self) -> str:
+        """What is left: bytes that never became a character, and the beginning of a stop string that did not come."""
+        if self.stopped:
+            return ""
+        text = self._up_to_stop(self._pending())
+        if self.stopped:
+            return text
+        held, self._held = self._held, ""
+        return text + held
+
+    def _up_to_stop(self, text: str) -> str:
+        if not self._stop:
+            return text
+        text = self._held + text
+        found = [place for stop in self._stop if (place := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)]
+        held = max(
+            (size for stop in self._stop for size in range(1, len(stop)) if text.endswith(stop[:size])), default=0
+        )
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def _pending(self) -> str:
+        said = self._tokenizer.decode(self._tokens[: self._said])
+        return self._tokenizer.decode(self._tokens)[len(said) :]

@@ -1,0 +1,259 @@
+"""Decoding from paged caches gives what one pass over the whole sequence gives, whatever else the caches hold."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trifocal.generate.cached_model import CachedModel, CachedSequence, OutOfRows
+from trifocal.generate.paged_cache import cache_bytes
+from trifocal.generate.pages import OutOfPages
+from trifocal.models import DecoderLM
+from trifocal.ops import Geometry
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"compressor": "mlp", "gate": "softmax"},
+    {"shared_kv": True},
+    {"attention": "dense"},
+]
+# l, d, l', n, first, last, w: blocks that do not overlap with a window of one; a window wider than everything; no
+# forced last block.
+GEOMETRIES = [
+    Geometry(4, 4, 4, 2, 1, 1, 1),
+    Geometry(6, 2, 6, 2, 0, 2, 2**31 - 1),
+    Geometry(2, 1, 4, 3, 2, 0, 5),
+]
+LONGEST_PREFILL = 3 * 8
+Make = Callable[..., DecoderLM]
+
+
+def cached(model: DecoderLM, max_sequences: int = 1, max_length: int = 60, **options: Any) -> CachedModel:
+    """With caches full of NaN: what nobody wrote must reach nobody."""
+    made = CachedModel(model, max_sequences=max_sequences, max_length=max_length, page_size=8, **options)
+    with torch.inference_mode():
+        for tensor in (*made.cache._pages, *made.cache._rings):
+            tensor.fill_(torch.nan)
+    return made
+
+
+def draw_tokens(*shape: int) -> Tensor:
+    return torch.randint(31, shape, generator=torch.Generator().manual_seed(0))
+
+
+def in_pieces(model: CachedModel, sequence: CachedSequence, tokens: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Logits of all positions: the first piece and long ones by prefill, the others by decoding."""
+    found = []
+    for piece in tokens.split(list(sizes)):
+        if sequence.length and len(piece) <= 8:
+            found.append(model.decode([sequence], piece[None])[0])
+        else:
+            found.append(model.prefill(sequence, piece, all_logits=True))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_decoding_equals_one_pass_after_prefills_of_every_length(make_model: Make, options: dict[str, Any]) -> None:
+    model, length = make_model(**options), LONGEST_PREFILL + 6
+    tokens = draw_tokens(length)
+    with torch.no_grad():
+        expected = model(tokens[None])[0]
+    decoder = cached(model)
+    for prefill in range(1, LONGEST_PREFILL + 1):
+        sequence = decoder.admit()
+        steps = length - prefill if prefill == 1 else 3
+        given = in_pieces(decoder, sequence, tokens[: prefill + steps], [prefill] + [1] * steps)
+        wrong = (given - expected[: prefill + steps]).abs().max()
+        assert wrong < 1e-11, f"prefill {prefill}: {wrong}"
+        decoder.free(sequence)
+
+
+@pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
+def test_chunks_and_several_new_tokens_equal_one_pass(make_model: Make, geometry: Geometry) -> None:
+    for options in OPTIONS[:3]:
+        model, tokens = make_model(geometry=geometry, **options), draw_tokens(60)
+        with torch.no_grad():
+            expected = model(tokens[None])[0]
+        for chunk, sizes in (
+            (60, [60]),
+            (13, [52, 8]),
+            (11, [2, 30, 1, 1, 26]),
+            (60, [3] * 20),
+            (60, [1, *[8] * 7, 3]),
+        ):
+            decoder = cached(model, prefill_chunk_size=chunk)
+            given = in_pieces(decoder, decoder.admit(), tokens, sizes)
+            torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_ragged_batches_and_forks_equal_one_pass(make_model: Make, options: dict[str, Any]) -> None:
+    """Sequences of other lengths, with fewer new tokens than others, and forks at every kind of border."""
+    model, tokens = make_model(**options), draw_tokens(3, 60)
+    # Forks share the full pages of 16 and of 23 tokens.
+    decoder = cached(model, 6, num_pages=6 * 8 - 4)
+    sequences = [decoder.admit() for _ in range(3)]
+    # After a fork, the texts go on differently.
+    texts = [row.tolist() for row in tokens]
+    for sequence, text, length in zip(sequences, texts, (5, 16, 23), strict=True):
+        decoder.prefill(sequence, text[:length])
+    for parent, changed in ((0, 30), (1, 29), (2, 28)):
+        sequences.append(decoder.fork(sequences[parent]))
+        length = sequences[parent].length
+        texts.append([*texts[parent][:length], *[(t + changed) % 31 for t in texts[parent][length:]]])
+    with torch.no_grad():
+        expected = model(torch.tensor(texts))
+    rng = random.Random(0)
+    while True:
+        batch = [i for i in range(6) if sequences[i].length < 57 and rng.random() < 0.7]
+        if not batch:
+            break
+        counts = [rng.randint(1, 3) for _ in batch]
+        starts = [sequences[i].length for i in batch]
+        new = [texts[i][start : start + 3] for i, start in zip(batch, starts, strict=True)]
+        logits = decoder.decode([sequences[i] for i in batch], new, counts)
+        for row, (i, start, count) in enumerate(zip(batch, starts, counts, strict=True)):
+            torch.testing.assert_close(logits[row, :count], expected[i, start : start + count], rtol=0, atol=1e-11)
+    for sequence in sequences:
+        decoder.free(sequence)
+    assert decoder.pages.num_free == 44
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_bits_do_not_depend_on_the_rest_of_the_batch(make_model: Make, options: dict[str, Any]) -> None:
+    """Each sequence alone, then among others that come and go, at other places, after its pages lay elsewhere."""
+    model, texts = make_model(**options).float(), draw_tokens(5, 40)
+    lengths = (3, 9, 14, 20, 27)
+    alone = []
+    for text, length in zip(texts, lengths, strict=True):
+        decoder = cached(model)
+        sequence = decoder.admit()
+        first = decoder.prefill(sequence, text[:length])
+        alone.append([first, *(decoder.decode([sequence], text[None, t : t + 1])[0, 0] for t in range(length, 40))])
+    rng = random.Random(1)
+    decoder = cached(model, 5)
+    sequences, found = {}, {}
+    order = rng.sample(range(5), 5)
+    while order or sequences:
+        if order and rng.random() < 0.3:
+            i = order.pop()
+            sequences[i] = decoder.admit()
+            found[i] = [decoder.prefill(sequences[i], texts[i, : lengths[i]])]
+        if rng.random() < 0.1 and sequences:
+            i = rng.choice(list(sequences))
+            sequences[i] = decoder.swap_in(decoder.swap_out(sequences[i]))
+        batch = [i for i in rng.sample(list(sequences), len(sequences)) if rng.random() < 0.8]
+        if not batch:
+            continue
+        new = [[int(texts[i, sequences[i].length])] for i in batch]
+        logits = decoder.decode([sequences[i] for i in batch], new)
+        for row, i in enumerate(batch):
+            found[i].append(logits[row, 0])
+            if sequences[i].length == 40:
+                decoder.free(sequences.pop(i))
+    for i in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(found[i], alone[i], strict=True)), i
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_failure_leaves_every_sequence_as_it_was(
+    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokens = make_model(**options), draw_tokens(40)
+    with torch.no_grad():
+        expected = model(tokens[None])[0]
+    decoder = cached(model, prefill_chunk_size=30)
+    sequence = decoder.admit()
+    decoder.prefill(sequence, tokens[:9])
+    last = decoder._layers[-1]
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    free = decoder.pages.num_free
+    for kind, work in (
+        ("prefill", lambda: decoder.prefill(sequence, tokens[20:])),
+        ("decode", lambda: decoder.decode([sequence], tokens[None, 20:28])),
+    ):
+        with monkeypatch.context() as patch, pytest.raises(MemoryError):
+            patch.setattr(last, kind, fail)
+            work()
+        assert sequence.length == 9 and decoder.pages.num_free == free
+    given = in_pieces(decoder, sequence, tokens[9:], [1, 20, 10])
+    torch.testing.assert_close(given, expected[9:], rtol=0, atol=1e-11)
+
+
+def test_pages_and_rows_run_out_with_a_number_and_nothing_is_taken(make_model: Make) -> None:
+    decoder = cached(make_model(), 2, num_pages=3)
+    first, second = decoder.admit(), decoder.admit()
+    with pytest.raises(OutOfRows, match="2 sequences are admitted"):
+        decoder.admit()
+    decoder.prefill(first, draw_tokens(16))
+    with pytest.raises(OutOfPages, match="2 pages are needed and 1 are free"):
+        decoder.prefill(second, draw_tokens(9))
+    decoder.prefill(second, draw_tokens(8))
+    with pytest.raises(OutOfPages):
+        decoder.decode([second, first], [[1], [1]])
+    assert (first.length, second.length, decoder.pages.num_free) == (16, 8, 0)
+    swapped = decoder.swap_out(second)
+    decoder.decode([first], [[1]])
+    with pytest.raises(OutOfPages):
+        decoder.swap_in(swapped)
+    decoder.free(first)
+    assert decoder.swap_in(swapped).length == 8
+
+
+def test_misuse_is_refused(make_model: Make) -> None:
+    decoder = cached(make_model(), 2, max_length=20)
+    sequence = decoder.admit()
+    with pytest.raises(ValueError, match=r"at least one token, got \[0\]"):
+        decoder.prefill(sequence, [])
+    with pytest.raises(ValueError, match="may have 20 tokens, got 0 and 21 more"):
+        decoder.prefill(sequence, draw_tokens(21))
+    decoder.prefill(sequence, draw_tokens(19))
+    for arguments, message in (
+        (([sequence], draw_tokens(1, 9)), r"T from 1 to 8, got \[1, 9\]"),
+        (([sequence], draw_tokens(2, 1)), r"with B = 1 .* got \[2, 1\]"),
+        (([sequence, sequence], draw_tokens(2, 1)), "may occur once"),
+        (([sequence], draw_tokens(1, 2), [3]), r"num_new must be 1 to 2 for each of 1, got \[3\]"),
+        (([sequence], draw_tokens(1, 2)), "may have 20 tokens, got 19 and 2 more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoder.decode(*arguments)
+    assert sequence.length == 19
+    with pytest.raises(ValueError, match="max_sequences must be at least 1, got 0"):
+        CachedModel(make_model(), max_sequences=0, max_length=5)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_caches_weigh_what_the_formula_says(make_model: Make, options: dict[str, Any]) -> None:
+    model = make_model(**options)
+    decoder = CachedModel(model, max_sequences=3, max_length=100, page_size=10, num_pages=7, dtype=torch.bfloat16)
+    # Whole selection blocks of 8 tokens; the dense twin has none.
+    page_size = 10 if "attention" in options else 16
+    weight = cache_bytes(model.config, torch.bfloat16, 100, page_size)
+    assert decoder.pages.page_size == weight.page_size == page_size
+    assert decoder.cache.nbytes == 7 * weight.page + 3 * weight.row
+    assert weight.of_sequence(page_size + 1) == 2 * weight.page + weight.row
+    per_token = 2 * 2 * (8 + 6) * 2  # bytes, layers, KV heads, K and V
+    if not options:
+        # Every token, and a compressed block for every second one.
+        assert weight.page == 16 * per_token * 3 // 2
+        # The window of 7 and the block of 4, less one, and room for 8 more.
+        assert weight.row == (14 + 11) * per_token
+
+
+def test_autocast_decides_the_type(make_model: Make) -> None:
+    model = make_model().float()
+    with torch.autocast("cpu", torch.bfloat16):
+        decoder = CachedModel(model, max_sequences=1, max_length=40)
+    assert decoder.dtype == torch.bfloat16
+    tokens = draw_tokens(24)
+    given = in_pieces(decoder, decoder.admit(), tokens, [12] + [1] * 12)
+    with torch.no_grad():
+        exact = model.double()(tokens[None])[0]
+    # bf16 keeps 8 bits; the logits are about 1.
+    assert given.dtype == torch.float32 and (given - exact).abs().max() < 0.15 * exact.abs().max()

@@ -1,0 +1,277 @@
+"""The engine: tokens do not depend on what else runs; who waits, leaves, comes back, stops and fails."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from trifocal.data import make_tokenizer
+from trifocal.generate import CachedModel, Completion, Engine, Request, RequestTooLong, Sampling
+from trifocal.models import DecoderLM
+
+Make = Callable[..., DecoderLM]
+VOCABULARY = 31
+
+
+@pytest.fixture
+def model(make_model: Make) -> DecoderLM:
+    return make_model().float()
+
+
+def make_engine(
+    model: DecoderLM, max_sequences: int = 4, *, tokenizer: Any = None, **options: Any
+) -> tuple[Engine, CachedModel]:
+    cached = CachedModel(model, max_sequences=max_sequences, max_length=60, page_size=8, **options)
+    with torch.inference_mode():
+        for tensor in (*cached.cache._pages, *cached.cache._rings):
+            tensor.fill_(torch.nan)
+    return Engine(cached, tokenizer), cached
+
+
+def draw_requests(count: int, seed: int = 0, **options: Any) -> list[Request]:
+    """Requests of all kinds: greedy and drawn, with and without filters and penalty, long and short."""
+    rng = random.Random(seed)
+    samplings = [
+        {"temperature": 0.0},
+        {},
+        {"top_k": 5},
+        {"top_p": 0.7, "temperature": 1.5},
+        {"min_p": 0.1},
+        {"repetition_penalty": 1.5},
+    ]
+    return [
+        Request(
+            prompt=[rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 30))],
+            max_new_tokens=rng.randint(1, 20),
+            sampling=Sampling(seed=number, **samplings[number % len(samplings)]),
+            name=f"prompt {number}",
+            **options,
+        )
+        for number in range(count)
+    ]
+
+
+def result(completion: Completion) -> tuple[Any, ...]:
+    return completion.tokens, completion.log_probabilities, completion.finish_reason
+
+
+def alone(model: DecoderLM, requests: list[Request], **options: Any) -> list[tuple[Any, ...]]:
+    return [result(make_engine(model, 1, **options)[0].complete([request])[0]) for request in requests]
+
+
+@pytest.mark.parametrize("options", [{}, {"attention": "dense"}], ids=str)
+def test_company_changes_no_bit(make_model: Make, options: dict[str, Any]) -> None:
+    """Tokens and log-probabilities, in a batch that others enter and leave, with pages so few that some must leave."""
+    model = make_model(**options).float()
+    requests = draw_requests(8)
+    expected = alone(model, requests)
+    # The third has as many pages as its longest sequence needs.
+    for max_sequences, num_pages in ((8, 0), (3, 0), (8, 9), (8, 7)):
+        engine, cached = make_engine(model, max_sequences, num_pages=num_pages, prefill_chunk_size=30)
+        found = engine.complete(requests)
+        assert [result(completion) for completion in found] == expected
+        assert engine.idle and cached.num_free_rows == max_sequences
+        assert cached.pages.num_free == cached.pages.num_pages
+
+
+def test_the_youngest_leaves_and_comes_back(model: DecoderLM) -> None:
+    requests = [
+        Request(prompt=[i] * 8, max_new_tokens=30, sampling=Sampling(seed=i, repetition_penalty=1.3)) for i in range(4)
+    ]
+    expected = alone(model, requests)
+    engine, cached = make_engine(model, 4, num_pages=12)
+    swapped: list[int] = []
+    healthy = cached.swap_out
+
+    def swap_out(sequence: Any) -> Any:
+        [job] = [job for job in engine._scheduler.running if job.cached is sequence]
+        assert job.age == max(job.age for job in engine._scheduler.running)
+        swapped.append(job.age)
+        return healthy(sequence)
+
+    cached.swap_out = swap_out  # type: ignore[method-assign]
+    found = engine.complete(requests)
+    assert swapped and 0 not in swapped
+    assert [result(completion) for completion in found] == expected
+
+
+def test_a_prompt_in_the_making_leaves_too(model: DecoderLM) -> None:
+    """It is the youngest; its chunks go on where they were."""
+    short, long = Request(prompt=[1] * 8, max_new_tokens=40), Request(prompt=[2] * 40, max_new_tokens=2)
+    expected = alone(model, [short, long], prefill_chunk_size=2)
+    engine, _ = make_engine(model, 2, num_pages=8, prefill_chunk_size=2)
+    engine.submit(short)
+    for _ in range(2):
+        engine.step()
+    engine.submit(long)
+    left = []
+    found = []
+    while not engine.idle:
+        found += [update.completion for update in engine.step() if update.completion is not None]
+        left += [job.swapped.length for job in engine._scheduler.swapped if job.swapped is not None]
+    found.sort(key=lambda completion: completion.request is long)
+    assert [result(completion) for completion in found] == expected
+    # It entered while there was room, and left with some of its chunks.
+    assert left and all(0 < length < 40 for length in left)
+
+
+def test_samples_share_their_prompt(model: DecoderLM) -> None:
+    request = Request(prompt=list(range(20)), max_new_tokens=6, sampling=Sampling(seed=7), samples=3)
+    engine, cached = make_engine(model, 4)
+    engine.submit(request)
+    engine.step()
+    # Two full pages and a begun one, shared until somebody writes.
+    assert cached.pages.num_pages - cached.pages.num_free == 3
+    updates = engine.step()
+    assert cached.pages.num_pages - cached.pages.num_free == 2 + 3
+    while not engine.idle:
+        updates += engine.step()
+    found = sorted((u.completion for u in updates if u.completion is not None), key=lambda c: c.sample)
+    singles = [
+        Request(prompt=request.prompt, max_new_tokens=6, sampling=Sampling(seed=7 + sample)) for sample in range(3)
+    ]
+    assert [result(completion) for completion in found] == alone(model, singles)
+    assert len({tuple(completion.tokens) for completion in found}) > 1
+
+
+def test_log_probabilities_are_those_of_the_whole_model(model: DecoderLM) -> None:
+    requests = draw_requests(4)
+    for completion in make_engine(model)[0].complete(requests):
+        prompt = list(completion.request.prompt)
+        with torch.no_grad():
+            log_p = model(torch.tensor([[*prompt, *completion.tokens]]))[0].log_softmax(-1)
+        expected = [float(log_p[len(prompt) - 1 + i, token]) for i, token in enumerate(completion.tokens)]
+        assert completion.log_probabilities == pytest.approx(expected, abs=1e-4)
+
+
+def test_the_first_token_comes_before_the_second_is_begun(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+    healthy = CachedModel.step
+    monkeypatch.setattr(CachedModel, "step", lambda *a: steps.append(1) or healthy(*a))
+    engine, _ = make_engine(model)
+    updates = engine.run([Request(prompt=[1, 2], max_new_tokens=5)])
+    for number, update in enumerate(updates):
+        assert update.token is not None and len(steps) == number
+
+
+def test_what_never_fits_is_refused_with_the_number_that_would(model: DecoderLM) -> None:
+    engine, _ = make_engine(model, 2, num_pages=3)
+    with pytest.raises(RequestTooLong, match="question 4: a prompt of 20 tokens with 6 new ones is too long") as caught:
+        engine.submit(Request(prompt=[1] * 20, max_new_tokens=6, name="question 4"))
+    assert caught.value.fits == 25
+    engine.submit(Request(prompt=[1] * 20, max_new_tokens=5))
+    with pytest.raises(RequestTooLong, match="together 61 fit"):
+        make_engine(model)[0].submit(Request(prompt=[1] * 59, max_new_tokens=3))
+    assert make_engine(model)[0].complete([Request(prompt=[1] * 59, max_new_tokens=2)])[0].finish_reason == "length"
+    with pytest.raises(ValueError, match="3 samples at a time were asked for, 2 fit"):
+        engine.submit(Request(prompt=[1], max_new_tokens=1, samples=3))
+    with pytest.raises(ValueError, match="q has tokens outside the vocabulary of 31"):
+        engine.submit(Request(prompt=[1, 31], max_new_tokens=1, name="q"))
+    with pytest.raises(ValueError, match="need a tokenizer"):
+        engine.submit(Request(prompt=[1], max_new_tokens=1, stop=("x",)))
+
+
+def test_what_does_not_fit_now_waits_in_order(model: DecoderLM) -> None:
+    engine, _ = make_engine(model, 2)
+    requests = [Request(prompt=[i], max_new_tokens=3) for i in range(5)]
+    order = [update.request for update in engine.run(requests) if update.completion is not None]
+    assert order == requests
+
+
+def test_broken_logits_end_their_sequence_alone(make_model: Make) -> None:
+    model = make_model().float()
+    requests = [Request(prompt=[i, i], max_new_tokens=4, sampling=Sampling(temperature=0)) for i in range(6)]
+    expected = alone(model, requests)
+    # Of one sequence, the first token; nobody else ever reads it.
+    read = [{i, *tokens[:-1]} for i, (tokens, _, _) in enumerate(expected)]
+    victim = next(i for i in range(6) if sum(expected[i][0][0] in others for others in read) == 1)
+    others = [i for i in range(6) if i != victim]
+    broken = expected[victim][0][0]
+    with torch.no_grad():
+        model.embedding.weight[broken] = torch.nan
+    found = [result(completion) for completion in make_engine(model)[0].complete(requests)]
+    assert [found[i] for i in others] == [expected[i] for i in others]
+    assert found[victim] == ([broken], expected[victim][1][:1], "error")
+    # The pages that it leaves hold NaN; whoever gets them does not see it.
+    engine, _ = make_engine(model, 1, num_pages=1)
+    again = engine.complete([requests[victim], requests[others[0]]])
+    assert [result(completion) for completion in again] == [found[victim], expected[others[0]]]
+
+
+def test_a_failed_step_can_be_done_again(model: DecoderLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = draw_requests(3)
+    expected = alone(model, requests)
+    engine, cached = make_engine(model)
+    for request in requests:
+        engine.submit(request)
+    found, healthy, calls = [], cached.step, 0
+
+    def sometimes(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 0:
+            raise MemoryError("no room")
+        return healthy(*arguments)
+
+    monkeypatch.setattr(cached, "step", sometimes)
+    while not engine.idle:
+        try:
+            found += [u.completion for u in engine.step() if u.completion is not None]
+        except MemoryError:
+            continue
+    found.sort(key=lambda completion: requests.index(completion.request))
+    assert [result(completion) for completion in found] == expected and calls > 5
+
+
+def test_stop_tokens_and_strings(make_model: Make) -> None:
+    model = make_model(vocab_size=257).float()
+    tokenizer = make_tokenizer("bytes")
+    engine, _ = make_engine(model, tokenizer=tokenizer)
+    free = engine.complete([Request(prompt=[65, 66], max_new_tokens=30, sampling=Sampling(seed=1))])[0]
+    assert free.finish_reason == "length" and len(free.tokens) == 30
+    # The text goes on from the prompt's, as one.
+    assert "AB" + free.text == tokenizer.decode([65, 66, *free.tokens])
+
+    def stopped(**options: Any) -> Completion:
+        [completion] = make_engine(model, tokenizer=tokenizer)[0].complete(
+            [Request(prompt=[65, 66], max_new_tokens=30, sampling=Sampling(seed=1), **options)]
+        )
+        return completion
+
+    end = free.tokens.index(free.tokens[12])
+    by_token = stopped(stop_tokens=(free.tokens[12],))
+    assert by_token.finish_reason == "stop" and by_token.tokens == free.tokens[: end + 1]
+    assert by_token.text == free.text[: len(by_token.text)]
+    string = free.text[9:11]
+    by_string = stopped(stop=("never in it", string))
+    assert by_string.finish_reason == "stop" and by_string.text == free.text[: free.text.index(string)]
+    assert by_string.tokens == free.tokens[: len(by_string.tokens)] and len(by_string.tokens) < 30
+
+
+def test_updates_make_up_the_completion(make_model: Make) -> None:
+    model = make_model(vocab_size=257).float()
+    engine, _ = make_engine(model, tokenizer=make_tokenizer("bytes"))
+    requests = [Request(prompt=[i + 65], max_new_tokens=12, stop=("zz",)) for i in range(5)]
+    texts, tokens = {id(r): "" for r in requests}, {id(r): [] for r in requests}
+    for update in engine.run(requests):
+        texts[id(update.request)] += update.text
+        tokens[id(update.request)].append(update.token)
+        if update.completion is not None:
+            assert update.completion.text == texts[id(update.request)]
+            assert update.completion.tokens == tokens[id(update.request)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": []}, "at least one token"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"samples": 0}, "samples must be at least 1, got 0"),
+        ({"stop": ("",)}, "must not be empty"),
+    ],
+)
+def test_bad_requests_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Request(**{"prompt": [1], "max_new_tokens": 1, **options})

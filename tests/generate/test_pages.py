@@ -1,0 +1,146 @@
+"""The allocator of pages: what is taken, shared, copied on write and given back."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable
+
+
+def test_a_sequence_grows_page_by_page_and_gives_all_back() -> None:
+    allocator = PageAllocator(4, 8)
+    table = PageTable(allocator)
+    assert table.grow(8) == [] and table.pages == [0]
+    assert table.missing(1) == 1 and table.missing(0) == 0
+    table.grow(1)
+    table.grow(7)
+    assert table.pages == [0, 1] and table.length == 16 and allocator.num_free == 2
+    table.free()
+    assert allocator.num_free == 4 and table.pages == [] and table.length == 0
+
+
+def test_too_few_pages_take_none() -> None:
+    allocator = PageAllocator(3, 8)
+    first, second = PageTable(allocator), PageTable(allocator)
+    first.grow(9)
+    with pytest.raises(OutOfPages, match="2 pages are needed and 1 are free") as caught:
+        second.grow(16)
+    assert (caught.value.needed, caught.value.free) == (2, 1)
+    assert second.pages == [] and second.length == 0 and allocator.num_free == 1
+    second.grow(8)
+    with pytest.raises(OutOfPages):
+        first.grow(8)
+    assert first.length == 9 and len(first.pages) == 2
+
+
+def test_a_fork_shares_and_whoever_writes_first_copies() -> None:
+    allocator = PageAllocator(8, 8)
+    first = PageTable(allocator)
+    first.grow(12)
+    second = first.fork()
+    assert second.pages == first.pages and allocator.num_free == 6
+    assert second.missing(1) == 1
+    [(old, new)] = second.grow(1)
+    assert old == first.pages[1] and second.pages == [first.pages[0], new]
+    # The last owner of the old one writes without a copy.
+    assert first.grow(1) == []
+    assert allocator.is_shared(first.pages[0]) and not allocator.is_shared(first.pages[1])
+
+
+def test_a_full_last_page_is_shared_without_a_copy() -> None:
+    allocator = PageAllocator(4, 8)
+    first = PageTable(allocator)
+    first.grow(8)
+    second = first.fork()
+    assert first.grow(1) == [] and second.grow(3) == []
+    assert first.pages[0] == second.pages[0] and first.pages[1] != second.pages[1]
+
+
+def test_a_copy_on_write_needs_a_page_too() -> None:
+    allocator = PageAllocator(2, 8)
+    first = PageTable(allocator)
+    first.grow(12)
+    second = first.fork()
+    with pytest.raises(OutOfPages):
+        second.grow(1)
+    first.free()
+    assert second.grow(1) == [] and allocator.num_free == 0
+
+
+@pytest.mark.parametrize("sizes", [(0, 8), (4, 0)])
+def test_sizes_are_positive(sizes: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match="must be at least 1, got 0"):
+        PageAllocator(*sizes)
+
+
+class Model(RuleBasedStateMachine):
+    """Sequences of written numbers, kept once in pages with copies as told, once as plain lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator(7, 4)
+        self.memory: dict[int, list[int]] = {page: [-1] * 4 for page in range(7)}
+        self.tables: list[PageTable] = []
+        self.expected: list[list[int]] = []
+        self.written = 0
+
+    @rule()
+    def admit(self) -> None:
+        self.tables.append(PageTable(self.allocator))
+        self.expected.append([])
+
+    @rule(which=st.integers(0, 9), count=st.integers(0, 9))
+    def grow(self, which: int, count: int) -> None:
+        if not self.tables:
+            return
+        table, expected = self.tables[which % len(self.tables)], self.expected[which % len(self.tables)]
+        free, before, missing = self.allocator.num_free, list(table.pages), table.missing(count)
+        try:
+            copies = table.grow(count)
+        except OutOfPages as error:
+            assert missing > free == error.free and table.pages == before and self.allocator.num_free == free
+            return
+        assert missing <= free and self.allocator.num_free == free - missing
+        for source, target in copies:
+            self.memory[target] = list(self.memory[source])
+        for position in range(len(expected), len(expected) + count):
+            self.written += 1
+            self.memory[table.pages[position // 4]][position % 4] = self.written
+            expected.append(self.written)
+
+    @rule(which=st.integers(0, 9), count=st.integers(0, 9))
+    def shrink(self, which: int, count: int) -> None:
+        if self.tables:
+            table, expected = self.tables[which % len(self.tables)], self.expected[which % len(self.tables)]
+            count = min(count, table.length)
+            table.shrink(count)
+            del expected[len(expected) - count :]
+
+    @rule(which=st.integers(0, 9))
+    def fork(self, which: int) -> None:
+        if self.tables:
+            self.tables.append(self.tables[which % len(self.tables)].fork())
+            self.expected.append(list(self.expected[which % len(self.expected)]))
+
+    @rule(which=st.integers(0, 9))
+    def free(self, which: int) -> None:
+        if self.tables:
+            self.tables.pop(which % len(self.tables)).free()
+            self.expected.pop(which % len(self.expected))
+
+    @invariant()
+    def every_sequence_reads_what_it_wrote(self) -> None:
+        for table, expected in zip(self.tables, self.expected, strict=True):
+            assert table.length == len(expected)
+            found = [self.memory[table.pages[t // 4]][t % 4] for t in range(table.length)]
+            assert found == expected
+
+    @invariant()
+    def no_page_is_lost(self) -> None:
+        owned = {page for table in self.tables for page in table.pages}
+        assert self.allocator.num_free == 7 - len(owned)
+
+
+TestModel = Model.TestCase
+TestModel.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)

@@ -1,0 +1,228 @@
+"""The sampler: the probabilities of what is kept, seeds, log-probabilities, broken logits."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trifocal.generate.sampler import (
+    NO_TOKEN,
+    ONE,
+    Sampling,
+    SamplingTensors,
+    draw,
+    penalised,
+    pick,
+    uniform,
+    weights_of,
+)
+
+LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
+
+
+def settings_of(samplings: list[Sampling], vocab_size: int, seen: list[list[int]] | None = None) -> SamplingTensors:
+    settings = SamplingTensors.empty(len(samplings), vocab_size, torch.device("cpu"))
+    for row, sampling in enumerate(samplings):
+        settings.set_row(row, sampling, torch.tensor(seen[row] if seen else [], dtype=torch.int64))
+    return settings
+
+
+def probabilities(logits: Tensor = LOGITS, seen: tuple[int, ...] = (), **options: Any) -> Tensor:
+    sampling = Sampling(**options)
+    settings = settings_of([sampling], len(logits), [list(seen)])
+    found = []
+    for filtered in {sampling.filters, True}:
+        weights = weights_of(penalised(logits[None], settings), settings, filtered=filtered)[0].double()
+        found.append(weights / weights.sum())
+    assert torch.equal(found[0], found[-1]), "without filters both ways draw the same"
+    return found[0].float()
+
+
+def drawn(logits: Tensor, position: int = 0, **options: Any) -> int:
+    sampling = Sampling(**options)
+    settings = settings_of([sampling], len(logits))
+    return int(draw(logits[None], settings, torch.tensor([position]), filtered=sampling.filters)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [1, 3]),
+        ({"top_k": 9}, [0, 1, 2, 3, 4]),
+        # Probabilities .64 .24 .09 .03 .01 in the order 1 3 2 0 4.
+        ({"top_p": 0.6}, [1]),
+        ({"top_p": 0.7}, [1, 3]),
+        ({"top_p": 0.9}, [1, 2, 3]),
+        ({"top_p": 1e-9}, [1]),
+        # Of the three that top-k keeps, two reach 0.8 together.
+        ({"top_k": 3, "top_p": 0.8}, [1, 3]),
+        ({"min_p": 0.3}, [1, 3]),
+        ({"min_p": 0.1}, [1, 2, 3]),
+        ({"min_p": 1.0}, [1]),
+        ({"top_k": 2, "min_p": 0.1}, [1, 3]),
+    ],
+)
+def test_what_is_kept_keeps_its_proportions(options: dict[str, Any], kept: list[int]) -> None:
+    expected = torch.zeros(5)
+    expected[kept] = LOGITS[kept].softmax(-1)
+    torch.testing.assert_close(probabilities(**options), expected, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+def test_temperature_divides_logits(temperature: float) -> None:
+    torch.testing.assert_close(probabilities(temperature=temperature), (LOGITS / temperature).softmax(-1))
+
+
+def test_the_penalty_lowers_what_the_sequence_has() -> None:
+    expected = torch.tensor([0.0, 1.5, 1.0, 2.0, -2.0]).softmax(-1)
+    torch.testing.assert_close(probabilities(seen=(0, 1, 4), repetition_penalty=2.0), expected)
+    torch.testing.assert_close(probabilities(seen=(0, 1, 4)), LOGITS.softmax(-1))
+
+
+def test_a_drawn_token_is_penalised_from_then_on() -> None:
+    settings = settings_of([Sampling(temperature=0, repetition_penalty=2.0)], 5, [[]])
+    order = [int(draw(LOGITS[None], settings, torch.tensor([t]), filtered=False)[0]) for t in range(3)]
+    # 3.0 becomes 1.5, under 2.0; 2.0 becomes 1.0, under 1.5.
+    assert order == [1, 3, 1]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-46, "top_k": 1}])
+def test_top_1_takes_the_lowest_of_equal_ones(options: dict[str, Any]) -> None:
+    # A vocabulary long enough for a sort that keeps no order.
+    logits = torch.zeros(1000)
+    logits[[700, 300, 999]] = 2.0
+    assert {drawn(logits, position, **options) for position in range(50)} == {300}
+
+
+@pytest.mark.parametrize("k", [2, 3, 5])
+def test_top_k_keeps_exactly_k_of_equal_ones(k: int) -> None:
+    logits = torch.zeros(1000)
+    logits[400] = 0.5
+    assert probabilities(logits, top_k=k).nonzero().flatten().tolist() == [*range(k - 1), 400]
+
+
+@pytest.mark.parametrize("temperature", [1e-38, 1e-40, 1e-46, 1e-320])
+def test_no_temperature_is_too_low(temperature: float) -> None:
+    assert {drawn(LOGITS, position, temperature=temperature) for position in range(20)} == {1}
+    assert drawn(LOGITS, temperature=temperature, top_k=3, top_p=0.5) == 1
+
+
+def test_a_token_is_picked_in_proportion_to_its_weight() -> None:
+    weights = torch.tensor([3, 0, 5, 2, 0])
+    u = (torch.arange(1000) + 0.5) / 1000
+    found = pick(weights.expand(1000, -1), u.double())
+    assert torch.bincount(found, minlength=5).tolist() == [300, 0, 500, 200, 0]
+    # The largest number under 1, times more than fp64 holds exactly.
+    heavy = torch.tensor([[0, 2**58 + 1, 0]])
+    assert pick(heavy, torch.tensor([1 - 2.0**-53], dtype=torch.float64)).tolist() == [1]
+
+
+def test_draws_are_uniform_and_independent() -> None:
+    """Over positions, over seeds, and over both; neighbours are not alike."""
+    number = torch.arange(100_000)
+    zeros = torch.zeros_like(number)
+    for seed, position in ((zeros, number), (number, zeros), (number % 317, number // 317), (-number, number)):
+        u = uniform(seed, position)
+        assert u.min() >= 0 and u.max() < 1
+        # Five standard deviations: of the counts in 100 bins, and of the correlation of neighbours.
+        counts = torch.histc(u, 100, 0, 1)
+        assert (counts - 1000).abs().max() < 5 * math.sqrt(1000 * 0.99)
+        for lag in (1, 2, 317):
+            assert abs(torch.corrcoef(torch.stack((u[lag:], u[:-lag])))[0, 1]) < 5 / math.sqrt(len(u))
+        assert len(u.unique()) == len(u)
+
+
+def test_splitmix64_is_the_published_one() -> None:
+    """The first numbers of the generator whose state is the mixed seed."""
+    mask = 2**64 - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
+        return x ^ (x >> 31)
+
+    for seed in (0, 1, 2**63 + 5, 2**64 - 1):
+        settings = settings_of([Sampling(seed=seed)], 1)
+        state = mix(seed)
+        for position in range(4):
+            state = (state + 0x9E3779B97F4A7C15) & mask
+            expected = (mix(state) >> 11) / 2**53
+            assert float(uniform(settings.seed, torch.tensor([position]))) == expected
+
+
+def test_log_probabilities_are_those_of_the_model() -> None:
+    logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
+    samplings = [
+        Sampling(seed=3),
+        Sampling(temperature=0),
+        Sampling(temperature=2.0, top_k=5),
+        Sampling(repetition_penalty=3.0),
+    ]
+    settings = settings_of(samplings, 300, [[], [], [], list(range(300))])
+    tokens, log_p = draw(logits, settings, torch.arange(4), filtered=True)
+    expected = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(log_p, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_broken_logits_give_no_token_and_leave_the_others_alone(broken: float) -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0))
+    settings = [settings_of([Sampling(seed=i, top_k=9) for i in range(3)], 50) for _ in range(2)]
+    expected = draw(logits, settings[0], torch.arange(3), filtered=True)
+    logits[1, 7] = broken
+    tokens, log_p = draw(logits, settings[1], torch.arange(3), filtered=True)
+    assert tokens[1] == NO_TOKEN and log_p[1].isnan()
+    for given, wanted in zip((tokens, log_p), expected, strict=True):
+        assert torch.equal(given[[0, 2]], wanted[[0, 2]])
+
+
+def test_a_row_draws_the_same_in_every_batch() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(9, 257, generator=generator) * 3
+    samplings = [Sampling(temperature=0.3 * i, top_k=i, top_p=1 - 0.1 * i, seed=i) for i in range(9)]
+    position = torch.arange(9) * 100
+
+    def drawn_of(rows: list[int]) -> list[tuple[int, float]]:
+        chosen = settings_of([samplings[row] for row in rows], 257)
+        tokens, log_p = draw(logits[rows], chosen, position[rows], filtered=True)
+        return list(zip(tokens.tolist(), log_p.tolist(), strict=True))
+
+    alone = [drawn_of([row])[0] for row in range(9)]
+    for _ in range(10):
+        rows = torch.randperm(9, generator=generator)[: int(torch.randint(1, 10, (), generator=generator))].tolist()
+        assert drawn_of(rows) == [alone[row] for row in rows]
+
+
+def test_rows_are_moved_whole() -> None:
+    sampling = Sampling(temperature=0.5, top_k=3, top_p=0.5, min_p=0.2, repetition_penalty=2.0, seed=2**64 - 3)
+    settings = settings_of([Sampling(), sampling], 5, [[], [1, 2]])
+    settings.copy_row(1, 0)
+    for name, x in vars(settings).items():
+        assert torch.equal(x[0], x[1]), name
+    assert settings.seen[0].tolist() == [False, True, True, False, False] and int(settings.seed[0]) == -3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"top_k": 2.5}, "top_k must be an integer, got 2.5"),
+        ({"top_k": -1}, "top_k must be at least 0, got -1"),
+        ({"temperature": -0.5}, "temperature must be at least 0, got -0.5"),
+        ({"temperature": float("nan")}, "temperature must be at least 0, got nan"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
+        ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
+        ({"min_p": -0.1}, "min_p must be from 0 to 1, got -0.1"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, got 0.0"),
+        ({"seed": 2**64}, "seed may be at most"),
+    ],
+)
+def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Sampling(**options)
+
+
+def test_weights_of_a_large_vocabulary_stay_exact() -> None:
+    assert 2**19 * ONE <= 2**53

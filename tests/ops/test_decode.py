@@ -1,0 +1,102 @@
+"""Decoding equals the attention of the whole sequence at every position, by the reference."""
+
+import pytest
+import torch
+
+from tests.ops.decode_cases import CASES, Decoder, draw, whole, whole_dense
+from trifocal.ops import DecodeBatch, append_sparse, decode_attention
+from trifocal.testing.tolerances import error
+
+each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
+BOUND = {torch.float32: 1e-5, torch.float64: 1e-12}
+
+
+def assert_rows(decoder, o, before, num_new, expected, bound):
+    """Row `t` of each sequence is the whole sequence's at its position; rows without a token are zero."""
+    for sequence, (start, count) in enumerate(zip(before, num_new, strict=True)):
+        assert error(o[sequence, :count], expected[sequence, start : start + count]) <= bound, (sequence, start, count)
+        assert not o[sequence, count:].any()
+
+
+@each_case
+def test_token_by_token_from_nothing(case):
+    tokens = draw(case, 2, 70, torch.float64)
+    expected = torch.cat([whole(case, tokens.part(row, 70)) for row in range(2)])
+    decoder = Decoder(case, tokens, 1, "reference")
+    outputs = [decoder.step([1, 1]) for _ in range(70)]
+    assert error(torch.cat(outputs, 1), expected) <= BOUND[torch.float64]
+
+
+@each_case
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("most_new", [1, 3, 8])
+def test_every_length_of_the_past_in_one_batch(case, dtype, most_new):
+    """Around every border of a block, a stride, a page and the window; the last sequences have fewer new tokens."""
+    lengths = list(range(0, 66, 3 if most_new == 8 else 1))
+    tokens = draw(case, 1, 66 + most_new, dtype)
+    expected = whole(case, tokens).expand(len(lengths), -1, -1, -1)
+    decoder = Decoder(case, type(tokens)(*(x.expand(len(lengths), -1, -1, -1) for x in tokens)), most_new, "reference")
+    decoder.fill(lengths)
+    num_new = [most_new - index % (most_new + 1) for index in range(len(lengths))]
+    before = list(lengths)
+    for _ in range(2):
+        num_new = [min(new, 66 + most_new - start) for new, start in zip(num_new, before, strict=True)]
+        o = decoder.step(num_new)
+        assert_rows(decoder, o, before, num_new, expected, BOUND[dtype])
+        before = [start + new for start, new in zip(before, num_new, strict=True)]
+
+
+def test_dense_attention_at_every_length():
+    case, lengths = CASES[0], list(range(0, 40, 3))
+    tokens = draw(case, len(lengths), 50, torch.float64)
+    expected = whole_dense(case, tokens)
+    decoder = Decoder(case, tokens, 4, "reference")
+    decoder.fill(lengths)
+    num_new = [index % 5 for index in range(len(lengths))]
+    assert_rows(decoder, decoder.step_dense(num_new), lengths, num_new, expected, BOUND[torch.float64])
+    after = [start + new for start, new in zip(lengths, num_new, strict=True)]
+    assert_rows(decoder, decoder.step_dense([1] * len(after)), after, [1] * len(after), expected, BOUND[torch.float64])
+
+
+def test_rejected_tokens_are_written_over():
+    """Speculative decoding: lengths go back, and other tokens follow."""
+    case = CASES[0]
+    tokens = draw(case, 1, 60, torch.float64)
+    expected = whole(case, tokens)
+    decoder = Decoder(case, tokens, 4, "reference")
+    decoder.fill([37])
+    wrong = draw(case, 1, 60, torch.float64, seed=9)
+    right, decoder.tokens = decoder.tokens, wrong
+    decoder.step([4])
+    decoder.tokens = right
+    decoder.lengths -= 3
+    # The one that was kept is not the right one: it is written again too.
+    decoder.lengths -= 1
+    for start in range(37, 57, 4):
+        assert_rows(decoder, decoder.step([4]), [start], [4], expected, BOUND[torch.float64])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"most_new": 9}, "T from 1 to 8"),
+        ({"num_new": [1]}, "num_new must have the shape"),
+        ({"ring": 3}, "rings of at least"),
+        ({"gates": None}, "window branch needs gates"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    case = CASES[0]
+    tokens = draw(case, 2, 20, torch.float32)
+    decoder = Decoder(case, tokens, change.get("most_new", 2), "reference")
+    if "ring" in change:
+        decoder.cache.__dict__["k_win"] = decoder.cache.k_win[:, :, : change["ring"]]
+    batch = decoder.batch([1, 1])
+    if "num_new" in change:
+        batch = DecodeBatch(batch.rows, batch.lengths, batch.num_new[:1], batch.block_table)
+    new = decoder.new_tokens([1, 1])
+    with pytest.raises(ValueError, match=message):
+        if "gates" in change:
+            decode_attention(new.q, None, decoder.cache, batch, case.geometry, decoder.rotary, window=True)
+        else:
+            append_sparse(decoder.cache, batch, *new[2:], case.geometry, decoder.rotary)
