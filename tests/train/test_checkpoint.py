@@ -133,6 +133,19 @@ def test_no_checkpoint_and_no_such_checkpoint(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, "step_4", command="")
 
 
+def test_a_checkpoint_without_newer_fields_is_of_a_model_with_their_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 3)
+    newer = {"layer_types", "qk_norm", "rope_scaling"}
+    read = module._read_model
+    monkeypatch.setattr(module, "_read_model", lambda path: {k: v for k, v in read(path).items() if k not in newer})
+    model = DecoderLM(CONFIG)
+    load_model_weights(path, model=model, model_config=CONFIG)
+    with pytest.raises(UserError, match="qk_norm is False there, True here"):
+        load_model_weights(path, model=model, model_config=replace(CONFIG, qk_norm=True))
+
+
 def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
     wider = replace(CONFIG, mlp_dim=16, geometry=replace(CONFIG.geometry, window_size=9))

@@ -5,12 +5,11 @@ A run saves its resolved configuration, without secrets, as `config.toml` in its
 one.
 """
 
-import operator
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trifocal.data import DataConfig
-from trifocal.fields import check_seconds, checked, dotted_fields
+from trifocal.fields import check_seconds, checked, dotted_fields, value_of
 from trifocal.masking import mask_text
 from trifocal.models import ModelConfig
 from trifocal.paths import user_path
@@ -329,7 +328,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         # Code makes configurations too, and a saved configuration must load again.
         for name, kind in dotted_fields(RunConfig).items():
-            checked(kind, operator.attrgetter(name)(self), name)
+            checked(kind, value_of(self, name), name)
 
     def without_secrets(self) -> "RunConfig":
         """The configuration as it may be written down: secrets in the URLs of `data.source` are masked."""
