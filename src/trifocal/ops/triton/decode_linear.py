@@ -30,7 +30,7 @@ from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
 _ROWS = 16
-_WARPS = 4
+_WARPS = 2
 # From this number of rows on a tile is wide in any case.
 _MANY_ROWS = 64
 # Tiles of columns get wider from this number of programs on: two for each multiprocessor of the largest devices.
@@ -198,7 +198,7 @@ def _stages(device: torch.device, columns: int) -> int:
     """Depth of the pipeline of loads that fits shared memory beside the tile of x."""
     if devices.architecture(device) == "small":
         return 2
-    return 4 if columns <= 64 else 3
+    return 6 if columns <= 32 else 4 if columns <= 128 else 3
 
 
 def _step(depth: int, element_size: int) -> int:
