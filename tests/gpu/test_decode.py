@@ -120,7 +120,7 @@ def test_equal_bits_in_any_batch(shape, dense):
 @pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_equal_bits_with_any_table_and_parts(shape, dense, dtype, monkeypatch):
-    """A table of so many more columns that kernels are compiled for wider choices; entries past the end are no pages."""
+    """So many more columns that kernels are compiled for wider choices; entries past the end are no pages."""
     layer = Layer(shape, dtype, lengths=(40, 3001, 16384, 70000))
     step = layer.dense_step if dense else layer.step
     results = []
