@@ -67,10 +67,12 @@ def four_units_to_a_part(monkeypatch):
     monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 4)
 
 
-def run(step, backend, tokens, dense=False):
+def run(step, backend, tokens, dense=False, window_size=None):
     decoder = Decoder(step.shapes, tokens, max(step.num_new), backend)
     decoder.fill(list(step.lengths))
-    return (decoder.step_dense if dense else decoder.step)(list(step.num_new)), decoder
+    if dense:
+        return decoder.step_dense(list(step.num_new), window_size), decoder
+    return decoder.step(list(step.num_new)), decoder
 
 
 def tokens_of(step):
@@ -117,14 +119,19 @@ def test_caches_after_every_length(learned):
     assert_same_caches(*caches)
 
 
-def test_dense_attention_over_pages():
+# A window in one part, one that begins in the middle of a page, and one of several parts.
+@pytest.mark.parametrize("window_size", [None, 5, 270])
+def test_dense_and_window_attention_over_pages(window_size, monkeypatch):
+    if window_size:
+        monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
     step = Step(shapes("dense", heads=6, groups=2, value_dim=6), (30, 300), (0, 2))
     tokens = tokens_of(step)
-    o, decoder = run(step, "triton", tokens, dense=True)
-    expected, reference = run(step, "reference", tokens, dense=True)
+    o, decoder = run(step, "triton", tokens, True, window_size)
+    expected, reference = run(step, "reference", tokens, True, window_size)
     assert_same_caches(decoder.dense, reference.dense)
     assert error(o, expected) <= BOUND
-    assert error(o[1], whole_dense(step.shapes, tokens.part(1, 302))[0, 300:]) <= BOUND
+    whole_row = whole_dense(step.shapes, tokens.part(1, 302), window_size)
+    assert error(o[1], whole_row[0, 300:]) <= BOUND
 
 
 @pytest.mark.parametrize(("dense", "past"), [(False, 330), (True, 1300)], ids=["sparse", "dense"])

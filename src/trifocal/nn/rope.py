@@ -33,7 +33,7 @@ class RopeScaling:
     Args:
         rope_type: `"default"` (not scaled), `"linear"`, `"dynamic"`, `"yarn"`, `"longrope"`, `"llama3"` or
             `"proportional"`. `"dynamic"` and `"longrope"` depend on the length of the sequence, or of each document of
-            a pack; in decoding on the length so far, and keys that a cache holds keep their rotation.
+            a pack; in decoding on the longest sequence that the caches are made for.
         factor: How many times longer the sequences are.
         original_max_position_embeddings: Tokens of a sequence in pretraining. For `"dynamic"`, transformers'
             `max_position_embeddings`.
