@@ -32,7 +32,7 @@ class TrainArguments(RunConfig):
     """Train a model from a TOML config, or go on with a run. Flags override the fields of the config."""
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml")] = ""
-    """The TOML file, such as trifocal new PRESET prints. Not with --resume."""
+    """The TOML file; trifocal new PRESET prints one. Not with --resume."""
     resume: str = ""
     """Go on with the run in this folder, from its newest checkpoint."""
     checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""

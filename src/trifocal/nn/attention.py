@@ -76,7 +76,7 @@ class DenseCache(Protocol):
 
 
 class _Attention(nn.Module):
-    """What both attentions have: checked sizes, projections, rotary tables; arguments as of `NSAttention`.
+    """The common part of both attentions: checked sizes, projections, rotary tables; arguments as of `NSAttention`.
 
     Args:
         branches: Keys and values lie side by side in the outputs of k_proj and v_proj, for this many branches.
@@ -230,7 +230,7 @@ class NSAttention(_Attention):
         return rotate(k_slc, *self._rotary_tables(positions, k_slc))
 
     def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
-        """Tables for tokens without a cache, to be shared by layers alike; x [B, T, E] gives length, device, type."""
+        """Tables for tokens without a cache, for all layers of these sizes; x [B, T, E] gives length, device, type."""
         documents, positions = _locate(x, cu_seqlens, None)
         if documents is None:
             num_blocks = self.geometry.num_compressed_blocks(x.shape[1])

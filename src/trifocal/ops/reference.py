@@ -167,7 +167,7 @@ def select_blocks(
     importance_BGTJ = importance_BGTJ.masked_fill(forced_TJ, torch.inf)
     importance_BGTJ = importance_BGTJ.masked_fill(block_J > own_T1, -torch.inf)
 
-    # A stable sort keeps the order of what is equal: the lower index first.
+    # A stable sort keeps equal ones in order: the lower index first.
     ranked, order = importance_BGTJ.sort(dim=-1, descending=True, stable=True)
     num_slots = geometry.num_selected_blocks
     order = order[..., :num_slots].masked_fill(ranked[..., :num_slots] == -torch.inf, num_blocks)
@@ -264,7 +264,7 @@ class _MaskedAttention(torch.autograd.Function):
         mask = visibility.mask()
         p_BGRTS = _normalise(_scores(q, k, ctx.scale, mask), _group_heads(lse, k.shape[2]))
         with _full_precision(q):
-            # The gradient of a softmax: each score moves by its own share of (dp - what the row gives back).
+            # The gradient of a softmax: p * (dp - sum of p * dp over the row).
             returned_BTH = (d_o.to(lse.dtype) * o).sum(-1) - d_lse
             d_o_BGXV = _group_heads_as_rows(d_o, k.shape[2])
             d_scores_BGRTS = (d_o_BGXV @ _seen(v, mask).transpose(-1, -2)).view(p_BGRTS.shape)
@@ -279,7 +279,7 @@ class _MaskedAttention(torch.autograd.Function):
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, T, H, D] over what it sees: o [B, T, H, V] in q's type, lse [B, T, H] in fp32 or fp64."""
+    """Attention of q [B, T, H, D] over its visible keys: o [B, T, H, V] in q's type, lse [B, T, H] in fp32 or fp64."""
     return _MaskedAttention.apply(q, k, v, scale, *visibility)  # type: ignore[no-untyped-call, return-value]
 
 
@@ -342,7 +342,7 @@ def _spread_over_selection_blocks(p_BGTC: Tensor, geometry: Geometry, num_blocks
 
 
 def _chosen(selected_blocks: Tensor, num_blocks: int) -> Tensor:
-    """Membership [B, T, G, J] from indices [B, T, G, N]; what is no block of the document falls off the end."""
+    """Membership [B, T, G, J] from indices [B, T, G, N]; an index that is no block of the document is dropped."""
     no_block = (selected_blocks < 0) | (selected_blocks >= num_blocks)
     index = selected_blocks.long().masked_fill(no_block, num_blocks)
     chosen = torch.zeros(*index.shape[:3], num_blocks + 1, dtype=torch.bool, device=index.device)
