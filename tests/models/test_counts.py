@@ -45,7 +45,7 @@ def test_attended_keys_sum_over_positions(geometry: Geometry, length: int) -> No
 
 
 def counted_flops(model: DecoderLM, tokens: torch.Tensor) -> tuple[int, int]:
-    """What PyTorch counts in the forward, and in forward and backward together."""
+    """PyTorch's count of the forward pass, and of forward and backward together."""
     with FlopCounterMode(display=False) as forward:
         loss = model(tokens, tokens)
     with FlopCounterMode(display=False) as backward:
@@ -111,12 +111,12 @@ def test_computed_flops_match_the_counter(
     if config.attention == "nsa":
         computed -= 2 * heads * config.head_dim * config.geometry.num_compressed_blocks(length)
     else:
-        # The counter's dense attention computes what is masked, and no score twice.
+        # The counter's dense attention computes masked scores too, and no score twice.
         computed += 3 * 2 * heads * (config.head_dim + config.value_dim) * (length - (length + 1) / 2)
         computed -= 2 * heads * config.head_dim * (length + 1) / 2
         again = checkpointed * config.num_heads * 2 * (config.head_dim + config.value_dim)
         computed += again * (length - (length + 1) / 2)
-    # What comes last in a block is not made again: nothing after it needs its output.
+    # The last product of a block is not made again: nothing after it needs its output.
     computed -= checkpointed * 2 * config.dim * config.mlp_dim
     assert training == pytest.approx(computed * batch * length, rel=1e-12)
 
