@@ -1,4 +1,4 @@
-"""The checks of what a step costs: healthy ones pass, each fault fails."""
+"""The checks of a step's cost: healthy ones pass, each fault fails."""
 
 import itertools
 import json
@@ -82,7 +82,7 @@ def test_layer_sweep_finds_time_that_grows_with_the_square_of_depth():
 
 
 def test_layer_sweep_finds_a_cliff_at_five_layers():
-    """What was reported: four layers work, five hang."""
+    """The reported failure: four layers work, five hang."""
 
     def cliff(model, tokens, device):
         return cost.step_seconds(model, tokens, device) * (100 if len(model.blocks) >= 5 else 1)

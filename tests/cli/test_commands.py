@@ -1,4 +1,4 @@
-"""The commands as a person types them: what they print, what they return, and bad input in one clear line."""
+"""The commands as a person types them: output, exit status, and one clear line for bad input."""
 
 import errno
 import os

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FaultyServer:
-    """Serves files by ranges from this machine; `faults[i]` is what happens to request `i`.
+    """Serves files by ranges from this machine; `faults[i]` is the fault of request `i`.
 
     A fault is a status code, `cut` (half of the bytes, then the connection ends), `drop` (ends without a word) or
     `silence` (nothing until the server is closed, or the client gives up).

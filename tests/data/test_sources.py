@@ -1,4 +1,4 @@
-"""What is read from files, and what is said when they cannot be read."""
+"""Documents from files, and the messages if files cannot be read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_cursors(source: Source) -> None:
 
 
 def first_error(source: str, **settings: object) -> str:
-    """The message of what goes wrong up to the first batch: one line."""
+    """The message of the error up to the first batch: one line."""
     config = DataConfig(source=source, **settings)
     with (
         pytest.raises(UserError) as info,
@@ -82,7 +82,7 @@ def test_builtin_leaves_out_what_is_not_utf8(monkeypatch: pytest.MonkeyPatch, tm
     (tmp_path / "b.py").write_text("pass\n")
     (tmp_path / "empty.py").write_text("")
     monkeypatch.setattr(sysconfig, "get_paths", lambda: dict.fromkeys(("stdlib", "purelib", "platlib"), str(tmp_path)))
-    # Whatever the setting: nobody chose these files.
+    # With any setting: nobody chose these files.
     bad = BadDocuments("stop")
     assert read_all(BuiltinSource(bad=bad)) == [Document("b.py", "pass\n")]
     assert len(bad.skipped) == 1 and "a.py is not UTF-8: byte 5 is 0xe9" in bad.first

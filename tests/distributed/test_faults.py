@@ -1,4 +1,4 @@
-"""What happens to a run of two processes when something happens to one of them."""
+"""Runs of two processes in which one has a fault."""
 
 import json
 import re
@@ -92,7 +92,7 @@ def test_a_signal_to_one_saves_and_ends_all_well(case: Case) -> None:
     ],
 )
 def test_sigterm_to_all_at_any_time(case: Case, fault: str, step: int, flags: tuple[str, ...]) -> None:
-    """What is under way ends, and the step after it is the last: the ranks agree when they meet before it."""
+    """The work under way ends, and the step after it is the last: the ranks agree before each step."""
     workers = case.start(fault, *flags)
     workers.wait_for(case.fault_file)
     time.sleep(0.3)
@@ -231,7 +231,7 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
 
 
 def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) -> None:
-    """The other rank is alive all the while: the exchange times out, and says what it was doing."""
+    """The other rank is alive all the while: the exchange times out, and names the phase of that rank."""
     workers = case.start("hang", "--parallel.timeout_seconds", "6", "--parallel.silence_seconds", "2")
     ended = workers.join(60)
     assert [end.status for end in ended] == [1, 1], ended

@@ -121,7 +121,7 @@ def test_the_configuration_decides_the_optimizer_s_hyperparameters(runs: dict[st
 
 
 def test_four_processes_save_and_two_and_one_go_on(runs: dict[str, Path], tmp_path: Path) -> None:
-    """And back: four go on from what one saved, two from what four saved, one from what two saved."""
+    """And back: four go on from the checkpoint of one, two from that of four, one from that of two."""
     expected = losses(runs["none"])
     # The same rows in each evaluation, though a micro-batch of four processes has one.
     rows = ("--train.micro_batch_size", "1", "--evaluate.batches", "4")
@@ -189,6 +189,6 @@ def test_written_in_the_background_it_is_the_same(runs: dict[str, Path], tmp_pat
 
 
 def final(run: Path, rank: int = 0) -> dict[str, Any]:
-    """What a process remembered at the end."""
+    """The state of a process in the last checkpoint."""
     state: dict[str, Any] = json.loads((run / "checkpoints" / "step_00000006" / f"rank{rank}.json").read_text())
     return state

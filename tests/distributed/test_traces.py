@@ -1,4 +1,4 @@
-"""Traces of two processes: what DDP and FSDP2 exchange, and when gradients arrive there."""
+"""Traces of two processes: the exchanges of DDP and FSDP2, and the order in which gradients arrive."""
 
 import functools
 import json

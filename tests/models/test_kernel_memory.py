@@ -1,4 +1,4 @@
-"""What launchers allocate on the meta device, and on a CPU by the profiler; the kernels themselves are left out."""
+"""Bytes that launchers allocate on the meta device, against the profiler on a CPU; the kernels are left out."""
 
 import gc
 
@@ -17,7 +17,7 @@ GEOMETRY = Geometry(32, 16, 64, 4, 1, 1, 128)
 
 def profiled(call):
     """Results, and bytes at the fullest moment of a call."""
-    # What earlier tests left behind must not be freed meanwhile.
+    # Tensors of earlier tests may not be freed meanwhile.
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         results = call()

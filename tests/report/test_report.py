@@ -184,7 +184,7 @@ def test_a_comparison_draws_every_run(make_run: MakeRun, browser: Browser) -> No
 
 
 class Checker(HTMLParser):
-    """Collects what a page would fetch, and its text."""
+    """Collects the addresses that a page would fetch, and its text."""
 
     def __init__(self) -> None:
         super().__init__()

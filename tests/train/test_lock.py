@@ -1,4 +1,4 @@
-"""Two that train in one folder: the second is refused, whatever it was about to do, and the first notices nothing."""
+"""Two that train in one folder: the second is refused, and the first notices nothing."""
 
 import fcntl
 import os

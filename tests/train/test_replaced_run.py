@@ -1,4 +1,4 @@
-"""A run that is to be replaced stays until the first step of the new one has ended, whatever happens before."""
+"""A run that is to be replaced stays until the first step of the new one has ended."""
 
 import contextlib
 import errno
@@ -52,7 +52,7 @@ def tree(folder: Path) -> Tree:
 
 
 def beside(run: Path) -> list[str]:
-    """What lies beside a run that belongs to another one."""
+    """The folders beside a run that belong to its replacement."""
     return [path.name for path in sorted(run.parent.iterdir()) if path.name.lstrip(".").startswith(f"{run.name}.")]
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run while it trains, and what may stand in its place: never half a run, always one clear line."""
+"""The folder of a run while it trains, moved, deleted or replaced: never half a run, always one clear line."""
 
 import errno
 import json

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error), 2)
     except BrokenPipeError:
-        # Whoever read it, `head` for example, has enough. Python would write what is left when it ends.
+        # The reader, `head` for example, has enough. Python would write the rest at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:

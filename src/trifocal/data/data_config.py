@@ -63,8 +63,8 @@ class DataConfig:
     cut into smaller ones, so that some of them are held out for validation."""
 
     on_bad_document: str = "stop"
-    """What is done with a document without readable text (a null, a missing field, no UTF-8, no JSON): stop the run
-    with a line that names it, or skip it and count it. An empty text is passed over. It may change within a run."""
+    """The rule for a document without readable text (a null, a missing field, no UTF-8, no JSON): stop the run with a
+    line that names it, or skip it and count it. An empty text is passed over. It may change within a run."""
 
     include_site_packages: bool = False
     """builtin reads the installed packages' Python files too: a few hundred MB on a usual machine."""

@@ -1,4 +1,4 @@
-"""Which code runs, and why: the backend of a call and, on the kernels, the kernel that runs each stage.
+"""The rules that choose the code: the backend of a call and, on the kernels, the kernel that runs each stage.
 
 Everything is decided before it runs, by device, types, shapes and strides; nothing is measured at run time, and nothing
 is replaced behind a caller's back. The rules of `auto`, in order:
