@@ -75,13 +75,6 @@ def circles(arrows):
         arrows = left
 
 
-# Goes with the files of the kernels.
-KERNELS = {
-    ("trifocal.ops.triton.interval_backward", f"trifocal.ops.triton.interval_hopper_{name}")
-    for name in ("d_k_d_v", "d_q")
-}
-
-
 def test_no_file_imports_another_in_a_circle():
     """Two public names call up, inside functions: pyproject.toml says which."""
     contract = re.search(
@@ -93,7 +86,7 @@ def test_no_file_imports_another_in_a_circle():
     for start, end in upward:
         assert end in imported(start, FILES[start], FILES), "an exception that nothing needs"
     arrows = {(start, end) for start, path in FILES.items() for end in imported(start, path, FILES, upward)}
-    assert circles(arrows - KERNELS) == []
+    assert circles(arrows) == []
 
 
 def test_a_circle_is_found(tmp_path):
@@ -133,45 +126,30 @@ def test_no_base_name_occurs_twice():
 LIBRARY = "trifocal.ops, trifocal.nn, trifocal.models, trifocal.generate"
 
 
-def test_import_takes_no_triton_no_compiler_and_no_cuda():
-    code = (
-        f"import trifocal, {LIBRARY}, sys, torch; trifocal.nsa_attention; "
-        "rooms = {'.'.join(name.split('.')[:2]) for name in sys.modules}; "
-        "print(sorted(rooms & {'triton', 'torch._dynamo', 'torch._inductor'}), torch.cuda.is_initialized())"
-    )
-    assert python(code) == "[] False"
-
-
 def test_public_names_are_there_after_import_and_nothing_is_loaded_before():
     code = (
         "import trifocal, sys; before = 'torch' in sys.modules; names = dir(trifocal); "
-        "print(before, 'torch' in sys.modules, set(trifocal.__all__) <= set(names), "
-        "trifocal.nn.NSAttention.__name__, trifocal.models.DecoderLM.__name__)"
+        "print(before, 'torch' in sys.modules, set(trifocal.__all__) <= set(names)); "
+        "print(trifocal.nn.NSAttention.__name__, trifocal.models.DecoderLM.__name__); help(trifocal)"
     )
-    assert python(code) == "False False True NSAttention DecoderLM"
-    assert "nsa_attention" in python("import trifocal; help(trifocal)")
+    modules, names, *text = python(code).splitlines()
+    assert (modules, names) == ("False False True", "NSAttention DecoderLM")
+    assert "nsa_attention" in "\n".join(text)
 
 
-def test_every_room_can_be_imported_first():
-    """In a fresh process each, forked after torch is loaded: another order of imports hides a circle."""
-    rooms = sorted({path.parent.name for path in SOURCES if path.parent.parent.name == "trifocal"})
-    code = (
-        "import importlib, os, torch\n"
-        f"for room in {rooms!r}:\n"
-        "    child = os.fork()\n"
-        "    if child == 0:\n"
-        "        importlib.import_module(f'trifocal.{room}')\n"
-        "        os._exit(0)\n"
-        "    assert os.waitpid(child, 0)[1] == 0, room\n"
-        "print('all')"
-    )
-    assert python(code) == "all"
-
-
-def test_import_is_quick_beyond_torch():
+def test_import_is_quick_and_takes_no_triton_no_compiler_and_no_cuda():
     """Under 2 s of processor time beyond torch itself; the faster of two, as the first may meet a cold disk."""
-    code = f"import torch, time; begin = time.process_time(); import {LIBRARY}; print(time.process_time() - begin)"
-    assert min(float(python(code)) for _ in range(2)) < 2.0
+    code = (
+        f"import torch, time; begin = time.process_time(); import trifocal, {LIBRARY}, sys; trifocal.nsa_attention; "
+        "print(time.process_time() - begin); rooms = {'.'.join(name.split('.')[:2]) for name in sys.modules}; "
+        "print(sorted(rooms & {'triton', 'torch._dynamo', 'torch._inductor'}), torch.cuda.is_initialized())"
+    )
+    for _ in range(2):
+        seconds, loaded = python(code).splitlines()
+        assert loaded == "[] False"
+        if float(seconds) < 2.0:
+            break
+    assert float(seconds) < 2.0
 
 
 def test_command_line_answers_without_torch():

@@ -1,7 +1,8 @@
 """Draw the figures of the docs from the library's own functions: `python docs/figures/draw.py [FOLDER]`.
 
 Nothing in them is drawn by hand: choices come from `select_blocks`, overlaps and counts from `Geometry`. The folder
-is this one unless given. Needs matplotlib, which `pip install 'trifocal[docs]'` brings.
+is this one unless given, and then the tables of docs/quality.md are written too, from the results of
+benchmarks/quality.py. Needs matplotlib, which `pip install 'trifocal[docs]'` brings.
 """
 
 import json
@@ -25,6 +26,7 @@ from trifocal.ops import compressed_attention, mean_compress, select_blocks
 # The modules beside this one, also where a test loads it by its path.
 sys.path.insert(0, str(Path(__file__).parent))
 import kernels
+import quality
 from palette import COMPRESSED, DARK, DENSE, INK, PAST, QUIET, SELECTED, STYLE, WINDOW
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -384,6 +386,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "kernels_index.svg": lambda: kernels.draw_index(make_scene().selected_blocks),
     "kernels_scoring.svg": kernels.draw_scoring,
     "kernels_roles.svg": kernels.draw_roles,
+    **quality.figures(),
 }
 
 
@@ -405,3 +408,5 @@ def _serve_dark_pages(path: Path) -> None:
 if __name__ == "__main__":
     for path in draw_all(Path(sys.argv[1]) if len(sys.argv) > 1 else Path(__file__).parent):
         print(path)
+    if len(sys.argv) == 1:
+        quality.PAGE.write_text(quality.page(quality.PAGE.read_text(encoding="utf-8")), encoding="utf-8")

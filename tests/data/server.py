@@ -68,7 +68,7 @@ class FaultyServer:
             handler.send_header("Location", self.redirects[handler.path])
             handler.end_headers()
             return
-        body = self.files.get(handler.path.lstrip("/"))
+        body = self.files.get(handler.path.lstrip("/").partition("?")[0])
         if body is None:
             handler.send_error(404)
             return

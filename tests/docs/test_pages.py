@@ -16,7 +16,7 @@ from trifocal.train.run_config import RunConfig
 KEYS = dotted_fields(RunConfig)
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}
 OUTPUT_MARK = "# →"
-ROOMS = "ops|nn|models|generate|data|distributed|runlog|telemetry|report|train|checks|doctor|bench|cli"
+ROOMS = "ops|nn|models|generate|data|distributed|runlog|telemetry|report|train|checks|doctor|evaluation|bench|cli"
 PATH = re.compile(rf"(?:src|tests|docs|configs|{ROOMS})/[\w./-]*\w")
 
 

@@ -22,14 +22,13 @@ def draw(*shape, dtype, scale=1.0, seed=0):
 
 def layer(sizes, dtype):
     width, columns, hidden = sizes
-    weights = {
+    return {
         "norm": draw(width, dtype=torch.float32),
         "qkv": draw(columns, width, dtype=dtype, scale=width**-0.5, seed=1),
         "bias": draw(columns, dtype=dtype, seed=2),
         "gate_up": draw(2 * hidden, width, dtype=dtype, scale=width**-0.5, seed=3),
         "down": draw(width, hidden, dtype=dtype, scale=hidden**-0.5, seed=4),
     }
-    return weights
 
 
 def run(residual, weights):

@@ -98,13 +98,19 @@ class _Step(LiveBytes):
     """Counts a step whose operators give shapes alone, with what the launchers would allocate inside of them."""
 
     def inside(self, func, args, made):
-        name = func.name().partition("::")[2]
-        if name not in ("combine_branches", "combine_branches_backward"):
+        name, backward, _ = func.name().removeprefix("trifocal::").partition("_backward")
+        backward = bool(backward)
+        kind = {"combine_branches": "nsa", "selected_attention": "selected", "window_attention": "window"}.get(name)
+        if kind is None:
             return super().inside(func, args, made)
-        backward = name == "combine_branches_backward"
-        q, _, _, k, v = args[backward : backward + 5]
-        geometry = Geometry(*next(x for x in args if isinstance(x, list)))
-        needs = kernel_memory(geometry, *q.shape[:3], k.shape[2], q.shape[3], v.shape[3], q.dtype)
+        q, k, v = args[backward : backward + 3]
+        if kind == "nsa":
+            k, v = args[backward + 3 : backward + 5]
+        sizes = next((x for x in args if isinstance(x, list)), None)
+        geometry = Geometry(*sizes) if sizes else Geometry()
+        window = next((x for x in args if isinstance(x, int)), 0)
+        heads = (*q.shape[:3], k.shape[2], q.shape[3], v.shape[3])
+        needs = kernel_memory(geometry, *heads, q.dtype, attention=kind, window_size=window)
         return needs.backward - made if backward else needs.forward
 
 

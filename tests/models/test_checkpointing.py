@@ -34,7 +34,18 @@ def assert_same(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     ("num_layers", "layers"),
     [(1, (0, 1)), (5, (0, 5)), (5, (0, 1)), (5, (4, 5)), (5, (1, 4)), (5, (2, 2))],
 )
-@pytest.mark.parametrize("options", [{}, {"compressor": "mlp", "gate": "softmax"}, {"attention": "dense"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compressor": "mlp", "gate": "softmax"},
+        {"attention": "dense"},
+        {"attention": "selected", "qk_norm": True},
+        {"attention": "window"},
+        {"selection": "random"},
+    ],
+    ids=str,
+)
 def test_gradients_are_those_of_the_plain_backward(
     make_model: Callable[..., DecoderLM],
     num_layers: int,

@@ -69,7 +69,7 @@ def kept_tensors(config, setup):
     rotary = model.attention_layers()[0].rotary_tables(x, documents)
     compiled = torch.compile(run_block, backend=backend, fullgraph=True, dynamic=False)
     with torch.autocast("cpu", torch.bfloat16, enabled=setup.precision == "bf16"):
-        compiled(setup.checkpointed_layers == (0, 1), model.blocks[0].forward, x, documents, rotary)
+        compiled(setup.checkpointed_layers == (0, 1), model.blocks[0].forward, x, cu_seqlens=documents, rotary=rotary)
     [graph] = forward_graphs
     output, *saved = graph.graph.find_nodes(op="output")[0].args[0]
     assert output.meta["val"].shape == x.shape
@@ -107,6 +107,11 @@ CASES = {
     "packed, checkpointed": (SMALL, setup(micro_batch_size=2, packed=True, **AGAIN)),
     "shared keys": (replace(SMALL, shared_kv=True), setup(micro_batch_size=3)),
     "dense": (replace(SMALL, attention="dense", backend="auto"), setup(backend="reference")),
+    "norms and biases": (replace(SMALL, qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True), setup()),
+    "window": (replace(SMALL, attention="window"), setup()),
+    "window, checkpointed": (replace(SMALL, attention="window"), setup(**AGAIN)),
+    "selected": (replace(SMALL, attention="selected"), setup()),
+    "selected, checkpointed": (replace(SMALL, attention="selected"), setup(**AGAIN)),
     "reference, checkpointed": (ON_REFERENCE, setup(backend="reference", **AGAIN)),
 }
 
@@ -124,6 +129,8 @@ NEARLY = {
     "softmax gate": (replace(PRODUCTION, gate="softmax"), setup()),
     "reference": (ON_REFERENCE, setup(backend="reference")),
     "reference, packed": (ON_REFERENCE, setup(backend="reference", micro_batch_size=2, packed=True)),
+    "reference, window": (replace(ON_REFERENCE, attention="window"), setup(backend="reference")),
+    "reference, selected": (replace(ON_REFERENCE, attention="selected"), setup(backend="reference")),
 }
 
 

@@ -9,11 +9,20 @@ import pytest
 
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
+from trifocal.nn import RopeScaling
 from trifocal.ops import Geometry
 
 
 def test_plain_values_and_back() -> None:
-    config = ModelConfig(dim=64, geometry=Geometry(window_size=128), gate="softmax", shared_kv=True)
+    config = ModelConfig(
+        dim=64,
+        num_layers=2,
+        geometry=Geometry(window_size=128),
+        layer_types=("dense", "nsa"),
+        gate="softmax",
+        shared_kv=True,
+        rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
+    )
     assert ModelConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -31,7 +40,21 @@ def test_from_toml() -> None:
         ({"vocab_size": 0}, "model.vocab_size must be a positive integer, got 0"),
         ({"dim": 12.5}, "model.dim must be a positive integer, got 12.5"),
         ({"num_layers": True}, "model.num_layers must be a positive integer, got True"),
-        ({"attention": "sparse"}, "model.attention must be one of nsa, dense, got 'sparse'"),
+        ({"attention": "sparse"}, "model.attention must be one of nsa, selected, window, dense, got 'sparse'"),
+        ({"layer_types": ("nsa",)}, "layer_types must name the attention of each of 2 layers, got 1"),
+        ({"layer_types": ("nsa", "full")}, "layer_types must be of nsa, selected, window, dense, got 'full'"),
+        ({"layer_types": ["nsa", "nsa"]}, "layer_types must be a tuple, got list"),
+        ({"sliding_window": -1}, "sliding_window must be an integer from 0 to 2147483647, got -1"),
+        ({"selection": "all"}, "model.selection must be one of importance, random, got 'all'"),
+        ({"qk_norm": "yes"}, "model.qk_norm must be true or false, got 'yes'"),
+        (
+            {
+                "rope_scaling": RopeScaling(
+                    rope_type="longrope", original_max_position_embeddings=8, short_factor=(1.0,)
+                )
+            },
+            "model.rope_scaling.short_factor must be head_dim / 2 = 4 positive numbers, got 1",
+        ),
         ({"compressor": "max"}, "model.compressor must be one of mean, mlp, got 'max'"),
         ({"gate": "relu"}, "model.gate must be one of sigmoid, softmax, got 'relu'"),
         ({"backend": "cuda"}, "model.backend must be one of auto, reference, triton, got 'cuda'"),

@@ -18,7 +18,10 @@ OPTIONS: list[dict[str, Any]] = [
     {"gate": "softmax", "shared_kv": True, "num_layers": 3},
     {"compressor": "mlp", "gate": "softmax", "tie_embeddings": True},
     {"attention": "dense"},
-    {"attention": "dense", "tie_embeddings": True},
+    {"attention": "dense", "tie_embeddings": True, "qk_norm": True, "o_bias": True},
+    {"attention": "window", "sliding_window": 9, "qkv_bias": True, "mlp_bias": True},
+    {"attention": "selected", "qk_norm": True, "head_dim": 24},
+    {"layer_types": ("dense", "nsa"), "qk_norm": True, "qkv_bias": True},
 ]
 
 
@@ -53,18 +56,34 @@ def counted_flops(model: DecoderLM, tokens: torch.Tensor) -> tuple[int, int]:
     return forward.get_total_flops(), forward.get_total_flops() + backward.get_total_flops()
 
 
-def attention_tiles(config: ModelConfig, length: int) -> int:
+def attention_tiles(config: ModelConfig, kind: str, length: int) -> int:
     """Pairs of query and key that the code multiplies in one layer: whole tiles, masked afterwards."""
-    if config.attention == "dense":
-        return length * length
-    return length * (2 * length + config.geometry.num_compressed_blocks(length))
+    if kind == "nsa":
+        return length * (2 * length + config.geometry.num_compressed_blocks(length))
+    return length * length
 
 
-def attention_pairs(config: ModelConfig, length: int) -> int:
+def attention_pairs(config: ModelConfig, kind: str, length: int) -> int:
     """Pairs of query and key that the mathematics needs in one layer."""
-    if config.attention == "dense":
-        return length * (length + 1) // 2
-    return sum(config.geometry.keys_read_per_step(position) for position in range(length))
+    geometry, positions = config.geometry, range(length)
+    window = config.sliding_window or geometry.window_size
+    every = sum(geometry.keys_read_per_step(position) for position in positions)
+    compressed = sum(geometry.num_compressed_blocks(position + 1) for position in positions)
+    return {
+        "nsa": every,
+        "dense": length * (length + 1) // 2,
+        "window": sum(min(position + 1, window) for position in positions),
+        "selected": every - compressed - sum(min(position + 1, geometry.window_size) for position in positions),
+    }[kind]
+
+
+def choosing_excess(config: ModelConfig, kind: str, length: int) -> float:
+    """Operations of a head for selected attention's choice: those of the code less those of the formula."""
+    if kind != "selected":
+        return 0
+    blocks = config.geometry.num_compressed_blocks
+    needed = config.head_dim * sum(blocks(position + 1) for position in range(length))
+    return 2 * ((config.head_dim + min(16, config.head_dim)) * length * blocks(length) - needed)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -77,21 +96,17 @@ def test_flops_match_the_counter(make_config: Callable[..., ModelConfig], option
 
     formula = flops_per_token(config, length)
     # The formula counts needed pairs, the counter whole tiles: exchange one for the other, all else must agree.
-    excess = (
-        batch
-        * config.num_layers
-        * config.num_heads
-        * (attention_tiles(config, length) - attention_pairs(config, length))
-    )
+    heads, kinds = batch * config.num_heads, config.attention_of_layers
+    excess = heads * sum(attention_tiles(config, k, length) - attention_pairs(config, k, length) for k in kinds)
+    choosing = heads * sum(choosing_excess(config, kind, length) for kind in kinds)
     pair_forward = 2 * (config.head_dim + config.value_dim)
-    assert forward == pytest.approx(formula.executed_forward * batch * length + pair_forward * excess, rel=1e-12)
+    executed = formula.executed_forward * batch * length
+    assert forward == pytest.approx(executed + pair_forward * excess + choosing, rel=1e-12)
 
-    expected_training = formula.executed_training * batch * length + 3 * pair_forward * excess
-    if config.attention == "nsa":
-        # Our backward makes the scores again: one more product of D for every pair of the tiles.
-        pairs = batch * config.num_layers * config.num_heads * attention_tiles(config, length)
-        expected_training += 2 * config.head_dim * pairs
-    assert training == pytest.approx(expected_training, rel=1e-12)
+    expected_training = formula.executed_training * batch * length + 3 * pair_forward * excess + choosing
+    # Our backward makes the scores again: one more product of D for every pair of the tiles.
+    again = heads * sum(attention_tiles(config, kind, length) for kind in kinds if kind != "dense")
+    assert training == pytest.approx(expected_training + 2 * config.head_dim * again, rel=1e-12)
 
 
 @pytest.mark.parametrize("checkpointed", [0, 1, 2])
@@ -105,17 +120,17 @@ def test_computed_flops_match_the_counter(
     model.set_activation_checkpointing(0, checkpointed)
     with sdpa_kernel(SDPBackend.MATH):
         _, training = counted_flops(model, torch.randint(31, (batch, length)))
-    parts = computed_flops_per_token(config, length, backend="reference", checkpointed_layers=checkpointed)
+    parts = computed_flops_per_token(config, length, backend="reference", checkpointed_layers=(0, checkpointed))
     computed = parts.matrices + parts.attention
-    heads = config.num_layers * config.num_heads
-    if config.attention == "nsa":
-        computed -= 2 * heads * config.head_dim * config.geometry.num_compressed_blocks(length)
-    else:
-        # The counter's dense attention computes what is masked, and no score twice.
-        computed += 3 * 2 * heads * (config.head_dim + config.value_dim) * (length - (length + 1) / 2)
-        computed -= 2 * heads * config.head_dim * (length + 1) / 2
-        again = checkpointed * config.num_heads * 2 * (config.head_dim + config.value_dim)
-        computed += again * (length - (length + 1) / 2)
+    first = config.num_heads * 2
+    for index, kind in enumerate(config.attention_of_layers):
+        if kind in ("nsa", "selected"):
+            computed -= first * config.head_dim * config.geometry.num_compressed_blocks(length)
+        if kind == "dense":
+            # The counter's dense attention computes what is masked, and no score twice.
+            pairs = config.head_dim + config.value_dim
+            computed += first * (3 + (index < checkpointed)) * pairs * (length - (length + 1) / 2)
+            computed -= first * config.head_dim * (length + 1) / 2
     # What comes last in a block is not made again: nothing after it needs its output.
     computed -= checkpointed * 2 * config.dim * config.mlp_dim
     assert training == pytest.approx(computed * batch * length, rel=1e-12)

@@ -8,13 +8,30 @@ import pytest
 import torch
 
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.nn import DenseAttention, NSAttention
+from trifocal.nn import DenseAttention, NSAttention, RopeScaling
 
+LONGROPE = RopeScaling(
+    rope_type="longrope",
+    original_max_position_embeddings=12,
+    attention_factor=1.2,
+    short_factor=(1.0, 1.1, 1.2, 1.3),
+    long_factor=(2.0, 3.0, 4.0, 5.0),
+)
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"compressor": "mlp", "gate": "softmax"},
     {"shared_kv": True, "tie_embeddings": True},
     {"attention": "dense"},
+    {
+        "layer_types": ("window", "selected"),
+        "sliding_window": 5,
+        "qk_norm": True,
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+        "rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=12),
+    },
+    {"layer_types": ("nsa", "selected"), "selection": "random", "rope_scaling": LONGROPE},
 ]
 LENGTHS = [3, 1, 4, 21, 1, 9]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trifocal.models.kernel_memory import kernel_memory, no_launches
+from trifocal.models.kernel_memory import kernel_memory
 from trifocal.ops import Geometry
 
 pytest.importorskip("triton")
@@ -35,6 +35,7 @@ def profiled(call):
 @pytest.mark.parametrize("length", [128, 1024, 4096])
 def test_the_meta_device_counts_what_a_cpu_allocates(length, dtype):
     from trifocal.ops.pipeline import Branches, run_backward
+    from trifocal.ops.triton.launch import no_launches
     from trifocal.ops.triton.selected_forward import selected_forward
 
     q = torch.zeros(1, length, HEADS, DIM, dtype=dtype)

@@ -16,6 +16,8 @@ SMALL = ModelConfig(
 DENSE = replace(SMALL, attention="dense")
 # Layers count, the vocabulary does not; and the other way round.
 DEEP, WORDY = replace(SMALL, num_layers=7), replace(SMALL, num_layers=1, vocab_size=6000)
+DRESSED = {"qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True}
+MIXED = replace(DEEP, layer_types=("dense", "nsa", "window", "selected", "dense", "nsa", "selected"))
 ALLOWED = 0.10
 
 
@@ -41,11 +43,27 @@ CASES = {
     "dense, checkpointed": (DENSE, setup(512, 2, checkpointed_layers=(0, 3))),
     "dense, packed": (DENSE, setup(256, 2, packed=True)),
     "dense, widths that differ": (replace(DENSE, head_dim=32), setup(256, 2)),
+    "dense, norms and biases": (replace(DENSE, **DRESSED), setup(256, 2)),
+    "norms and biases": (replace(SMALL, **DRESSED), setup(256, 2)),
+    "window": (replace(SMALL, attention="window"), setup(256, 2)),
+    "window, checkpointed": (replace(SMALL, attention="window"), setup(256, 2, checkpointed_layers=(0, 3))),
+    "selected": (replace(SMALL, attention="selected"), setup(256, 2)),
+    "selected, packed": (replace(SMALL, attention="selected"), setup(192, 2, packed=True)),
+    "layers that differ": (MIXED, setup(192, 2, checkpointed_layers=(2, 6))),
 }
 
 
 # In bf16 a CPU's tensors differ in more ways: copies of weights, casts, an own softmax.
-IN_FP32 = ("short", "long, the tiles dominate", "accumulation", "checkpointed", "large vocabulary", "dense, packed")
+IN_FP32 = (
+    "short",
+    "long, the tiles dominate",
+    "accumulation",
+    "checkpointed",
+    "large vocabulary",
+    "dense, packed",
+    "norms and biases",
+    "selected",
+)
 
 
 @pytest.mark.parametrize(
@@ -72,6 +90,10 @@ KERNEL_CASES = {
     "checkpointed": (DEEP, setup(512, 4, checkpointed_layers=(0, 7), micro_batches=2)),
     "production": (ModelConfig(num_layers=3), setup(2048, 2, checkpointed_layers=(0, 3), micro_batches=2)),
     "production, kept": (ModelConfig(num_layers=3), setup(2048, 2)),
+    "window": (replace(SMALL, attention="window"), setup(512, 2)),
+    "selected": (replace(DEEP, attention="selected"), setup(512, 2)),
+    "selected, checkpointed": (replace(DEEP, attention="selected"), setup(512, 4, checkpointed_layers=(0, 7))),
+    "layers that differ": (MIXED, setup(512, 2, checkpointed_layers=(1, 7))),
     "production, one sequence": (ModelConfig(num_layers=2), setup(32768, checkpointed_layers=(0, 2))),
     "paper": (
         PAPER,

@@ -7,7 +7,18 @@ import torch
 from torch import Tensor
 
 import trifocal.nn.attention as attention_module
-from trifocal.nn import DenseAttention, NSAttention, RotaryTables
+import trifocal.nn.selected_attention as selected_module
+from trifocal.nn import (
+    DenseAttention,
+    NSAttention,
+    RotaryTables,
+    SelectedAttention,
+    WindowAttention,
+    rotary_tables,
+    rotate,
+)
+from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.random_selection import random_blocks
 from trifocal.ops import (
     Documents,
     Geometry,
@@ -35,6 +46,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"compressor": "mlp"},
     {"gate": "softmax"},
     {"shared_kv": True},
+    {"qk_norm": True, "qkv_bias": True, "o_bias": True},
+    {"shared_kv": True, "gate": "softmax", "qk_norm": True, "qkv_bias": True},
+]
+OTHERS: list[dict[str, Any]] = [
+    {"attention": "dense"},
+    {"attention": "dense", "qk_norm": True, "qkv_bias": True, "o_bias": True},
+    {"attention": "window"},
+    {"attention": "selected"},
+    {"attention": "selected", "qk_norm": True, "qkv_bias": True},
 ]
 # Shorter than a compressed block, one token, exactly one block, and longer than n selection blocks.
 LENGTHS = [3, 1, 4, 37, 1, 1, 9, 16, 2]
@@ -48,6 +68,19 @@ def sparse(geometry: Geometry = SMALL, **options: Any) -> NSAttention:
 def dense() -> DenseAttention:
     torch.manual_seed(0)
     return DenseAttention(**SIZES).double()
+
+
+def layer_of(attention: str = "nsa", **options: Any) -> AttentionBase:
+    """A layer with all weights drawn, those of norms and biases too."""
+    own = {"nsa": {"geometry": SMALL}, "selected": {"geometry": SMALL}, "window": {"window_size": 7}, "dense": {}}
+    kinds = {"nsa": NSAttention, "selected": SelectedAttention, "window": WindowAttention, "dense": DenseAttention}
+    torch.manual_seed(0)
+    layer = kinds[attention](**SIZES, **own[attention], **options).double()
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if parameter.ndim == 1 and "gate" not in name:
+                parameter.copy_(torch.randn_like(parameter))
+    return layer
 
 
 def covering(length: int, block_size: int = 1) -> Geometry:
@@ -108,23 +141,81 @@ def test_full_coverage_equals_dense(
     torch.testing.assert_close(*gradients, rtol=0, atol=tolerance)
 
 
-def test_dense_is_plain_causal_attention() -> None:
-    layer = dense()
-    x = torch.randn(2, 13, DIM, dtype=torch.float64)
+@pytest.mark.parametrize("options", OTHERS, ids=str)
+def test_a_layer_of_one_softmax_is_plain_attention(options: dict[str, Any]) -> None:
+    layer = layer_of(**options)
+    x = torch.randn(2, 40, DIM, dtype=torch.float64)
     q = layer.q_proj(x).unflatten(-1, (4, 8))
-    k = layer.k_proj(x).unflatten(-1, (2, 8)).repeat_interleave(2, dim=2)
+    k = layer.k_proj(x).unflatten(-1, (2, 8))
     v = layer.v_proj(x).unflatten(-1, (2, 6)).repeat_interleave(2, dim=2)
-    tables = attention_module.rotary_tables(torch.arange(13), 8, 10000.0, torch.float64)
-    q, k = attention_module.rotate(q, *tables), attention_module.rotate(k, *tables)
-    scores = torch.einsum("bthd,bshd->bhts", q, k) / 8**0.5
-    scores = scores.masked_fill(torch.ones(13, 13).triu(1).bool(), -torch.inf)
-    expected = layer.o_proj(torch.einsum("bhts,bshv->bthv", scores.softmax(-1), v).flatten(2))
+    if layer.q_norm is not None and layer.k_norm is not None:
+        q, k = (
+            norm.weight * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+            for norm, x in ((layer.q_norm, q), (layer.k_norm, k))
+        )
+    tables = rotary_tables(torch.arange(40), 8, 10000.0, torch.float64)
+    rotated, k_rotated = rotate(q, *tables), rotate(k, *tables)
+    mask = torch.ones(40, 40, dtype=torch.bool).tril().expand(2, 4, 40, 40)
+    if options["attention"] == "window":
+        mask = mask.triu(-6)
+    if options["attention"] == "selected":
+        starts = rotary_tables(torch.arange(0, 37, 2), 8, 10000.0, torch.float64)
+        k_cmp = rotate(mean_compress(k, SMALL), *starts)
+        _, lse = compressed_attention(rotated, k_cmp, k_cmp, SMALL)
+        blocks = select_blocks(rotated, k_cmp, lse, SMALL)
+        chosen = (blocks[..., None] == torch.arange(40) // 8).any(3).transpose(1, 2)
+        assert not chosen.all()
+        mask = mask & chosen.repeat_interleave(2, dim=1)
+    scores = torch.einsum("bthd,bshd->bhts", rotated, k_rotated.repeat_interleave(2, dim=2)) / 8**0.5
+    p = scores.masked_fill(~mask, -torch.inf).softmax(-1)
+    expected = layer.o_proj(torch.einsum("bhts,bshv->bthv", p, v).flatten(2))
     torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"attention": "dense"}], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_selected_blocks_that_cover_the_past_equal_dense(packed: bool) -> None:
+    torch.manual_seed(0)
+    layer = SelectedAttention(geometry=covering(45, 8), **SIZES, qk_norm=True, qkv_bias=True).double()
+    twin = DenseAttention(**SIZES, qk_norm=True, qkv_bias=True).double()
+    # The same weights under the same names.
+    twin.load_state_dict(layer.state_dict())
+    x = torch.randn(1, 45, DIM, dtype=torch.float64, requires_grad=True)
+    cu_seqlens = torch.tensor([0, 1, 20, 22, 45]) if packed else None
+    outputs = [each(x, cu_seqlens=cu_seqlens) for each in (layer, twin)]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-13)
+    probe = torch.randn_like(x)
+    gradients = [
+        torch.autograd.grad((output * probe).sum(), [x, *each.parameters()])
+        for output, each in zip(outputs, (layer, twin), strict=True)
+    ]
+    for given, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(given, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("attention", ["nsa", "selected"])
+def test_given_blocks_are_read_instead_of_chosen_ones(attention: str) -> None:
+    layer = layer_of(attention)
+    x = torch.randn(1, 40, DIM, dtype=torch.float64)
+    blocks = random_blocks(torch.arange(40), SMALL, 2, 0)
+    chosen: list[Tensor] = []
+    module = attention_module if attention == "nsa" else selected_module
+    name = "nsa_attention" if attention == "nsa" else "selected_attention"
+    original = getattr(module, name)
+
+    def record(*tensors: Any, **options: Any) -> Tensor:
+        chosen.append(options.get("selected_blocks", tensors[3]))
+        return original(*tensors, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, name, record)
+        given = layer(x, selected_blocks=blocks)
+    assert torch.equal(chosen[0], blocks)
+    assert not torch.equal(given, layer(x))
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, *OTHERS], ids=str)
 def test_no_output_sees_the_future(options: dict[str, Any]) -> None:
-    layer = dense() if "attention" in options else sparse(**options)
+    layer = layer_of(**options)
     length = 40
     x = torch.randn(1, length, DIM, dtype=torch.float64)
     # One row of the batch for each changed token: row t differs from the original from token t on.
@@ -138,9 +229,9 @@ def test_no_output_sees_the_future(options: dict[str, Any]) -> None:
     assert difference.diagonal().min() > 1e-3
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"attention": "dense"}], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, *OTHERS], ids=str)
 def test_packed_documents_equal_separate_ones(options: dict[str, Any]) -> None:
-    layer = dense() if "attention" in options else sparse(**options)
+    layer = layer_of(**options)
     borders = torch.tensor([0, *LENGTHS]).cumsum(0)
     x = torch.randn(1, sum(LENGTHS), DIM, dtype=torch.float64, requires_grad=True)
     probe = torch.randn(1, sum(LENGTHS), DIM, dtype=torch.float64)
@@ -156,10 +247,10 @@ def test_packed_documents_equal_separate_ones(options: dict[str, Any]) -> None:
         torch.testing.assert_close(given, expected, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, {"attention": "dense"}], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, *OTHERS], ids=str)
 @pytest.mark.parametrize("lengths", [[1], [3], [4], [40], [1, 1, 1], [3, 1, 2], [1, 20, 1]], ids=str)
 def test_every_parameter_gets_a_gradient(options: dict[str, Any], lengths: list[int]) -> None:
-    layer = dense() if "attention" in options else sparse(**options)
+    layer = layer_of(**options)
     x = torch.randn(1, sum(lengths), DIM, dtype=torch.float64)
     borders = torch.tensor([0, *lengths]).cumsum(0) if len(lengths) > 1 else None
     layer(x, cu_seqlens=borders).sum().backward()
@@ -185,8 +276,8 @@ def test_compressed_scores_depend_on_distance_alone(compressor: Any) -> None:
     def scores(shift: int) -> Tensor:
         tables = layer._rotary_tables(torch.arange(12) + shift, q)
         q_rotated = attention_module.rotate(q, *tables)
-        of_blocks = layer._rotary_tables(layer._block_starts(5, None, q.device) + shift, k)
-        k_cmp, _ = layer._compress(k, v, None, RotaryTables(*tables, *of_blocks))
+        of_blocks = layer._rotary_tables(torch.arange(5) * layer.geometry.compression_stride + shift, k)
+        k_cmp, _ = layer._compress(k, v, None, RotaryTables(*tables, *of_blocks), 0)
         return torch.einsum("bthd,bchd->bhtc", q_rotated[:, :, ::2], k_cmp)
 
     for shift in (1, 2, 1000):
@@ -237,8 +328,8 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
     k_rows, v_rows = layer.k_proj.weight.unflatten(0, (3, 2, 8)), layer.v_proj.weight.unflatten(0, (3, 2, 6))
 
     def at(tensor: Tensor, positions: Tensor) -> Tensor:
-        tables = attention_module.rotary_tables(positions, 8, 10000.0, torch.float64)
-        return attention_module.rotate(tensor, *tables)
+        tables = rotary_tables(positions, 8, 10000.0, torch.float64)
+        return rotate(tensor, *tables)
 
     def project(rows: Tensor) -> Tensor:
         return torch.einsum("bte,gde->btgd", x, rows)

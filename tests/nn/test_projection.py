@@ -7,10 +7,11 @@ from torch import nn
 from trifocal.nn.projection import project
 
 
-@pytest.mark.parametrize("parts", [None, [1, 3, 1]], ids=str)
-def test_one_product_is_the_several(parts: list[int] | None) -> None:
+@pytest.mark.parametrize("parts", [None, [1, 3, 1], [1, 3, 2]], ids=str)
+@pytest.mark.parametrize("biased", [(4,), (6, 4)], ids=str)
+def test_one_product_is_the_several(parts: list[int] | None, biased: tuple[int, ...]) -> None:
     torch.manual_seed(0)
-    linears = [nn.Linear(5, size, bias=size == 4, dtype=torch.float64) for size in (7, 6, 4)]
+    linears = [nn.Linear(5, size, bias=size in biased, dtype=torch.float64) for size in (7, 6, 4)]
     x = torch.randn(2, 3, 5, dtype=torch.float64, requires_grad=True)
     parameters = [parameter for linear in linears for parameter in linear.parameters()]
     apart = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -222,8 +222,8 @@ class Decoder:
         rows = torch.arange(len(num_new), device=index.device)[:, None]
         return Tokens(*(x[rows, index].where(exists[..., None, None], torch.nan) for x in self.tokens))
 
-    def step(self, num_new: list[int]) -> Tensor:
-        """Append the next tokens of each sequence and attend: o [B, T, H, V]."""
+    def append(self, num_new: list[int]) -> tuple[Tokens, DecodeBatch]:
+        """Put the next tokens of each sequence into the caches; `lengths` stay as they are."""
         case, new, batch = self.case, self.new_tokens(num_new), self.batch(num_new)
         own, values = case.window == "own", not case.selected_only
         phi = (compressor(w, case.geometry, new.q) for w in (case.dim, case.value_dim))
@@ -232,8 +232,14 @@ class Decoder:
             new.k_win if own else None, new.v_win if own else None, case.geometry, self.rotary,
             compress=tuple(phi) if case.learned else None, backend=self.backend,
         )  # fmt: skip
+        return new, batch
+
+    def step(self, num_new: list[int]) -> Tensor:
+        """Append the next tokens of each sequence and attend: o [B, T, H, V]."""
+        case = self.case
+        new, batch = self.append(num_new)
         o = decode_attention(
-            new.q, new.gates if values else None, self.cache, batch, case.geometry, self.rotary,
+            new.q, None if case.selected_only else new.gates, self.cache, batch, case.geometry, self.rotary,
             window=case.window != "none", backend=self.backend,
         )  # fmt: skip
         self.lengths += batch.num_new
@@ -252,7 +258,3 @@ def whole_dense(case: Case, tokens: Tokens) -> Tensor:
     cos, sin = tables(case, tokens.q.shape[1], tokens.q)
     q, k = rotate(tokens.q, cos, sin), rotate(tokens.k_slc, cos, sin)
     return window_attention(q, k, tokens.v_slc, tokens.q.shape[1], backend="reference")
-
-
-def with_pages(case: Case, page_blocks: int) -> Case:
-    return replace(case, page_blocks=page_blocks)

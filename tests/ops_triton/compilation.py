@@ -4,8 +4,8 @@ Run as a program it needs an environment without TRITON_INTERPRET: interpreted k
 
     python -m tests.ops_triton.compilation MODULE
 
-calls `MODULE.calls()`, a list of (name, architecture, function), and prints one line of JSON for each kernel that a
-function launches. Tensors are on the meta device: only shapes, strides and types matter.
+calls `MODULE.calls()`, a list of `Call`, and prints one line of JSON for each kernel that a call launches. Tensors are
+on the meta device: only shapes, strides and types matter.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -29,6 +29,15 @@ import torch
 CAPABILITIES = {"hopper": 90, "ampere": 80, "small": 86}
 # Shared memory that one program may have, in bytes.
 SHARED_MEMORY = {"hopper": 227 * 1024, "ampere": 163 * 1024, "small": 99 * 1024}
+
+
+class Call(NamedTuple):
+    """A call whose kernels are compiled: those that no call before it had for the architecture, or all of them."""
+
+    name: str
+    architecture: str
+    function: Callable[[], Any]
+    every_kernel: bool = False
 
 
 def compile_in_subprocess(module: str) -> list[dict[str, Any]]:
@@ -40,21 +49,22 @@ def compile_in_subprocess(module: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
 
 
-def compile_launches(name: str, architecture: str, call: Callable[[], Any]) -> Iterator[dict[str, Any]]:
-    """Run a call with every launch recorded instead of made, and compile each kernel for the architecture.
+def compile_launches(calls: Iterable[Call]) -> Iterator[dict[str, Any]]:
+    """Make calls with every launch recorded instead of made, and compile their kernels.
 
     Yields:
-        call, kernel, architecture, registers (a thread), spill_bytes (a thread), shared_bytes (a program).
+        call, kernel, architecture; and of a kernel that is compiled for this call, registers (a thread), spill_bytes (a
+        thread) and shared_bytes (a program).
     """
-    for kernel, arguments, options in _record(architecture, call):
-        compiled = _compile(kernel, arguments, options, CAPABILITIES[architecture])
-        yield {
-            "call": name,
-            "kernel": kernel.__name__,
-            "architecture": architecture,
-            "shared_bytes": compiled.metadata.shared,
-            **_usage(compiled.asm["cubin"]),
-        }
+    compiled = set()
+    for call in calls:
+        for kernel, arguments, options in _record(call.architecture, call.function):
+            row = {"call": call.name, "kernel": kernel.__name__, "architecture": call.architecture}
+            if call.every_kernel or (kernel.__name__, call.architecture) not in compiled:
+                compiled.add((kernel.__name__, call.architecture))
+                code = _compile(kernel, arguments, options, CAPABILITIES[call.architecture])
+                row |= {"shared_bytes": code.metadata.shared, **_usage(code.asm["cubin"])}
+            yield row
 
 
 def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[str, Any], dict[str, Any]]]:
@@ -139,6 +149,5 @@ def _usage(cubin: bytes) -> dict[str, int]:
 
 
 if __name__ == "__main__":
-    for call_name, call_architecture, function in importlib.import_module(sys.argv[1]).calls():
-        for row in compile_launches(call_name, call_architecture, function):
-            print(json.dumps(row), flush=True)
+    for row in compile_launches(importlib.import_module(sys.argv[1]).calls()):
+        print(json.dumps(row), flush=True)

@@ -19,7 +19,7 @@ TEXTS = [chr(97 + index % 26) for index in range(LENGTH)]
 def picture_of(borders: list[int] | None = None, attention: str = "nsa") -> AttentionPicture:
     tokens = torch.arange(2 * LENGTH).view(2, LENGTH) % 64
     cu_seqlens = None if borders is None else torch.tensor(borders)
-    return AttentionTelemetry(model_of(attention)).picture(7, tokens, TEXTS, cu_seqlens=cu_seqlens)
+    return AttentionTelemetry(model_of(attention=attention)).picture(7, tokens, TEXTS, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize("borders", [None, [0, 60, 200, 2 * LENGTH]])

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from trifocal.models import DecoderLM
 from trifocal.ops import Documents, Geometry, compressed_attention, mean_compress, select_blocks
 from trifocal.runlog import MetricsWriter, read_metrics
 from trifocal.telemetry import attention_telemetry as telemetry_module
+from trifocal.telemetry.attention_picture import read_picture
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry, alarms_of
 from trifocal.telemetry.maps import LayerAttention, dense_block_mass
 from trifocal.telemetry.statistics import (
@@ -232,8 +234,8 @@ def test_gate_figures() -> None:
     assert figures["gate_spread_slc"] == pytest.approx(gates[..., 1].double().std(correction=0).item(), rel=1e-5)
 
 
-def model_of(attention: str = "nsa", gate: str = "sigmoid") -> DecoderLM:
-    model = DecoderLM(small_config(num_layers=3, value_dim=8, geometry=GEOMETRY, attention=attention, gate=gate))
+def model_of(**changes: Any) -> DecoderLM:
+    model = DecoderLM(small_config(num_layers=3, value_dim=8, geometry=GEOMETRY, **changes))
     model.init_weights(3)
     return model
 
@@ -276,8 +278,28 @@ def test_measuring_leaves_the_model_and_its_training_as_they_were() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_a_dense_model_has_none() -> None:
-    assert AttentionTelemetry(model_of("dense")).measure(torch.zeros(1, 8, dtype=torch.long)) == []
+@pytest.mark.parametrize("changes", [{"attention": "dense"}, {"attention": "window"}, {"selection": "random"}], ids=str)
+def test_a_model_that_chooses_no_blocks_has_none(changes: dict[str, Any]) -> None:
+    assert AttentionTelemetry(model_of(**changes)).measure(torch.zeros(1, 8, dtype=torch.long)) == []
+
+
+def test_layers_without_choice_are_left_out_and_those_without_gates_have_no_figures_of_them(tmp_path: Path) -> None:
+    model = model_of(layer_types=("dense", "selected", "nsa"))
+    telemetry = AttentionTelemetry(model)
+    tokens = torch.arange(LENGTH)[None] % 64
+    selected, nsa = telemetry.measure(tokens)
+    assert (selected["layer"], nsa["layer"]) == (1, 2)
+    assert selected.keys() == nsa.keys()
+    assert [name for name in selected if selected[name] is None] == [
+        name for name in selected if name.startswith(("gate_", "heads_"))
+    ]
+    assert 0 < selected["dense_recall"] <= 1 and None not in nsa.values()
+    assert not list(alarms_of(selected | {"free_local_share": 1.0}))
+    picture = telemetry.picture(1, tokens, ["a"] * LENGTH)
+    assert picture.layers == [1, 2]
+    assert (picture.gates[0] == [0, 255, 0]).all() and (picture.gates[1] > 0).all()
+    picture.save(tmp_path / "attention" / "picture.npz")
+    assert read_picture(tmp_path / "attention" / "picture.npz").layers == [1, 2]
 
 
 def test_alarms_are_events_once_and_end(tmp_path: Path) -> None:

@@ -232,7 +232,7 @@ def test_bad_flags_are_refused_in_one_line(tmp_path: Path, flags: list[str], exp
 def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:
     assert nearest("train.learning_rate", FIELDS) == "optimizer.learning_rate"
     assert nearest("train.sequence_lenght", FIELDS) == "train.sequence_length"
-    assert nearest("window", FIELDS) == "model.geometry.window_size"
+    assert nearest("windowsize", FIELDS) == "model.geometry.window_size"
 
 
 @pytest.mark.parametrize(("text", "expected"), [("none", (0, 0)), ("all", (0, 4)), ("1:3", (1, 3))])

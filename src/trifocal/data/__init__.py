@@ -3,7 +3,7 @@
 from trifocal.data.activity import DataError
 from trifocal.data.data_config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
-from trifocal.data.sources import is_local
+from trifocal.data.sources import has_text, is_local
 from trifocal.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "Latency",
     "Loader",
     "Tokenizer",
+    "has_text",
     "is_local",
     "load_tokenizer",
     "make_loader",

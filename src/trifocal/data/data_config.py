@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from trifocal.errors import UserError, nearest
 from trifocal.fields import check_seconds
+from trifocal.masking import MASK, is_masked
 
-SOURCES = ("synthetic", "builtin", "text", "jsonl", "parquet", "fineweb-edu")
+SYNTHETIC = ("synthetic", "recall", "needle")
+"""Kinds of source without text: their tokens are drawn."""
+
+SOURCES = (*SYNTHETIC, "builtin", "text", "jsonl", "parquet", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
 
 ON_BAD_DOCUMENT = ("stop", "skip")
@@ -22,9 +26,11 @@ class DataConfig:
     """
 
     source: str = "builtin"
-    """synthetic (random tokens), builtin (text of Python's standard library), text:PATH, jsonl:PATH#field,
-    parquet:PATH#field (file, folder or glob; parquet also http(s) URLs, separated by commas), fineweb-edu
-    (from the hub), fineweb-edu:PATH (a folder of its parquet files). The field is text unless given."""
+    """synthetic (random tokens), recall:PAIRS and needle:COUNT (tasks of random tokens; the number may be left out),
+    builtin (text of Python's standard library), text:PATH, jsonl:PATH#field, parquet:PATH#field (file, folder or glob;
+    parquet also http(s) URLs, separated by commas), fineweb-edu (from the hub), fineweb-edu:PATH (a folder of its
+    parquet files). The field is text unless given. Passwords and signatures in URLs are not saved: give them again to
+    go on with a run."""
 
     tokenizer: str = "bytes"
     """bytes, gpt2, or the path of a Hugging Face tokenizer.json."""
@@ -36,8 +42,8 @@ class DataConfig:
     """Orders the documents; each epoch has an order of its own."""
 
     validation_fraction: float = 0.05
-    """Share of documents held out, chosen by a hash of their text alone; of a text file that is cut into several,
-    by their place in it. 0 holds out none."""
+    """Share of documents held out, chosen by a hash of their text alone; of documents that are cut into several, by
+    their place. 0 holds out none."""
 
     shuffle_documents: int = 1024
     """Documents that are shuffled among each other at a time. Files are shuffled, then blocks of this many."""
@@ -118,6 +124,11 @@ class DataConfig:
                 raise UserError(f"data.{key} is {getattr(self, key)}; it must be at least {least}")
         for key in ("request_timeout_seconds", "stall_seconds", "stall_limit_seconds"):
             check_seconds(f"data.{key}", getattr(self, key))
+        if is_masked(self.source):
+            raise UserError(
+                f"data.source {self.source!r} has {MASK} in place of a secret, which no run saves; give the whole "
+                "address again with --data.source"
+            )
         if 0 < self.text_document_bytes < 64:
             raise UserError(
                 f"data.text_document_bytes is {self.text_document_bytes}; it must be 0 (never cut) or at least 64"

@@ -17,12 +17,13 @@ from torch import Tensor
 from trifocal.data.activity import Activity
 from trifocal.data.data_config import DataConfig
 from trifocal.data.factory import make_source
-from trifocal.data.packing import PackedStream, Row, RowStream, SyntheticStream
+from trifocal.data.packing import PackedStream, Row, RowStream
 from trifocal.data.position import POSITION_VERSION, check_position
 from trifocal.data.prefetch import Prefetcher
 from trifocal.data.shuffling import ShuffledStream
-from trifocal.data.sources import BadDocuments, Source, parse_source
+from trifocal.data.sources import BadDocuments, Source, has_text
 from trifocal.data.stream import DocumentStream
+from trifocal.data.synthetic import synthetic_stream
 from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError, nearest
 
@@ -284,7 +285,7 @@ def make_loader(
         tokenizer: From `make_tokenizer`.
         sequence_length: Tokens of a row.
         batch_size: Rows of this process's batches.
-        vocab_size: The model's; the range of `synthetic` tokens, and at least the tokenizer's otherwise.
+        vocab_size: The model's; the range of synthetic tokens, and at least the tokenizer's otherwise.
         split: `train` or `validation`.
         rank: This process, from 0.
         world_size: Number of processes; the global batch has `world_size * batch_size` rows.
@@ -307,14 +308,17 @@ def make_loader(
     # The settings that decide the rows: a position is valid only for the same ones.
     settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
     source: Source | None = None
-    if parse_source(config.source).kind == "synthetic":
-        # One stream; every process draws only its own rows.
-        validation = split == "validation"
+    if not has_text(config.source):
+        # One stream; every process makes only its own rows.
         streams: list[RowStream] = [
-            SyntheticStream(vocab_size, sequence_length, seed=config.seed, validation=validation)
+            synthetic_stream(
+                config, vocab_size=vocab_size, sequence_length=sequence_length, validation=split == "validation"
+            )
         ]
         name = config.source
         settings["model.vocab_size"] = vocab_size
+        if name != "synthetic":
+            settings["data.source"] = name
     else:
         if tokenizer.vocab_size > vocab_size:
             raise UserError(

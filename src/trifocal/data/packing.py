@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from trifocal.data.stream import DocumentStream, Position, TokenDocument, random_words
+from trifocal.data.stream import DocumentStream, Position, TokenDocument
 
 IGNORED = -100
 """The target of a token without a next one."""
@@ -124,43 +124,3 @@ class PackedStream:
             self._offset = 0
         self._position = self._document.position
         return self._document
-
-
-class SyntheticStream:
-    """Uniformly random tokens: no text, no documents, no end; row `i` depends on the seed and `i` alone.
-
-    The lowest loss of a model on them is `ln(vocab_size)`.
-
-    Args:
-        vocab_size: Tokens are drawn from `[0, vocab_size)`.
-        sequence_length: Tokens of a row.
-        seed: Seed of the random numbers.
-        validation: Draw the rows of the validation split instead of those of training.
-    """
-
-    def __init__(self, vocab_size: int, sequence_length: int, *, seed: int, validation: bool) -> None:
-        self._vocab_size = vocab_size
-        self._length = sequence_length
-        self._key = ("synthetic", seed, int(validation))
-        self._row = 0
-
-    def seek(self, state: dict[str, Any]) -> None:
-        """Go to a row."""
-        self._row = state["row"]
-
-    def state(self) -> dict[str, Any]:
-        """The next row."""
-        return {"row": self._row}
-
-    def skip_row(self) -> int:
-        """Skip a row without drawing it."""
-        self._row += 1
-        return 0
-
-    def next_row(self) -> Row:
-        """The next row."""
-        raw = random_words(self._length + 1, *self._key, self._row)
-        drawn = (raw % np.uint64(self._vocab_size)).astype(np.int32)
-        name = f"synthetic:{self._row}"
-        self._row += 1
-        return Row(drawn[:-1], drawn[1:], [0], [name], 0)

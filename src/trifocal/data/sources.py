@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from trifocal.data.data_config import SOURCES
+from trifocal.data.data_config import SOURCES, SYNTHETIC
 from trifocal.errors import UserError, nearest
 from trifocal.paths import check_path_text, user_path
 
@@ -120,7 +120,8 @@ def parse_source(source: str) -> SourceName:
         source: Such as `builtin`, `text:book.txt`, `parquet:folder#text`.
 
     Returns:
-        Kind, path (empty where none is given) and field (`text` where none is given).
+        Kind, path (empty where none is given; the number of `recall` and `needle`) and field (`text` where none is
+        given).
 
     Raises:
         UserError: If the kind is unknown (names the nearest), lacks its path, or takes none.
@@ -139,9 +140,20 @@ def parse_source(source: str) -> SourceName:
         raise UserError(f"data.source {source!r} lacks its path; write {kind}:PATH")
     if kind in ("synthetic", "builtin") and path:
         raise UserError(f"data.source {source!r}: {kind} takes no path; write {kind}, or text:{path} to read it")
+    if kind in ("recall", "needle") and path and not (path.isdecimal() and len(path) < 10 and int(path)):
+        raise UserError(f"data.source {source!r}: {kind} takes a whole number above 0, such as {kind}:8")
     if not field:
         raise UserError(f"data.source {source!r} has an empty field after #; write #text, for instance")
     return SourceName(kind, path, field)
+
+
+def has_text(source: str) -> bool:
+    """Whether a source gives text; the tokens of the others are drawn.
+
+    Args:
+        source: A source string, as in `parse_source`.
+    """
+    return parse_source(source).kind not in SYNTHETIC
 
 
 def is_local(source: str) -> bool:

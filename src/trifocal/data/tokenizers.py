@@ -18,17 +18,25 @@ from trifocal.paths import user_path
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    CONFIG_FILE,
+    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+)
+"""Files of a tokenizer in a folder of Hugging Face; those after the second are transformers' alone."""
 _HUB_NAMES = ("gpt2",)
 # Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
 
 
 class Tokenizer(Protocol):
-    """Text to tokens and back. `separator` ends a document and never occurs inside one."""
+    """Text to tokens and back. `separator` ends a document and never occurs inside one; its name may be empty."""
 
     name: str
     vocab_size: int
     separator: int
+    separator_token: str
     fingerprint: str
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -58,6 +66,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     separator = 256
+    separator_token = ""
     fingerprint = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -106,7 +115,8 @@ class HuggingFaceTokenizer:
         if not candidates or candidates[0] not in vocabulary:
             wanted = f"no token {separator!r}" if separator else f"none of {', '.join(_SEPARATORS)}"
             raise UserError(f"tokenizer {name} has {wanted}; name the token that ends a document in data.separator")
-        self.separator: int = vocabulary[candidates[0]]
+        self.separator_token = candidates[0]
+        self.separator: int = vocabulary[self.separator_token]
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special.add(self.separator)
         self.fingerprint = fingerprint(tokenizer.to_str(), self.separator)
@@ -143,8 +153,7 @@ class HuggingFaceTokenizer:
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json` and `tokenizer_config.json`, which transformers reads too."""
         (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
-        eos_token = self._tokenizer.id_to_token(self.separator)
-        content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": eos_token}
+        content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.separator_token}
         (folder / CONFIG_FILE).write_text(json.dumps(content) + "\n")
 
     def _count_bytes_of_tokens(self) -> NDArray[np.int64]:
@@ -210,7 +219,7 @@ def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer that `Tokenizer.save` wrote into a folder, such as the `weights` of a run.
+    """The tokenizer in a folder: what `Tokenizer.save` wrote, such as the `weights` of a run, or a Hugging Face one.
 
     Raises:
         UserError: If there is none, or one of its files is broken.
@@ -219,6 +228,8 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         kind, separator = content["tokenizer_class"], content.get("eos_token") or ""
+        # Some folders describe the token instead of naming it.
+        separator = separator["content"] if isinstance(separator, dict) else separator
     except OSError as error:
         raise UserError(f"cannot read {path}, which names the model's tokenizer: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:

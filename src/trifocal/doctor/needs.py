@@ -140,7 +140,7 @@ def need_of(name: str, config: RunConfig, machine: Machine) -> Need:
         parameters=parameter_count(config.model),
         processes=processes,
         mode=setup.mode,
-        backend=setup.backend if config.model.attention == "nsa" else "dense",
+        backend="dense" if config.model.all_dense else setup.backend,
         memory=memory,
         available_bytes=machine.available_bytes,
         fits=fits,
@@ -177,8 +177,8 @@ def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = ""
         compiled=train.compile,
         device=machine.device.type,  # type: ignore[arg-type]
         backend=_backend(config, machine.device),  # type: ignore[arg-type]
-        # Rows of random tokens have no documents; others are packed where a border falls into one.
-        packed=config.data.source != "synthetic" and train.micro_batch_size > 1,
+        # Rows of random tokens and of recall are whole; others are packed where a border falls into one.
+        packed=config.data.source.partition(":")[0] not in ("synthetic", "recall") and train.micro_batch_size > 1,
         mode=mode,  # type: ignore[arg-type]
         shards=shards,
         reshard_after_forward=parallel.reshard_after_forward,
@@ -253,7 +253,7 @@ def _processes(config: RunConfig, machine: Machine) -> int:
 
 
 def _backend(config: RunConfig, device: torch.device) -> str:
-    if config.model.attention != "nsa":
+    if config.model.all_dense:
         return "reference"
     try:
         return attention_backend(config, device)
@@ -264,15 +264,16 @@ def _backend(config: RunConfig, device: torch.device) -> str:
 
 def _step_seconds(config: RunConfig, setup: TrainingSetup, machine: Machine) -> float | None:
     on_gpu = machine.device.type == "cuda"
-    exact = setup.backend == "reference" and config.model.attention == "nsa"
+    exact = setup.backend == "reference" and not config.model.all_dense
     rate, attention_rate = (machine.rates.get(kind) for kind in (setup.precision, "fp32" if exact else setup.precision))
     if not rate or not attention_rate:
         return None
     # Plain code on a CPU packs only the rows that have a border inside, which are few.
     packed = setup.packed and (on_gpu or config.train.compile)
     length = setup.sequence_length * (setup.micro_batch_size if packed else 1)
-    first, last = setup.checkpointed_layers
-    flops = computed_flops_per_token(config.model, length, backend=setup.backend, checkpointed_layers=last - first)
+    flops = computed_flops_per_token(
+        config.model, length, backend=setup.backend, checkpointed_layers=setup.checkpointed_layers
+    )
     tokens = setup.micro_batches * setup.micro_batch_size * setup.sequence_length
     return tokens * (flops.matrices / rate + flops.attention / attention_rate) / EFFICIENCY[machine.device.type]
 

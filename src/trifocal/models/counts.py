@@ -11,13 +11,14 @@ and window branches and with every compressed key in the compressed one, and mas
 once more to choose blocks, and all scores once more in backward. `computed_flops_per_token` counts this too.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from trifocal.models.model_config import ModelConfig
+from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
+from trifocal.nn.selected_attention import VALUE_COLUMNS
 from trifocal.ops import Geometry
 from trifocal.ops.validation import check_whole_number
 
@@ -54,8 +55,19 @@ class ComputedFlops:
 
 def parameter_count(config: ModelConfig) -> int:
     """All trainable parameters, embeddings included."""
-    layer = _projection_weights(config) + 2 * config.dim
-    if config.attention == "nsa":
+    embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
+    return sum(layer_parameters(config, kind) for kind in config.attention_of_layers) + config.dim + embeddings
+
+
+def layer_parameters(config: ModelConfig, kind: Attention) -> int:
+    """Parameters of a layer with this attention."""
+    layer = _projection_weights(config, kind) + 2 * config.dim
+    if config.qk_norm:
+        layer += 2 * config.head_dim
+    if config.qkv_bias:
+        layer += config.num_heads * config.head_dim + _key_value_columns(config, kind)
+    layer += config.dim * config.o_bias + (2 * config.mlp_dim + config.dim) * config.mlp_bias
+    if kind == "nsa":
         # Gate weights are among the projections; its biases and the positions of φ multiply nothing.
         layer += NUM_BRANCHES * (config.num_heads if config.gate == "sigmoid" else 1)
         if config.gate == "softmax":
@@ -65,8 +77,7 @@ def parameter_count(config: ModelConfig) -> int:
             for features in (config.head_dim, config.value_dim):
                 layer += _compressor_weights(config.geometry, features)
                 layer += config.geometry.compression_block_size * features
-    embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
-    return config.num_layers * layer + config.dim + embeddings
+    return layer
 
 
 def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
@@ -80,13 +91,13 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
         ValueError: If the length is no positive integer.
     """
     check_whole_number("sequence_length", sequence_length, 1)
-    executed = _forward_flops(config, sequence_length)
-    dense = _forward_flops(replace(config, attention="dense"), sequence_length)
-    return Flops(executed, 3 * executed, dense, 3 * dense)
+    executed, choosing = _forward_flops(config, sequence_length)
+    dense, _ = _forward_flops(config.of_one_kind("dense"), sequence_length)
+    return Flops(executed + choosing, 3 * executed + choosing, dense, 3 * dense)
 
 
 def computed_flops_per_token(
-    config: ModelConfig, sequence_length: int, *, backend: str, checkpointed_layers: int = 0
+    config: ModelConfig, sequence_length: int, *, backend: str, checkpointed_layers: tuple[int, int] = (0, 0)
 ) -> ComputedFlops:
     """Operations per token that a training step really computes: what time is estimated from, not utilisation.
 
@@ -97,30 +108,50 @@ def computed_flops_per_token(
         config: The model.
         sequence_length: Tokens of a row as the model sees it: of all its documents together.
         backend: What runs the sparse attention, resolved: "reference" or "triton".
-        checkpointed_layers: Layers that recompute their activations.
+        checkpointed_layers: Half-open range of layers that recompute their activations.
     """
+    first, last = checkpointed_layers
+    parts = [
+        _computed_in_layer(config, kind, sequence_length, backend, first <= index < last)
+        for index, kind in enumerate(config.attention_of_layers)
+    ]
+    return ComputedFlops(
+        matrices=sum(part.matrices for part in parts) + 3 * 2 * config.dim * config.vocab_size,
+        attention=sum(part.attention for part in parts),
+    )
+
+
+def _computed_in_layer(
+    config: ModelConfig, kind: Attention, sequence_length: int, backend: str, checkpointed: bool
+) -> ComputedFlops:
+    """The operations of one layer."""
     keys_dim, values_dim = 2 * config.num_heads * config.head_dim, 2 * config.num_heads * config.value_dim
+    geometry, exact = config.geometry, backend == "reference"
+    compressed = geometry.num_compressed_blocks(sequence_length)
+    # Scores alone: those that choose blocks, which nothing goes back through.
     scoring = 0.0
-    if config.attention == "dense":
+    if kind == "dense":
         keys = (sequence_length + 1) / 2
-    elif backend == "reference":
-        compressed = config.geometry.num_compressed_blocks(sequence_length)
-        keys = compressed + 2 * sequence_length
-        scoring = keys_dim * compressed
+    elif exact:
+        keys = {"nsa": compressed + 2 * sequence_length}.get(kind, sequence_length)
     else:
-        keys = attended_keys(config.geometry, sequence_length) / sequence_length
-        # Each query sees half of the compressed keys on average.
-        scoring = keys_dim * config.geometry.num_compressed_blocks(sequence_length) / 2
+        keys = _attended(config, kind, sequence_length) / sequence_length
+    if kind in ("nsa", "selected"):
+        # With the kernels each query sees half of the compressed keys on average.
+        scoring = keys_dim * compressed * (1.0 if exact else 0.5)
+    if kind == "selected":
+        # Their log-sum-exp, with few values.
+        scoring *= 2 + min(VALUE_COLUMNS, config.head_dim) / config.head_dim
     forward = (keys_dim + values_dim) * keys
     # Scores again, then gradients of probabilities, queries, keys and values.
     backward = (3 * keys_dim + 2 * values_dim) * keys
     # The kernels' results and every choice are kept.
-    again = 0.0 if config.attention == "nsa" and backend == "triton" else forward
-    matrices = _matrix_flops(config, sequence_length)
-    head = 2 * config.dim * config.vocab_size
+    again = forward if exact or kind == "dense" else 0.0
+    if kind == "selected" and exact:
+        again += scoring - keys_dim * compressed
+    matrices = _matrix_flops(config, kind, sequence_length)
     return ComputedFlops(
-        matrices=(3 * config.num_layers + checkpointed_layers) * matrices + 3 * head,
-        attention=config.num_layers * (forward + backward + scoring) + checkpointed_layers * again,
+        matrices=(3 + checkpointed) * matrices, attention=forward + backward + scoring + checkpointed * again
     )
 
 
@@ -129,32 +160,57 @@ def attended_keys(geometry: Geometry, sequence_length: int) -> int:
 
     The sum of `Geometry.keys_read_per_step` over all positions.
     """
+    window = _window_keys(geometry.window_size, sequence_length)
+    return _compressed_keys(geometry, sequence_length) + _selected_keys(geometry, sequence_length) + window
+
+
+def _compressed_keys(geometry: Geometry, sequence_length: int) -> int:
     num_keys = np.arange(1, sequence_length + 1, dtype=np.int64)
-    block, stride = geometry.compression_block_size, geometry.compression_stride
-    compressed = np.maximum(0, (num_keys - block) // stride + 1)
-    chosen = np.full_like(num_keys, geometry.num_selected_blocks * geometry.selection_block_size)
+    blocks = (num_keys - geometry.compression_block_size) // geometry.compression_stride + 1
+    return int(np.maximum(0, blocks).sum())
+
+
+def _selected_keys(geometry: Geometry, sequence_length: int) -> int:
+    num_keys = np.arange(1, sequence_length + 1, dtype=np.int64)
+    most = geometry.num_selected_blocks * geometry.selection_block_size
+    chosen = np.full_like(num_keys, most)
     if geometry.num_local_blocks:
         chosen -= -num_keys % geometry.selection_block_size
-    everything_chosen = num_keys <= geometry.num_selected_blocks * geometry.selection_block_size
-    selected = np.where(everything_chosen, num_keys, chosen)
-    window = np.minimum(num_keys, geometry.window_size)
-    return int((compressed + selected + window).sum())
+    return int(np.where(num_keys <= most, num_keys, chosen).sum())
 
 
-def _forward_flops(config: ModelConfig, sequence_length: int) -> float:
-    if config.attention == "nsa":
-        keys = attended_keys(config.geometry, sequence_length)
-    else:
-        keys = sequence_length * (sequence_length + 1) // 2
-    attention = 2 * config.num_heads * (config.head_dim + config.value_dim) * keys / sequence_length
-    layer = _matrix_flops(config, sequence_length) + attention
-    return config.num_layers * layer + 2 * config.dim * config.vocab_size
+def _window_keys(window_size: int, sequence_length: int) -> int:
+    return int(np.minimum(np.arange(1, sequence_length + 1, dtype=np.int64), window_size).sum())
 
 
-def _matrix_flops(config: ModelConfig, sequence_length: int) -> float:
+def _attended(config: ModelConfig, kind: Attention, sequence_length: int) -> int:
+    """Keys whose values the queries of a sequence read in one layer, summed over its positions."""
+    if kind == "nsa":
+        return attended_keys(config.geometry, sequence_length)
+    if kind == "selected":
+        return _selected_keys(config.geometry, sequence_length)
+    if kind == "window":
+        return _window_keys(config.sliding_window or config.geometry.window_size, sequence_length)
+    return sequence_length * (sequence_length + 1) // 2
+
+
+def _forward_flops(config: ModelConfig, sequence_length: int) -> tuple[float, float]:
+    """Operations per token, and of them those that only choose blocks and are not gone back through."""
+    total, choosing = 2.0 * config.dim * config.vocab_size, 0.0
+    for kind in config.attention_of_layers:
+        keys = _attended(config, kind, sequence_length) / sequence_length
+        total += _matrix_flops(config, kind, sequence_length)
+        total += 2 * config.num_heads * (config.head_dim + config.value_dim) * keys
+        if kind == "selected":
+            compressed = _compressed_keys(config.geometry, sequence_length) / sequence_length
+            choosing += 2 * config.num_heads * config.head_dim * compressed
+    return total, choosing
+
+
+def _matrix_flops(config: ModelConfig, kind: Attention, sequence_length: int) -> float:
     """Forward operations per token in the matrices of one layer."""
-    layer = 2.0 * _projection_weights(config)
-    if config.attention == "nsa" and config.compressor == "mlp":
+    layer = 2.0 * _projection_weights(config, kind)
+    if kind == "nsa" and config.compressor == "mlp":
         blocks = config.geometry.num_compressed_blocks(sequence_length) * config.num_kv_heads
         weights = sum(
             _compressor_weights(config.geometry, features) for features in (config.head_dim, config.value_dim)
@@ -163,20 +219,20 @@ def _matrix_flops(config: ModelConfig, sequence_length: int) -> float:
     return layer
 
 
-def _projection_weights(config: ModelConfig) -> int:
+def _key_value_columns(config: ModelConfig, kind: Attention) -> int:
+    branches = NUM_BRANCHES if kind == "nsa" and not config.shared_kv else 1
+    return branches * config.num_kv_heads * (config.head_dim + config.value_dim)
+
+
+def _projection_weights(config: ModelConfig, kind: Attention) -> int:
     """Multiplications that one token costs in the linear maps of one layer."""
-    queries = config.dim * config.num_heads * config.head_dim
-    output = config.dim * config.num_heads * config.value_dim
-    keys_and_values = config.dim * config.num_kv_heads * (config.head_dim + config.value_dim)
-    mlp = 3 * config.dim * config.mlp_dim
-    if config.attention == "dense":
-        return queries + output + keys_and_values + mlp
-    branches = 1 if config.shared_kv else NUM_BRANCHES
+    columns = config.num_heads * (config.head_dim + config.value_dim) + _key_value_columns(config, kind)
+    weights = config.dim * columns + 3 * config.dim * config.mlp_dim
+    if kind != "nsa":
+        return weights
     if config.gate == "sigmoid":
-        gate = config.dim * config.num_heads * NUM_BRANCHES
-    else:
-        gate = config.num_kv_heads * config.head_dim * NUM_BRANCHES
-    return queries + output + branches * keys_and_values + mlp + gate
+        return weights + config.dim * config.num_heads * NUM_BRANCHES
+    return weights + config.num_kv_heads * config.head_dim * NUM_BRANCHES
 
 
 def _compressor_weights(geometry: Geometry, features: int) -> int:

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trifocal.models.model_config import ModelConfig
-from trifocal.nn import Block, DenseAttention, NSAttention, RMSNorm, RotaryTables
+from trifocal.nn import (
+    Block,
+    DenseAttention,
+    NSAttention,
+    RMSNorm,
+    SelectedAttention,
+    WindowAttention,
+)
+from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.random_selection import random_blocks
 from trifocal.ops import Documents
 from trifocal.ops.validation import check_rank
 
@@ -32,7 +41,8 @@ class DecoderLM(nn.Module):
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.blocks = nn.ModuleList(
-            Block(_attention(config), config.dim, config.mlp_dim, config.norm_eps) for _ in range(config.num_layers)
+            Block(_attention(config, kind), config.dim, config.mlp_dim, config.norm_eps, config.mlp_bias)
+            for kind in config.attention_of_layers
         )
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
@@ -149,10 +159,30 @@ class DecoderLM(nn.Module):
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
-        rotary = self.attention_layers()[0].rotary_tables(x, documents)
-        for block in self.blocks:
-            x = block(x, cu_seqlens=documents, rotary=rotary)
+        layers = self.attention_layers()
+        # A layer with compressed blocks has the tables of the others too.
+        first = next((layer for layer in layers if layer.geometry is not None), layers[0])
+        rotary = first.rotary_tables(x, documents)
+        choices = self._random_choices(x, documents)
+        for index, block in enumerate(self.blocks):
+            given = {"selected_blocks": choices[index]} if index in choices else {}
+            x = block(x, cu_seqlens=documents, rotary=rotary, **given)
         return x
+
+    def _random_choices(self, x: Tensor, documents: Documents | None) -> dict[int, Tensor]:
+        """The blocks of each layer that draws them at random, [B, T, G, N]."""
+        config = self.config
+        if config.selection == "importance":
+            return {}
+        if documents is not None:
+            positions = documents.positions
+        else:
+            positions = torch.arange(x.shape[1], device=x.device)
+        return {
+            layer: random_blocks(positions, config.geometry, config.num_kv_heads, layer).expand(x.shape[0], -1, -1, -1)
+            for layer, kind in enumerate(config.attention_of_layers)
+            if kind in ("nsa", "selected")
+        }
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project hidden states [..., E] to logits [..., vocab_size]."""
@@ -186,7 +216,7 @@ class DecoderLM(nn.Module):
         self._checkpointed_layers = range(first, last)
         self._wrap()
 
-    def attention_layers(self) -> list[NSAttention | DenseAttention]:
+    def attention_layers(self) -> list[AttentionBase]:
         """The attention of each layer, first to last."""
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
@@ -218,36 +248,20 @@ def train_block(
     checkpointed: bool,
     forward: Callable[..., Tensor],
     x: Tensor,
-    *,
-    cu_seqlens: Documents | None = None,
-    rotary: RotaryTables | None = None,
+    **given: Any,
 ) -> Tensor:
     """A wrapped block: `run`, which is `run_block` or compiled from it, in training; else the block's own forward."""
     if not torch.is_grad_enabled():
-        return forward(x, cu_seqlens=cu_seqlens, rotary=rotary)
-    return run(checkpointed, forward, x, cu_seqlens, rotary)
+        return forward(x, **given)
+    return run(checkpointed, forward, x, **given)
 
 
-def run_block(
-    checkpointed: bool,
-    forward: Callable[..., Tensor],
-    x: Tensor,
-    documents: Documents | None,
-    rotary: RotaryTables | None,
-) -> Tensor:
+def run_block(checkpointed: bool, forward: Callable[..., Tensor], x: Tensor, **given: Any) -> Tensor:
     """One layer in training, by its `Block.forward`; `checkpointed` computes it again in backward."""
     if not checkpointed:
-        return forward(x, cu_seqlens=documents, rotary=rotary)
+        return forward(x, **given)
     # Nothing in a block is random, so no random state is kept, which a CUDA graph could not read.
-    return checkpoint(
-        forward,
-        x,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=_save_attention,
-        cu_seqlens=documents,
-        rotary=rotary,
-    )
+    return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False, context_fn=_save_attention, **given)
 
 
 def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor) -> Tensor:
@@ -272,7 +286,7 @@ _save_attention = functools.partial(
 )
 
 
-def _attention(config: ModelConfig) -> NSAttention | DenseAttention:
+def _attention(config: ModelConfig, kind: str) -> AttentionBase:
     sizes: dict[str, Any] = {
         "dim": config.dim,
         "num_heads": config.num_heads,
@@ -280,9 +294,19 @@ def _attention(config: ModelConfig) -> NSAttention | DenseAttention:
         "head_dim": config.head_dim,
         "value_dim": config.value_dim,
         "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "qk_norm": config.qk_norm,
+        "norm_eps": config.norm_eps,
+        "qkv_bias": config.qkv_bias,
+        "o_bias": config.o_bias,
     }
-    if config.attention == "dense":
+    if kind == "dense":
         return DenseAttention(**sizes)
+    if kind == "window":
+        window = config.sliding_window or config.geometry.window_size
+        return WindowAttention(window_size=window, backend=config.backend, **sizes)
+    if kind == "selected":
+        return SelectedAttention(geometry=config.geometry, backend=config.backend, **sizes)
     return NSAttention(
         **sizes,
         geometry=config.geometry,

@@ -5,10 +5,8 @@ The launchers choose orders, chunks and buffers as in a real call. No kernel is 
 would keep in parts are counted once: that part, some tens of MiB, is missed.
 """
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trifocal.nn.selected_attention import VALUE_COLUMNS
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.pipeline import Stages, run_backward, run_stages
 
@@ -86,6 +85,8 @@ def kernel_memory(
     value_dim: int,
     dtype: torch.dtype,
     packed: bool = False,
+    attention: str = "nsa",
+    window_size: int = 0,
 ) -> KernelMemory:
     """Run the launchers of forward and backward on the meta device.
 
@@ -99,21 +100,24 @@ def kernel_memory(
         value_dim: V.
         dtype: Of q, k and v.
         packed: Whether the tokens are packed documents.
+        attention: `"nsa"`, `"selected"` or `"window"`.
+        window_size: Of window attention alone; others have the geometry's.
 
     Raises:
         ImportError: If Triton is not installed.
     """
     from trifocal.ops.triton.combine import combine_forward
     from trifocal.ops.triton.compressed import compressed_forward
+    from trifocal.ops.triton.launch import no_launches
     from trifocal.ops.triton.scoring import select_blocks_forward
+    from trifocal.ops.triton.selected_backward import selected_backward
     from trifocal.ops.triton.selected_forward import selected_forward
-    from trifocal.ops.triton.window import window_forward
+    from trifocal.ops.triton.window import window_backward, window_forward
 
     empty = functools.partial(torch.empty, device="meta")
     num_blocks = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)
     q = empty(batch, length, num_heads, head_dim, dtype=dtype)
-    gates = empty(batch, length, num_heads, 3)
-    k_cmp, v_cmp, k_slc, v_slc, k_win, v_win = (
+    k_cmp, _, k_slc, v_slc, k_win, v_win = inputs = tuple(
         empty(batch, tokens, num_kv_heads, width, dtype=dtype)
         for tokens in (num_blocks, length, length)
         for width in (head_dim, value_dim)
@@ -123,25 +127,27 @@ def kernel_memory(
         borders, ids, positions = (empty(n, dtype=torch.int32) for n in (3, length, length))
         documents = Documents(borders, ids, positions)
     scale = head_dim**-0.5
+    rest = (geometry, scale, documents)
     with torch.no_grad(), no_launches(), LiveBytes() as bytes_:
-        stages = Stages(compressed_forward, select_blocks_forward, selected_forward, window_forward)
-        inputs = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
-        branches = run_stages(stages, q, inputs, gates, geometry, scale, documents, None)
-        o = combine_forward(branches.o_cmp, branches.o_slc, branches.o_win, gates)
+        if attention == "window":
+            o, lse = window_forward(q, k_win, v_win, window_size, scale, documents)
+        elif attention == "selected":
+            few = k_cmp[..., :VALUE_COLUMNS]
+            _, lse = compressed_forward(q, k_cmp, few, geometry, length, scale, documents)
+            del _
+            choice = select_blocks_forward(q, k_cmp, lse, geometry, length, scale, documents)
+            o, lse = selected_forward(q, k_slc, v_slc, choice, *rest)
+        else:
+            gates = empty(batch, length, num_heads, 3)
+            stages = Stages(compressed_forward, select_blocks_forward, selected_forward, window_forward)
+            branches = run_stages(stages, q, inputs, gates, *rest, None)
+            o = combine_forward(branches.o_cmp, branches.o_slc, branches.o_win, gates)
         forward, kept = bytes_.peak - bytes_.now, bytes_.now
         bytes_.peak = kept
-        run_backward(o, q, branches, geometry, scale, documents)
+        if attention == "window":
+            window_backward(o, q, k_win, v_win, o, lse, window_size, scale, documents)
+        elif attention == "selected":
+            selected_backward(o, q, k_slc, v_slc, o, lse, choice, *rest)
+        else:
+            run_backward(o, q, branches, *rest)
         return KernelMemory(forward, bytes_.peak - kept)
-
-
-@contextlib.contextmanager
-def no_launches() -> Iterator[None]:
-    """Let launchers allocate, and leave their kernels out."""
-    from trifocal.ops.triton.launch import Kernel
-
-    launch = Kernel.__getitem__
-    Kernel.__getitem__ = lambda kernel, grid: lambda *arguments, **constants: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Kernel.__getitem__ = launch  # type: ignore[method-assign]

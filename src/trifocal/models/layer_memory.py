@@ -13,7 +13,7 @@ as eager does, and recomputes tensors that only elementwise kernels read. In byt
 
 So it is in PyTorch 2.11 and 2.13; `tests/models/test_compiled_memory.py` counts it in the graphs of the one that is
 installed. The reference is an exception, for the worse: the compiler recognises what its backward makes again on
-purpose, and keeps two tiles of probabilities instead.
+purpose, and keeps a tile of probabilities a branch instead.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,7 @@ from trifocal.models.kernel_memory import KernelMemory, kernel_memory
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
+from trifocal.nn.selected_attention import VALUE_COLUMNS
 
 FP32, INT32, BF16 = 4, 4, 2
 
@@ -73,7 +74,7 @@ class LayerMemory:
     """One block of a model under a setup.
 
     Args:
-        config: The model.
+        config: The model, with one attention in all layers.
         setup: How it is trained.
     """
 
@@ -117,15 +118,14 @@ class LayerMemory:
     def rotary_tables(self) -> int:
         """Cosines and sines of tokens and compressed blocks, which all layers share."""
         _, length = self.rows
-        blocks = length // self.config.geometry.compression_stride if self.config.attention == "nsa" else 0
+        blocks = length // self.config.geometry.compression_stride if self.config.chooses_blocks else 0
         return FP32 * self.config.head_dim * (length + blocks)
 
     @property
     def projected_columns(self) -> int:
         """Columns of the product of the attention's input with all its projections."""
         c = self.config
-        branches = NUM_BRANCHES if c.attention == "nsa" and not c.shared_kv else 1
-        columns = c.num_heads * c.head_dim + branches * c.num_kv_heads * (c.head_dim + c.value_dim)
+        columns = c.num_heads * c.head_dim + self._key_branches * c.num_kv_heads * (c.head_dim + c.value_dim)
         if c.attention == "nsa" and c.gate == "sigmoid":
             columns += NUM_BRANCHES * c.num_heads
         return columns + (-columns % 64 if self.setup.device == "cuda" else 0)
@@ -156,11 +156,51 @@ class LayerMemory:
         """The chosen blocks."""
         return INT32 * self.tokens * self.config.num_kv_heads * self.config.geometry.num_selected_blocks
 
+    @property
+    def branches(self) -> int:
+        """Outputs of attention that are kept: one, or those that the gates mix."""
+        return NUM_BRANCHES if self.config.attention == "nsa" else 1
+
     @cached_property
     def branch_outputs(self) -> int:
-        """Outputs of the three branches and their log-sum-exps."""
+        """Outputs of the branches and their log-sum-exps."""
         c = self.config
-        return NUM_BRANCHES * self.tokens * c.num_heads * (self.item * c.value_dim + FP32)
+        return self.branches * self.tokens * c.num_heads * (self.item * c.value_dim + FP32)
+
+    @property
+    def _head_norms(self) -> int:
+        """What the norms of queries and keys keep besides their input: a scale a head and, on a CPU, scaled heads."""
+        c = self.config
+        heads = (c.num_heads + self._key_branches * c.num_kv_heads) if c.qk_norm else 0
+        # Eager, the input is converted to fp32 and kept so.
+        copies = 0 if self.setup.compiled else (self.item < FP32) + (self.setup.device == "cpu")
+        return FP32 * self.tokens * heads * (1 + copies * c.head_dim)
+
+    @property
+    def _norms_keep_input(self) -> bool:
+        """Whether the norms of queries and keys keep their input as it is."""
+        return self.config.qk_norm and (self.setup.compiled or self.item == FP32)
+
+    @property
+    def _projected_kept(self) -> int:
+        """What is kept of the product of the attention's input with all its projections."""
+        c = self.config
+        if not c.qkv_bias:
+            # The values are columns of the one tensor.
+            return self.item * self.tokens * self.projected_columns
+        # With a bias each of them is a tensor of its own, and those of the compressed branch are not needed again.
+        columns = c.num_kv_heads * c.value_dim * (2 if self._key_branches == NUM_BRANCHES else 1)
+        return self.item * self.tokens * columns + self._norm_inputs
+
+    @property
+    def _norm_inputs(self) -> int:
+        c = self.config
+        columns = (c.num_heads + self._key_branches * c.num_kv_heads) * c.head_dim
+        return self.item * self.tokens * columns if self._norms_keep_input else 0
+
+    @property
+    def _key_branches(self) -> int:
+        return 1 if self.config.shared_kv else self.branches
 
     @cached_property
     def attention_kept(self) -> int:
@@ -168,26 +208,31 @@ class LayerMemory:
         c, n, item = self.config, self.tokens, self.item
         heads_v = item * n * c.num_heads * c.value_dim
         queries = item * n * c.num_heads * c.head_dim
-        kept = self.residual + self.norm + self.normed + queries
+        kept = self.residual + self.norm + self.normed + queries + self._head_norms
         if c.attention == "dense":
             outputs = heads_v + FP32 * n * c.num_heads
             if self._varlen:
-                # Rotated keys; the values are columns of the one tensor that all projections of the input give.
-                return kept + outputs + item * n * (c.num_kv_heads * c.head_dim + self.projected_columns)
+                # Rotated keys.
+                return kept + outputs + item * n * c.num_kv_heads * c.head_dim + self._projected_kept
             # Keys and values are repeated for every head, and what the projections gave is not needed again.
             copies = item * n * c.num_heads * (c.head_dim + c.value_dim)
             mask = item * n * self.setup.sequence_length if self.setup.packed else 0
             scores = self.tile if self._dense_scores else 0
-            return kept + copies + outputs + mask + scores
+            inputs = self._norm_inputs if c.qkv_bias else self._projected_kept
+            return kept + copies + outputs + mask + scores + (inputs if self._norms_keep_input else 0)
         if self._saved_scores:
             # Of the branches the compiler keeps the fp32 copies that they multiply, and of the gates their logits too.
-            copies = FP32 * n * (c.num_heads * c.head_dim + 2 * c.num_kv_heads * (c.head_dim + c.value_dim))
-            numbers = n * c.num_heads * (FP32 + (FP32 + item) * NUM_BRANCHES)
-            outputs = NUM_BRANCHES * heads_v + self._compressor_kept
-            return kept - queries + copies + numbers + outputs + heads_v + self._saved_scores
-        # Rotated keys; and the values, which are columns of the one tensor that all projections of the input give.
-        keys = item * n * c.num_kv_heads * c.head_dim * (1 if c.shared_kv else 2)
-        projected = item * n * self.projected_columns
+            nsa = c.attention == "nsa"
+            copies = c.num_heads * c.head_dim + (2 if nsa else 1) * c.num_kv_heads * (c.head_dim + c.value_dim)
+            numbers = n * c.num_heads * (FP32 + ((FP32 + item) * NUM_BRANCHES if nsa else 0))
+            outputs = self.branches * heads_v + (self._compressor_kept if nsa else 0)
+            return kept - queries + FP32 * n * copies + numbers + outputs + heads_v + self._saved_scores
+        # Rotated.
+        keys = item * n * c.num_kv_heads * c.head_dim * (2 if self._key_branches == NUM_BRANCHES else 1)
+        projected = self._projected_kept
+        if c.attention != "nsa":
+            # The one output is the output projection's input too.
+            return kept + keys + projected + self.branch_outputs + (self.choice if c.chooses_blocks else 0)
         gates = FP32 * n * c.num_heads * NUM_BRANCHES
         if c.gate == "softmax":
             gates += n * c.num_kv_heads * (item * c.head_dim + FP32 * NUM_BRANCHES)
@@ -219,9 +264,14 @@ class LayerMemory:
     @property
     def kept_checkpointed(self) -> int:
         """What it keeps when its activations are recomputed."""
-        if self.config.attention == "dense":
-            return self.residual
-        return self.residual + self.choice + (self.branch_outputs if self.setup.backend == "triton" else 0)
+        c = self.config
+        kept = self.residual + (self.choice if c.chooses_blocks else 0)
+        if c.attention == "dense" or self.setup.backend != "triton":
+            return kept
+        if c.attention == "selected" and not self.setup.compiled:
+            # The compiler drops the compressed branch: with the choice nothing needs it again.
+            kept += self.tokens * c.num_heads * (self.item * min(VALUE_COLUMNS, c.head_dim) + FP32)
+        return kept + self.branch_outputs
 
     @property
     def tile(self) -> int:
@@ -233,10 +283,12 @@ class LayerMemory:
 
     @property
     def _saved_scores(self) -> int:
-        """What the compiled reference keeps: two branches' probabilities, and the scores of the compressed one."""
+        """What the compiled reference keeps: the selected or window branch's probabilities, and compressed scores."""
         c = self.config
         if not self.setup.compiled or self.setup.backend != "reference" or c.attention == "dense":
             return 0
+        if c.attention != "nsa":
+            return self.tile
         _, length = self.rows
         return 2 * self.tile + FP32 * length * self._compressed * (c.num_heads // c.num_kv_heads)
 
@@ -255,10 +307,10 @@ class LayerMemory:
         return setup.packed and setup.device == "cuda" and setup.precision == "bf16" and widest <= WIDEST_HEAD
 
     @property
-    def _choice_mask(self) -> int:
-        """The reference's mask of the selected branch, a byte a pair."""
+    def _mask(self) -> int:
+        """The reference's largest mask, a byte a pair: that of the chosen blocks, or the window's."""
         rows, length = self.rows
-        return rows * self.config.num_kv_heads * length**2
+        return (rows * self.config.num_kv_heads if self.config.chooses_blocks else 1) * length**2
 
     @cached_property
     def attention_forward_working(self) -> int:
@@ -269,7 +321,7 @@ class LayerMemory:
         if self.setup.backend == "triton":
             return self._kernels.forward
         # Scores and what log-sum-exp makes of them; the mask and its inverse; the queries in fp32.
-        return 2 * self.tile + 2 * self._choice_mask + FP32 * n * c.num_heads * c.head_dim
+        return 2 * self.tile + 2 * self._mask + FP32 * n * c.num_heads * c.head_dim
 
     @cached_property
     def attention_backward_working(self) -> int:
@@ -279,21 +331,22 @@ class LayerMemory:
         if c.attention == "dense":
             scores = 2 * self.tile if self._dense_scores else 0
             return 2 * item * (heads_v + heads_d) + scores
-        numbers = FP32 * n * c.num_heads * NUM_BRANCHES
+        numbers = FP32 * n * c.num_heads * self.branches
         if self.setup.backend == "triton":
             return item * heads_v + self._kernels.backward
         # Probabilities, where they are not kept, their gradient, and that of the scores. Each branch's gradient of o,
         # and in fp32 that of o for one branch, the queries, and their gradient.
         casts = item * heads_d if item < FP32 else 0
-        linear = item * NUM_BRANCHES * heads_v + FP32 * (heads_v + 2 * heads_d) + casts + numbers
-        return (2 if self._saved_scores else 3) * self.tile + self._choice_mask + linear
+        linear = item * self.branches * heads_v + FP32 * (heads_v + 2 * heads_d) + casts + numbers
+        return (2 if self._saved_scores else 3) * self.tile + self._mask + linear
 
     @cached_property
     def _kernels(self) -> KernelMemory:
         c, (rows, length) = self.config, self.rows
         dtype = torch.bfloat16 if self.item == BF16 else torch.float32
         sizes = c.num_heads, c.num_kv_heads, c.head_dim, c.value_dim
-        return kernel_memory(c.geometry, rows, length, *sizes, dtype, self.setup.packed)
+        window = c.sliding_window or c.geometry.window_size
+        return kernel_memory(c.geometry, rows, length, *sizes, dtype, self.setup.packed, c.attention, window)
 
     @property
     def forward_working(self) -> int:

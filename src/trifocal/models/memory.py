@@ -17,9 +17,9 @@ samples and telemetry keep nothing for backward and take less than a step.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from trifocal.models.counts import parameter_count
+from trifocal.models.counts import layer_parameters, parameter_count
 from trifocal.models.layer_memory import BF16, FP32, LayerMemory, TrainingSetup
 from trifocal.models.model_config import ModelConfig
 
@@ -84,16 +84,23 @@ class _Step:
 
     def __init__(self, config: ModelConfig, setup: TrainingSetup) -> None:
         self.config, self.setup = config, setup
-        self.layer = LayerMemory(config, setup)
+        kinds = config.attention_of_layers
+        of_kind = {kind: LayerMemory(config.of_one_kind(kind), setup) for kind in kinds}
+        self.layers = [of_kind[kind] for kind in kinds]
+        # For sizes that all layers share.
+        self.layer = self.layers[0]
         self.parameters = parameter_count(config)
-        self.block_parameters = parameter_count(replace(config, num_layers=config.num_layers + 1)) - self.parameters
+        self.block_parameters = [layer_parameters(config, kind) for kind in kinds]
         self.head_weights = config.dim * config.vocab_size
         self.sharded = setup.mode in ("fsdp", "hsdp")
         self.shards = setup.shards if self.sharded else 1
         self.lowered = self.layer.item < FP32
         first, last = setup.checkpointed_layers
         self.checkpointed = [first <= index < last for index in range(config.num_layers)]
-        self.keeps = [self.layer.kept_checkpointed if again else self.layer.kept for again in self.checkpointed]
+        self.keeps = [
+            layer.kept_checkpointed if again else layer.kept
+            for layer, again in zip(self.layers, self.checkpointed, strict=True)
+        ]
 
     def moments(self) -> Iterator[Memory]:
         """Every moment that can be the fullest."""
@@ -105,7 +112,7 @@ class _Step:
         yield self._memory("optimizer", gradients=self._gradients_before)
 
     def _forward(self, index: int) -> Memory:
-        layer = self.layer
+        layer = self.layers[index]
         if self.checkpointed[index]:
             kept, working = self.keeps[index], layer.forward_working
         else:
@@ -142,10 +149,10 @@ class _Step:
         yield self._memory("gradient of the head", gradients, copies, kept, working)
 
     def _backward(self, index: int) -> Iterator[Memory]:
-        layer, config, compiled = self.layer, self.config, self.setup.compiled
+        layer, config, compiled = self.layers[index], self.config, self.setup.compiled
         matrix = config.dim * config.mlp_dim
-        behind = (config.num_layers - 1 - index) * self.block_parameters + self.head_weights
-        copies = self._kept_copies(index) + self._cast_copy + self._joint_copy
+        behind = sum(self.block_parameters[index + 1 :]) + self.head_weights
+        copies = self._kept_copies(index) + self._cast_copy(index) + self._joint_copy(index)
         before = sum(self.keeps[:index]) + layer.kept
         # The gradient of the layer's output; and of what is between the MLP's matrices, in two places.
         working = layer.residual + 2 * layer.mlp_hidden
@@ -188,7 +195,7 @@ class _Step:
             optimizer=2 * FP32 * own,
             gradients=gradients,
             copies=copies,
-            activations=activations + self.layer.rotary_tables,
+            activations=activations + max(layer.rotary_tables for layer in self.layers),
             working=working,
             workspace=self.setup.workspace_bytes * (1 + (_WORKSPACES_OF_GRAPHS if self.setup.cuda_graphs else 0)),
         )
@@ -204,7 +211,7 @@ class _Step:
 
     def _gradients(self, behind: int, inside: int = 0) -> int:
         """Gradients in a backward pass that is done with layers of `behind` parameters, and `inside` of the next."""
-        block = (FP32 + self._collected_item) * self.block_parameters if self.sharded else 0
+        block = (FP32 + self._collected_item) * max(self.block_parameters) if self.sharded else 0
         if self.setup.micro_batches > 1 or self.setup.mode == "ddp" or self.setup.cuda_graphs:
             # A compiled layer's are added to the others after the last of them.
             apart = FP32 * inside if self.setup.compiled and not self.sharded else 0
@@ -220,23 +227,23 @@ class _Step:
         return BF16 if self.lowered else FP32
 
     @property
-    def _collected(self) -> int:
+    def _collected_weights(self) -> int:
         """Weights that are whole under fsdp: two blocks, and what belongs to none."""
-        outside = self.parameters - self.config.num_layers * self.block_parameters
-        blocks = min(2, self.config.num_layers) if self.setup.reshard_after_forward else self.config.num_layers
-        return self._collected_item * (blocks * self.block_parameters + outside)
+        if not self.sharded:
+            return 0
+        outside = self.parameters - sum(self.block_parameters)
+        blocks = sorted(self.block_parameters)[-2:] if self.setup.reshard_after_forward else self.block_parameters
+        return self._collected_item * (sum(blocks) + outside)
 
-    @property
-    def _joint_copy(self) -> int:
+    def _joint_copy(self, index: int) -> int:
         """A block's weights that are laid side by side, in the type of the products."""
-        return self.layer.item * self.layer.joint_weights
+        return self.layer.item * self.layers[index].joint_weights
 
-    @property
-    def _cast_copy(self) -> int:
+    def _cast_copy(self, index: int) -> int:
         """A block's other matrices as autocast copies them. Under fsdp they are collected in that type."""
         if not self.lowered or self.sharded:
             return 0
-        return BF16 * max(0, self.block_parameters - self.layer.joint_weights)
+        return BF16 * max(0, self.block_parameters[index] - self.layers[index].joint_weights)
 
     @property
     def _head_copy(self) -> int:
@@ -244,14 +251,12 @@ class _Step:
 
     def _copies(self, layers: int) -> int:
         """Copies and collected weights after, and with, the forward pass of some layers."""
-        collected = self._collected if self.sharded else 0
-        kept = sum(not again for again in self.checkpointed[: layers - 1])
+        kept = [index for index in range(layers) if not self.checkpointed[index] or index == layers - 1]
         # Autocast keeps its copies for the length of a forward pass.
-        cast = kept + 1 if self.setup.compiled else layers
-        return collected + cast * self._cast_copy + (kept + 1) * self._joint_copy
+        cast = kept if self.setup.compiled else range(layers)
+        return self._collected_weights + sum(map(self._cast_copy, cast)) + sum(map(self._joint_copy, kept))
 
     def _kept_copies(self, layers: int) -> int:
         """Those that remain for the backward pass of the first layers."""
-        collected = self._collected if self.sharded else 0
-        kept = sum(not again for again in self.checkpointed[:layers])
-        return collected + kept * (self._cast_copy + self._joint_copy)
+        kept = [index for index in range(layers) if not self.checkpointed[index]]
+        return self._collected_weights + sum(self._cast_copy(index) + self._joint_copy(index) for index in kept)

@@ -1,17 +1,23 @@
 """The configuration of a decoder: everything that its weights depend on."""
 
+import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal, get_args
+from dataclasses import asdict, dataclass, field, replace
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
 
 from trifocal.errors import UserError
 from trifocal.fields import from_table
+from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Geometry
+from trifocal.ops.geometry import LARGEST_SIZE
 
-Attention = Literal["nsa", "dense"]
+Attention = Literal["nsa", "selected", "window", "dense"]
 Compressor = Literal["mean", "mlp"]
 Gate = Literal["sigmoid", "softmax"]
+Selection = Literal["importance", "random"]
 Backend = Literal["auto", "reference", "triton"]
 
 
@@ -20,6 +26,8 @@ class ModelConfig:
     """Sizes and choices of a `DecoderLM`. The defaults are those of the production preset, m7c, on bytes.
 
     Args:
+        from_: Folder of weights, run or checkpoint that training begins with, `from` in files and flags; empty: random
+            weights. It is no part of the model: equal models may come from different folders.
         vocab_size: Tokens of the vocabulary.
         dim: E, width of the residual stream.
         num_layers: Decoder blocks.
@@ -29,11 +37,20 @@ class ModelConfig:
         value_dim: V of values.
         mlp_dim: Hidden width of the SwiGLU.
         geometry: Block sizes of the sparse attention, in tokens.
-        attention: `"nsa"`, or `"dense"` for the dense twin, which differs in the attention alone.
+        attention: `"nsa"`; `"selected"`, one softmax over first, local and selected blocks, without gates; `"window"`,
+            the last tokens alone; or `"dense"`, for the dense twin. They differ in the attention alone.
+        layer_types: The attention of each layer, where layers differ; empty: `attention` in all of them.
+        sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
+        selection: `"importance"`, or `"random"`: a control that draws the blocks that are not forced.
         compressor: φ of the compressed branch, `"mean"` or `"mlp"`.
         gate: `"sigmoid"` per head or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
+        qk_norm: Whether each head's query and key pass an RMSNorm before they are rotated.
+        qkv_bias: Whether the projections of queries, keys and values have biases.
+        o_bias: Whether the attention's output projection has a bias.
+        mlp_bias: Whether the SwiGLU's maps have biases.
         rope_theta: Base of the rotary frequencies.
+        rope_scaling: Of the rotary frequencies, for sequences longer than those of pretraining.
         norm_eps: Added to the mean square in every norm.
         tie_embeddings: Use the embedding as the output projection.
         backend: Code that runs the sparse attention: `"auto"`, `"reference"` or `"triton"`.
@@ -42,6 +59,7 @@ class ModelConfig:
         UserError: If a value is out of range or does not fit another; the message names it.
     """
 
+    from_: Annotated[str, tyro.conf.arg(name="from")] = field(default="", compare=False)
     vocab_size: int = 257
     dim: int = 768
     num_layers: int = 12
@@ -52,10 +70,18 @@ class ModelConfig:
     mlp_dim: int = 2048
     geometry: Geometry = field(default_factory=Geometry)
     attention: Attention = "nsa"
+    layer_types: tuple[Attention, ...] = ()
+    sliding_window: int = 0
+    selection: Selection = "importance"
     compressor: Compressor = "mean"
     gate: Gate = "sigmoid"
     shared_kv: bool = False
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     rope_theta: float = 10000.0
+    rope_scaling: RopeScaling = field(default_factory=RopeScaling)
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     backend: Backend = "auto"
@@ -76,13 +102,14 @@ class ModelConfig:
                 raise UserError(f"model.{name} must be a positive integer, got {value!r}")
         for name, choices in (
             ("attention", get_args(Attention)),
+            ("selection", get_args(Selection)),
             ("compressor", get_args(Compressor)),
             ("gate", get_args(Gate)),
             ("backend", get_args(Backend)),
         ):
             if getattr(self, name) not in choices:
                 raise UserError(f"model.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("shared_kv", "tie_embeddings"):
+        for name in ("shared_kv", "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "tie_embeddings"):
             if not isinstance(getattr(self, name), bool):
                 raise UserError(f"model.{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("rope_theta", "norm_eps"):
@@ -99,6 +126,47 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
+        self._check_layers()
+        if not isinstance(self.rope_scaling, RopeScaling):
+            raise UserError(f"model.rope_scaling must be a RopeScaling, got {type(self.rope_scaling).__name__}")
+        try:
+            self.rope_scaling.check_head_dim(self.head_dim)
+        except ValueError as error:
+            raise UserError(f"model.{error}") from error
+
+    def _check_layers(self) -> None:
+        if not isinstance(self.layer_types, tuple):
+            raise UserError(f"model.layer_types must be a tuple, got {type(self.layer_types).__name__}")
+        unknown = [kind for kind in self.layer_types if kind not in get_args(Attention)]
+        if unknown:
+            raise UserError(f"model.layer_types must be of {', '.join(get_args(Attention))}, got {unknown[0]!r}")
+        if self.layer_types and len(self.layer_types) != self.num_layers:
+            raise UserError(
+                f"model.layer_types must name the attention of each of {self.num_layers} layers, "
+                f"got {len(self.layer_types)}"
+            )
+        window = self.sliding_window
+        if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= LARGEST_SIZE:
+            raise UserError(f"model.sliding_window must be an integer from 0 to {LARGEST_SIZE}, got {window!r}")
+
+    @property
+    def attention_of_layers(self) -> tuple[Attention, ...]:
+        """The attention of each layer, first to last."""
+        return self.layer_types or (self.attention,) * self.num_layers
+
+    @property
+    def chooses_blocks(self) -> bool:
+        """Whether any layer selects blocks."""
+        return any(kind in ("nsa", "selected") for kind in self.attention_of_layers)
+
+    @property
+    def all_dense(self) -> bool:
+        """Whether all layers see the whole past."""
+        return set(self.attention_of_layers) == {"dense"}
+
+    def of_one_kind(self, attention: Attention) -> "ModelConfig":
+        """The same model with one attention in all layers."""
+        return replace(self, attention=attention, layer_types=())
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
@@ -110,5 +178,7 @@ class ModelConfig:
         return from_table(cls, values, section="model")
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, from which `from_dict` builds an equal configuration."""
-        return asdict(self)
+        """Nested values of JSON types, without `from_`, from which `from_dict` builds an equal configuration."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        del plain["from_"]
+        return plain

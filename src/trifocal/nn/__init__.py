@@ -1,10 +1,13 @@
 """Modules that own parameters: attention, its compressor and gates, and the decoder block around it."""
 
-from trifocal.nn.attention import DenseAttention, NSAttention, RotaryTables
-from trifocal.nn.block import Block, RMSNorm, SwiGLU
+from trifocal.nn.attention import DenseAttention, NSAttention, WindowAttention
+from trifocal.nn.attention_base import RotaryTables
+from trifocal.nn.block import Block, SwiGLU
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import GroupSoftmaxGate, SigmoidGate
-from trifocal.nn.rope import rotary_tables, rotate
+from trifocal.nn.norm import RMSNorm
+from trifocal.nn.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
+from trifocal.nn.selected_attention import SelectedAttention
 
 __all__ = [
     "Block",
@@ -14,9 +17,13 @@ __all__ = [
     "MeanCompressor",
     "NSAttention",
     "RMSNorm",
+    "RopeScaling",
     "RotaryTables",
+    "SelectedAttention",
     "SigmoidGate",
     "SwiGLU",
+    "WindowAttention",
+    "rotary_frequencies",
     "rotary_tables",
     "rotate",
 ]

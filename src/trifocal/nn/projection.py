@@ -19,7 +19,7 @@ def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None
     Args:
         x: [..., inputs].
         linears: Maps of `inputs` to any numbers of outputs.
-        parts: Into how many equal parts the outputs of each map are cut; 1 where not given. A map with a bias is whole.
+        parts: Into how many equal parts the outputs of each map are cut; 1 where not given.
 
     Returns:
         The outputs' parts, one map's after another's, [..., outputs / parts] each.
@@ -34,7 +34,11 @@ def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None
     if padding:
         weights.append(x.new_zeros(padding, x.shape[-1]))
     outputs = nn.functional.linear(x, torch.cat(weights)).split([*sizes, padding] if padding else sizes, dim=-1)
-    biases = [linear.bias for linear, count in zip(linears, parts, strict=True) for _ in range(count)]
+    biases = [
+        bias
+        for linear, count in zip(linears, parts, strict=True)
+        for bias in ([None] * count if linear.bias is None else linear.bias.chunk(count))
+    ]
     return [
         output if bias is None else output + bias.to(output.dtype)
         for output, bias in zip(outputs, biases, strict=False)

@@ -7,6 +7,7 @@ a sequence does not depend on the others of its batch.
 
 import math
 
+import torch
 from torch import Tensor
 
 from trifocal.ops import decode_reference
@@ -20,6 +21,7 @@ from trifocal.ops.decode_caches import (
     check_cache,
     check_new_tokens,
 )
+from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.validation import check_geometry
 
@@ -65,7 +67,13 @@ def append_sparse(
         if (x is None) != (held is None):
             raise ValueError(f"{name} must be given where the cache has it, and only there")
     new = (k_raw, v_raw, k_slc, v_slc, k_win, v_win)
-    decode_reference.append_sparse(cache, batch, new, geometry, rotary, compress)
+    if _resolve("append_sparse", backend, k_slc, v_slc, geometry) == "triton":
+        from trifocal.ops.triton import decode_append
+
+        with torch.cuda.device_of(k_slc):
+            decode_append.append_sparse(cache, batch, new, geometry, rotary, compress)
+    else:
+        decode_reference.append_sparse(cache, batch, new, geometry, rotary, compress)
 
 
 def append_dense(
@@ -77,7 +85,13 @@ def append_dense(
     """
     check_new_tokens(k)
     check_batch(batch, k.shape[0])
-    decode_reference.append_dense(cache, batch, k, v, rotary)
+    if _resolve("append_dense", backend, k, v, None) == "triton":
+        from trifocal.ops.triton import decode_append
+
+        with torch.cuda.device_of(k):
+            decode_append.append_dense(cache, batch, k, v, rotary)
+    else:
+        decode_reference.append_dense(cache, batch, k, v, rotary)
 
 
 def decode_attention(
@@ -123,7 +137,13 @@ def decode_attention(
         raise ValueError("gates need the compressed values, and the cache has none")
     if gates is not None and gates.shape != (*q.shape[:3], 3):
         raise ValueError(f"gates must have the shape [B, T, H, 3] = {[*q.shape[:3], 3]}, got {list(gates.shape)}")
-    return decode_reference.decode_attention(q, gates, cache, batch, geometry, rotary, window, _scale(scale, q))
+    scale = _scale(scale, q)
+    if _resolve("decode_attention", backend, q, cache.v_slc.transpose(1, 2), geometry, scale) == "triton":
+        from trifocal.ops.triton import decode_attention as kernels
+
+        with torch.cuda.device_of(q):
+            return kernels.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale)
+    return decode_reference.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale)
 
 
 def decode_dense_attention(
@@ -138,7 +158,19 @@ def decode_dense_attention(
     """Full attention of new tokens that `append_dense` has put into the cache; as `decode_attention`."""
     check_new_tokens(q)
     check_batch(batch, q.shape[0])
-    return decode_reference.decode_dense_attention(q, cache, batch, rotary, _scale(scale, q))
+    scale = _scale(scale, q)
+    if _resolve("decode_dense_attention", backend, q, cache.v.transpose(1, 2), None, scale) == "triton":
+        from trifocal.ops.triton import decode_attention as kernels
+
+        with torch.cuda.device_of(q):
+            return kernels.decode_dense_attention(q, cache, batch, rotary, scale)
+    return decode_reference.decode_dense_attention(q, cache, batch, rotary, scale)
+
+
+def _resolve(
+    operation: str, backend: str, q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None
+) -> str:
+    return resolve(operation, backend, q, v, geometry, scale, decoding=True)
 
 
 def _scale(scale: float | None, q: Tensor) -> float:

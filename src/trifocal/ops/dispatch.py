@@ -36,6 +36,7 @@ OLDEST_CAPABILITY = (8, 0)
 WIDEST_HEAD = 256
 MOST_HEADS_OF_A_GROUP = 64
 BLOCK_MULTIPLE = 16
+MOST_STRIDES_OF_BLOCK = 64
 FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Bytes of partial results of selected attention that are kept at a time, and of importance.
@@ -59,6 +60,9 @@ FEWEST_PROGRAMS_OF_WINDOW_DKDV = 0.75
 # Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: with so many the other
 # gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
 MOST_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
+# Programs a multiprocessor from which on a program of decoding takes four units; most that share a sequence's parts.
+ENOUGH_DECODE_PROGRAMS = 6
+MOST_DECODE_PROGRAMS = 16
 # Selection blocks up to which the Hopper kernel of the choice runs.
 MOST_BLOCKS_OF_WARP = 2048
 _BLOCK_MAJOR = ("block_major forward", "block_major backward")
@@ -72,7 +76,14 @@ def backend_choices() -> dict[tuple[str, str, str], int]:
 
 
 def resolve(
-    operation: str, requested: str, q: Tensor, v: Tensor | None, geometry: Geometry | None, scale: float | None = None
+    operation: str,
+    requested: str,
+    q: Tensor,
+    v: Tensor | None,
+    geometry: Geometry | None,
+    scale: float | None = None,
+    *,
+    decoding: bool = False,
 ) -> str:
     """Choose the backend of one call and count the choice.
 
@@ -83,6 +94,7 @@ def resolve(
         v: Values, [B, *, G, V]; None for an operation without heads, whose device and type of `q` decide alone.
         geometry: Block sizes; None for an operation that has none.
         scale: Factor on the scores; None for the default one.
+        decoding: Whether the kernels are those for decoding.
 
     Raises:
         ValueError: If the name is unknown, or the backend cannot run these inputs; the message says why.
@@ -93,7 +105,7 @@ def resolve(
     elif requested == "auto" and q.device.type != "cuda":
         chosen, reason = "reference", "the tensors are not on a CUDA device"
     else:
-        obstacle = unsupported_reason(q, v, geometry, scale)
+        obstacle = unsupported_reason(q, v, geometry, scale, decoding=decoding)
         if requested == "triton":
             if obstacle:
                 raise ValueError(f"backend 'triton' cannot run {operation} here: {obstacle}")
@@ -121,20 +133,21 @@ count_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def unsupported_reason(
-    q: Tensor, v: Tensor | None, geometry: Geometry | None, scale: float | None = None
+    q: Tensor, v: Tensor | None, geometry: Geometry | None, scale: float | None = None, *, decoding: bool = False
 ) -> str | None:
     """Why the kernels cannot take these inputs; None when they can.
 
     They take tensors on a CUDA device of compute capability 8.0 or newer, where Triton is installed, and on the
     CPU where TRITON_INTERPRET is 1; of bfloat16 (not interpreted), float16 or float32; D and V up to 256; up to 64
     query heads a group; a compression stride that is a power of two and a selection block that is a multiple of 16
-    tokens; and a positive scale.
+    tokens, in decoding of at most 64 strides; and a positive scale.
 
     Args:
         q: Queries, [B, T, H, D]; only device, type and shape are looked at.
         v: Values, [B, *, G, V]; None for an operation without heads.
         geometry: Block sizes; None for an operation that has none.
         scale: Factor on the scores; None for the default one.
+        decoding: Whether the kernels are those for decoding.
     """
     if scale is not None and not 0.0 < scale < math.inf:
         return f"the scale must be positive and finite, got {scale}"
@@ -154,6 +167,8 @@ def unsupported_reason(
         return f"the compression stride must be a power of two, got {stride}"
     if selection_block % BLOCK_MULTIPLE:
         return f"the selection block must be a multiple of {BLOCK_MULTIPLE} tokens, got {selection_block}"
+    if decoding and selection_block > MOST_STRIDES_OF_BLOCK * stride:
+        return f"decoding takes selection blocks of at most {MOST_STRIDES_OF_BLOCK} strides, got {geometry}"
     return None
 
 
@@ -346,6 +361,29 @@ def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper
     if on_hopper:
         return hopper_tiles.selected_tile(kernel, q_per_kv, max(dim, value_dim))
     return tiles.selected_tile(kernel, q.dtype, q_per_kv, dim, value_dim, devices.architecture(q.device))
+
+
+def decode_tile(q: Tensor, v: Tensor, rows: int) -> tiles.Tile:
+    """The tile of a decoding kernel for so many rows that share keys; `BLOCK_N` is the same for all of them."""
+    return tiles.decode_tile(q.dtype, rows, max(_columns(q, v)), devices.architecture(q.device))
+
+
+def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:
+    """How many units of 256 keys a program of decoding adds up before it writes: 1, or 4 where programs suffice.
+
+    The bits are the same (`triton.decode_common`). Fewer parts are less to write and read; more fill the device.
+
+    Args:
+        programs: Programs for each part.
+        units: Of the longest past.
+        device: Its multiprocessors decide.
+    """
+    return 4 if programs * cdiv(units, 4) >= ENOUGH_DECODE_PROGRAMS * devices.multiprocessors(device) else 1
+
+
+def decode_programs(programs: int, parts: int, device: torch.device) -> int:
+    """Programs that share the parts of a sequence: a long block table must not start programs that find nothing."""
+    return max(1, min(parts, MOST_DECODE_PROGRAMS * devices.multiprocessors(device) // programs))
 
 
 def fewest_piece_slots(dtype: torch.dtype, q_per_kv: int, dim: int, value_dim: int) -> int:

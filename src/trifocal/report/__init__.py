@@ -7,6 +7,7 @@ from pathlib import Path
 from trifocal.errors import UserError
 from trifocal.report.attention_charts import attention_charts
 from trifocal.report.charts import training_charts
+from trifocal.report.evaluation_charts import evaluation_charts
 from trifocal.report.page import build_page
 from trifocal.report.picture import pictures_of
 from trifocal.report.summary import Finding, summarise
@@ -50,7 +51,9 @@ def write_report(
         for chart in charts:
             chart.key = f"{chart.key}-{index}"
     pictures = [pictures_of(run) for run in runs]
-    page = build_page(runs, [summarise(run) for run in runs], training, attention, pictures, plotly)
+    page = build_page(
+        runs, [summarise(run) for run in runs], training, evaluation_charts(runs), attention, pictures, plotly
+    )
     path = Path(output) if output is not None else runs[0].directory / "report.html"
     try:
         if output is None:

@@ -26,7 +26,7 @@ def attention_charts(run: Run) -> list[Chart]:
         return []
     charts = [
         _gates(rows),
-        *(_gate_map(rows, branch) for branch in BRANCHES if any(row["layer"] > 0 for row in rows)),
+        *(_gate_map(rows, branch) for branch in BRANCHES),
         _entropy(rows),
         _ignored(rows),
         _recall(rows),
@@ -63,6 +63,8 @@ def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
     title = f"{BRANCHES[branch].capitalize()} gate by layer"
     chart = _layer_map(rows, f"gate_mean_{branch}", f"gate_map_{branch}", title, _GATE_MAP_CAPTIONS[branch])
     chart.columns, chart.height = THIRD, 250
+    if not any(row["layer"] > 0 and row.get(f"gate_mean_{branch}") is not None for row in rows):
+        chart.traces = []
     for trace in chart.traces:
         trace |= {"zmax": 1, "colorscale": f"@scale-{branch}"}
         trace["colorbar"] |= {"tickvals": [0, 0.5, 1]}

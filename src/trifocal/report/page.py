@@ -39,6 +39,7 @@ def build_page(
     runs: list[Run],
     findings: list[list[Finding]],
     training: list[Chart],
+    evaluation: list[Chart],
     attention: list[list[Chart]],
     pictures: list[list[AttentionPicture]],
     plotly: str,
@@ -49,6 +50,7 @@ def build_page(
         runs: The runs.
         findings: Findings of each run.
         training: Charts of all runs together.
+        evaluation: Charts of what `trifocal evaluate` measured; may be empty.
         attention: Charts of each run's attention.
         pictures: Attention pictures of each run; may be empty.
         plotly: The source of plotly.js.
@@ -58,7 +60,7 @@ def build_page(
     """
     compared = len(runs) > 1
     title = "Comparison of " + ", ".join(run.name for run in runs) if compared else runs[0].name
-    charts = [*training, *(chart for group in attention for chart in group)]
+    charts = [*training, *evaluation, *(chart for group in attention for chart in group)]
     body = []
     for index, (run, found) in enumerate(zip(runs, findings, strict=True)):
         if compared:
@@ -70,6 +72,8 @@ def build_page(
         body.append(_section("Side by side", comparison(runs)))
     if training:
         body.append(_section("Training", _charts(training)))
+    if evaluation:
+        body.append(_section("Evaluation", _charts(evaluation)))
     for run, group, shown in zip(runs, attention, pictures, strict=True):
         if group or shown:
             picture = picture_card(shown) if shown else ""
@@ -133,7 +137,8 @@ def _model(run: Run) -> list[str]:
     model, train = run.config.get("model", {}), run.config.get("train", {})
     words = []
     if "num_layers" in model and "dim" in model:
-        kind = {"nsa": "sparse", "dense": "dense"}.get(model.get("attention", "nsa"), "")
+        kinds = set(model.get("layer_types") or [model.get("attention", "nsa")])
+        kind = " and ".join(sorted("sparse" if kind == "nsa" else str(kind) for kind in kinds))
         layers = "1 layer" if model["num_layers"] == 1 else f"{model['num_layers']} layers"
         words.append(f"{kind} attention, {layers} of width {model['dim']}")
     if "sequence_length" in train and "global_batch_size" in train:

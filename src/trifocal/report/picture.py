@@ -45,8 +45,8 @@ def picture_card(pictures: list[AttentionPicture]) -> str:
     """
     last = pictures[-1]
     num_layers, _, num_groups, num_blocks = last.importance.shape
-    layers = _select("layer", num_layers, num_layers - 1)
-    groups = _select("group", num_groups, 0)
+    layers = _select("layer", last.layers, num_layers - 1)
+    groups = _select("group", list(range(num_groups)), 0)
     frames = len(pictures) - 1
     hidden = " hidden" if frames == 0 else ""
     maps = "".join(
@@ -80,11 +80,12 @@ max="{len(last.queries) - 1}" value="{len(last.queries) - 1}"></label><output cl
 <script type="application/json">{data}</script></div>"""
 
 
-def _select(name: str, count: int, selected: int) -> str:
+def _select(name: str, labels: list[int], selected: int) -> str:
     options = "".join(
-        f'<option value="{index}"{" selected" if index == selected else ""}>{index}</option>' for index in range(count)
+        f'<option value="{index}"{" selected" if index == selected else ""}>{label}</option>'
+        for index, label in enumerate(labels)
     )
-    return f'<label{" hidden" if count == 1 else ""}>{name} <select class="{name}">{options}</select></label>'
+    return f'<label{" hidden" if len(labels) == 1 else ""}>{name} <select class="{name}">{options}</select></label>'
 
 
 def _data(pictures: list[AttentionPicture]) -> dict[str, Any]:
@@ -119,4 +120,5 @@ def _base64(array: NDArray[Any]) -> str:
 
 def _same_scene(picture: AttentionPicture, other: AttentionPicture) -> bool:
     same_shape = picture.importance.shape == other.importance.shape and picture.selected.shape == other.selected.shape
-    return same_shape and picture.texts == other.texts and picture.geometry == other.geometry
+    same_layers = picture.layers == other.layers and picture.geometry == other.geometry
+    return same_shape and same_layers and picture.texts == other.texts

@@ -185,8 +185,9 @@ def _lenses(run: Run) -> str:
         values = [row[name] for row in last if is_number(row.get(name))]
         return statistics.fmean(values) if values else None
 
-    gates = ", ".join(f"{label} {mean(f'gate_mean_{branch}') or 0:.2f}" for branch, label in BRANCHES.items())
-    text = f" The lenses are open ({gates})."
+    gates = {label: gate for branch, label in BRANCHES.items() if (gate := mean(f"gate_mean_{branch}")) is not None}
+    shown = ", ".join(f"{label} {gate:.2f}" for label, gate in gates.items())
+    text = f" The lenses are open ({shown})." if gates else ""
     recall, chance = mean("dense_recall"), mean("recall_by_chance")
     if recall is not None and chance is not None:
         text += f" Selection finds {recall:.0%} of full attention's best blocks; chance would find {chance:.0%}."

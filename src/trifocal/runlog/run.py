@@ -33,6 +33,8 @@ class Run:
     """Step and text, in order of steps."""
     pictures: list[Path] = field(default_factory=list)
     """Files of telemetry/attention_picture.py, in order of steps."""
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    """Files of `trifocal evaluate`, in order of steps; see `read_evaluation`."""
     left_out: dict[str, int] = field(default_factory=dict)
     """Number of rows without the required fields, by file."""
 
@@ -139,7 +141,33 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
         run.samples.append((int(match[1]) if match else 0, path.read_text(encoding="utf-8", errors="replace")))
     run.samples.sort(key=lambda sample: sample[0])
     run.pictures = sorted(_files(directory / "attention", "step_*.npz"))
+    for path in sorted(_files(directory / "evaluation", "*.json")):
+        if evaluation := read_evaluation(path):
+            run.evaluations.append(evaluation)
+        else:
+            run.note_left_out(f"evaluation/{path.name}", 1)
     return run
+
+
+def read_evaluation(path: Path) -> dict[str, Any] | None:
+    """Read a file of `trifocal evaluate`.
+
+    Returns:
+        Its content: `step` (or None), further facts about the model, and `rows`, each with `task`, `length`, `status`
+        and finite figures. None if there is no such content.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        rows = content["rows"]
+        kept = [
+            {name: value for name, value in row.items() if isinstance(value, str) or is_number(value)}
+            for row in rows
+            if isinstance(row["task"], str) and isinstance(row["status"], str) and is_number(row["length"])
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    step = content.get("step")
+    return {**content, "step": step if is_number(step) else None, "rows": kept}
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

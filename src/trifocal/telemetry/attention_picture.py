@@ -1,18 +1,18 @@
 """The attention picture: the keys that each branch reads, for one sequence of validation text.
 
 At every evaluation the trainer stores the picture of the same sequence in `attention/step_*.npz` (compressed numpy, no
-pickles; well under 1 MB): Q evenly spaced queries of the T tokens, in all L layers, G groups, J selection blocks.
+pickles; well under 1 MB): Q evenly spaced queries of the T tokens, in the L layers that choose blocks, G groups, J selection blocks.
 
 | array | type and shape | meaning |
 |---|---|---|
-| header | uint8, [bytes] | JSON in UTF-8: `version` (1), `step`, `geometry` (the six sizes and the window), `texts` (one for each token) |
+| header | uint8, [bytes] | JSON in UTF-8: `version` (1), `step`, `geometry` (the six sizes and the window), `texts` (one for each token), `layers` (their numbers) |
 | positions | int32, [T] | position of each token in its document |
 | documents | int32, [T] | document of each token |
 | queries | int32, [Q] | index of each query's token |
 | selected | int16, [L, Q, G, N] | selected blocks, ascending, counted from the start of the query's document; -1 pads |
 | importance | uint8, [L, Q, G, J] | share of the importance (Eq. 9, 10) in each block, as round(255 * sqrt(share)) |
 | dense | uint8, [L, Q, G, J] | share of full attention over the selected branch's keys in each block, in the same code |
-| gates | uint8, [L, Q, G, 3] | gates of cmp, slc, win, mean over the group's heads, as round(255 * gate) |
+| gates | uint8, [L, Q, G, 3] | gates of cmp, slc, win, mean over the group's heads, as round(255 * gate); 0, 1, 0 in a layer without gates |
 
 The window needs no array: a query reads the last `window_size` tokens of its document, its own included.
 """  # noqa: E501
@@ -47,6 +47,7 @@ class AttentionPicture:
     step: int
     geometry: Geometry
     texts: list[str]
+    layers: list[int]
     positions: NDArray[np.int32]
     documents: NDArray[np.int32]
     queries: NDArray[np.int32]
@@ -61,7 +62,8 @@ class AttentionPicture:
         Raises:
             OSError: If writing fails.
         """
-        header = {"version": VERSION, "step": self.step, "geometry": asdict(self.geometry), "texts": self.texts}
+        header = {"version": VERSION, "step": self.step, "texts": self.texts, "layers": self.layers}
+        header["geometry"] = asdict(self.geometry)
         content = io.BytesIO()
         arrays: dict[str, NDArray[Any]] = {name: getattr(self, name) for name in _ARRAYS}
         arrays["header"] = np.frombuffer(json.dumps(header, ensure_ascii=False).encode(), dtype=np.uint8)
@@ -84,7 +86,9 @@ def read_picture(path: Path) -> AttentionPicture:
         raise UserError(f"cannot read the attention picture {path} ({error}); remove it") from error
     if header["version"] != VERSION:
         raise UserError(f"{path} is of version {header['version']}, this Trifocal reads version {VERSION}")
-    return AttentionPicture(header["step"], Geometry(**header["geometry"]), header["texts"], **arrays)
+    # Older files have all layers.
+    layers = header.get("layers", list(range(len(arrays["gates"]))))
+    return AttentionPicture(header["step"], Geometry(**header["geometry"]), header["texts"], layers, **arrays)
 
 
 def picture_queries(num_tokens: int, cells_per_query: int) -> int:
@@ -107,6 +111,8 @@ def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]
     importance = block_importance(layer, queries)
     importance = importance / importance.sum(-1, keepdim=True).clamp(min=1e-30)
     gates = layer.gates[..., queries, :, :].float().unflatten(-2, (layer.k_slc.shape[-2], -1)).mean(-2)
+    selected_alone = (torch.arange(3, device=gates.device) == 1).float()
+    gates = torch.where(gates.isnan(), selected_alone, gates)
     return {
         "selected": layer.selected[..., queries, :, :].to(torch.int16),
         "importance": _root_code(importance),
@@ -121,6 +127,7 @@ def assemble(
     texts: list[str],
     documents: Documents | None,
     queries: Tensor,
+    numbers: list[int],
     layers: dict[str, Tensor],
 ) -> AttentionPicture:
     """Put the layers' parts together, on the host.
@@ -131,6 +138,7 @@ def assemble(
         texts: The text of each token.
         documents: Packed documents, if there are several.
         queries: Indices of the queries, [Q].
+        numbers: Of the layers in the model.
         layers: From `describe_layers`, with a leading dimension of layers.
     """
     num_tokens = len(texts)
@@ -139,7 +147,8 @@ def assemble(
         positions, ids = np.arange(num_tokens, dtype=np.int32), np.zeros(num_tokens, dtype=np.int32)
     else:
         positions, ids = documents.positions.cpu().numpy(), documents.ids.cpu().numpy()
-    return AttentionPicture(step, geometry, texts, positions, ids, queries.to(torch.int32).cpu().numpy(), **maps)
+    on_host = queries.to(torch.int32).cpu().numpy()
+    return AttentionPicture(step, geometry, texts, numbers, positions, ids, on_host, **maps)
 
 
 def _root_code(share: Tensor) -> Tensor:

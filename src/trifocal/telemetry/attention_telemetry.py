@@ -4,8 +4,9 @@ Measured on the first sequence of a batch by a separate forward pass without gra
 compiled or not, is unchanged. The cost is the forward pass of one sequence, and full attention of some of its queries,
 every `log.telemetry_interval_steps` steps. The host waits for the device once, at the end.
 
-A row has `layer` and the figures of telemetry/statistics.py. The figures that compare with full attention are null if
-every query reads all its candidates. An alarm is an event when a state begins, and an `info` event with the suffix
+A row has `layer` and the figures of telemetry/statistics.py. Layers that choose no blocks have no rows, and layers
+without gates null for the figures of gates. The figures that compare with full attention are null if every query reads
+all its candidates. An alarm is an event when a state begins, and an `info` event with the suffix
 `_over` when it ends:
 
 | event | when |
@@ -25,7 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trifocal.nn import NSAttention
+from trifocal.models import DecoderLM
+from trifocal.nn import NSAttention, SelectedAttention
 from trifocal.ops import Documents, Geometry
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.metrics import MetricsWriter
@@ -45,23 +47,29 @@ Describe = Callable[[LayerAttention], dict[str, Tensor]]
 class _Record:
     """Tensors of one layer from the hooks."""
 
-    layer: NSAttention
+    layer: NSAttention | SelectedAttention
     gates: Tensor | None = None
     keys: Tensor | None = None
     choices: int = 0
 
 
 class AttentionTelemetry:
-    """Measures the NSA layers of a model.
+    """Measures the layers of a model that choose blocks.
 
     Args:
-        model: A model with `NSAttention` layers, called as `model(tokens, cu_seqlens=...)`, before compilation. A model
-            without such layers gives no rows.
+        model: The model, before compilation. One whose layers choose nothing gives no rows.
+
+    Attributes:
+        layers: The layers that are measured, by their numbers.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: DecoderLM) -> None:
         self.model = model
-        self.layers = [module for module in model.modules() if isinstance(module, NSAttention)]
+        self.layers = {
+            number: layer
+            for number, layer in enumerate(model.attention_layers())
+            if isinstance(layer, NSAttention | SelectedAttention) and model.config.selection == "importance"
+        }
         self._active: set[tuple[str, int, str]] = set()
 
     def measure(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> list[Row]:
@@ -75,7 +83,7 @@ class AttentionTelemetry:
                 sequence count.
 
         Returns:
-            A row for each layer, JSON types only.
+            A row for each layer that chooses blocks, JSON types only.
         """
         if not self.layers:
             return []
@@ -83,7 +91,7 @@ class AttentionTelemetry:
         # One transfer for all figures of all layers.
         columns = torch.cat([value.float().flatten(1) for value in map(_as_columns, figures.values())], dim=1).tolist()
         rows: list[Row] = []
-        for layer, numbers in enumerate(columns):
+        for layer, numbers in zip(self.layers, columns, strict=True):
             row: Row = {"layer": layer}
             remaining = iter(numbers)
             for name, value in figures.items():
@@ -111,17 +119,19 @@ class AttentionTelemetry:
             texts: The text of each of the T tokens.
 
         Raises:
-            ValueError: If the number of texts is not that of the tokens, or the model has no NSA layer.
+            ValueError: If the number of texts is not that of the tokens, or no layer chooses blocks.
         """
         num_tokens = tokens.shape[1]
         if len(texts) != num_tokens or not self.layers:
-            raise ValueError(f"expected {num_tokens} texts and an NSA layer, got {len(texts)} and {len(self.layers)}")
-        geometry, num_groups = self.layers[0].geometry, self.layers[0].num_kv_heads
+            raise ValueError(
+                f"expected {num_tokens} texts and layers that choose blocks, got {len(texts)} and {len(self.layers)}"
+            )
+        geometry, num_groups = self.model.config.geometry, self.model.config.num_kv_heads
         cells = len(self.layers) * num_groups * geometry.num_selection_blocks(num_tokens)
         queries = evenly_spaced(num_tokens, picture_queries(num_tokens, cells), tokens.device)
         documents = _documents_of_first(cu_seqlens, tokens)
         layers = self._observe(tokens[:1], documents, lambda layer: describe_layers(layer, queries))
-        return assemble(step, geometry, texts, documents, queries, layers)
+        return assemble(step, geometry, texts, documents, queries, list(self.layers), layers)
 
     def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> None:
         """Measure, write a row for each layer, and an event for each alarm that begins or ends.
@@ -160,7 +170,7 @@ class AttentionTelemetry:
                 describe_waiting()
             waiting.append(layer)
 
-        records = [_Record(layer) for layer in self.layers]
+        records = [_Record(layer) for layer in self.layers.values()]
         with self._recording(records, take, documents):
             self.model(tokens, cu_seqlens=documents)
         for record in records:
@@ -186,6 +196,8 @@ class AttentionTelemetry:
 
         def choice(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: Geometry, scale: float, selected: Tensor) -> None:
             record = current[-1]
+            if isinstance(record.layer, SelectedAttention):
+                record.gates = q.new_full((*q.shape[1:3], 3), math.nan, dtype=torch.float32)
             if record.gates is None or record.keys is None:
                 raise RuntimeError("a layer chose its blocks before its gates and keys were computed")
             k_slc = record.layer.selected_keys(record.keys, documents)[0]
@@ -196,7 +208,8 @@ class AttentionTelemetry:
         handles = []
         for record in records:
             handles.append(record.layer.register_forward_pre_hook(enter(record)))
-            handles.append(record.layer.gate.register_forward_hook(keep_gates))
+            if isinstance(record.layer, NSAttention):
+                handles.append(record.layer.gate.register_forward_hook(keep_gates))
             handles.append(record.layer.k_proj.register_forward_hook(keep_keys))
         try:
             with _SelectionRecorder(choice):
@@ -259,6 +272,7 @@ def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
         elif entropy < SATURATED_ENTROPY:
             sentence = f"layer {layer}: the {branch} gate is saturated, its entropy is {entropy:.4f} nats"
             yield ("gate_saturated", layer, branch), sentence
-    if row["free_local_share"] > LOCAL_SHARE:
+    # Without gates there is no window branch to read them.
+    if row["gate_mean_win"] is not None and row["free_local_share"] > LOCAL_SHARE:
         sentence = f"layer {layer}: {row['free_local_share']:.0%} of the free choices lie inside the window"
         yield ("choices_local", layer, ""), sentence

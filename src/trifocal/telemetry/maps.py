@@ -25,7 +25,7 @@ class LayerAttention:
     """Tensors of one layer, or of several equal ones, for one sequence.
 
     Attributes:
-        gates: [..., T, H, 3] in the order cmp, slc, win.
+        gates: [..., T, H, 3] in the order cmp, slc, win; NaN in a layer without gates.
         q: Queries, [..., T, H, D].
         k_cmp: Compressed keys, [..., C, G, D].
         lse: Log-sum-exp of the compressed scores, [..., T, H]; -inf where no block is visible.

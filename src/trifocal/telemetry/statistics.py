@@ -33,7 +33,7 @@ def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
     """Describe the gates.
 
     Args:
-        gates: [..., T, H, 3] in the order cmp, slc, win.
+        gates: [..., T, H, 3] in the order cmp, slc, win; NaN where there are none, and then so are the figures.
 
     Returns:
         For each branch b: `gate_mean_b` and `gate_spread_b` (standard deviation), over tokens and heads;
@@ -43,7 +43,8 @@ def gate_statistics(gates: Tensor) -> dict[str, Tensor]:
     """
     gates = gates.float()
     entropy = torch.special.entr(gates) + torch.special.entr(1 - gates)
-    ignoring = (gates.mean(-3) < IGNORED_GATE).float().mean(-2)
+    mean = gates.mean(-3)
+    ignoring = (mean < IGNORED_GATE).float().where(~mean.isnan(), torch.nan).mean(-2)
     per_branch = {
         "gate_mean": gates.mean((-3, -2)),
         "gate_spread": gates.std((-3, -2), correction=0),

@@ -1,7 +1,6 @@
 """Command-line flags into typed dataclasses, by the rule of files (`trifocal.fields`); tyro writes the help."""
 
 import dataclasses
-import operator
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,19 +9,24 @@ from typing import Any, NoReturn
 import tyro
 
 from trifocal.errors import UserError, unknown
-from trifocal.fields import checked, dotted_fields, from_table
+from trifocal.fields import checked, dotted_fields, from_table, value_of
+from trifocal.models import ModelConfig
 from trifocal.paths import user_path
+from trifocal.train.pretrained import pretrained_values
 from trifocal.train.run_config import RunConfig
 from trifocal.train.toml import read_toml
 
 HELP = {"-h", "--help"}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
+def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
     """Read a TOML config and apply overrides to it.
 
+    Where `model.from` names weights, the whole section `model` comes from there, and the tokenizer; overrides go before
+    both.
+
     Args:
-        path: The TOML file.
+        path: The TOML file; None: the defaults, and the model of `model.from`.
         overrides: Flags as on a command line, `["--train.steps", "200", "--model.dim=64"]`, or values by key,
             `{"train.steps": 200, "model.dim": 64}`.
 
@@ -32,7 +36,16 @@ def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
     Raises:
         UserError: If the file cannot be read, or a key, flag or value is not valid; names the nearest valid one.
     """
-    return override(from_table(RunConfig, read_toml(user_path(path, "config file")), str(path)), overrides)
+    if path is None:
+        config = RunConfig(model=ModelConfig())
+    else:
+        config = from_table(RunConfig, read_toml(user_path(path, "config file")), str(path))
+    given = _values(overrides)
+    source = given.get("model.from", config.model.from_)
+    if not source:
+        return override(config, given)
+    found = pretrained_values(source, tokenizer="data.tokenizer" not in given)
+    return override(config, found | {"model.from": source} | given)
 
 
 def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) -> RunConfig:
@@ -45,14 +58,21 @@ def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) ->
     Raises:
         UserError: As `load_config`.
     """
-    if not isinstance(overrides, Mapping):
-        words, overrides = read_flags(dotted_fields(RunConfig), overrides)
-        if words:
-            raise UserError(f"expected a flag like --train.steps, got {words[0]!r}")
-    if not overrides:
+    given = _values(overrides)
+    if not given:
         return config
-    values = {name: operator.attrgetter(name)(config) for name in dotted_fields(RunConfig)}
-    return from_table(RunConfig, _nested(values | dict(overrides)))
+    values = {name: value_of(config, name) for name in dotted_fields(RunConfig)}
+    return from_table(RunConfig, _nested(values | given))
+
+
+def _values(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides by key."""
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
+    words, given = read_flags(dotted_fields(RunConfig), overrides)
+    if words:
+        raise UserError(f"expected a flag like --train.steps, got {words[0]!r}")
+    return given
 
 
 def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:

@@ -225,7 +225,8 @@ def _read_model(path: Path) -> dict[str, Any]:
 
 
 def _check_model(path: Path, model_config: ModelConfig) -> None:
-    saved = _read_model(path)
+    # Read as a configuration: JSON has no tuples, and an older checkpoint lacks keys that have defaults by now.
+    saved = read_model_config(path).to_dict()
     wanted = model_config.to_dict()
     differences = [
         f"{name} is {_shown(saved.get(name))} there, {_shown(wanted.get(name))} here"

@@ -2,7 +2,10 @@
 
 from trifocal.data import Batch
 from trifocal.telemetry import AttentionTelemetry
-from trifocal.train.evaluate import (
+from trifocal.train.micro_batch import autocast
+from trifocal.train.run_logger import RunLogger
+from trifocal.train.train_setup import TrainSetup
+from trifocal.train.validation_loss import (
     Evaluation,
     ShownSequence,
     evaluate,
@@ -10,9 +13,6 @@ from trifocal.train.evaluate import (
     sample,
     sequence_to_show,
 )
-from trifocal.train.micro_batch import autocast
-from trifocal.train.run_logger import RunLogger
-from trifocal.train.train_setup import TrainSetup
 
 
 class Evaluator:

@@ -10,7 +10,6 @@ from trifocal.distributed import Processes, processes_started
 from trifocal.errors import UserError
 from trifocal.paths import shell_path, user_path
 from trifocal.train.checkpoint_folders import checkpoint_step, find_checkpoint
-from trifocal.train.evaluate import check_validation_text
 from trifocal.train.lock import RunLock
 from trifocal.train.loop import run_training
 from trifocal.train.preflight import choose_device, preflight
@@ -22,6 +21,7 @@ from trifocal.train.run_directory import create_run_directory, load_run, load_ru
 from trifocal.train.run_files import delete, mark_run
 from trifocal.train.start import check_same_start, restarted_run
 from trifocal.train.train_setup import TrainSetup
+from trifocal.train.validation_loss import check_validation_text
 
 
 def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
@@ -142,6 +142,6 @@ def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Proc
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
     saved = processes.run_on_rank0(lambda: load_run(directory))
-    setup = TrainSetup(config, directory, processes, tokenizer)
+    setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]
     return run_training(setup, notes, found, lock)

@@ -8,7 +8,6 @@ from trifocal.train.checkpoint_folders import set_aside_later
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
-from trifocal.train.evaluate import Evaluation
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.export import WEIGHTS
 from trifocal.train.lock import RunLock
@@ -24,6 +23,7 @@ from trifocal.train.step import StepResult, TrainStep
 from trifocal.train.stop import StopSignals
 from trifocal.train.tracing import make_tracer
 from trifocal.train.train_setup import TrainSetup
+from trifocal.train.validation_loss import Evaluation
 
 
 def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None, lock: RunLock) -> TrainResult:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trifocal.data import Tokenizer, make_tokenizer
+from trifocal.data import Tokenizer, has_text, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.dispatch import resolve
@@ -113,10 +113,10 @@ def _check_saving(config: RunConfig) -> None:
 
 
 def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
-    if config.data.source == "synthetic":
+    if not has_text(config.data.source):
         if config.log.sample_interval_steps:
             raise UserError(
-                'data.source is "synthetic": there is no text to sample; set log.sample_interval_steps to 0'
+                f'data.source is "{config.data.source}": there is no text to sample; set log.sample_interval_steps to 0'
             )
         return
     if config.model.vocab_size < tokenizer.vocab_size:
@@ -190,7 +190,7 @@ def attention_backend(config: RunConfig, device: torch.device) -> str:
 
 def _check_backend(config: RunConfig, device: torch.device) -> None:
     model = config.model
-    if model.attention != "nsa" or model.backend == "auto":
+    if model.all_dense or model.backend == "auto":
         return
     try:
         attention_backend(config, device)
@@ -269,7 +269,7 @@ def _check_host_memory(config: RunConfig) -> None:
         )
     num_selected = model.geometry.num_selected_blocks
     chosen = tokens * model.num_kv_heads * num_selected * BYTES_PER_CHOICE
-    if model.attention == "nsa" and chosen > memory:
+    if model.chooses_blocks and chosen > memory:
         raise UserError(
             f"the choice of {num_selected} blocks for every token takes {chosen / 1e9:.1f} GB, and this machine has "
             f"{memory / 1e9:.1f} GB; lower model.geometry.num_selected_blocks"
@@ -310,23 +310,25 @@ def _bytes_of_checkpoints(root: Path) -> int:
 def _notes(config: RunConfig, num_processes: int) -> list[str]:
     notes = []
     length, geometry = config.train.sequence_length, config.model.geometry
-    if config.model.attention == "nsa":
-        if length <= geometry.window_size:
-            notes.append(
-                f"train.sequence_length {length} does not exceed the window of {geometry.window_size}: the window "
-                "branch alone sees every key"
-            )
+    kinds = config.model.attention_of_layers
+    for kind, window, seen in (
+        ("nsa", geometry.window_size, "the window branch alone sees every key"),
+        ("window", config.model.sliding_window or geometry.window_size, "the layers of type window are dense"),
+    ):
+        if kind in kinds and length <= window:
+            notes.append(f"train.sequence_length {length} does not exceed the window of {window}: {seen}")
+    if config.model.chooses_blocks:
         if length <= geometry.num_selected_blocks * geometry.selection_block_size:
             notes.append(
                 f"{geometry.num_selected_blocks} selected blocks of {geometry.selection_block_size} tokens cover the "
                 f"whole sequence of {length}: every block is selected"
             )
-        if length < geometry.compression_block_size:
+        if "nsa" in kinds and length < geometry.compression_block_size:
             notes.append(
                 f"train.sequence_length {length} is shorter than a compressed block of "
                 f"{geometry.compression_block_size}: the compressed branch sees nothing"
             )
-    if config.data.streams % num_processes and config.data.source != "synthetic":
+    if config.data.streams % num_processes and has_text(config.data.source):
         notes.append(
             f"data.streams {config.data.streams} is not a multiple of {num_processes} processes: each reads the data "
             "of others too; set it before the first step of a run, it decides the order of the rows"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from trifocal.train.evaluate import Evaluation
+from trifocal.train.validation_loss import Evaluation
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,18 @@ _LEFT_OVER = {LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)}
 _CONTENTS = _LEFT_OVER | {
     CONFIG_FILE,
     *("env.json", "backends.json", "metrics.jsonl", "report.html"),
-    *("heartbeat", "checkpoints", "weights", "samples", "attention", "dumps", "traces", "tensorboard", "wandb"),
+    *(
+        "heartbeat",
+        "checkpoints",
+        "weights",
+        "samples",
+        "attention",
+        "evaluation",
+        "dumps",
+        "traces",
+        "tensorboard",
+        "wandb",
+    ),
 }
 """Names of everything that a run writes into its folder."""
 _LISTED = 5
@@ -160,7 +171,7 @@ class OpenDirectory:
 
 def save_config(config: RunConfig, folder: Path) -> None:
     """Write `config.toml`, whole or not at all, even in a power cut: without it a run cannot be resumed."""
-    write_whole(folder / CONFIG_FILE, to_toml(config), flush=True)
+    write_whole(folder / CONFIG_FILE, to_toml(config.without_secrets()), flush=True)
     flush_folder(folder)
 
 

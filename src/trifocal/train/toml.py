@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.errors import UserError
-from trifocal.fields import checked
+from trifocal.fields import checked, key_of
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -47,14 +47,16 @@ def _write(config: Any, prefix: str, lines: list[str]) -> None:
         if dataclasses.is_dataclass(value):
             tables.append((prefix + field.name, value))
         else:
-            lines.append(f"{field.name} = {to_literal(value)}")
+            lines.append(f"{key_of(field.name)} = {to_literal(value)}")
     for name, value in tables:
         lines.extend(["", f"[{name}]"])
         _write(value, name + ".", lines)
 
 
-def to_literal(value: bool | int | float | str) -> str:
+def to_literal(value: bool | int | float | str | tuple[Any, ...]) -> str:
     """Write one value as TOML."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(to_literal, value))}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, int | float):

@@ -145,6 +145,33 @@ def importance_kernel(
                 )
 
 
+@triton.jit
+def most_important(importance, free, wanted, ROWS: tl.constexpr):
+    """The `wanted` most important of the free blocks of each row, [ROWS, blocks]; of equal ones the lower indices."""
+    bits = tl.minimum(tl.maximum(importance.to(tl.int32, bitcast=True), 0), INFINITY_BITS)
+    bits = tl.where(free, bits, -1)
+
+    # Invariant: at least `wanted` values reach `low`; fewer reach `high`, or none is wanted.
+    all_taken = tl.sum(free.to(tl.int32), 1) == wanted
+    low = tl.zeros([ROWS], tl.int32)
+    high = tl.max(bits, 1) + 1
+    done = all_taken | (high <= 1)
+    while tl.min(done.to(tl.int32), 0) == 0:
+        middle = low + (high - low) // 2
+        reach = tl.sum((bits >= middle[:, None]).to(tl.int32), 1)
+        enough = reach >= wanted
+        low = tl.where(enough & (done == 0), middle, low)
+        high = tl.where(enough, high, middle)
+        done = done | (enough & (reach == wanted)) | (high - low <= 1)
+    above = bits > low[:, None]
+    equal = bits == low[:, None]
+    spare = wanted - tl.sum(above.to(tl.int32), 1)
+    # Almost always all that equal the threshold are taken; a row with more of them than wanted counts them.
+    if tl.max(tl.sum(equal.to(tl.int32), 1) - spare, 0) > 0:
+        equal = equal & (tl.cumsum(equal.to(tl.int32), 1) <= spare[:, None])
+    return above | equal
+
+
 @Kernel
 @triton.jit(do_not_specialize=["first_query", "end_query", "num_queries", "query_shift", "block_lines", "rows"])
 def choice_kernel(
@@ -178,28 +205,7 @@ def choice_kernel(
     importance = tl.where(free, tl.load(direct + place, mask=needed, other=0.0), 0.0)
     if COMPRESSION > STRIDE:
         importance += tl.where(free & (block > 0), tl.load(overflow + place, mask=needed, other=0.0), 0.0)
-    bits = tl.minimum(tl.maximum(importance.to(tl.int32, bitcast=True), 0), INFINITY_BITS)
-    bits = tl.where(free, bits, -1)
-
-    # Invariant: at least `wanted` values reach `low`; fewer reach `high`, or none is wanted.
-    all_taken = tl.sum(free.to(tl.int32), 1) == wanted
-    low = tl.zeros([ROWS], tl.int32)
-    high = tl.max(bits, 1) + 1
-    done = all_taken | (high <= 1)
-    while tl.min(done.to(tl.int32), 0) == 0:
-        middle = low + (high - low) // 2
-        reach = tl.sum((bits >= middle[:, None]).to(tl.int32), 1)
-        enough = reach >= wanted
-        low = tl.where(enough & (done == 0), middle, low)
-        high = tl.where(enough, high, middle)
-        done = done | (enough & (reach == wanted)) | (high - low <= 1)
-    above = bits > low[:, None]
-    equal = bits == low[:, None]
-    spare = wanted - tl.sum(above.to(tl.int32), 1)
-    # Almost always all that equal the threshold are taken; a row with more of them than wanted counts them.
-    if tl.max(tl.sum(equal.to(tl.int32), 1) - spare, 0) > 0:
-        equal = equal & (tl.cumsum(equal.to(tl.int32), 1) <= spare[:, None])
-    chosen = forced | above | equal
+    chosen = forced | most_important(importance, free, wanted, ROWS)
     slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
     # Rows of all chunks: [B, T, G].
     batch = row // GROUPS // chunk_queries

@@ -189,3 +189,37 @@ def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: s
     if dim > 128 or architecture != "hopper":
         return Tile(64, 64, warps=4, stages=2)
     return Tile(64, 128 if q_per_kv > 2 else 64, warps=4, stages=3 if q_per_kv > 4 else 2)
+
+
+# As `_TILES`, for decoding: rows are few, and what counts is how many keys are on their way from memory. `stages` less
+# one tiles of keys and values fit beside one another, three times on a multiprocessor.
+_DECODE_TILES: dict[str, dict[int, Tile]] = {
+    "hopper": {
+        64: Tile(16, 128, 4, 3, 168),
+        128: Tile(16, 64, 4, 3, 168),
+        192: Tile(16, 64, 4, 3),
+        256: Tile(16, 32, 4, 3),
+    },
+    "ampere": {64: Tile(16, 64, 4, 4, 168), 128: Tile(16, 64, 4, 3, 168), 256: Tile(16, 32, 4, 3)},
+    "small": {64: Tile(16, 64, 4, 3, 168), 128: Tile(16, 32, 4, 3, 168), 256: Tile(16, 32, 4, 2)},
+    "fp32": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+}
+_DECODE_MOST_ROWS = 64
+
+
+def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str) -> Tile:
+    """The tile of a decoding kernel.
+
+    Args:
+        dtype: Of q, k and v.
+        rows: Rows that share keys: heads of a group, for one or all new tokens.
+        columns: Columns of the wider of q and v, as a tile holds them.
+        architecture: See `devices.architecture`.
+    """
+    row = "fp32" if dtype == torch.float32 else architecture
+    tile = next(tile for most, tile in _DECODE_TILES[row].items() if columns <= most)
+    if rows <= tile.BLOCK_M:
+        return tile
+    # More accumulators need more registers.
+    most_rows = min(_DECODE_MOST_ROWS, next_power_of_2(rows))
+    return tile._replace(BLOCK_M=most_rows, warps=8 if most_rows == _DECODE_MOST_ROWS else 4, registers=None)

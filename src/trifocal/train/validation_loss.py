@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trifocal.data import Batch, DataConfig, Tokenizer, is_local, make_loader
+from trifocal.data import Batch, DataConfig, Tokenizer, has_text, is_local, make_loader
 from trifocal.distributed import Processes
 from trifocal.models import DecoderLM
 from trifocal.train.micro_batch import autocast
@@ -45,7 +45,8 @@ def check_validation_text(config: RunConfig, tokenizer: Tokenizer) -> None:
     Raises:
         UserError: If the validation split is empty.
     """
-    if not config.evaluate.interval_steps or not is_local(config.data.source):
+    source = config.data.source
+    if not config.evaluate.interval_steps or not is_local(source) or not has_text(source):
         return
     # One token of the first document that is held out, and nothing around it.
     data = replace(config.data, shuffle_documents=1, shuffle_sequences=1, prefetch_batches=1)
@@ -93,7 +94,7 @@ def evaluate(
         model: The model.
         batches: At least one valid target among them.
         tokenizer: Counts the bytes.
-        data: The synthetic source has no text, and so no bits per byte.
+        data: A synthetic source has no text, and so no bits per byte.
         device: Where the model is.
         precision: As in training.
         processes: This process among those of the run; all have the same batches.
@@ -115,8 +116,7 @@ def evaluate(
         targets += count
         text_bytes += tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy())
     loss = nats / max(targets, 1)
-    has_text = data.source != "synthetic" and text_bytes > 0
-    bits_per_byte = nats / math.log(2) / text_bytes if has_text else None
+    bits_per_byte = nats / math.log(2) / text_bytes if has_text(data.source) and text_bytes else None
     return Evaluation(loss, math.exp(loss) if loss < 700 else math.inf, bits_per_byte)
 
 

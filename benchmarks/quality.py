@@ -1,0 +1,469 @@
+"""What the sparse model is worth: trainings that differ in the attention alone, side by side, then their evaluation.
+
+    python benchmarks/quality.py --part seeds --directory runs/quality
+    python benchmarks/quality.py --part long recall needle --directory runs/quality --gpus 4 --seconds 560
+    python benchmarks/quality.py --part seeds --directory runs/quality --resume
+    python benchmarks/quality.py --part twins seeds long recall needle --plan
+
+| part | trains | measures |
+|---|---|---|
+| `twins` | the production model on 2,048 tokens | loss, and by position |
+| `seeds` | a small model on 2,048 tokens, three seeds | the same, and how far seeds are apart |
+| `long` | the small model on 32,768 tokens of whole packages | loss by position, tokens/s |
+| `recall` | two layers on multi-query associative recall | values found, by pairs and by distance |
+| `needle` | two layers on needles in haystacks up to 65,536 tokens | needles found, by length and depth |
+
+All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads: those
+of its window and of all selected blocks. `random` is the sparse model with blocks drawn at random: it lacks the choice.
+Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. When the time is up they stop as a
+scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed on.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from statistics import mean, median, stdev
+from typing import Any
+
+from trifocal.bench.results import ResultFile
+from trifocal.data.builtin import BuiltinSource
+from trifocal.ops import Geometry
+from trifocal.runlog import read_metrics
+from trifocal.runlog.run import read_run
+
+ROOT = Path(__file__).parent.parent
+VARIANTS = ("sparse", "dense", "window", "random")
+_STOP_SECONDS = 60.0
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """The trainings of one question.
+
+    Attributes:
+        question: What they answer.
+        flags: Of every training, on top of the production preset.
+        evaluate: Flags of `trifocal evaluate`.
+        seeds: A training of each variant for each.
+        variants: Some of `VARIANTS`.
+        jobs: Trainings at a time on one GPU. 1 leaves each the GPU alone, so that tokens/s can be compared.
+        tokens_per_second: Expected of one H200, all trainings on it together: for `--plan` alone.
+    """
+
+    question: str
+    flags: dict[str, str]
+    evaluate: tuple[str, ...]
+    seeds: tuple[int, ...] = (1337,)
+    variants: tuple[str, ...] = VARIANTS
+    jobs: int = 1
+    tokens_per_second: float = 1e6
+    geometry: Geometry = field(default_factory=Geometry)
+
+
+def _model(layers: int, dim: int, heads: int, kv_heads: int = 1) -> dict[str, str]:
+    sizes = {
+        "num_layers": layers,
+        "dim": dim,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "mlp_dim": dim * 8 // 3 // 64 * 64,
+    }
+    return {f"model.{name}": str(size) for name, size in sizes.items()}
+
+
+def _batch(sequences: int, tokens: int, steps: int, learning_rate: float) -> dict[str, str]:
+    return {
+        "train.global_batch_size": str(sequences),
+        "train.micro_batch_size": str(sequences),
+        "train.sequence_length": str(tokens),
+        "train.steps": str(steps),
+        "optimizer.learning_rate": str(learning_rate),
+    }
+
+
+_TEXT = {"data.source": "builtin", "data.include_site_packages": "true", "data.streams": "1"}
+# Compiling takes longer than it saves in trainings of a minute.
+_SMALL = {"train.activation_checkpointing": "none", "train.compile": "false", "checkpoint.asynchronous": "false"}
+_UNSEEN = {"log.telemetry_interval_steps": "0"}
+# A quarter of the paper's sizes, so that 1,024 tokens are far more than a query reads: 320.
+_QUARTER = Geometry(
+    compression_block_size=16,
+    compression_stride=8,
+    selection_block_size=32,
+    num_selected_blocks=8,
+    num_initial_blocks=1,
+    num_local_blocks=2,
+    window_size=64,
+)
+
+PARTS = {
+    "twins": Part(
+        "Does the production model learn text as well with sparse attention?",
+        _TEXT | _batch(16, 2048, 1000, 6e-4) | {"train.activation_checkpointing": "none"},
+        ("--only", "loss", "position"),
+        variants=("sparse", "dense", "window"),
+        tokens_per_second=480_000,
+    ),
+    "seeds": Part(
+        "How far apart are seeds, and how far the variants?",
+        _TEXT | _SMALL | _model(6, 384, 6) | _batch(8, 2048, 1500, 1e-3),
+        ("--only", "loss", "position"),
+        seeds=(1337, 1338, 1339),
+        jobs=12,
+        tokens_per_second=2_000_000,
+    ),
+    "long": Part(
+        "Does it use a long past, and at which speed?",
+        _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 400, 1e-3) | {"data.shuffle_sequences": "64"},
+        ("--only", "loss", "position", "--sequences", "32"),
+        variants=("sparse", "dense", "window"),
+        tokens_per_second=800_000,
+    ),
+    "recall": Part(
+        "Does it recall the value of any key?",
+        {"data.source": "recall:64", "model.vocab_size": "1024"}
+        | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 1500, 1e-3),
+        ("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),
+        jobs=4,
+        tokens_per_second=5_000_000,
+        geometry=_QUARTER,
+    ),
+    "needle": Part(
+        "Does it find a needle at any depth of a long haystack?",
+        {"data.source": "needle:16", "model.vocab_size": "1024"}
+        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 2500, 1e-3),
+        ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
+        jobs=4,
+        tokens_per_second=2_500_000,
+    ),
+}  # fmt: skip
+
+
+@dataclass
+class Training:
+    """One training and its evaluation."""
+
+    part: str
+    variant: str
+    seed: int
+    folder: Path
+    flags: dict[str, str]
+
+    @property
+    def steps(self) -> int:
+        """Steps of the whole training."""
+        return int(self.flags["train.steps"])
+
+    @property
+    def tokens_of_step(self) -> int:
+        """Tokens of an optimizer step."""
+        return int(self.flags["train.global_batch_size"]) * int(self.flags["train.sequence_length"])
+
+    def arguments(self, *, resume: bool) -> list[str]:
+        """Of `trifocal train`."""
+        if resume and (self.folder / "config.toml").is_file():
+            return ["--resume", str(self.folder)]
+        flags = [word for name, value in self.flags.items() for word in (f"--{name}", value)]
+        return [str(ROOT / "configs/m7c_125m.toml"), "--run.directory", str(self.folder), *flags]
+
+    def done(self) -> int:
+        """Steps that are in the metrics."""
+        file = self.folder / "metrics.jsonl"
+        return max((row["step"] for row in read_metrics(file)), default=0) if file.is_file() else 0
+
+
+def trainings(
+    name: str, directory: Path, seeds: Sequence[int], variants: Sequence[str], extra: dict[str, str]
+) -> list[Training]:
+    """The trainings of a part; twins are neighbours.
+
+    Args:
+        name: Of the part.
+        directory: For all parts.
+        seeds: Instead of the part's own, unless empty.
+        variants: The same.
+        extra: Further flags of `trifocal train`, which win.
+    """
+    part = PARTS[name]
+    found = []
+    for seed in seeds or part.seeds:
+        for variant in variants or part.variants:
+            steps, geometry = int((part.flags | extra)["train.steps"]), part.geometry
+            flags = {
+                "run.seed": str(seed),
+                "data.seed": str(seed),
+                "schedule.warmup_steps": str(max(1, steps // 20)),
+                "checkpoint.interval_steps": str(max(1, steps // 4)),
+                "checkpoint.keep_last": "1",
+                "checkpoint.keep_every_steps": "0",
+                "evaluate.interval_steps": str(max(1, steps // 10)),
+                "log.sample_interval_steps": "0",
+                "log.telemetry_interval_steps": str(max(1, steps // 2)),
+                **{f"model.geometry.{key}": str(value) for key, value in asdict(geometry).items()},
+                **part.flags,
+            }
+            if name == "long":
+                flags["data.source"] = f"parquet:{directory / 'packages.parquet'}#text"
+            if variant in ("dense", "window"):
+                flags["model.attention"] = variant
+            if variant == "window":
+                keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
+                flags["model.sliding_window"] = str(keys)
+            if variant == "random":
+                flags["model.selection"] = "random"
+            found.append(Training(name, variant, seed, directory / name / f"{variant}-{seed}", flags | extra))
+    return found
+
+
+def write_packages(path: Path) -> None:
+    """Write the Python files of this machine as long documents: all files of a package's folder, one after another."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source = BuiltinSource(include_site_packages=True)
+    packages: dict[str, list[str]] = {}
+    for shard, name in enumerate(source.shards):
+        parts = name.split("/")
+        folder = "/".join(parts[: min(len(parts) - 1, 3)])
+        packages.setdefault(folder, []).extend(document.text for document, _ in source.read(shard, None))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    texts = ["\n".join(files) for files in packages.values()]
+    # Whole rows of 32,768 tokens; a document is cut anyway where its row ends.
+    long = [text for text in texts if len(text) >= 32768]
+    pq.write_table(pa.table({"text": long}), path, row_group_size=16)
+    print(f"{len(long)} documents of {sum(map(len, long)) / 1e6:.0f} M characters in {path}", flush=True)
+
+
+def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int, deadline: float) -> list[int]:
+    """Run commands side by side, each on one GPU, and stop those that still run when the time is up.
+
+    Args:
+        commands: Arguments of `trifocal`, and the file for the output.
+        gpus: Of this machine; 0 leaves the choice of a device to the commands.
+        jobs: Commands at a time on each.
+        deadline: On the monotonic clock.
+
+    Returns:
+        Their exit statuses; those that did not begin have -1.
+    """
+    places: SimpleQueue[int] = SimpleQueue()
+    for place in range(max(gpus, 1) * jobs):
+        places.put(place % max(gpus, 1))
+
+    def run(arguments: list[str], log: Path) -> int:
+        gpu = places.get()
+        try:
+            if time.monotonic() >= deadline:
+                return -1
+            threads = str(max(1, (os.cpu_count() or 1) // (max(gpus, 1) * jobs)))
+            environment = os.environ | {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
+            if gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = str(gpu)
+            log.parent.mkdir(parents=True, exist_ok=True)
+            with log.open("a") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "trifocal", *arguments], stdout=output, stderr=output, env=environment
+                )
+                try:
+                    return process.wait(max(0.0, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    process.send_signal(signal.SIGTERM)
+                try:
+                    return process.wait(_STOP_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    return process.wait()
+        finally:
+            places.put(gpu)
+
+    with ThreadPoolExecutor(len(commands) or 1) as pool:
+        return list(pool.map(lambda command: run(*command), commands))
+
+
+def read_training(training: Training, common: int, jobs: int) -> tuple[Row, list[Row]]:
+    """The figures of a training, its loss at a step that all have reached, and the rows of its evaluation."""
+    run = read_run(training.folder)
+    losses = dict(zip(*run.series("evaluation", "validation_loss"), strict=True))
+    bits = dict(zip(*run.series("evaluation", "bits_per_byte"), strict=True))
+    rates = run.series("train", "tokens_per_second")[1]
+    row: Row = {
+        "variant": training.variant,
+        "seed": training.seed,
+        "steps": training.done(),
+        "tokens": common * training.tokens_of_step,
+        "validation_loss": losses.get(common),
+        "bits_per_byte": bits.get(common),
+        "tokens_per_second": median(rates[len(rates) // 2 :]) if rates else None,
+        "trainings_at_a_time": jobs,
+        "curve": [[step, round(loss, 4)] for step, loss in losses.items()],
+    }
+    evaluated = run.evaluations[-1]["rows"] if run.evaluations else []
+    return row, [{"variant": training.variant, "seed": training.seed, **found} for found in evaluated]
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    """The loss of each variant over seeds, and its difference from the dense one with the same seed and data."""
+    dense = {row["seed"]: row["validation_loss"] for row in rows if row["variant"] == "dense"}
+    found = []
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        own = {row["seed"]: row["validation_loss"] for row in rows if row["variant"] == variant}
+        losses = [loss for loss in own.values() if loss is not None]
+        pairs = [(own[seed], dense.get(seed)) for seed in own]
+        apart = [loss - other for loss, other in pairs if loss is not None and other is not None]
+        found.append(
+            {
+                "variant": variant,
+                "seeds": len(losses),
+                "mean_loss": mean(losses) if losses else None,
+                "standard_deviation": stdev(losses) if len(losses) > 1 else None,
+                "above_dense": mean(apart) if apart else None,
+                "standard_error_of_that": stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None,
+            }
+        )
+    return found
+
+
+def spread(rows: Sequence[Row], task: str, figure: str, along: str) -> list[Row]:
+    """A table of an evaluation: a row for each variant, a column for each place; means over seeds.
+
+    Args:
+        rows: Of the evaluations.
+        task: Whose rows are taken.
+        figure: What is shown.
+        along: The field of a row that names its column: `first` for a range up to `end`, or `depth`.
+    """
+    own = [row for row in rows if row["task"] == task and figure in row]
+
+    def column(row: Row) -> str:
+        return f"{row['depth']:.0%}" if along == "depth" else f"{row['first']:,}-{row['end'] - 1:,}"
+
+    columns = dict.fromkeys(column(row) for row in sorted(own, key=lambda row: row[along]))
+    keys = dict.fromkeys((row["variant"], row["length"], row.get("pairs")) for row in own)
+    table = []
+    for variant, length, pairs in keys:
+        group = [row for row in own if (row["variant"], row["length"], row.get("pairs")) == (variant, length, pairs)]
+        cells = {name: [row[figure] for row in group if column(row) == name] for name in columns}
+        head = {"variant": variant, "length": length} | ({"pairs": pairs} if pairs is not None else {})
+        table.append(head | {name: mean(values) if values else None for name, values in cells.items()})
+    return table
+
+
+def write_result(name: str, done: Sequence[Training], options: argparse.Namespace, statuses: Sequence[int]) -> Path:
+    """Write the figures of a part into a result file."""
+    begun = [training for training in done if training.done()]
+    evaluated = [
+        {row["step"] for row in read_metrics(training.folder / "metrics.jsonl", "evaluation")} for training in begun
+    ]
+    common = max(set.intersection(*evaluated), default=0) if evaluated else 0
+    part, jobs = PARTS[name], options.jobs or PARTS[name].jobs
+    found = [read_training(training, common, jobs) for training in begun]
+    rows, evaluations = [row for row, _ in found], [row for _, part in found for row in part]
+    recall = [
+        {key: row.get(key) for key in ("variant", "seed", "length", "pairs", "accuracy", "answer_loss")}
+        for row in evaluations if row["task"] == "recall" and "accuracy" in row
+    ]  # fmt: skip
+    notes = [
+        "The validation loss is that of the last step that all have reached.",
+        "window sees as many keys as the sparse model reads in its window and its selected blocks; random is the "
+        "sparse model with blocks drawn at random.",
+        "One training at a time on a GPU."
+        if jobs == 1
+        else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",
+        f"Flags on top of configs/m7c_125m.toml: {' '.join(f'{k}={v}' for k, v in done[0].flags.items())}",
+    ]
+    if failed := [f"{one.variant}-{one.seed}" for one, status in zip(done, statuses, strict=True) if status > 0]:
+        notes.append(f"Failed: {', '.join(failed)}.")
+    file = ResultFile(f"quality_{name}", part.question, folder=options.output, commit=options.commit)
+    columns = ("variant", "seed", "steps", "tokens", "validation_loss", "bits_per_byte", "tokens_per_second")
+    return file.write(
+        rows,
+        notes=notes,
+        columns=columns,
+        means=means(rows),
+        recall=recall,
+        loss_by_position=spread(evaluations, "position", "loss", "first"),
+        needles_found_by_depth=spread(evaluations, "needle", "accuracy", "depth"),
+        recall_by_distance=spread(evaluations, "recall_distance", "accuracy", "first"),
+    )
+
+
+def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], deadline: float) -> int:
+    """Train, evaluate and write a part; the number of trainings that failed."""
+    part, jobs = PARTS[name], options.jobs or PARTS[name].jobs
+    found = trainings(name, options.directory, options.seeds, options.variants, extra)
+    if name == "long" and "data.source" not in extra and not (options.directory / "packages.parquet").exists():
+        write_packages(options.directory / "packages.parquet")
+    left = [one for one in found if one.done() < one.steps]
+    commands = [(["train", *one.arguments(resume=options.resume)], one.folder.with_suffix(".log")) for one in left]
+    print(f"{name}: {len(left)} trainings, {jobs} at a time on each GPU", flush=True)
+    trained = run_all(commands, gpus=options.gpus, jobs=jobs, deadline=deadline)
+    status = {str(one.folder): code for one, code in zip(left, trained, strict=True)}
+    ready = [one for one in found if one.done() and not status.get(str(one.folder), 0)]
+    print(f"{name}: evaluating {len(ready)}", flush=True)
+    commands = [(["evaluate", str(one.folder), *part.evaluate], one.folder.with_suffix(".log")) for one in ready]
+    # Short, and what the training was for: it has its own time.
+    judged = run_all(commands, gpus=options.gpus, jobs=jobs, deadline=time.monotonic() + options.evaluate_seconds)
+    for one, code in zip(ready, judged, strict=True):
+        status[str(one.folder)] = code
+    statuses = [status.get(str(one.folder), 0) for one in found]
+    if any(one.done() for one in found):
+        print(write_result(name, found, options, statuses).read_text(), flush=True)
+    for one, code in zip(found, statuses, strict=True):
+        if code:
+            lines = one.folder.with_suffix(".log").read_text().splitlines() if code > 0 else ["not begun in time"]
+            print(f"{one.folder}: exit status {code}: {' | '.join(lines[-3:])}", flush=True)
+    return sum(code > 0 for code in statuses)
+
+
+def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> float:
+    """Print the trainings of a part and the seconds that they may take; returns these."""
+    part = PARTS[name]
+    found = trainings(name, options.directory, options.seeds, options.variants, extra)
+    tokens = 0
+    for one in found:
+        tokens += one.steps * one.tokens_of_step
+        print(f"  trifocal train {' '.join(one.arguments(resume=False))}")
+    rounds = -(-len(found) // ((options.jobs or part.jobs) * max(options.gpus, 1)))
+    seconds = tokens / part.tokens_per_second / max(options.gpus, 1) + 45 * rounds + 30
+    print(f"{name}: {len(found)} trainings, {tokens / 1e6:,.0f} M tokens, about {seconds:.0f} s\n")
+    return seconds
+
+
+def main() -> int:
+    """Run what was asked for; the exit status is 1 if a training or an evaluation failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", nargs="+", choices=tuple(PARTS), required=True)
+    parser.add_argument("--directory", type=Path, default=Path("runs/quality"))
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=1e9, help="for the trainings of all parts together")
+    parser.add_argument("--evaluate-seconds", type=float, default=120.0, help="for the evaluations of a part")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[])
+    parser.add_argument("--variants", nargs="+", default=[], choices=VARIANTS)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--output", type=Path, default=None)
+    options, flags = parser.parse_known_args()
+    if len(flags) % 2 or not all(flag.startswith("--") for flag in flags[::2]):
+        parser.error(f"flags of trifocal train are --section.field value, got {' '.join(flags)}")
+    extra = {name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
+    if options.plan:
+        total = sum(plan(name, options, extra) for name in options.part)
+        print(f"about {total:.0f} s in all")
+        return 0
+    deadline = time.monotonic() + options.seconds
+    return int(sum(run_part(name, options, extra, deadline) for name in options.part) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

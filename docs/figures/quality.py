@@ -1,0 +1,202 @@
+"""Tables and figures of docs/quality.md from the newest results of benchmarks/quality.py."""
+
+import json
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from palette import COMPRESSED, DENSE, PAST, SELECTED, WINDOW
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+PAGE = Path(__file__).parents[1] / "quality.md"
+COLOURS = {"sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "random": SELECTED}
+PARTS = ("twins", "seeds", "long", "recall", "needle")
+REPEATED = "repeated"
+"""Of benchmarks/repeated_bytes.py."""
+_REGION = "<!-- {0} -->\n{1}<!-- end of {0} -->"
+_CAPTIONS = {
+    "twins": "validation loss of the production model and its twins over the run, and by position above the dense one",
+    "seeds": "validation loss of a small model and its twins over the run, and by position above the dense one",
+    "long": "validation loss on 32,768 tokens over the run, and by position above the dense one",
+    "recall": "share of values recalled by the distance of their key, for each attention",
+    "needle": "share of needles found by length and depth of the haystack, for each attention",
+}
+
+
+def newest(part: str, results: Path = RESULTS) -> Path | None:
+    """The newest result file of a part; None if it was not measured."""
+    pattern = "repeated_bytes_*.json" if part == REPEATED else f"quality_{part}_*.json"
+    return max(results.glob(pattern), key=lambda path: path.stem.rpartition("_")[2], default=None)
+
+
+def figures(results: Path = RESULTS) -> dict[str, Callable[[], Figure]]:
+    """The figures of the parts that were measured, by file name."""
+    makers = {"recall": _draw_recall, "needle": _draw_needles}
+    return {
+        f"quality_{part}.svg": partial(makers.get(part, _draw_losses), json.loads(path.read_text()))
+        for part in PARTS
+        if (path := newest(part, results)) is not None
+    }
+
+
+def page(text: str, results: Path = RESULTS) -> str:
+    """The page with the tables of the newest results between its marks.
+
+    Args:
+        text: The page as it is.
+        results: Folder of the results.
+    """
+    for part in (*PARTS, REPEATED):
+        region = re.compile(_REGION.format(part, ".*?"), re.DOTALL)
+        content = _REGION.format(part, _content(part, newest(part, results)))
+        text, count = region.subn(lambda _, content=content: content, text)  # type: ignore[misc]
+        assert count == 1, f"docs/quality.md lacks the marks of {part}"
+    return text
+
+
+def _content(part: str, path: Path | None) -> str:
+    if path is None:
+        return "Not measured yet.\n"
+    result = json.loads(path.read_text())
+    lines = [f"![{_CAPTIONS[part]}](figures/quality_{part}.svg)", ""] if part in PARTS else []
+    makers = {"recall": _recall_table, "needle": _needle_table, REPEATED: _repeated_table}
+    lines += makers.get(part, _loss_table)(result)
+    where = f"{result['device']}, torch {result['torch']}, {result['date'][:10]}, commit `{result['commit']}`"
+    link = f"[benchmarks/results/{path.stem}.md](../benchmarks/results/{path.stem}.md)"
+    lines += ["", f"{where}: {link}, with the command and every seed."]
+    return "\n".join(lines) + "\n"
+
+
+def _repeated_table(result: dict[str, Any]) -> list[str]:
+    steps = [name for name in result["rows"][0] if name.startswith("loss_at_step_")]
+    head = ["attention", "cosine at the start", *(f"step {name.rpartition('_')[2]}" for name in steps)]
+    lines = _head([*head, "change by the future", "fresh bytes"])
+    for row in result["rows"]:
+        cells = [f"{row[name]:.2f}" for name in steps]
+        ends = f"{row['largest_change_by_the_future']:g} | {row['fresh_bytes_last_third']:.3f}"
+        lines.append(f"| {row['attention']} | {row['cosine_at_start']:.3f} | {' | '.join(cells)} | {ends} |")
+    return lines
+
+
+def _loss_table(result: dict[str, Any]) -> list[str]:
+    speeds: dict[str, list[float]] = {}
+    for row in result["rows"]:
+        if row["tokens_per_second"]:
+            speeds.setdefault(row["variant"], []).append(row["tokens_per_second"])
+    alone = all(row["trainings_at_a_time"] == 1 for row in result["rows"])
+    steps, tokens = min(row["steps"] for row in result["rows"]), max(row["tokens"] for row in result["rows"])
+    head = ["attention", "seeds", "loss, nats/byte", "above dense"] + ["tokens/s"] * alone
+    lines = [f"After {steps:,} steps, {tokens / 1e6:,.1f} M bytes each:", "", *_head(head)]
+    for row in result["means"]:
+        cells = [row["variant"], str(row["seeds"]), _with_error(row["mean_loss"], row["standard_deviation"])]
+        cells.append(
+            "" if row["variant"] == "dense" else _with_error(row["above_dense"], row["standard_error_of_that"])
+        )
+        if alone:
+            cells.append(f"{np.median(speeds[row['variant']]):,.0f}" if row["variant"] in speeds else "")
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def _recall_table(result: dict[str, Any]) -> list[str]:
+    pairs = sorted({row["pairs"] for row in result["recall"]})
+    lines = _head(["attention", *(f"{number:,} pairs" for number in pairs)])
+    for variant in dict.fromkeys(row["variant"] for row in result["recall"]):
+        cells = []
+        for number in pairs:
+            own = [row["accuracy"] for row in result["recall"] if (row["variant"], row["pairs"]) == (variant, number)]
+            cells.append(f"{np.mean(own):.1%}" if own else "")
+        lines.append(f"| {variant} | {' | '.join(cells)} |")
+    return lines
+
+
+def _needle_table(result: dict[str, Any]) -> list[str]:
+    rows = result["needles_found_by_depth"]
+    depths = [name for name in rows[0] if name.endswith("%")] if rows else []
+    lines = _head(["attention", "tokens", *(f"depth {name}" for name in depths)])
+    for row in rows:
+        cells = ["" if row[name] is None else f"{row[name]:.0%}" for name in depths]
+        lines.append(f"| {row['variant']} | {row['length']:,} | {' | '.join(cells)} |")
+    return lines
+
+
+def _head(names: list[str]) -> list[str]:
+    return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
+
+
+def _with_error(value: float | None, error: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4f}" + (f" ± {error:.4f}" if error is not None else "")
+
+
+def _draw_losses(result: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(7.2, 3.2), layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2)
+    for variant in _variants(result["rows"]):
+        curves = [row["curve"] for row in result["rows"] if row["variant"] == variant and row["curve"]]
+        for number, curve in enumerate(curves):
+            label = variant if number == 0 else None
+            left.plot(*zip(*curve, strict=True), color=COLOURS[variant], linewidth=1.2, alpha=0.8, label=label)
+    left.set(xlabel="step", ylabel="nats per byte", title="validation loss")
+    table = {row["variant"]: row for row in result["loss_by_position"]}
+    dense = table.get("dense", {})
+    places = [name for name in dense if re.match(r"\d", name)]
+    for variant, row in table.items():
+        if variant != "dense":
+            apart = [row[name] - dense[name] for name in places]
+            right.plot(range(len(places)), apart, color=COLOURS[variant], marker="o", markersize=3, label=variant)
+    right.axhline(0, color=DENSE, linewidth=1)
+    right.set_xticks(range(len(places)), [name.rpartition("-")[0] for name in places], rotation=60)
+    right.set(xlabel="position, from", ylabel="nats above dense", title="by position")
+    return _finished(figure, left, right)
+
+
+def _draw_recall(result: dict[str, Any]) -> Figure:
+    figure = Figure(figsize=(5.2, 3.2), layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    rows = result["recall_by_distance"]
+    most = max(row["pairs"] for row in rows)
+    for row in rows:
+        if row["pairs"] == most:
+            places = [name for name in row if re.match(r"\d", name)]
+            values = [row[name] for name in places]
+            axes.plot(places, values, color=COLOURS[row["variant"]], marker="o", label=row["variant"])
+    axes.set(xlabel="tokens between query and pair", ylabel="found", title=f"{most} pairs", ylim=(-0.03, 1.03))
+    axes.tick_params(axis="x", rotation=30)
+    return _finished(figure, axes)
+
+
+def _draw_needles(result: dict[str, Any]) -> Figure:
+    rows = result["needles_found_by_depth"]
+    variants = _variants(rows)
+    depths = [name for name in rows[0] if name.endswith("%")]
+    figure = Figure(figsize=(1.9 * len(variants) + 0.8, 2.6), layout="constrained", facecolor="white")
+    panels = figure.subplots(1, len(variants), sharey=True, squeeze=False)[0]
+    for axes, variant in zip(panels, variants, strict=True):
+        own = sorted((row for row in rows if row["variant"] == variant), key=lambda row: row["length"])
+        values = np.array([[row[name] for row in own] for name in depths], dtype=float)
+        image = axes.imshow(values, vmin=0, vmax=1, cmap="Blues", aspect="auto")
+        axes.set_xticks(range(len(own)), [f"{row['length'] // 1024}k" for row in own])
+        axes.set_yticks(range(len(depths)), depths)
+        axes.set(xlabel="tokens", title=variant)
+    panels[0].set_ylabel("depth")
+    figure.colorbar(image, ax=panels, label="found", shrink=0.8)
+    return figure
+
+
+def _variants(rows: list[dict[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(row["variant"] for row in rows))
+
+
+def _finished(figure: Figure, *panels: Axes) -> Figure:
+    for axes in panels:
+        axes.grid(color=PAST)
+        axes.set_axisbelow(True)
+    panels[0].legend(frameon=False)
+    return figure

@@ -1,0 +1,253 @@
+"""`trifocal evaluate`: what a trained model can do."""
+
+import json
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+import tyro
+from rich.table import Table
+
+from trifocal._version import __version__
+from trifocal.cli.console import SafeConsole
+from trifocal.cli.output import check_output, printable
+from trifocal.data import DataConfig
+from trifocal.errors import UserError, unknown
+from trifocal.evaluation import (
+    TASKS,
+    Evaluated,
+    Plan,
+    Say,
+    Subject,
+    evaluate_model,
+    not_possible,
+    to_json,
+    write_evaluation,
+)
+from trifocal.models import parameter_count
+from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
+from trifocal.paths import shell_path, user_path
+from trifocal.train.arguments import parse_arguments
+from trifocal.train.export import STEP_FILE
+from trifocal.train.preflight import choose_device
+from trifocal.train.pretrained import Pretrained, open_pretrained
+
+_COLUMNS = {
+    "loss": {
+        "sequences": "sequences",
+        "targets": "targets",
+        "loss": "nats/token",
+        "bits_per_token": "bits/token",
+        "bits_per_byte": "bits/byte",
+    },
+    "position": {"first": "from", "end": "to", "targets": "targets", "loss": "nats/token"},
+    "recall": {"pairs": "pairs", "samples": "rows", "accuracy": "found", "answer_loss": "nats/answer"},
+    "recall_distance": {"pairs": "pairs", "first": "from", "end": "to", "queries": "queries", "accuracy": "found"},
+}
+_TITLES = {
+    "loss": "Loss on validation data",
+    "position": "Loss by position in the document",
+    "needle": "Needles found, by depth",
+    "recall": "Recall of values by their key",
+    "recall_distance": "Recall by distance of the key, in tokens",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluateArguments:
+    """Measure a trained model: loss, loss by position, needles in haystacks, associative recall.
+
+    A table is shown, and the figures go into evaluation/ of the run's folder, where trifocal report finds them.
+    """
+
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """The run, also while it goes on; or one of its checkpoints, or a folder of weights."""
+    only: tuple[str, ...] = ()
+    """Some of loss, position, needle, recall; by default those that make sense for the model."""
+    checkpoint: str = ""
+    """A checkpoint of the run, like step_00000500; the newest by default."""
+    source: str = ""
+    """Other data than those of its training, written as data.source: builtin, text:PATH, needle:4, recall:64 …"""
+    sequence_length: int = 0
+    """Tokens of a sequence of loss, position and recall, also longer than in training; 0: as in training."""
+    sequences: int = 0
+    """Sequences of loss and position; 0: as many tokens as in the run's own evaluations."""
+    lengths: tuple[int, ...] = ()
+    """Tokens of the haystacks; by default an eighth, a quarter, a half and all of the sequence length."""
+    depths: int = 5
+    """Places of the needle, evenly from the beginning to the end."""
+    samples: int = 8
+    """Haystacks for each length and depth, and rows for each number of pairs."""
+    pairs: tuple[int, ...] = ()
+    """Pairs in a row of recall; by default those of the source, a half and a quarter."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run; "auto" takes a GPU if there is one."""
+    output: str = ""
+    """Another file for the figures, as JSON; needed to keep those of weights without a run."""
+
+    def __post_init__(self) -> None:
+        for name in self.only:
+            if name not in TASKS:
+                raise unknown("task", name, TASKS)
+        for name, lowest in (("sequence_length", 0), ("sequences", 0), ("depths", 1), ("samples", 1)):
+            if getattr(self, name) < lowest:
+                raise UserError(f"--{name.replace('_', '-')} must be at least {lowest}, got {getattr(self, name)}")
+        for name in ("lengths", "pairs"):
+            if any(value < 1 for value in getattr(self, name)):
+                raise UserError(f"--{name} must be above 0, got {min(getattr(self, name))}")
+
+
+def run(args: Sequence[str]) -> int:
+    """Measure, show a table, and write the figures.
+
+    Raises:
+        UserError: If there is no model, its weights are broken, there are no data, or none of the tasks makes sense.
+    """
+    options: EvaluateArguments = parse_arguments(EvaluateArguments, args, prog="trifocal evaluate")
+    check_output(options.output)
+    path = user_path(options.path, "RUN_DIR")
+    with open_pretrained(path, options.checkpoint, command=f"trifocal evaluate {shell_path(path)}") as found:
+        subject = _subject(found, options)
+        step = _step_of(found.path)
+    plan = _plan(subject, options)
+    console = SafeConsole(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
+    rows = []
+    try:
+        with _progress(console) as say:
+            for row in evaluate_model(subject, plan, say):
+                rows.append(row)
+                if row["status"] != "ok":
+                    console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
+    except FloatingPointError as error:
+        raise UserError(f"{found.path}: {error}; choose an earlier one with --checkpoint") from error
+    for table in _tables(rows):
+        console.print(table)
+    assert subject.data is not None
+    head = Evaluated(
+        step=step,
+        attention=", ".join(dict.fromkeys(subject.model.config.attention_of_layers)),
+        parameters=parameter_count(subject.model.config),
+        source=subject.data.source,
+        trained_length=subject.trained_length,
+        precision=subject.precision,
+        device=torch.cuda.get_device_name() if subject.device.type == "cuda" else "CPU",
+        version=__version__,
+    )
+    _write(found, options, head, rows)
+    return 0
+
+
+def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:
+    device = choose_device(options.device)
+    data = None if found.run is None else found.run.data
+    if options.source:
+        data = replace(data or DataConfig(), source=options.source)
+        data.validate()
+    precision = "fp32" if found.run is None else found.run.train.precision
+    return Subject(found.model().to(device).eval(), found.tokenizer(), data, found.run, device, precision)
+
+
+def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
+    """The tasks that make sense; says which do not.
+
+    Raises:
+        UserError: If none does, or a length is not known.
+    """
+    source = "" if subject.data is None else subject.data.source
+    reasons = {task: not_possible(task, source) for task in options.only or TASKS}
+    tasks = tuple(task for task, reason in reasons.items() if not reason)
+    if not tasks:
+        raise UserError(f"nothing to measure: {'; '.join(dict.fromkeys(reasons.values()))}")
+    for task, reason in reasons.items():
+        if reason:
+            print(printable(f"{task} is left out: {reason}"))
+    length = options.sequence_length or subject.trained_length
+    if length is None:
+        raise UserError("the length of its training sequences is not known; give --sequence-length")
+    if subject.trained_length is not None and max(length, *options.lengths, 0) > subject.trained_length:
+        print(f"note: the model was trained on {subject.trained_length:,} tokens at a time; more are new to it")
+    return Plan(
+        tasks=tasks,
+        sequence_length=length,
+        sequences=options.sequences,
+        lengths=options.lengths,
+        depths=options.depths,
+        samples=options.samples,
+        pairs=options.pairs,
+    )
+
+
+@contextmanager
+def _progress(console: SafeConsole) -> Iterator[Say]:
+    """A line that changes on a terminal; elsewhere a line for each task and length."""
+    if console.is_terminal:
+        with console.status("reading the data") as status:
+            yield lambda text, detail="": status.update(f"{text}{detail}".replace("[", r"\["))
+        return
+
+    def say(text: str, detail: str = "") -> None:
+        if not detail:
+            print(text, flush=True)
+
+    yield say
+
+
+def _tables(rows: Sequence[dict[str, Any]]) -> Iterator[Table]:
+    done = [row for row in rows if row["status"] == "ok"]
+    for task, title in _TITLES.items():
+        own = [row for row in done if row["task"] == task]
+        if not own:
+            continue
+        table = Table(title=title, title_justify="left")
+        table.add_column("tokens", justify="right")
+        if task == "needle":
+            depths = sorted({row["depth"] for row in own})
+            for depth in depths:
+                table.add_column(f"{depth:.0%}", justify="right")
+            for length in sorted({row["length"] for row in own}):
+                found = {row["depth"]: row["accuracy"] for row in own if row["length"] == length}
+                table.add_row(f"{length:,}", *(f"{found[depth]:.0%}" for depth in depths if depth in found))
+        else:
+            shown = _COLUMNS[task]
+            for name in shown.values():
+                table.add_column(name, justify="right")
+            for row in own:
+                table.add_row(f"{row['length']:,}", *(_cell(name, row.get(name)) for name in shown))
+        yield table
+
+
+def _cell(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name == "accuracy":
+        return f"{value:.1%}"
+    return f"{value:,.4f}" if isinstance(value, float) else f"{value:,}"
+
+
+def _step_of(path: Path) -> int | None:
+    """The step of a checkpoint or of exported weights; None if they do not tell."""
+    if match := re.fullmatch(r"step_(\d+)", path.name):
+        return int(match[1])
+    try:
+        step = json.loads((path / STEP_FILE).read_text(encoding="utf-8"))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def _write(found: Pretrained, options: EvaluateArguments, head: Evaluated, rows: list[dict[str, Any]]) -> None:
+    if options.output:
+        user_path(options.output, "--output").write_text(to_json(head, rows), encoding="utf-8")
+        print(printable(f"\nwritten: {options.output}"))
+    elif found.run is None:
+        print("\nthe figures are not kept: these weights belong to no run; --output FILE.json keeps them")
+    else:
+        # A checkpoint lies in RUN/checkpoints, weights in RUN/weights.
+        folder = found.path.parent if (found.path / MODEL_CONFIG_FILE).is_file() else found.path.parent.parent
+        print(printable(f"\nwritten: {write_evaluation(folder, head, rows)}"))
+        print(f"the curves, on the page of the run: trifocal report {shell_path(folder)}")

@@ -1,0 +1,248 @@
+"""Rows that are drawn, not read: random tokens, and two tasks that need exact recall. Row `i` depends on its number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trifocal.data.data_config import DataConfig
+from trifocal.data.packing import IGNORED, Row
+from trifocal.data.sources import parse_source
+from trifocal.data.stream import random_words
+from trifocal.errors import UserError
+
+Words = NDArray[np.uint64]
+Tokens = NDArray[np.int32]
+
+VALUE_TOKENS = 4
+"""Tokens of a needle's value, the answer of its question."""
+_NEEDLE = 2 + VALUE_TOKENS
+"""Tokens of a needle: the mark, the key, the value. A question and its answer have as many."""
+_SHORTEST_HAYSTACK = 32
+"""The shortest haystack of a row, for each of its needles."""
+_PAIRS_PER_TOKEN = 8
+"""`recall` without a number has a pair for so many tokens."""
+
+
+class SyntheticStream:
+    """Endless rows, each made from its number alone: no text, no end. A position is the number of the next row.
+
+    Args:
+        make_row: Makes the row of a number.
+    """
+
+    def __init__(self, make_row: Callable[[int], Row]) -> None:
+        self._make_row = make_row
+        self._row = 0
+
+    def seek(self, state: dict[str, Any]) -> None:
+        """Go to a row."""
+        self._row = state["row"]
+
+    def state(self) -> dict[str, Any]:
+        """The next row."""
+        return {"row": self._row}
+
+    def skip_row(self) -> int:
+        """Skip a row without making it."""
+        self._row += 1
+        return 0
+
+    def next_row(self) -> Row:
+        """The next row."""
+        self._row += 1
+        return self._make_row(self._row - 1)
+
+
+def synthetic_stream(config: DataConfig, *, vocab_size: int, sequence_length: int, validation: bool) -> SyntheticStream:
+    """The rows of a synthetic source.
+
+    Args:
+        config: Its `source` is `synthetic`, `recall`, `recall:PAIRS`, `needle` or `needle:COUNT`.
+        vocab_size: Tokens are drawn from `[0, vocab_size)`.
+        sequence_length: Tokens of a row.
+        validation: The rows of the validation split instead of those of training.
+
+    Raises:
+        UserError: If the rows or the vocabulary are too small for the task; names what fits.
+    """
+    kind = parse_source(config.source).kind
+    count = task_size(config.source, sequence_length)
+    if kind == "recall":
+        check_recall(count, vocab_size=vocab_size, sequence_length=sequence_length)
+    elif kind == "needle":
+        check_needle(count, vocab_size=vocab_size, sequence_length=sequence_length)
+
+    def make_row(number: int) -> Row:
+        key = (config.seed, int(validation), number)
+        name = f"{config.source}:{number}"
+        if kind == "recall":
+            return recall_row(vocab_size, sequence_length, count, key, name)
+        if kind == "needle":
+            return needle_row(vocab_size, sequence_length, count, key, name)
+        drawn = (random_words(sequence_length + 1, "synthetic", *key) % np.uint64(vocab_size)).astype(np.int32)
+        return Row(drawn[:-1], drawn[1:], [0], [name], 0)
+
+    return SyntheticStream(make_row)
+
+
+def task_size(source: str, sequence_length: int) -> int:
+    """Pairs of a `recall` source, needles of a `needle` source, 0 for others.
+
+    Args:
+        source: A source string; the number after its colon counts.
+        sequence_length: Tokens of a row: without a number, `recall` has a pair for 8 of them. `needle` has one needle.
+    """
+    kind, number, _ = parse_source(source)
+    if kind == "recall":
+        return int(number) if number else max(1, sequence_length // _PAIRS_PER_TOKEN)
+    return int(number or 1) if kind == "needle" else 0
+
+
+def check_recall(pairs: int, *, vocab_size: int, sequence_length: int) -> None:
+    """Refuse pairs that a row cannot hold, or for which there are too few keys.
+
+    Raises:
+        UserError: Names the largest number that fits.
+    """
+    most = min((sequence_length + 1) // 4, vocab_size // 2)
+    if pairs > most:
+        raise UserError(
+            f"data.source recall: {pairs} pairs need {4 * pairs - 1} tokens in a row and a model.vocab_size of "
+            f"{2 * pairs}, got {sequence_length} and {vocab_size}; write recall:{max(most, 1)}, or fewer"
+        )
+
+
+def check_needle(needles: int, *, vocab_size: int, sequence_length: int) -> None:
+    """Refuse needles that a row cannot hold, or for which there are too few keys.
+
+    Raises:
+        UserError: Names what is needed.
+    """
+    if _SHORTEST_HAYSTACK * needles > sequence_length or needles > (vocab_size - 1) // 2:
+        raise UserError(
+            f"data.source needle: {needles} needles need {_SHORTEST_HAYSTACK * needles} tokens in a row and a "
+            f"model.vocab_size of {2 * needles + 1}, got {sequence_length} and {vocab_size}"
+        )
+
+
+def recall_row(vocab_size: int, length: int, pairs: int, key: tuple[int, ...], name: str) -> Row:
+    """Multi-query associative recall: pairs of a key and its value, then each key again, followed by its value.
+
+    The lower half of the vocabulary are keys, the upper half values. Each key occurs in one pair and in one query, so
+    that each question has one answer. After the pairs, every two tokens are a query with its value, or two random
+    values; the places of the queries are drawn alike from the whole rest of the row. The values of the queries are the
+    only targets.
+
+    Args:
+        vocab_size: Of the model.
+        length: Tokens of the row, T.
+        pairs: Pairs, and queries.
+        key: Of the random numbers.
+        name: Of the row.
+
+    Source: the task of arXiv:2312.04927. It differs in two things: there the distance of a query follows a power law
+    that prefers near ones, and the tokens in between may be keys.
+    """
+    num_keys = vocab_size // 2
+    places = (length + 1 - 2 * pairs) // 2
+    words = np.split(
+        random_words(length + 1 + num_keys + pairs + places, "recall", *key),
+        np.cumsum([length + 1, num_keys, pairs]),
+    )
+    drawn = num_keys + _below(words[0], vocab_size - num_keys)
+    keys = _choose(words[1], pairs)
+    values = num_keys + _below(words[2], vocab_size - num_keys)
+    drawn[0 : 2 * pairs : 2], drawn[1 : 2 * pairs : 2] = keys, values
+    queries = 2 * pairs + 2 * _choose(words[3], pairs)
+    drawn[queries], drawn[queries + 1] = keys, values
+    targets = np.full(length, IGNORED, dtype=np.int32)
+    targets[queries] = values
+    return Row(drawn[:-1], targets, [0], [name], 0)
+
+
+def needle_row(vocab_size: int, length: int, needles: int, key: tuple[int, ...], name: str) -> Row:
+    """Needles in haystacks: a row of haystacks as of `haystack`, each a document with an end of its own.
+
+    The logarithm of a haystack's length is drawn alike from that of 32 tokens a needle to that of the row, so that a
+    row of any length has short ones, which are learnt first.
+    """
+    shortest = _SHORTEST_HAYSTACK * needles
+    tokens, targets, starts = [], [], []
+    begin = 0
+    while begin < length:
+        (word,) = random_words(1, "needle length", *key, begin)
+        share = float(word >> np.uint64(11)) * 2.0**-53
+        own = int(shortest * (length / shortest) ** share)
+        # What is left would be too short for another.
+        if length - begin - own < shortest:
+            own = length - begin
+        found, answers = haystack(vocab_size, own, needles, (*key, begin))
+        tokens.append(found)
+        targets.append(answers)
+        starts.append(begin)
+        begin += own
+    return Row(np.concatenate(tokens), np.concatenate(targets), starts, [f"{name}@{start}" for start in starts], 0)
+
+
+def haystack(
+    vocab_size: int, length: int, needles: int, key: tuple[int, ...], *, depth: float | None = None
+) -> tuple[Tokens, Tokens]:
+    """One haystack: random tokens with needles among them, and at its end a question for each needle, with its answer.
+
+    A needle is a mark, a key and a value of four tokens. A question repeats mark and key; the value that follows is its
+    answer, and the only target. Keys differ. The mark is the last token of the vocabulary; keys and values are drawn
+    from the others of its upper half, the hay from the lower half, so that a needle looks like no hay.
+
+    Args:
+        vocab_size: Of the model.
+        length: Tokens, T, questions and answers included.
+        needles: Needles, and questions.
+        key: Of the random numbers.
+        depth: Place of the needle that is asked for first, from 0, the beginning, to 1, the end before the questions;
+            None draws it like the others.
+
+    Returns:
+        Tokens and targets, each [T] int32.
+    """
+    mark, hay = vocab_size - 1, vocab_size // 2
+    text = length - needles * _NEEDLE
+    words = np.split(
+        random_words(length + mark - hay + needles * VALUE_TOKENS + text, "needle", *key),
+        np.cumsum([length, mark - hay, needles * VALUE_TOKENS]),
+    )
+    tokens = _below(words[0], hay)
+    own = np.empty((needles, _NEEDLE), dtype=np.int32)
+    own[:, 0], own[:, 1] = mark, hay + _choose(words[1], needles)
+    own[:, 2:] = hay + _below(words[2], mark - hay).reshape(needles, VALUE_TOKENS)
+    # Places that do not overlap: of rows of ones and needles, where a needle counts as one.
+    room = text - needles * (_NEEDLE - 1)
+    if depth is None:
+        places = _choose(words[3][:room], needles)
+    else:
+        first = round(depth * (room - 1))
+        others = _choose(words[3][: room - 1], needles - 1)
+        places = np.concatenate(([first], others + (others >= first)))
+    places = places + (_NEEDLE - 1) * np.argsort(np.argsort(places))
+    tokens[places[:, None] + np.arange(_NEEDLE)] = own
+    tokens[text:] = own.reshape(-1)
+    targets = np.full(length, IGNORED, dtype=np.int32)
+    answers = text + _NEEDLE * np.arange(needles)[:, None] + np.arange(2, _NEEDLE)
+    targets[answers - 1] = tokens[answers]
+    return tokens, targets
+
+
+def _below(words: Words, end: int) -> Tokens:
+    """Numbers in `[0, end)`."""
+    return (words % np.uint64(end)).astype(np.int32)
+
+
+def _choose(words: Words, count: int) -> NDArray[np.intp]:
+    """Different indices of the words, `count` of them, in random order."""
+    if count == 0:
+        return np.empty(0, dtype=np.intp)
+    smallest = np.argpartition(words, count - 1)[:count]
+    return smallest[np.argsort(words[smallest], kind="stable")]

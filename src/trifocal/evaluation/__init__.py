@@ -1,0 +1,18 @@
+"""What a trained model can do: loss by position, needles in haystacks, associative recall (`trifocal evaluate`)."""
+
+from trifocal.evaluation.measure import TASKS, Plan, Say, evaluate_model, not_possible
+from trifocal.evaluation.record import Evaluated, merge_rows, to_json, write_evaluation
+from trifocal.evaluation.subject import Subject
+
+__all__ = [
+    "TASKS",
+    "Evaluated",
+    "Plan",
+    "Say",
+    "Subject",
+    "evaluate_model",
+    "merge_rows",
+    "not_possible",
+    "to_json",
+    "write_evaluation",
+]

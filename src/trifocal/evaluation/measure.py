@@ -1,0 +1,154 @@
+"""All tasks of an evaluation, one after another."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from trifocal.data import has_text
+from trifocal.data.sources import parse_source
+from trifocal.data.synthetic import task_size
+from trifocal.evaluation.needles import TooShort, measure_needles
+from trifocal.evaluation.position_loss import measure_loss, read_batches
+from trifocal.evaluation.recall import measure_recall
+from trifocal.evaluation.subject import Subject
+from trifocal.train.run_config import EvaluateSection
+
+TASKS = ("loss", "position", "needle", "recall")
+OK = "ok"
+_SHORTEST_NEEDLE = 64
+
+
+class Say(Protocol):
+    """Tells the person who waits."""
+
+    def __call__(self, text: str, detail: str = "") -> None:
+        """Show a line; with a detail it has been shown before without."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What is measured.
+
+    Attributes:
+        tasks: Some of `TASKS`.
+        sequence_length: Tokens of a sequence for loss and position.
+        sequences: Sequences for loss and position; 0: as many tokens as the run's own evaluations.
+        lengths: Tokens of a haystack; empty: from an eighth of `sequence_length` to all of it.
+        depths: Places of the needle, evenly from the beginning to the end.
+        samples: Haystacks of a depth, and rows of recall.
+        pairs: Pairs of a recall row; empty: those of the source, and halves of it.
+    """
+
+    tasks: tuple[str, ...]
+    sequence_length: int
+    sequences: int = 0
+    lengths: tuple[int, ...] = ()
+    depths: int = 5
+    samples: int = 8
+    pairs: tuple[int, ...] = ()
+
+    def needle_lengths(self) -> list[int]:
+        """Lengths of haystacks, the shortest first."""
+        whole = self.sequence_length
+        parts = [whole // 8, whole // 4, whole // 2]
+        return sorted(self.lengths) or [*(part for part in parts if part >= _SHORTEST_NEEDLE), whole]
+
+    def needle_depths(self) -> list[float]:
+        """Depths of needles."""
+        return [index / max(self.depths - 1, 1) for index in range(self.depths)]
+
+    def recall_pairs(self, source: str) -> list[int]:
+        """Numbers of pairs, the smallest first."""
+        own = task_size(source, self.sequence_length)
+        return sorted(self.pairs or {max(own // 4, 1), max(own // 2, 1), own})
+
+
+def not_possible(task: str, source: str) -> str:
+    """Why a task makes no sense with these data; empty if it does.
+
+    Args:
+        task: One of `TASKS`.
+        source: `data.source` of its training, or another; empty if none is known.
+    """
+    if not source:
+        return "the data of its training are not known; name some with --source"
+    kind = parse_source(source).kind
+    if task == "recall" and kind != "recall":
+        return f'data.source "{source}" has no keys and values to recall'
+    if task == "needle" and not has_text(source) and kind != "needle":
+        return f'data.source "{source}" has neither text nor needles'
+    return ""
+
+
+def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
+    """Measure all that was planned.
+
+    Args:
+        subject: The model.
+        plan: Tasks that are possible for it, as `not_possible` says.
+        say: Takes a line about what is measured now.
+
+    Yields:
+        Rows of figures, each with `task`, `length` and a `status`: "ok", or why a length was not measured.
+
+    Raises:
+        UserError: If data are missing or too short.
+        FloatingPointError: If the model's output is not finite.
+    """
+    assert subject.data is not None
+    source = subject.data.source
+    if {"loss", "position"} & set(plan.tasks):
+        yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say))
+    if "needle" in plan.tasks:
+        for length in plan.needle_lengths():
+            say(f"needle: {plan.depths * plan.samples} haystacks of {length:,} tokens")
+            measure = partial(measure_needles, subject, length, plan.needle_depths(), plan.samples)
+            yield from _guarded(subject, "needle", length, measure)
+    if "recall" in plan.tasks:
+        for pairs in plan.recall_pairs(source):
+            say(f"recall: {plan.samples} rows of {plan.sequence_length:,} tokens with {pairs:,} pairs")
+            measure = partial(measure_recall, subject, plan.sequence_length, pairs, plan.samples)
+            yield from _guarded(subject, "recall", plan.sequence_length, measure)
+
+
+def _loss_rows(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
+    assert subject.data is not None
+    run, length = subject.run, plan.sequence_length
+    own = (length, 1) if run is None else (run.train.sequence_length, run.train.micro_batch_size)
+    batches = read_batches(
+        subject.data,
+        EvaluateSection() if run is None else run.evaluate,
+        tokenizer=subject.tokenizer,
+        vocab_size=subject.model.config.vocab_size,
+        trained=own,
+        length=length,
+        sequences=plan.sequences,
+    )
+    text = f"loss: {len(batches)} batches of {batches[0].tokens.shape[0]} sequences of {length:,} tokens"
+    say(text)
+    rows = measure_loss(subject, batches, lambda done: say(text, f", {done} done"))
+    yield from (row for row in rows if row["task"] in plan.tasks)
+
+
+def _guarded(
+    subject: Subject, task: str, length: int, rows: Callable[[], Iterator[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """The rows of a task; one with a reason where a length is too short, or does not fit in memory."""
+    assert subject.data is not None
+    reason = subject.lacks_memory(length)
+    try:
+        if not reason:
+            for row in rows():
+                if not math.isfinite(row.get("loss", 0.0) + row.get("answer_loss", 0.0)):
+                    raise FloatingPointError("the model's output is not finite: its weights are broken")
+                yield {**row, "source": subject.data.source, "status": OK}
+    except TooShort as error:
+        reason = str(error)
+    except torch.OutOfMemoryError:
+        reason = f"{subject.device} has no memory for it"
+    if reason:
+        yield {"task": task, "length": length, "source": subject.data.source, "status": f"not run: {reason}"}

@@ -1,0 +1,151 @@
+"""Needles in haystacks: does the model find one sentence in a long text, wherever it stands?"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trifocal.data import make_loader
+from trifocal.data.sources import parse_source
+from trifocal.data.stream import random_words
+from trifocal.data.synthetic import VALUE_TOKENS, haystack, task_size
+from trifocal.evaluation.subject import Subject
+
+Prompt = tuple[NDArray[np.int32], NDArray[np.int32]]
+"""Tokens with the question and all of its answer but the last token, and targets, -100 but for the answer; [T]."""
+
+_NAMES = ("Anna", "Boris", "Clara", "David", "Elena", "Frank", "Grace", "Henry")
+_DIGITS = 5
+# Random numbers of validation rows have a key of three numbers: this one differs from theirs.
+_SPLIT = 2
+
+
+class TooShort(Exception):
+    """A haystack has no room for its needles; the message says how much they need."""
+
+
+class Haystacks:
+    """Prompts of any length and depth: of the task `needle`, or of the text that the model was trained on.
+
+    In text the needle is the sentence "The pass key of NAME is NUMBER." in validation documents laid end to end. The
+    question is its beginning, the answer its end: a model of text can answer by copying, without instructions.
+
+    Args:
+        subject: The model. Its data are text, or the task `needle`.
+    """
+
+    def __init__(self, subject: Subject) -> None:
+        assert subject.data is not None
+        self._data, self._tokenizer = subject.data, subject.tokenizer
+        self._vocab_size = subject.model.config.vocab_size
+        self.is_task = parse_source(self._data.source).kind == "needle"
+
+    def prompts(self, length: int, depths: Sequence[float], samples: int) -> Iterator[tuple[float, list[Prompt]]]:
+        """For each depth, the prompts of all samples; a sample has the same haystack at every depth.
+
+        Args:
+            length: Tokens, at most.
+            depths: Places of the needle, from 0, the beginning, to 1, the end.
+            samples: Prompts of a depth.
+
+        Raises:
+            TooShort: If the needles and their questions are longer.
+            UserError: If there is no validation text.
+        """
+        if self.is_task:
+            needles = task_size(self._data.source, length)
+            if length < 12 * needles:
+                raise TooShort(f"{needles} needles and their questions need {12 * needles} tokens, got {length}")
+            for depth in depths:
+                yield depth, [self._of_task(length, needles, sample, depth) for sample in range(samples)]
+            return
+        texts = self._read_texts(length, samples)
+        for depth in depths:
+            yield depth, [self._of_text(text, length, sample, depth) for sample, text in enumerate(texts)]
+
+    def _of_task(self, length: int, needles: int, sample: int, depth: float) -> Prompt:
+        key = (self._data.seed, _SPLIT, sample)
+        tokens, targets = haystack(self._vocab_size, length, needles, key, depth=depth)
+        # The first question alone: its needle has the depth.
+        end = np.flatnonzero(targets >= 0)[VALUE_TOKENS - 1] + 1
+        return tokens[:end], targets[:end]
+
+    def _of_text(self, text: NDArray[np.int32], length: int, sample: int, depth: float) -> Prompt:
+        name, number = (int(word) for word in random_words(2, "pass key", self._data.seed, sample) >> np.uint64(1))
+        question = self._tokenizer.encode(f"\nThe pass key of {_NAMES[name % len(_NAMES)]} is")
+        answer = self._tokenizer.encode(f" {number % 10**_DIGITS:0{_DIGITS}}.")
+        room = length + 1 - 2 * (len(question) + len(answer))
+        if room < 1:
+            raise TooShort(f"a needle and its question need {length + 1 - room} tokens, got {length}")
+        place = round(depth * room)
+        tokens = np.concatenate([text[:place], question, answer, text[place:room], question, answer])
+        targets = np.full(len(tokens) - 1, -100, dtype=np.int32)
+        targets[-len(answer) :] = answer
+        return tokens[:-1], targets
+
+    def _read_texts(self, length: int, samples: int) -> list[NDArray[np.int32]]:
+        """Validation text for each sample, at least so many tokens, without separators."""
+        data = replace(self._data, shuffle_sequences=1)
+        rows: list[NDArray[np.int32]] = []
+        with make_loader(
+            data,
+            tokenizer=self._tokenizer,
+            sequence_length=length,
+            batch_size=1,
+            vocab_size=self._vocab_size,
+            split="validation",
+        ) as loader:
+            for _ in range(samples):
+                row = np.empty(0, dtype=np.int32)
+                while len(row) < length:
+                    tokens = next(loader).tokens[0].numpy().astype(np.int32)
+                    row = np.concatenate([row, tokens[tokens != self._tokenizer.separator]])
+                rows.append(row[:length])
+        return rows
+
+
+def measure_needles(subject: Subject, length: int, depths: Sequence[float], samples: int) -> Iterator[dict[str, Any]]:
+    """The share of needles that are found, a row of the task `needle` for each depth, as it is measured.
+
+    An answer counts if each of its tokens is the likeliest, given those before it: greedy generation then gives it.
+
+    Args:
+        subject: The model. Its data are text, or the task `needle`.
+        length: Tokens of a haystack with the question.
+        depths: From 0, the beginning, to 1, the end.
+        samples: Haystacks of a depth.
+    """
+    at_once = subject.rows_at_once(length)
+    for depth, prompts in Haystacks(subject).prompts(length, depths, samples):
+        found, nats, answers = 0, 0.0, 0
+        for first in range(0, samples, at_once):
+            part = prompts[first : first + at_once]
+            for group in _of_one_length(part):
+                right, losses = subject.score_answers(*_stack(group))
+                found += int(right.view(len(group), -1).all(1).sum())
+                nats += float(losses.sum())
+                answers += losses.numel()
+        yield {
+            "task": "needle",
+            "length": length,
+            "depth": depth,
+            "samples": samples,
+            "accuracy": found / samples,
+            "answer_loss": nats / answers,
+        }
+
+
+def _of_one_length(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
+    """Prompts of the same number of tokens and of answers together: names and numbers may differ in tokens."""
+    groups: dict[tuple[int, int], list[Prompt]] = {}
+    for tokens, targets in prompts:
+        groups.setdefault((len(tokens), int((targets >= 0).sum())), []).append((tokens, targets))
+    return list(groups.values())
+
+
+def _stack(prompts: Sequence[Prompt]) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, targets = (np.stack(part).astype(np.int64) for part in zip(*prompts, strict=True))
+    return torch.from_numpy(tokens), torch.from_numpy(targets)

@@ -1,0 +1,160 @@
+"""Loss on validation data, in all and by position: does a longer past help?"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trifocal.data import Batch, DataConfig, Tokenizer, has_text, make_loader
+from trifocal.evaluation.subject import Subject
+from trifocal.models import DecoderLM
+from trifocal.ops import Documents
+from trifocal.train.micro_batch import autocast
+from trifocal.train.run_config import EvaluateSection
+from trifocal.train.step import batch_loss
+
+_FIRST_BUCKET = 8
+# Logits at a time; of a large vocabulary they take more memory than the rest of the model.
+_LOGITS_AT_ONCE = 1 << 26
+
+
+def position_edges(length: int) -> list[int]:
+    """Borders of the buckets of positions: 0, 8, 16, 32, … and the length; the last bucket is the longest."""
+    edges = [0]
+    edge = _FIRST_BUCKET
+    while edge < length:
+        edges.append(edge)
+        edge *= 2
+    return [*edges, length]
+
+
+class PositionLosses:
+    """Adds up losses by the position of their token in its document: called as a `DecoderLM` with targets.
+
+    Args:
+        model: The model.
+        edges: From `position_edges`.
+
+    Attributes:
+        nats, counts: Sums over the targets of each bucket, [buckets], fp64 and int64, on the model's device.
+    """
+
+    def __init__(self, model: DecoderLM, edges: Sequence[int], device: torch.device) -> None:
+        self._model = model
+        self._ends = torch.tensor(edges[1:], device=device)
+        self.nats = torch.zeros(len(edges) - 1, dtype=torch.float64, device=device)
+        self.counts = torch.zeros(len(edges) - 1, dtype=torch.int64, device=device)
+
+    def __call__(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Documents | None = None) -> Tensor:
+        """The mean loss of these targets, as the model's own."""
+        hidden = self._model.hidden_states(tokens, cu_seqlens=cu_seqlens).flatten(0, 1)
+        flat = targets.flatten()
+        if cu_seqlens is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).repeat(tokens.shape[0])
+        else:
+            positions = cu_seqlens.positions.long()
+        rows = max(1, _LOGITS_AT_ONCE // self._model.config.vocab_size)
+        losses = torch.cat(
+            [
+                torch.nn.functional.cross_entropy(
+                    self._model.logits(part).float(), wanted, ignore_index=-100, reduction="none"
+                )
+                for part, wanted in zip(hidden.split(rows), flat.split(rows), strict=True)
+            ]
+        ).double()
+        valid = flat >= 0
+        buckets = torch.searchsorted(self._ends, positions[valid], right=True)
+        self.nats.index_add_(0, buckets, losses[valid])
+        self.counts.index_add_(0, buckets, torch.ones_like(buckets))
+        return losses.sum() / valid.sum().clamp(min=1)
+
+
+def read_batches(
+    data: DataConfig, section: EvaluateSection, *, tokenizer: Tokenizer, vocab_size: int, trained: tuple[int, int],
+    length: int, sequences: int,
+) -> list[Batch]:  # fmt: skip
+    """The validation batches of this length: those of training at its own length, else as many tokens.
+
+    Args:
+        data: The text or the task.
+        section: Its number of batches.
+        tokenizer: Of the model.
+        vocab_size: Of the model.
+        trained: Tokens of a sequence and sequences of a batch in training.
+        length: Tokens of a sequence.
+        sequences: Sequences in all; 0: as many tokens as in training.
+
+    Raises:
+        UserError: If there is no validation data.
+    """
+    own, size = trained
+    total = sequences or max(1, section.batches * size * own // length)
+    size = min(total, max(1, size * own // length))
+    if length != own:
+        # As much text is shuffled. A long row is much of the little text that is held out.
+        data = replace(data, shuffle_sequences=max(1, data.shuffle_sequences * own // length))
+    with make_loader(
+        data,
+        tokenizer=tokenizer,
+        sequence_length=length,
+        batch_size=size,
+        vocab_size=vocab_size,
+        split="validation",
+    ) as loader:
+        return [next(loader) for _ in range(-(-total // size))]
+
+
+@torch.no_grad()
+def measure_loss(subject: Subject, batches: Sequence[Batch], on_batch: Callable[[int], None]) -> list[dict[str, Any]]:
+    """The loss of a model on batches, in all and by position.
+
+    Args:
+        subject: The model.
+        batches: From `read_batches`.
+        on_batch: Called after each, with the number of those that are done.
+
+    Returns:
+        A row of the task `loss`, then one of `position` for each bucket that has targets: positions from `first` up to,
+        not including, `end`, counted from the beginning of the document, or of the sequence that continues it.
+    """
+    length = batches[0].tokens.shape[1]
+    edges = position_edges(length)
+    losses = PositionLosses(subject.model, edges, subject.device)
+    text_bytes = 0
+    for done, batch in enumerate(batches, start=1):
+        with autocast(subject.device, subject.precision):
+            batch_loss(losses, batch, subject.device, split_rows=subject.device.type == "cpu")
+        text_bytes += subject.tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy())
+        on_batch(done)
+    assert subject.data is not None
+    nats, counts = losses.nats.tolist(), losses.counts.tolist()
+    total, targets = sum(nats), max(sum(counts), 1)
+    loss = total / targets
+    whole = {
+        "task": "loss",
+        "length": length,
+        "sequences": sum(batch.tokens.shape[0] for batch in batches),
+        "targets": sum(counts),
+        "loss": loss,
+        "perplexity": math.exp(loss) if loss < 700 else math.inf,
+        "bits_per_token": loss / math.log(2),
+        "bits_per_byte": total / math.log(2) / text_bytes if has_text(subject.data.source) and text_bytes else None,
+    }
+    return [
+        whole,
+        *(
+            {
+                "task": "position",
+                "length": length,
+                "first": first,
+                "end": end,
+                "targets": count,
+                "loss": nat / count,
+            }
+            for first, end, nat, count in zip(edges[:-1], edges[1:], nats, counts, strict=True)
+            if count
+        ),
+    ]

@@ -1,0 +1,77 @@
+"""Multi-query associative recall: does the model remember which value belongs to which key?"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from trifocal.data.synthetic import check_recall, recall_row
+from trifocal.evaluation.subject import Subject
+
+# Random numbers of validation rows have a key of three numbers: this one differs from theirs.
+_SPLIT = 2
+_FIRST_DISTANCE = 64
+
+
+def measure_recall(subject: Subject, length: int, pairs: int, samples: int) -> Iterator[dict[str, Any]]:
+    """The share of queries that are answered with their value.
+
+    Args:
+        subject: The model. Its data are the task `recall`.
+        length: Tokens of a row.
+        pairs: Pairs of a row, and queries.
+        samples: Rows.
+
+    Yields:
+        A row of the task `recall`, then one of `recall_distance` for each distance between a query and its pair: from
+        `first` tokens up to, not including, `end`.
+
+    Raises:
+        UserError: If a row cannot hold so many pairs, or there are too few keys.
+    """
+    assert subject.data is not None
+    vocab_size = subject.model.config.vocab_size
+    check_recall(pairs, vocab_size=vocab_size, sequence_length=length)
+    rows = [recall_row(vocab_size, length, pairs, (subject.data.seed, _SPLIT, sample), "") for sample in range(samples)]
+    right, nats, distances = [], [], []
+    at_once = subject.rows_at_once(length)
+    for first in range(0, samples, at_once):
+        part = rows[first : first + at_once]
+        tokens = np.stack([row.tokens for row in part]).astype(np.int64)
+        targets = np.stack([row.targets for row in part]).astype(np.int64)
+        hit, loss = subject.score_answers(torch.from_numpy(tokens), torch.from_numpy(targets))
+        right.append(hit)
+        nats.append(loss)
+        distances += [_distances(row.tokens, row.targets, pairs) for row in part]
+    hits, distance = torch.cat(right).double(), torch.from_numpy(np.concatenate(distances))
+    yield {
+        "task": "recall",
+        "length": length,
+        "pairs": pairs,
+        "samples": samples,
+        "accuracy": float(hits.mean()),
+        "answer_loss": float(torch.cat(nats).mean()),
+    }
+    first = 0
+    while first < length:
+        end = 2 * first or _FIRST_DISTANCE
+        here = (distance >= first) & (distance < end)
+        if here.any():
+            yield {
+                "task": "recall_distance",
+                "length": length,
+                "pairs": pairs,
+                "first": first,
+                "end": end,
+                "queries": int(here.sum()),
+                "accuracy": float(hits[here].mean()),
+            }
+        first = end
+
+
+def _distances(tokens: np.ndarray, targets: np.ndarray, pairs: int) -> np.ndarray:
+    """Tokens between each query and its key among the pairs, in the order of the queries."""
+    place = {int(key): 2 * number for number, key in enumerate(tokens[0 : 2 * pairs : 2])}
+    (asked,) = np.nonzero(targets >= 0)
+    return np.array([at - place[int(tokens[at])] for at in asked])

@@ -1,0 +1,88 @@
+"""The model that is evaluated, and whether a length fits the machine."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trifocal.data import DataConfig, Tokenizer
+from trifocal.models import DecoderLM
+from trifocal.ops.dispatch import resolve
+from trifocal.runlog.environment import host_memory_bytes
+from trifocal.train.micro_batch import autocast
+from trifocal.train.run_config import RunConfig
+
+# Rows are run together up to so many tokens: enough for a GPU, little for a host.
+_TOKENS_AT_ONCE = {"cuda": 65536, "cpu": 4096}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A trained model with what its evaluation needs.
+
+    Attributes:
+        model: The model, on `device`.
+        tokenizer: Of its training.
+        data: The text or the task; None where it is not known.
+        run: Of its training; None where it is not known.
+        device: Where it runs.
+        precision: "fp32" or "bf16", as in training.
+    """
+
+    model: DecoderLM
+    tokenizer: Tokenizer
+    data: DataConfig | None
+    run: RunConfig | None
+    device: torch.device
+    precision: str
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of a training sequence, if the run is known."""
+        return None if self.run is None else self.run.train.sequence_length
+
+    def rows_at_once(self, length: int) -> int:
+        """Rows of this length to run together."""
+        return max(1, _TOKENS_AT_ONCE[self.device.type] // length)
+
+    def lacks_memory(self, length: int) -> str:
+        """Why a sequence does not fit in memory; empty if nothing is known against it.
+
+        The reference backend keeps two numbers for each head and each pair of tokens. A host may promise such memory
+        and then kill the process, so it is refused before.
+        """
+        config = self.model.config
+        if set(config.attention_of_layers) == {"dense"}:
+            return ""
+        dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
+        q = torch.empty(1, 1, config.num_heads, config.head_dim, dtype=dtype, device=self.device)
+        v = torch.empty(1, 1, config.num_kv_heads, config.value_dim, dtype=dtype, device=self.device)
+        if resolve("evaluate", config.backend, q, v, config.geometry) != "reference":
+            return ""
+        cuda = self.device.type == "cuda"
+        has = torch.cuda.get_device_properties(self.device).total_memory if cuda else host_memory_bytes()
+        needs = 2 * 4 * config.num_heads * length**2
+        if has is None or needs < has:
+            return ""
+        return f"the reference backend needs {needs / 2**30:,.0f} GiB for it, {self.device} has {has / 2**30:,.0f}"
+
+    @torch.no_grad()
+    def score_answers(self, tokens: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Score the targets of some rows.
+
+        Args:
+            tokens: Rows of one document each, [B, T] int64, on the host.
+            targets: Next tokens where they are asked for, -100 elsewhere, [B, T] int64, on the host.
+
+        Returns:
+            For each valid target, in the order of the rows: whether it is the likeliest token, and its loss in nats;
+            on the host.
+        """
+        with autocast(self.device, self.precision):
+            hidden = self.model.hidden_states(tokens.to(self.device))
+            asked = targets >= 0
+            # Only these: at 65,536 tokens all logits would take gigabytes.
+            logits = self.model.logits(hidden[asked.to(self.device)])
+        wanted = targets[asked].to(self.device)
+        losses = torch.nn.functional.cross_entropy(logits.float(), wanted, reduction="none")
+        return (logits.argmax(-1) == wanted).cpu(), losses.cpu()

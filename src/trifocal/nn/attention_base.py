@@ -1,0 +1,198 @@
+"""Parts that all attention layers share: checked sizes, projections, norms of queries and keys, rotary tables.
+
+Shape letters as in DESIGN.md: B batch, T tokens, E model dim, H query heads, G KV heads, D and V dims, C compressed
+blocks.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.nn.norm import RMSNorm
+from trifocal.nn.projection import project
+from trifocal.nn.rope import UNSCALED, RopeScaling, rotary_tables, rotate
+from trifocal.ops import Documents, Geometry
+from trifocal.ops.layout import compressed_layout, max_packed_compressed_blocks
+from trifocal.ops.validation import check_geometry, check_rank, check_whole_number
+
+
+class RotaryTables(NamedTuple):
+    """Cosines and sines of a whole forward pass, the same in every layer.
+
+    Attributes:
+        cos, sin: Of the tokens, [T, D/2].
+        cos_cmp, sin_cmp: Of the compressed blocks, [C, D/2]; None from a layer without them.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    cos_cmp: Tensor | None = None
+    sin_cmp: Tensor | None = None
+
+
+class AttentionBase(nn.Module):
+    """Projections of an attention layer, and its rotary positions.
+
+    Args:
+        dim: E, width of input and output.
+        num_heads: H, query heads.
+        num_kv_heads: G, KV heads; H/G query heads share one. Divides H.
+        head_dim: D of queries and keys; even.
+        value_dim: V of values.
+        geometry: Block sizes, in tokens; None in a layer without compressed blocks.
+        branches: Keys and values lie side by side in the outputs of k_proj and v_proj, for this many branches.
+        rope_theta: Base of the rotary frequencies.
+        rope_scaling: Of the frequencies, for sequences longer than those of pretraining.
+        qk_norm: Whether each head's query and key, of every branch, pass an RMSNorm before they are rotated.
+        norm_eps: Of these norms.
+        qkv_bias: Whether q_proj, k_proj and v_proj have biases.
+        o_bias: Whether o_proj has one.
+
+    Raises:
+        ValueError: If the sizes do not fit one another.
+    """
+
+    def __init__(
+        self,
+        *,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
+        geometry: Geometry | None = None,
+        branches: int = 1,
+        rope_theta: float = 10000.0,
+        rope_scaling: RopeScaling = UNSCALED,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+    ) -> None:
+        super().__init__()
+        sizes = {"dim": dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in {**sizes, "head_dim": head_dim, "value_dim": value_dim}.items():
+            check_whole_number(name, size, 1)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {head_dim}")
+        if not rope_theta > 0:
+            raise ValueError(f"rope_theta must be above 0, got {rope_theta}")
+        rope_scaling.check_head_dim(head_dim)
+        if geometry is not None:
+            check_geometry(geometry)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.head_dim, self.value_dim = head_dim, value_dim
+        self.geometry, self.branches = geometry, branches
+        self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
+        self.q_proj = nn.Linear(dim, num_heads * head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(dim, branches * num_kv_heads * head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(dim, branches * num_kv_heads * value_dim, bias=qkv_bias)
+        self.o_proj = nn.Linear(num_heads * value_dim, dim, bias=o_bias)
+        self.q_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, norm_eps) if qk_norm else None
+
+    def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
+        """Tables to be shared by layers alike; x [B, T, E] gives length, device, type."""
+        documents, positions = locate(x, cu_seqlens)
+        length = self._length(x, documents)
+        tables = self._rotary_tables(positions, x, length)
+        if self.geometry is None:
+            return RotaryTables(*tables)
+        if documents is None:
+            num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
+        else:
+            num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
+        return RotaryTables(*tables, *self._compressed_tables(num_blocks, self.geometry, documents, x, length))
+
+    def selected_keys(self, projected: Tensor, documents: Documents | None = None) -> Tensor:
+        """The selected branch's rotated keys, [B, T, G, D], from `k_proj`'s output; full attention would read these.
+
+        Args:
+            projected: [B, T, branches * G * D].
+            documents: Packed documents, if there are several.
+        """
+        # Of three branches, the second.
+        k = projected.unflatten(-1, (self.branches, self.num_kv_heads, self.head_dim))[:, :, self.branches // 2]
+        k = k if self.k_norm is None else self.k_norm(k)
+        _, positions = locate(projected, documents)
+        return rotate(k, *self._rotary_tables(positions, k, self._length(projected, documents)))
+
+    def _rotate_compressed(
+        self,
+        k_cmp: Tensor,
+        geometry: Geometry,
+        documents: Documents | None,
+        rotary: RotaryTables | None,
+        length: int | Tensor,
+    ) -> Tensor:
+        """Rotate compressed keys by their blocks' first tokens."""
+        if rotary is not None and rotary.cos_cmp is not None and rotary.sin_cmp is not None:
+            return rotate(k_cmp, rotary.cos_cmp, rotary.sin_cmp)
+        return rotate(k_cmp, *self._compressed_tables(k_cmp.shape[1], geometry, documents, k_cmp, length))
+
+    def _compressed_tables(
+        self,
+        num_blocks: int,
+        geometry: Geometry,
+        documents: Documents | None,
+        x: Tensor,
+        length: int | Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Tables of the compressed blocks' first tokens."""
+        if documents is None:
+            starts = torch.arange(num_blocks, device=x.device) * geometry.compression_stride
+            return self._rotary_tables(starts, x, length)
+        layout = compressed_layout(documents, num_blocks, geometry)
+        if self.rope_scaling.depends_on_length:
+            length = documents.cu_seqlens.diff()[layout.ids.clamp(min=0)]
+        return self._rotary_tables(layout.starts, x, length)
+
+    def _length(self, x: Tensor, documents: Documents | None) -> int | Tensor:
+        """Tokens of the sequence, or of each token's document, [T]; 0 if frequencies do not depend on them."""
+        if not self.rope_scaling.depends_on_length:
+            return 0
+        if documents is not None:
+            return documents.cu_seqlens.diff()[documents.ids]
+        return x.shape[1]
+
+    def _rotary_tables(self, positions: Tensor, x: Tensor, length: int | Tensor = 0) -> tuple[Tensor, Tensor]:
+        exact = torch.promote_types(x.dtype, torch.float32)
+        return rotary_tables(positions, self.head_dim, self.rope_theta, exact, self.rope_scaling, length)
+
+    def _project(self, x: Tensor, *others: nn.Linear) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
+        """Queries, and keys and values of each branch, normed and not rotated; and other maps of the same input.
+
+        Returns:
+            q [B, T, H, D]; keys [B, T, G, D] and values [B, T, G, V] of each branch; the others' outputs.
+        """
+        linears = [self.q_proj, self.k_proj, self.v_proj, *others]
+        q, *parts = project(x, linears, [1, self.branches, self.branches, *[1] * len(others)])
+        q = q.unflatten(-1, (self.num_heads, self.head_dim))
+        heads = [part.unflatten(-1, (self.num_kv_heads, -1)) for part in parts[: 2 * self.branches]]
+        keys, values = heads[: self.branches], heads[self.branches :]
+        if self.q_norm is not None and self.k_norm is not None:
+            q, keys = self.q_norm(q), [self.k_norm(k) for k in keys]
+        return q, keys, values, parts[2 * self.branches :]
+
+
+def locate(x: Tensor, cu_seqlens: Tensor | Documents | None) -> tuple[Documents | None, Tensor]:
+    """Documents, checked, and the position of each of the T tokens in its document, [T]."""
+    num_tokens = x.shape[1]
+    if cu_seqlens is None:
+        return None, torch.arange(num_tokens, device=x.device)
+    if x.shape[0] != 1:
+        raise ValueError(f"cu_seqlens needs a batch of 1, got x of shape {list(x.shape)}")
+    documents = Documents.of(cu_seqlens, num_tokens)
+    if not isinstance(cu_seqlens, Documents):
+        documents = documents.to(x.device)
+    return documents, documents.positions
+
+
+def check_input(x: Tensor, dim: int) -> None:
+    """Refuse a layer's input that is not [B, T, E]."""
+    check_rank("x", x, "[B, T, E]")
+    if x.shape[2] != dim:
+        raise ValueError(f"x must have the shape [B, T, E] with E = {dim}, got {list(x.shape)}")

@@ -1,0 +1,30 @@
+"""The norm of the residual stream, and of queries and keys."""
+
+import torch
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """Scale each token, or head, to a root mean square of 1, then by a learned weight.
+
+    Computed in fp32 at least. Under autocast the result is cast once, here, to the type of the products that
+    follow; otherwise each of them would keep a copy of its own.
+
+    Args:
+        dim: Width of the last dimension.
+        eps: Added to the mean square.
+    """
+
+    def __init__(self, dim: int, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., dim] -> [..., dim], in autocast's type where it is on, else in the type of `x`."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        normed = nn.functional.rms_norm(x.to(exact), self.weight.shape, self.weight.to(exact), self.eps)
+        # The meta device has no autocast to ask for.
+        if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type):
+            return normed.to(torch.get_autocast_dtype(x.device.type))
+        return normed.to(x.dtype)

@@ -1,0 +1,190 @@
+"""Decoding's attention: what is launched, and the partial results in between.
+
+| kernel | a program holds | it loops over | memory |
+|---|---|---|---|
+| scores | rows of a group | a part of the compressed blocks | compressed keys, values in; parts of o, block sums out |
+| choice | the importance of a token's blocks | the heads of its group | block sums in, choice out |
+| attend | heads of a group, of one token | a part of the chosen blocks or the window | keys, values in; parts out |
+| combine | some heads of one token | the parts of every branch | parts in, o out |
+
+Dense attention is a kernel like attend over the whole past, and combine. What a part is: `decode_common`.
+"""
+
+import torch
+from torch import Tensor
+
+from trifocal.ops import dispatch
+from trifocal.ops.decode_caches import DecodeBatch, DenseCache, Rotary, SparseCache
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.triton.common import LOG2_E, unit_stride
+from trifocal.ops.triton.decode_attend import MOST_UNITS, decode_attend_kernel, decode_dense_kernel
+from trifocal.ops.triton.decode_choice import decode_choice_kernel
+from trifocal.ops.triton.decode_combine import decode_combine_kernel
+from trifocal.ops.triton.decode_common import GROUP, UNIT
+from trifocal.ops.triton.decode_scores import decode_scores_kernel
+from trifocal.ops.triton.scoring import LINE
+from trifocal.ops.triton.tiles import Tile, cdiv, next_power_of_2, split_width
+
+# Heads that a program of combine holds, and heads whose sums a program of the choice asks for together.
+_COMBINED_HEADS = 4
+_UNROLLED_HEADS = 4
+
+
+def decode_attention(
+    q: Tensor,
+    gates: Tensor | None,
+    cache: SparseCache,
+    batch: DecodeBatch,
+    geometry: Geometry,
+    rotary: Rotary,
+    window: bool,
+    scale: float,
+) -> Tensor:
+    """See `trifocal.ops.decode_attention`."""
+    q, g = unit_stride(q), geometry
+    num_sequences, new, heads, dim = q.shape
+    groups, page_size, value_dim = *cache.k_slc.shape[1:3], cache.v_slc.shape[3]
+    q_per_kv, num_rows = heads // groups, num_sequences * new * heads
+    tile = dispatch.decode_tile(q, cache.v_slc, new * q_per_kv)
+    head_tile = dispatch.decode_tile(q, cache.v_slc, q_per_kv)
+    most_tokens = batch.block_table.shape[1] * page_size
+
+    # Compressed blocks: tiles hold whole selection blocks, each padded to a power of two.
+    taps = next_power_of_2(g.selection_block_size // g.compression_stride)
+    blocks = max(1, tile.BLOCK_N // taps)
+    unit_tiles = max(1, UNIT // (blocks * taps))
+    starts = cdiv(g.num_compressed_blocks(most_tokens), g.selection_block_size // g.compression_stride)
+    num_tiles = cdiv(starts, blocks)
+    # The last tile's last overflow lies in the block behind it.
+    block_lines = cdiv(num_tiles * blocks + 1, LINE.value)
+    row_tiles = cdiv(new * q_per_kv, tile.BLOCK_M)
+    programs = num_sequences * groups * row_tiles
+    cmp_units = dispatch.decode_units_of_part(programs, cdiv(num_tiles, unit_tiles), q.device)
+    cmp_parts = cdiv(num_tiles, unit_tiles * cmp_units) if gates is not None else 0
+
+    chosen_units = cdiv(g.num_selected_blocks * g.selection_block_size, UNIT)
+    units = dispatch.decode_units_of_part(num_sequences * groups * new, chosen_units, q.device)
+    chosen_parts = cdiv(chosen_units, units)
+    window_parts = cdiv(min(g.window_size, most_tokens), UNIT * units) if window else 0
+    num_parts = cmp_parts + chosen_parts + window_parts
+    parts = _empty_parts(q, num_parts, value_dim)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
+
+    sums = empty(2, num_rows, block_lines * LINE.value)
+    tile_maximum, tile_total = empty(num_rows, num_tiles), empty(num_rows, num_tiles)
+    selected_blocks, places = (
+        empty(num_sequences, new, groups, g.num_selected_blocks, dtype=dtype) for dtype in (torch.int32, torch.int64)
+    )
+    where = batch.lengths, batch.num_new, batch.block_table
+    columns = batch.block_table.stride(0)
+    sizes = {"NEW": new, "GROUPS": groups, "Q_PER_KV": q_per_kv}
+    widths = _widths(dim, value_dim)
+    block_sizes = {
+        "COMPRESSION": g.compression_block_size, "STRIDE": g.compression_stride, "SELECTION": g.selection_block_size,
+    }  # fmt: skip
+    v_cmp = cache.k_cmp if gates is None or cache.v_cmp is None else cache.v_cmp
+    grid = dispatch.decode_programs(programs, cdiv(num_tiles, unit_tiles * cmp_units), q.device)
+    decode_scores_kernel[grid, groups * row_tiles, num_sequences](
+        q, cache.k_cmp, v_cmp, *rotary, *where, sums, tile_maximum, tile_total, *parts,
+        *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
+        columns, block_lines, num_tiles, num_parts, num_rows, scale * LOG2_E,
+        **sizes, **widths, **block_sizes, HAS_V=gates is not None, PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps,
+        BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, **_options(tile),
+    )  # fmt: skip
+    choice_columns = max(16, next_power_of_2(g.num_selection_blocks(most_tokens)))
+    decode_choice_kernel[groups * new, num_sequences](
+        sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
+        **sizes, **block_sizes, NUM_SELECTED=g.num_selected_blocks,
+        NUM_SELECTED_PAD=next_power_of_2(g.num_selected_blocks), INITIAL=g.num_initial_blocks,
+        LOCAL=g.num_local_blocks, PAGE_BLOCKS=page_size // g.selection_block_size, BLOCKS=blocks,
+        UNIT_TILES=unit_tiles, HEADS=next_power_of_2(q_per_kv), UNROLL=min(_UNROLLED_HEADS, q_per_kv),
+        COLUMNS=choice_columns, num_warps=4 if choice_columns <= 512 else 8,
+    )  # fmt: skip
+    k_win, v_win, ring = cache.k_slc, cache.v_slc, 0
+    if window and cache.k_win is not None and cache.v_win is not None:
+        k_win, v_win, ring = cache.k_win, cache.v_win, cache.k_win.shape[2]
+    decode_attend_kernel[chosen_parts + window_parts, groups * new, num_sequences](
+        q, cache.k_slc, cache.v_slc, k_win, v_win, *rotary, batch.rows, *where, selected_blocks, places, *parts,
+        *q.stride()[:3], *(stride for x in (cache.k_slc, cache.v_slc, k_win, v_win) for stride in x.stride()[:3]),
+        columns, num_parts, cmp_parts, chosen_parts, g.window_size, scale * LOG2_E,
+        **sizes, **widths, SELECTION=g.selection_block_size, NUM_SELECTED=g.num_selected_blocks,
+        PAGE_ROWS=page_size, RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=UNIT // head_tile.BLOCK_N, UNITS=units,
+        WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages), **_options(head_tile),
+    )  # fmt: skip
+    o = q.new_empty(num_sequences, new, heads, value_dim)
+    gate_strides = (0, 0, 0, 0) if gates is None else gates.stride()
+    decode_combine_kernel[cdiv(heads, _COMBINED_HEADS), new, num_sequences](
+        *parts, o if gates is None else gates, o, batch.lengths, batch.num_new, *gate_strides,
+        num_parts, cmp_parts, cmp_parts + chosen_parts, g.window_size,
+        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=False, GATED=gates is not None,
+        WINDOW=window, **block_sizes, NUM_SELECTED=g.num_selected_blocks, BLOCKS=blocks, UNIT_TILES=unit_tiles,
+        COMPRESSED_UNITS=cmp_units, UNITS=units, COMPRESSED_AT_ONCE=_at_once(cmp_parts, cmp_units),
+        CHOSEN_AT_ONCE=_at_once(chosen_parts, units), WINDOW_AT_ONCE=_at_once(window_parts, units),
+        ROWS=_COMBINED_HEADS, num_warps=4,
+    )  # fmt: skip
+    return o
+
+
+def decode_dense_attention(q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, scale: float) -> Tensor:
+    """See `trifocal.ops.decode_dense_attention`."""
+    q = unit_stride(q)
+    num_sequences, new, heads, dim = q.shape
+    groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
+    q_per_kv = heads // groups
+    tile = dispatch.decode_tile(q, cache.v, new * q_per_kv)
+    row_tiles = cdiv(new * q_per_kv, tile.BLOCK_M)
+    programs = num_sequences * groups * row_tiles
+    most_units = min(MOST_UNITS.value, cdiv(batch.block_table.shape[1] * page_size, UNIT))
+    units = dispatch.decode_units_of_part(programs, most_units, q.device)
+    num_parts = cdiv(most_units, units)
+    parts = _empty_parts(q, num_parts, value_dim)
+    grid = dispatch.decode_programs(programs, num_parts, q.device)
+    decode_dense_kernel[grid, groups * row_tiles, num_sequences](
+        q, cache.k, cache.v, *rotary, batch.lengths, batch.num_new, batch.block_table, *parts,
+        *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
+        batch.block_table.stride(0), num_parts, scale * LOG2_E,
+        NEW=new, GROUPS=groups, Q_PER_KV=q_per_kv, **_widths(dim, value_dim), PAGE_ROWS=page_size,
+        KEYS=tile.BLOCK_N, UNITS=units, **_options(tile),
+    )  # fmt: skip
+    o = q.new_empty(num_sequences, new, heads, value_dim)
+    decode_combine_kernel[cdiv(heads, _COMBINED_HEADS), new, num_sequences](
+        *parts, o, o, batch.lengths, batch.num_new, 0, 0, 0, 0, num_parts, 0, 0, 0,
+        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=True, GATED=False, WINDOW=False,
+        COMPRESSION=1, STRIDE=1, SELECTION=1, NUM_SELECTED=1, BLOCKS=1, UNIT_TILES=1, COMPRESSED_UNITS=1,
+        UNITS=units, COMPRESSED_AT_ONCE=1, CHOSEN_AT_ONCE=_at_once(num_parts, units), WINDOW_AT_ONCE=1,
+        ROWS=_COMBINED_HEADS, num_warps=4,
+    )  # fmt: skip
+    return o
+
+
+def _options(tile: Tile) -> dict[str, int | None]:
+    return {
+        "ROWS": tile.BLOCK_M, "STAGES": _stages_of_pages(tile.stages), "num_warps": tile.warps,
+        "maxnreg": tile.registers,
+    }  # fmt: skip
+
+
+def _stages_of_pages(stages: int) -> int:
+    """Depth of a pipeline whose keys are found through a table: half of it is spent on the table."""
+    return 2 * stages
+
+
+def _at_once(parts: int, units: int) -> int:
+    """Groups whose parts combine asks for together: all up to four, a power of two."""
+    return min(4, next_power_of_2(max(1, cdiv(parts * units, GROUP))))
+
+
+def _widths(dim: int, value_dim: int) -> dict[str, int]:
+    d, v = split_width(dim), split_width(value_dim)
+    return {"D": d.size, "D_1": d.part_1, "D_2": d.part_2, "V": v.size, "V_1": v.part_1, "V_2": v.part_2}
+
+
+def _empty_parts(q: Tensor, num_parts: int, value_dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Maximum, sum and o of every part of every row."""
+    shape = (*q.shape[:3], num_parts)
+    maximum, total, o = (
+        torch.empty(size, dtype=torch.float32, device=q.device) for size in (shape, shape, (*shape, value_dim))
+    )
+    return maximum, total, o

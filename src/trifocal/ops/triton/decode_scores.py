@@ -1,0 +1,110 @@
+"""Decoding over compressed blocks: their partial attention, and what the choice needs of their scores.
+
+A program holds the rows of a group (its heads for all new tokens) and goes through compressed blocks, in tiles that
+hold whole selection blocks as in `scoring`. The keys are read once: their probabilities weigh the values, and are
+added up over the compressed blocks of each selection block. What is written for a selection block and head is two
+numbers, as in `scoring`: from compressed blocks that start in it (`direct`), and from those that reach over from the
+block before (`overflow`). They are relative to a maximum that is written for every tile.
+"""
+
+import triton
+import triton.language as tl
+
+from trifocal.ops.triton.decode_common import (
+    add_softmax,
+    attend_tile,
+    load_rotated,
+    nothing_yet,
+    place_rows,
+    store_part,
+)
+from trifocal.ops.triton.launch import Kernel
+from trifocal.ops.triton.scoring import LINE
+
+
+@triton.jit
+def count_compressed(
+    num_keys, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """Compressed blocks of a sequence, and tiles of selection blocks that they start in."""
+    compressed = tl.where(num_keys >= COMPRESSION, (num_keys - COMPRESSION) // STRIDE + 1, 0)
+    return compressed, tl.cdiv(tl.cdiv(compressed, SELECTION // STRIDE), BLOCKS)
+
+
+@Kernel
+@triton.jit(do_not_specialize=["table_columns", "block_lines", "num_tiles", "num_parts", "num_rows"])
+def decode_scores_kernel(
+    q, k_cmp, v_cmp, cos, sin, lengths, num_new, block_table, sums, tile_maximum, tile_total,
+    part_maximum, part_total, part_o,
+    q_batch_stride, q_time_stride, q_head_stride, k_page_stride, k_group_stride, k_row_stride,
+    v_page_stride, v_group_stride, v_row_stride,
+    table_columns, block_lines, num_tiles, num_parts, num_rows, score_scale,
+    NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
+    D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
+    HAS_V: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr,
+    PAGE_ROWS: tl.constexpr, TAPS: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
+    UNITS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Every so many parts of a sequence's compressed blocks, UNITS units each, for one tile of rows."""
+    STEP: tl.constexpr = SELECTION // STRIDE
+    group = tl.program_id(1) % GROUPS
+    batch = tl.program_id(2).to(tl.int64)
+    length, new = tl.load(lengths + batch), tl.load(num_new + batch)
+    token, head, position, exists = place_rows(tl.program_id(1) // GROUPS * ROWS, length, new, Q_PER_KV, ROWS)
+    compressed, tiles = count_compressed(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
+    tiles = tl.where(new > 0, tiles, 0)
+    head += group * Q_PER_KV
+    offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + head * q_head_stride
+    q_1 = load_rotated(q, offsets, position, exists, cos, sin, 0, D_1, D)
+    q_2 = q_1
+    if D_2 > 0:
+        q_2 = load_rotated(q, offsets, position, exists, cos, sin, D_1, D_2, D)
+    k_cmp += group.to(tl.int64) * k_group_stride
+    v_cmp += group.to(tl.int64) * v_group_stride
+    block_table += batch * table_columns
+    row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + head
+
+    column = tl.arange(0, BLOCKS * TAPS)
+    tap = column % TAPS
+    # Overlaps in units of the stride: with the block that the compressed one starts in, and the next.
+    direct_weight = tl.minimum(COMPRESSION, SELECTION - tap * STRIDE).to(tl.float32) / STRIDE
+    overflow_weight = COMPRESSION / STRIDE - direct_weight
+    for part in range(tl.program_id(0), tl.cdiv(tiles, UNITS * UNIT_TILES), tl.num_programs(0)):
+        whole_maximum, whole_total, whole_1, whole_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
+        maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
+        first_tile = part * (UNITS * UNIT_TILES)
+        for tile in tl.range(first_tile, tl.minimum(first_tile + UNITS * UNIT_TILES, tiles), num_stages=STAGES):
+            if tile % UNIT_TILES == 0:
+                whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
+                    whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, HAS_V
+                )
+                maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, HAS_V)
+            index = (tile * BLOCKS + column // TAPS) * STEP + tap
+            is_block = (tap < STEP) & (index < compressed)
+            stripe = index + (COMPRESSION // STRIDE - 1)
+            page = tl.load(block_table + stripe // PAGE_ROWS, mask=is_block, other=0).to(tl.int64)
+            page_row = stripe % PAGE_ROWS
+            visible = is_block[None, :] & ((index * STRIDE + (COMPRESSION - 1))[None, :] <= position[:, None])
+            maximum, total, o_1, o_2, p = attend_tile(
+                q_1, q_2, k_cmp, v_cmp, page * k_page_stride + page_row * k_row_stride,
+                page * v_page_stride + page_row * v_row_stride, is_block, visible, score_scale,
+                maximum, total, o_1, o_2, D, D_1, D_2, V, V_1, V_2, HAS_V,
+            )  # fmt: skip
+            tl.store(tile_maximum + row * num_tiles + tile, maximum, mask=exists)
+            tl.store(tile_total + row * num_tiles + tile, total, mask=exists)
+            places = row[:, None] * (block_lines * LINE) + (tile * BLOCKS + tl.arange(0, BLOCKS))[None, :]
+            direct = tl.sum(tl.reshape(p * direct_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
+            tl.store(sums + places, direct, mask=exists[:, None])
+            if COMPRESSION > STRIDE:
+                # The next block's, so that its own program reads both at one place.
+                overflow = tl.sum(tl.reshape(p * overflow_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
+                places += num_rows.to(tl.int64) * (block_lines * LINE) + 1
+                tl.store(sums + places, overflow, mask=exists[:, None])
+        if HAS_V:
+            whole_maximum, whole_total, whole_1, whole_2 = add_softmax(
+                whole_maximum, whole_total, whole_1, whole_2, maximum, total, o_1, o_2, V_2, HAS_V
+            )
+            store_part(
+                part_maximum, part_total, part_o, row * num_parts + part, exists,
+                whole_maximum, whole_total, whole_1, whole_2, V, V_1, V_2,
+            )  # fmt: skip

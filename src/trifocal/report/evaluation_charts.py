@@ -1,0 +1,146 @@
+"""The report's charts of what `trifocal evaluate` measured: loss by position, needles, recall."""
+
+from typing import Any
+
+from trifocal.report.charts import FULL, HALF, THIRD, Chart, Trace
+from trifocal.runlog.run import Run
+
+Row = dict[str, Any]
+
+
+def evaluation_charts(runs: list[Run]) -> list[Chart]:
+    """Charts of the last evaluation of each run, in the order of the page; empty if no run was evaluated."""
+    charts = [
+        _position(runs),
+        *(_needle(run, index, len(runs)) for index, run in enumerate(runs)),
+        _recall(runs),
+        _distance(runs),
+    ]
+    return [chart for chart in charts if chart.traces]
+
+
+def _rows(run: Run, task: str, *figures: str) -> list[Row]:
+    """The rows of a task in the last evaluation that has any, with all these figures."""
+    for evaluation in reversed(run.evaluations):
+        rows = [row for row in evaluation["rows"] if row["task"] == task and all(name in row for name in figures)]
+        if rows:
+            return rows
+    return []
+
+
+def _position(runs: list[Run]) -> Chart:
+    traces: list[Trace] = []
+    ends: set[int] = set()
+    for index, run in enumerate(runs):
+        rows = _rows(run, "position", "first", "end", "loss", "targets")
+        lengths = sorted({row["length"] for row in rows})
+        for number, length in enumerate(lengths):
+            own = sorted((row for row in rows if row["length"] == length), key=lambda row: row["first"])
+            name = f"{length:,} tokens" if len(runs) == 1 else run.name
+            if len(runs) > 1 and len(lengths) > 1:
+                name += f", {length:,} tokens"
+            trace = _line([row["end"] for row in own], [row["loss"] for row in own], name, *_look(runs, index, number))
+            ends |= {row["end"] for row in own}
+            trace["text"] = [
+                f"{row['first']:,} to {row['end'] - 1:,}: {row['loss']:.4f} ({row['targets']:,} targets)" for row in own
+            ]
+            traces.append({**trace, "hovertemplate": "%{text}"})
+    layout = {
+        "xaxis": {
+            "title": {"text": "tokens before, up to"},
+            "type": "log",
+            "tickvals": sorted(ends)[-1::-2],
+            "ticktext": [f"{end:,}" for end in sorted(ends)[-1::-2]],
+        },
+        "yaxis": {"title": {"text": "nats per token"}},
+        "showlegend": True,
+    }
+    caption = "Validation loss by the number of tokens before. A curve that falls to its end makes use of all of them."
+    return Chart(
+        "position", "Loss by position", caption, traces, layout, columns=HALF if len(runs) == 1 else FULL, height=340
+    )
+
+
+def _needle(run: Run, index: int, num_runs: int) -> Chart:
+    rows = _rows(run, "needle", "depth", "accuracy")
+    lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
+    found = {(row["length"], row["depth"]): row["accuracy"] for row in rows}
+    values = [[found.get((length, depth)) for length in lengths] for depth in depths]
+    trace: Trace = {
+        "type": "heatmap",
+        "x": [f"{length:,}" for length in lengths],
+        "y": [f"{depth:.0%}" for depth in depths],
+        "z": values,
+        "zmin": 0,
+        "zmax": 1,
+        "xgap": 1,
+        "ygap": 1,
+        "colorscale": "@sequential",
+        "colorbar": {"thickness": 8, "outlinewidth": 0, "tickvals": [0, 0.5, 1], "tickformat": ".0%"},
+        "hovertemplate": "%{x} tokens, depth %{y}: %{z:.0%} found<extra></extra>",
+    }
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "tokens"}, "type": "category"},
+        "yaxis": {"title": {"text": "depth"}, "type": "category", "autorange": "reversed"},
+    }
+    samples = {row.get("samples") for row in rows}
+    number = f" {samples.pop()} haystacks a cell." if len(samples) == 1 else ""
+    caption = f"Share of needles that are found, by length and depth of the haystack; the beginning is on top.{number}"
+    title = f"Needles: {run.name}" if num_runs > 1 else "Needles in haystacks"
+    columns = THIRD if num_runs > 2 else HALF
+    return Chart(f"needle-{index}", title, caption, [trace] if rows else [], layout, columns=columns, height=340)
+
+
+def _recall(runs: list[Run]) -> Chart:
+    traces: list[Trace] = []
+    for index, run in enumerate(runs):
+        rows = _rows(run, "recall", "pairs", "accuracy")
+        for number, length in enumerate(sorted({row["length"] for row in rows})):
+            own = sorted((row for row in rows if row["length"] == length), key=lambda row: row["pairs"])
+            name = f"{run.name}, {length:,} tokens" if len(runs) > 1 else f"{length:,} tokens"
+            points = [row["pairs"] for row in own], [row["accuracy"] for row in own]
+            traces.append(_line(*points, name, *_look(runs, index, number)))
+    layout = {"xaxis": {"title": {"text": "pairs"}, "rangemode": "tozero"}, "yaxis": _SHARE, "showlegend": True}
+    caption = "Share of queries that are answered with the value of their key, by the number of pairs."
+    return Chart("recall_pairs", "Associative recall", caption, traces, layout)
+
+
+def _distance(runs: list[Run]) -> Chart:
+    traces: list[Trace] = []
+    for index, run in enumerate(runs):
+        rows = _rows(run, "recall_distance", "pairs", "first", "end", "accuracy")
+        kinds = sorted({(row["length"], row["pairs"]) for row in rows})
+        # Of several runs the hardest row alone: lines of all would cover one another.
+        for number, kind in enumerate(kinds[-1:] if len(runs) > 1 else kinds):
+            own = sorted((row for row in rows if (row["length"], row["pairs"]) == kind), key=lambda row: row["first"])
+            name = f"{run.name}, {kind[1]:,} pairs" if len(runs) > 1 else f"{kind[1]:,} pairs of {kind[0]:,} tokens"
+            places = [f"{row['first']:,}-{row['end'] - 1:,}" for row in own]
+            traces.append(_line(places, [row["accuracy"] for row in own], name, *_look(runs, index, number)))
+    layout = {
+        "xaxis": {"title": {"text": "tokens between query and pair"}, "type": "category"},
+        "yaxis": _SHARE,
+        "showlegend": True,
+    }
+    caption = "The same by distance: a window alone falls behind its end."
+    return Chart("recall_distance", "Recall by distance", caption, traces, layout)
+
+
+def _look(runs: list[Run], index: int, number: int) -> tuple[int, str]:
+    """Colour and dashes: a colour for each run; of a single run, for each of its lines."""
+    return (number, "solid") if len(runs) == 1 else (index, ("solid", "dot", "dash", "dashdot")[number % 4])
+
+
+_SHARE = {"range": [-0.02, 1.02], "tickformat": ".0%"}
+
+
+def _line(x: list[Any], y: list[float], name: str, colour: int, dash: str) -> Trace:
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": x,
+        "y": [round(value, 5) for value in y],
+        "name": name,
+        "line": {"color": f"@run{colour}", "width": 2, "dash": dash},
+        "marker": {"size": 6},
+    }

@@ -1,0 +1,143 @@
+"""The script that trains twins side by side: its trainings differ in the attention alone, and its tables add up."""
+
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.children import ROOT
+from trifocal.cli import main
+from trifocal.train import load_config
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[ModuleType]:
+    spec = importlib.util.spec_from_file_location("quality_script", ROOT / "benchmarks" / "quality.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # A dataclass looks its module up.
+    sys.modules["quality_script"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["quality_script"]
+
+
+@pytest.mark.parametrize("part", ["twins", "seeds", "long", "recall", "needle"])
+def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, part: str, tmp_path: Path) -> None:
+    found = script.trainings(part, tmp_path, [], [], {})
+    assert len(found) == len(script.PARTS[part].seeds) * len(script.PARTS[part].variants)
+    configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in found)]
+    own = {"model.attention", "model.selection", "model.sliding_window", "run.directory"}
+    for one, config in zip(found, configs, strict=True):
+        first = next(other for other in found if other.seed == one.seed)
+        differ = {name for name in one.flags if one.flags[name] != first.flags.get(name)}
+        assert differ <= own and (one.variant == "sparse") == (not differ)
+        geometry = config.model.geometry
+        if one.variant == "window":
+            keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
+            assert (config.model.attention, config.model.sliding_window) == ("window", keys)
+            assert keys < config.train.sequence_length, "a window that sees all is no control"
+        assert config.run.seed == config.data.seed == one.seed
+        assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
+
+
+def test_flags_win_over_the_part(script: ModuleType, tmp_path: Path) -> None:
+    extra = {"train.steps": "80", "data.source": "builtin"}
+    (one,) = script.trainings("long", tmp_path, [5], ["random"], extra)
+    config = load_config(one.arguments(resume=False)[0], one.arguments(resume=False)[1:])
+    assert (config.train.steps, config.schedule.warmup_steps, config.run.seed) == (80, 4, 5)
+    assert config.data.source == "builtin" and config.model.selection == "random"
+
+
+TINY = {
+    "model.num_layers": 1, "model.dim": 16, "model.num_heads": 2, "model.head_dim": 8, "model.value_dim": 8,
+    "model.mlp_dim": 16, "model.vocab_size": 32, "data.source": "recall:4", "train.sequence_length": 32,
+    "train.global_batch_size": 2, "train.micro_batch_size": 2, "train.steps": 2, "train.precision": "fp32",
+    "train.cuda_graphs": "false", "run.device": "cpu", "evaluate.batches": 1, "log.telemetry_interval_steps": 0,
+    "checkpoint.interval_steps": 2, "evaluate.interval_steps": 2,
+}  # fmt: skip
+
+
+def test_a_part_trains_evaluates_and_writes_its_tables(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In this process: the commands are the same."""
+    commands: list[list[str]] = []
+
+    def run_here(pairs: Any, **settings: Any) -> list[int]:
+        commands.extend(arguments for arguments, _ in pairs)
+        for _, log in pairs:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+        return [main(arguments) for arguments, _ in pairs]
+
+    monkeypatch.setattr(script, "run_all", run_here)
+    part = script.PARTS["recall"]
+    short = ("--only", "recall", "loss", "position", "--samples", "2", "--pairs", "2", "4")
+    monkeypatch.setitem(script.PARTS, "recall", replace(part, evaluate=short))
+    flags = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+    arguments = ["quality.py", "--part", "recall", "--directory", str(tmp_path / "runs"), "--output", str(tmp_path)]
+    arguments += ["--variants", "dense", "window", "--seeds", "1", "2", "--gpus", "0"]
+    monkeypatch.setattr(sys, "argv", [*arguments, *flags])
+    assert script.main() == 0
+    (file,) = tmp_path.glob("quality_recall_*.json")
+    content = json.loads(file.read_text())
+    assert [(row["variant"], row["seed"], row["steps"]) for row in content["rows"]] == [
+        ("dense", 1, 2), ("window", 1, 2), ("dense", 2, 2), ("window", 2, 2),
+    ]  # fmt: skip
+    losses = {(row["variant"], row["seed"]): row["validation_loss"] for row in content["rows"]}
+    assert content["rows"][0]["tokens"] == 2 * 2 * 32 and len(content["rows"][0]["curve"]) == 1
+    means = {row["variant"]: row for row in content["means"]}
+    apart = [losses["window", seed] - losses["dense", seed] for seed in (1, 2)]
+    assert means["window"]["above_dense"] == pytest.approx(sum(apart) / 2)
+    assert means["window"]["standard_error_of_that"] == pytest.approx(abs(apart[0] - apart[1]) / 2)
+    assert means["dense"]["above_dense"] == 0
+    assert {(row["variant"], row["pairs"]) for row in content["recall"]} == {
+        (variant, pairs) for variant in ("dense", "window") for pairs in (2, 4)
+    }
+    assert [row["variant"] for row in content["loss_by_position"]] == ["dense", "window"]
+    assert {"0-63"} <= content["recall_by_distance"][0].keys()
+    assert "## Loss by position" in file.with_suffix(".md").read_text()
+
+    # All trainings are over: nothing is trained again.
+    commands.clear()
+    monkeypatch.setattr(sys, "argv", [*arguments, "--resume", *flags])
+    assert script.main() == 0
+    assert {command[0] for command in commands} == {"evaluate"}
+
+
+def test_a_run_that_has_begun_goes_on(script: ModuleType, tmp_path: Path) -> None:
+    (one,) = script.trainings("recall", tmp_path, [1], ["sparse"], {})
+    one.folder.mkdir(parents=True)
+    (one.folder / "config.toml").touch()
+    assert one.arguments(resume=True) == ["--resume", str(one.folder)]
+    assert one.arguments(resume=False)[0].endswith("m7c_125m.toml")
+
+
+def test_commands_run_beside_each_other_and_none_begins_too_late(script: ModuleType, tmp_path: Path) -> None:
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+    begin = time.monotonic()
+    commands = [(["--version"], log) for log in logs]
+    assert script.run_all(commands, gpus=0, jobs=3, deadline=begin + 60) == [0, 0, 0]
+    assert all("trifocal" in log.read_text() for log in logs)
+    assert script.run_all(commands, gpus=0, jobs=3, deadline=begin) == [-1, -1, -1]
+    assert script.run_all([(["nothing"], logs[0])], gpus=0, jobs=1, deadline=begin + 60) == [2]
+
+
+def test_needles_and_positions_become_columns(script: ModuleType) -> None:
+    rows = [
+        {"task": "needle", "variant": variant, "seed": seed, "length": 64, "depth": depth, "accuracy": depth + seed}
+        for variant in ("sparse", "dense") for seed in (0, 1) for depth in (0.0, 0.5)
+    ]  # fmt: skip
+    rows.append({"task": "needle", "variant": "sparse", "length": 128, "status": "not run: no memory"})
+    table = script.spread(rows, "needle", "accuracy", "depth")
+    assert table[0] == {"variant": "sparse", "length": 64, "0%": 0.5, "50%": 1.0}
+    assert [row["variant"] for row in table] == ["sparse", "dense"]
+    assert script.spread(rows, "position", "loss", "first") == []

@@ -1,0 +1,110 @@
+"""`trifocal evaluate`: its tables, its file, and what it refuses."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.test_commands import Capture, refused, run
+from tests.train.tiny import make_config
+from trifocal.cli import main
+from trifocal.runlog import read_metrics
+from trifocal.train import load_config, train
+
+__all__ = ["run"]
+
+
+def evaluated(capsys: Capture, *arguments: str) -> str:
+    capsys.readouterr()
+    assert main(["evaluate", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_run_of_text_has_loss_positions_and_needles(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    short = ("--samples", "2", "--depths", "2", "--lengths", "20", "80")
+    text = evaluated(capsys, str(run), *short)
+    assert 'recall is left out: data.source "text:' in text and "has no keys and values to recall" in text
+    assert "note: the model was trained on 32 tokens at a time; more are new to it" in text
+    assert "needle, 20 tokens: not run: a needle and its question need 64 tokens, got 20" in text
+    for title in ("Loss on validation data", "Loss by position", "Needles found, by depth"):
+        assert title in text
+    file = run / "evaluation" / "step_00000006.json"
+    assert f"written: {file}" in text and f"trifocal report {run}" in text
+    content = json.loads(file.read_text())
+    assert (content["step"], content["attention"], content["trained_length"]) == (6, "nsa", 32)
+    rows = {task: [row for row in content["rows"] if row["task"] == task] for task in ("loss", "position", "needle")}
+    known = read_metrics(run / "metrics.jsonl", "evaluation")[-1]
+    assert rows["loss"][0]["loss"] == pytest.approx(known["validation_loss"], rel=1e-6)
+    assert [row["first"] for row in rows["position"]] == [0, 8, 16]
+    assert [(row["length"], row.get("depth")) for row in rows["needle"]] == [(20, None), (80, 0.0), (80, 1.0)]
+
+    # A second call adds a length and keeps the rest; a checkpoint and the run's weights are the same model.
+    evaluated(capsys, str(run / "checkpoints" / "step_00000006"), "--only", "position", "--sequence-length", "64")
+    evaluated(capsys, str(run / "weights"), "--only", "needle", *short[:4], "--lengths", "90")
+    after = json.loads(file.read_text())["rows"]
+    assert [row for row in after if row["length"] not in (64, 90)] == content["rows"]
+    assert {row["task"] for row in after if row["length"] == 64} == {"position"}
+    assert sum(row["length"] == 90 for row in after) == 2
+    assert not (run / "weights" / "evaluation").exists() and not (run / "checkpoints" / "evaluation").exists()
+    # The folder is the run's own: it may be replaced.
+    shutil.copytree(run, tmp_path / "run")
+    train(load_config(run / "config.toml", ["--run.directory", str(tmp_path / "run")]), overwrite=True)
+    assert not (tmp_path / "run" / "evaluation").exists()
+
+
+@pytest.mark.parametrize("source, task", [("recall:4", "recall"), ("needle", "needle")])
+def test_a_run_of_a_task_is_measured_by_it(source: str, task: str, tmp_path: Path, capsys: Capture) -> None:
+    train(make_config(tmp_path, "--data.source", source, "--train.steps", "1", "--log.telemetry_interval_steps", "0"))
+    text = evaluated(capsys, str(tmp_path / "run"), "--samples", "2", "--depths", "2")
+    rows = json.loads((tmp_path / "run" / "evaluation" / "step_00000001.json").read_text())["rows"]
+    assert {task, "loss", "position"} <= {row["task"] for row in rows}
+    assert all(row.get("bits_per_byte") is None for row in rows), "random tokens are no text"
+    other = "needle" if task == "recall" else "recall"
+    assert f"{other} is left out" in text
+    if task == "recall":
+        assert [row["pairs"] for row in rows if row["task"] == "recall"] == [1, 2, 4]
+
+
+def test_weights_without_a_run_need_to_be_told_the_data(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    weights = str(shutil.copytree(run / "weights", tmp_path / "weights"))
+    assert "the data of its training are not known; name some with --source" in refused(capsys, "evaluate", weights)
+    source = ("--source", "synthetic")
+    assert "give --sequence-length" in refused(capsys, "evaluate", weights, *source)
+    sizes = ("--sequence-length", "16", "--sequences", "3", "--only", "loss")
+    text = evaluated(capsys, weights, *source, *sizes)
+    assert "the figures are not kept: these weights belong to no run" in text
+    file = tmp_path / "figures" / "loss.json"
+    evaluated(capsys, weights, *source, *sizes, "--output", str(file))
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["sequences"], row["targets"], row["source"]) == (3, 48, "synthetic")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("--only", "needles"), 'unknown task "needles"; the nearest valid one is "needle"'),
+        (("--depths", "0"), "--depths must be at least 1, got 0"),
+        (("--lengths", "8", "0"), "--lengths must be above 0, got 0"),
+        (("--only", "recall"), "has no keys and values to recall"),
+        (("--source", "text:/nowhere"), "/nowhere"),
+        (("--source", "recall:400"), "400 pairs need"),
+        (("--checkpoint", "step_00000007"), "step_00000007"),
+    ],
+)
+def test_bad_input_is_refused(run: Path, capsys: Capture, arguments: tuple[str, ...], message: str) -> None:
+    assert message in refused(capsys, "evaluate", str(run), *arguments)
+
+
+def test_a_folder_without_a_run_and_broken_weights_are_refused(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    assert "no run" in refused(capsys, "evaluate", str(tmp_path / "nothing"))
+    assert "missing argument: RUN_DIR" in refused(capsys, "evaluate")
+    weights = shutil.copytree(run / "weights", tmp_path / "weights")
+    tensors = {
+        name: torch.full_like(value, torch.nan) for name, value in load_file(weights / "model.safetensors").items()
+    }
+    save_file(tensors, weights / "model.safetensors", metadata={"format": "pt"})
+    arguments = (str(weights), "--source", "synthetic", "--sequence-length", "16", "--sequences", "1")
+    assert "output is not finite" in refused(capsys, "evaluate", *arguments)

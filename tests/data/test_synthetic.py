@@ -1,0 +1,130 @@
+"""The tasks of random tokens, read back by hand; and their rows through a loader."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.test_loader import same, take
+from trifocal.data import DataConfig, Loader, has_text, make_loader, make_tokenizer
+from trifocal.data.synthetic import haystack, needle_row, recall_row
+from trifocal.errors import UserError
+
+
+def open_task(source: str, **settings: int | str) -> Loader:
+    sizes = {"sequence_length": 256, "batch_size": 4, "vocab_size": 64}
+    return make_loader(DataConfig(source=source), tokenizer=make_tokenizer("bytes"), **(sizes | settings))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("length, pairs, vocab_size", [(64, 8, 257), (63, 16, 32), (7, 2, 4)])
+def test_recall_asks_for_the_value_of_every_key(length: int, pairs: int, vocab_size: int) -> None:
+    places = []
+    for number in range(20):
+        row = recall_row(vocab_size, length, pairs, (0, 0, number), "row")
+        assert row.tokens.shape == row.targets.shape == (length,)
+        assert row.tokens.dtype == row.targets.dtype == np.int32
+        values = dict(zip(row.tokens[0 : 2 * pairs : 2].tolist(), row.tokens[1 : 2 * pairs : 2].tolist(), strict=True))
+        assert len(values) == pairs
+        assert max(values) < vocab_size // 2 <= min(values.values()) and max(values.values()) < vocab_size
+        (asked,) = np.nonzero(row.targets >= 0)
+        assert (row.tokens < vocab_size // 2).sum() == 2 * pairs, "a key stands for nothing"
+        assert min(asked) >= 2 * pairs and sorted(row.tokens[asked]) == sorted(values)
+        assert [values[key] for key in row.tokens[asked].tolist()] == row.targets[asked].tolist()
+        # As text would have it, the answer follows; the last one may lie behind the row.
+        inside = asked[asked + 1 < length]
+        assert (row.tokens[inside + 1] == row.targets[inside]).all()
+        places += asked.tolist()
+    # All the rest of the row is used, the near and the far.
+    if length > 8 * pairs - 8:
+        assert min(places) < 2 * pairs + 6 and max(places) > length - 6
+
+
+@pytest.mark.parametrize("needles, length", [(1, 12), (1, 200), (3, 96), (4, 48)])
+def test_a_haystack_answers_its_own_questions(needles: int, length: int) -> None:
+    """Also where needles fill all of it: a length of 48 is 4 needles of 6 tokens and their questions."""
+    found = set()
+    for number in range(30):
+        tokens, targets = haystack(20, length, needles, (number,))
+        assert tokens.shape == targets.shape == (length,)
+        (marks,) = np.nonzero(tokens == 19)
+        assert len(marks) == 2 * needles, "the mark is in needles and questions alone"
+        assert (tokens >= 10).sum() == 12 * needles, "no hay looks like a needle"
+        values = {int(tokens[at + 1]): tokens[at + 2 : at + 6].tolist() for at in marks[:needles]}
+        assert len(values) == needles, "two needles have one key"
+        assert (np.diff(marks[: needles + 1]) >= 6).all(), "needles overlap"
+        assert marks[needles] == length - 6 * needles
+        for at in marks[needles:]:
+            assert targets[at + 1 : at + 5].tolist() == values[int(tokens[at + 1])]
+            assert tokens[at + 2 : at + 6].tolist() == values[int(tokens[at + 1])]
+        assert (targets >= 0).sum() == 4 * needles
+        found.add(int(marks[0]))
+    assert len(found) > 5 or length == 12 * needles
+
+
+@pytest.mark.parametrize("needles", [1, 3])
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_depth_places_the_needle_that_is_asked_for_first(needles: int, depth: float) -> None:
+    for number in range(10):
+        tokens, _ = haystack(50, 124, needles, (number,), depth=depth)
+        key = tokens[124 - 6 * needles + 1]
+        (places,) = np.nonzero((tokens[:-1] == 49) & (tokens[1:] == key))
+        # The last place before the questions is six tokens before them.
+        assert places[0] == pytest.approx(depth * (124 - 6 * needles - 6), abs=5 * (needles - 1) + 0.5)
+
+
+def test_a_row_of_needles_has_haystacks_of_all_lengths() -> None:
+    lengths = []
+    for number in range(50):
+        row = needle_row(64, 1024, 2, (0, 0, number), "needle:2")
+        assert len(row.tokens) == len(row.targets) == 1024 and len(row.starts) == len(row.document_ids)
+        ends = [*row.starts[1:], 1024]
+        for start, end in zip(row.starts, ends, strict=True):
+            assert (row.targets[start:end] >= 0).sum() == 8
+            assert (row.tokens[start:end] == 63).sum() == 4
+        lengths += [end - start for start, end in zip(row.starts, ends, strict=True)]
+    assert min(lengths) < 80 and max(lengths) > 900 and min(lengths) >= 64
+
+
+@pytest.mark.parametrize("source", ["recall", "recall:5", "needle", "needle:2"])
+def test_rows_depend_on_their_number_alone(source: str) -> None:
+    with open_task(source) as loader:
+        batches = take(loader, 6)
+    with open_task(source) as loader:
+        take(loader, 2)
+        state = json.loads(json.dumps(loader.state_dict()))
+    with open_task(source) as loader:
+        loader.load_state_dict(state)
+        assert all(map(same, take(loader, 4), batches[2:]))
+    with open_task(source, batch_size=2, rank=1, world_size=2) as loader:
+        assert torch.equal(next(loader).tokens, batches[0].tokens[1::2])
+    with open_task(source, split="validation") as loader:
+        assert not torch.equal(next(loader).tokens, batches[0].tokens)
+    assert (batches[0].cu_seqlens is not None) == source.startswith("needle")
+    other = "recall:4" if source.startswith("recall") else "needle:1"
+    with open_task(other) as loader, pytest.raises(UserError, match=r"data\.source"):
+        loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (
+            "recall:33",
+            "33 pairs need 131 tokens in a row and a model.vocab_size of 66, got 256 and 64; write recall:32",
+        ),
+        ("needle:9", "9 needles need 288 tokens in a row"),
+        ("recall:many", "'recall:many': recall takes a whole number above 0, such as recall:8"),
+        ("needle:0", "needle takes a whole number above 0"),
+    ],
+)
+def test_what_does_not_fit_is_refused(source: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        open_task(source)
+    assert message in str(caught.value)
+
+
+def test_sources_say_whether_they_are_text() -> None:
+    assert [has_text(name) for name in ("builtin", "text:a", "synthetic", "recall:8", "needle")] == [
+        True, True, False, False, False,
+    ]  # fmt: skip

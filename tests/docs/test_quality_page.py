@@ -1,0 +1,93 @@
+"""The tables of docs/quality.md are those of the newest results, and a sceptic can repeat each."""
+
+import importlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.docs.pages import ROOT
+
+
+@pytest.fixture(scope="module")
+def quality() -> Iterator[ModuleType]:
+    sys.path.insert(0, str(ROOT / "docs" / "figures"))
+    yield importlib.import_module("quality")
+    sys.path.remove(str(ROOT / "docs" / "figures"))
+
+
+def write(folder: Path, name: str, **tables: Any) -> None:
+    head = {"device": "NVIDIA H200", "torch": "2.11", "date": "2026-12-01T00:00:00", "commit": "abc", "notes": []}
+    (folder / f"{name}_h200_2026-12-01.json").write_text(json.dumps(head | tables))
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """Made-up results of every part."""
+    variants = ("sparse", "dense", "window")
+    for part, jobs in (("seeds", 12), ("long", 1), ("twins", 1)):
+        rows = [
+            {"variant": variant, "seed": seed, "steps": 20, "tokens": 4_000_000, "tokens_per_second": 1000.0 + seed,
+             "trainings_at_a_time": jobs, "curve": [[10, 2.0], [20, 1.5]]}
+            for variant in variants for seed in (1, 2)
+        ]  # fmt: skip
+        means = [
+            {"variant": variant, "seeds": 2, "mean_loss": 1.5, "standard_deviation": 0.01, "above_dense": 0.02,
+             "standard_error_of_that": None}
+            for variant in variants
+        ]  # fmt: skip
+        positions = [{"variant": variant, "length": 2048, "0-7": 3.0, "8-15": 2.0} for variant in variants]
+        write(tmp_path, f"quality_{part}", rows=rows, means=means, loss_by_position=positions)
+    recall = [{"variant": "sparse", "pairs": pairs, "accuracy": accuracy} for pairs, accuracy in ((8, 1.0), (16, 0.5))]
+    far = [{"variant": "sparse", "length": 64, "pairs": pairs, "0-63": 1.0, "64-127": 0.5} for pairs in (8, 16)]
+    write(tmp_path, "quality_recall", rows=[], recall=recall, recall_by_distance=far)
+    found = [
+        {"variant": variant, "length": length, "0%": 0.25, "100%": 1.0} for variant in variants for length in (64, 4096)
+    ]
+    write(tmp_path, "quality_needle", rows=[], needles_found_by_depth=found)
+    repeated = {"attention": "dense", "cosine_at_start": 0.4, "loss_at_step_1": 6.0, "loss_at_step_12": 0.4,
+                "largest_change_by_the_future": 0.0, "fresh_bytes_last_third": 5.56}  # fmt: skip
+    write(tmp_path, "repeated_bytes", rows=[repeated])
+    return tmp_path
+
+
+def test_the_page_is_what_the_script_writes(quality: ModuleType) -> None:
+    text = quality.PAGE.read_text(encoding="utf-8")
+    assert quality.page(text) == text, "a result has been added: make docs"
+
+
+def test_tables_come_from_the_results(quality: ModuleType, results: Path) -> None:
+    text = quality.page(quality.PAGE.read_text(encoding="utf-8"), results)
+    assert "Not measured yet" not in text
+    assert text.count("| sparse | 2 | 1.5000 ± 0.0100 | 0.0200 |") == 3
+    assert text.count("| sparse | 2 | 1.5000 ± 0.0100 | 0.0200 | 1,002 |") == 2, (
+        "tokens/s of a shared GPU are not shown"
+    )
+    assert "| dense | 2 | 1.5000 ± 0.0100 |  |" in text
+    assert "After 20 steps, 4.0 M bytes each" in text
+    assert "| sparse | 100.0% | 50.0% |" in text
+    assert "| window | 4,096 | 25% | 100% |" in text
+    assert "| dense | 0.400 | 6.00 | 0.40 | 0 | 5.560 |" in text
+    assert "benchmarks/results/quality_seeds_h200_2026-12-01.md" in text and "commit `abc`" in text
+    assert quality.page(text, results) == text, "written twice, it is the same"
+    empty = quality.page(text, results / "nothing")
+    assert empty.count("Not measured yet.") == 6
+
+
+def test_every_part_has_a_figure(quality: ModuleType, results: Path) -> None:
+    figures = quality.figures(results)
+    assert set(figures) == {f"quality_{part}.svg" for part in quality.PARTS}
+    for draw in figures.values():
+        assert draw().axes
+    assert quality.figures(results / "nothing") == {}
+    assert len(figures["quality_needle.svg"]().axes) == 3 + 1, "a panel for each variant, and the scale"
+
+
+def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
+    script = (ROOT / "benchmarks" / "quality.py").read_text(encoding="utf-8")
+    assert set(quality.PARTS) == set(re.findall(r'^    "(\w+)": Part\(', script, re.MULTILINE))

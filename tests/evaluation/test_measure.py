@@ -1,0 +1,197 @@
+"""What is measured, against models whose answers are known: one that copies, and one that copies from near alone."""
+
+import itertools
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.train.tiny import make_config
+from trifocal.data import DataConfig, make_tokenizer
+from trifocal.evaluation import Plan, Subject, evaluate_model, merge_rows, not_possible, subject
+from trifocal.evaluation.needles import measure_needles
+from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges, read_batches
+from trifocal.evaluation.recall import measure_recall
+from trifocal.models import DecoderLM
+from trifocal.testing.small_models import small_config
+from trifocal.train.validation_loss import evaluate, read_validation_batches
+
+CPU = torch.device("cpu")
+TOKENIZER = make_tokenizer("bytes")
+SMALL_MODEL = small_config()
+
+
+class Copier:
+    """Predicts what followed the longest earlier match of the last tokens, as far back as it sees."""
+
+    def __init__(self, vocab_size: int, sees: int = 10**9) -> None:
+        self.config: Any = SimpleNamespace(vocab_size=vocab_size, attention_of_layers=("dense",))
+        self._sees = sees
+
+    def hidden_states(self, tokens: Tensor) -> Tensor:
+        """The predicted token of each position, [B, T, 1]."""
+        return torch.tensor([[[self._guess(row[: end + 1])] for end in range(len(row))] for row in tokens.tolist()])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """All on the predicted token."""
+        return 9.0 * torch.nn.functional.one_hot(hidden[..., 0], self.config.vocab_size)
+
+    def _guess(self, past: list[int]) -> int:
+        best, guess = 0, 0
+        for at in range(max(0, len(past) - 1 - self._sees), len(past) - 1):
+            match = 0
+            while match < min(at + 1, 14) and past[at - match] == past[-1 - match]:
+                match += 1
+            if match and match >= best:
+                best, guess = match, past[at + 1]
+        return guess
+
+
+def copying(source: str, vocab_size: int = 257, sees: int = 10**9) -> Subject:
+    return Subject(Copier(vocab_size, sees), TOKENIZER, DataConfig(source=source), None, CPU, "fp32")  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_config(tmp_path_factory.mktemp("text")).data.source
+
+
+@pytest.mark.parametrize("source", ["text", "needle", "needle:3"])
+def test_a_model_that_copies_finds_every_needle(source: str, text: str) -> None:
+    model = copying(text if source == "text" else source)
+    rows = list(measure_needles(model, 160, (0.0, 0.3, 1.0), 2))
+    assert [row["depth"] for row in rows] == [0.0, 0.3, 1.0]
+    assert all(row["accuracy"] == 1.0 and row["answer_loss"] < 0.1 for row in rows)
+
+
+@pytest.mark.parametrize("source", ["text", "needle"])
+def test_a_model_that_sees_the_near_past_finds_late_needles_alone(source: str, text: str) -> None:
+    """The needle and the question are 31 bytes each in text, 6 tokens each in the task."""
+    model = copying(text if source == "text" else source, sees=70)
+    rows = {row["depth"]: row for row in measure_needles(model, 160, (0.0, 0.25, 1.0), 2)}
+    assert [rows[depth]["accuracy"] for depth in (0.0, 0.25, 1.0)] == [0.0, 0.0, 1.0]
+    assert rows[0.0]["answer_loss"] > 3 > rows[1.0]["answer_loss"]
+
+
+def test_recall_by_distance_shows_where_a_window_ends() -> None:
+    whole = list(measure_recall(copying("recall"), 256, 16, 3))
+    assert all(row["accuracy"] == 1.0 for row in whole)
+    assert (whole[0]["task"], whole[0]["pairs"], whole[0]["samples"]) == ("recall", 16, 3)
+    assert sum(row["queries"] for row in whole[1:]) == 3 * 16
+    near = {row.get("first"): row["accuracy"] for row in measure_recall(copying("recall", sees=63), 256, 16, 3)}
+    assert near[0] == 1.0 and near[64] < 0.2 and near[128] < 0.2
+
+
+def test_positions_are_cut_into_doubling_buckets() -> None:
+    assert position_edges(100) == [0, 8, 16, 32, 64, 100]
+    assert position_edges(5) == [0, 5]
+    assert position_edges(16) == [0, 8, 16]
+
+
+def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> None:
+    """Packed rows, so a position is counted from its document's beginning."""
+    run = make_config(tmp_path)
+    model = DecoderLM(run.model)
+    model.init_weights(3)
+    batches = read_batches(
+        run.data, run.evaluate, tokenizer=TOKENIZER, vocab_size=257, trained=(32, 2), length=32, sequences=0
+    )
+    known = read_validation_batches(run, TOKENIZER)
+    assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(batches, known, strict=True))
+    whole, *positions = measure_loss(Subject(model, TOKENIZER, run.data, run, CPU, "fp32"), batches, lambda done: None)
+    expected = evaluate(model, known, tokenizer=TOKENIZER, data=run.data, device=CPU, precision="fp32")
+    assert whole["loss"] == pytest.approx(expected.validation_loss, rel=1e-6)
+    assert whole["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-6)
+    assert whole["bits_per_token"] == pytest.approx(whole["loss"] / math.log(2))
+    # By hand, document by document.
+    sums: dict[int, list[float]] = {}
+    for batch in batches:
+        borders = (batch.cu_seqlens if batch.cu_seqlens is not None else torch.tensor([0, 32, 64])).tolist()
+        for start, end in itertools.pairwise(borders):
+            log_p = model(batch.tokens.flatten()[None, start:end]).log_softmax(-1)[0]
+            for place, target in enumerate(batch.targets.flatten()[start:end].tolist()):
+                if target >= 0:
+                    sums.setdefault(0 if place < 8 else 8 if place < 16 else 16, []).append(
+                        -log_p[place, target].item()
+                    )
+    assert [(row["first"], row["targets"]) for row in positions] == [(at, len(sums[at])) for at in (0, 8, 16)]
+    for row in positions:
+        assert row["loss"] == pytest.approx(sum(sums[row["first"]]) / row["targets"], rel=1e-5)
+
+
+def test_logits_of_large_vocabularies_are_made_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DecoderLM(SMALL_MODEL)
+    tokens = torch.randint(SMALL_MODEL.vocab_size, (2, 17))
+    whole, parts = (PositionLosses(model, position_edges(16), CPU) for _ in range(2))
+    with torch.no_grad():
+        loss = whole(tokens[:, :-1], tokens[:, 1:])
+        monkeypatch.setattr("trifocal.evaluation.position_loss._LOGITS_AT_ONCE", 5 * SMALL_MODEL.vocab_size)
+        assert parts(tokens[:, :-1], tokens[:, 1:]) == pytest.approx(loss.item(), rel=1e-6)
+        assert model(tokens[:, :-1], tokens[:, 1:]).item() == pytest.approx(loss.item(), rel=1e-6)
+    assert torch.equal(whole.counts, parts.counts) and whole.counts.tolist() == [16, 16]
+
+
+@pytest.mark.parametrize("length, size, batches, rows", [(32, 2, 2, 2), (64, 1, 2, 1), (16, 4, 2, 4), (128, 1, 1, 1)])
+def test_other_lengths_read_as_many_tokens(text: str, length: int, size: int, batches: int, rows: int) -> None:
+    run = SimpleNamespace(batches=2)
+    found = read_batches(
+        DataConfig(source=text, validation_fraction=0.3), run, tokenizer=TOKENIZER, vocab_size=257,  # type: ignore[arg-type]
+        trained=(32, 2), length=length, sequences=0,
+    )  # fmt: skip
+    assert len(found) == batches and found[0].tokens.shape == (rows, length)
+
+
+def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    assert not_possible("recall", "builtin") == 'data.source "builtin" has no keys and values to recall'
+    assert not_possible("needle", "recall:8") == 'data.source "recall:8" has neither text nor needles'
+    assert "--source" in not_possible("loss", "")
+    assert not any(not_possible(task, "builtin") for task in ("loss", "position", "needle"))
+    assert not any(not_possible("needle", source) for source in ("needle", "needle:2", "text:a"))
+    assert not not_possible("recall", "recall:8")
+
+    said: list[str] = []
+    plan = Plan(tasks=("needle",), sequence_length=64, lengths=(40, 100), depths=1, samples=1)
+    rows = list(evaluate_model(copying(text), plan, lambda line, detail="": said.append(line)))
+    assert [row["status"] for row in rows] == ["not run: a needle and its question need 64 tokens, got 40", "ok"]
+    assert said == ["needle: 1 haystacks of 40 tokens", "needle: 1 haystacks of 100 tokens"]
+    sparse = Subject(DecoderLM(SMALL_MODEL), TOKENIZER, DataConfig(source="recall"), None, CPU, "fp32")
+    monkeypatch.setattr(subject, "host_memory_bytes", lambda: 2**20)
+    plan = Plan(tasks=("loss",), sequence_length=4096)
+    (row,) = evaluate_model(sparse, plan, lambda line, detail="": None)
+    assert row["status"].startswith("not run: the reference backend needs ")
+    assert copying("needle").lacks_memory(10**6) == ""
+
+
+def test_weights_that_are_broken_are_found() -> None:
+    model = DecoderLM(SMALL_MODEL)
+    with torch.no_grad():
+        model.embedding.weight.fill_(math.nan)
+    broken = Subject(model, TOKENIZER, DataConfig(source="recall"), None, CPU, "fp32")
+    plan = Plan(tasks=("recall",), sequence_length=16, samples=1)
+    with pytest.raises(FloatingPointError, match="not finite"):
+        list(evaluate_model(broken, plan, lambda line, detail="": None))
+
+
+def test_defaults_of_a_plan() -> None:
+    plan = Plan(tasks=(), sequence_length=1024)
+    assert plan.needle_lengths() == [128, 256, 512, 1024]
+    assert plan.needle_depths() == [0.0, 0.25, 0.5, 0.75, 1.0]
+    assert plan.recall_pairs("recall:8") == [2, 4, 8] and plan.recall_pairs("recall") == [32, 64, 128]
+    assert Plan(tasks=(), sequence_length=64, depths=1).needle_depths() == [0.0]
+
+
+def test_a_later_evaluation_keeps_what_it_does_not_measure() -> None:
+    before = [
+        {"task": "loss", "length": 8, "source": "a", "loss": 1.0},
+        {"task": "position", "length": 8, "source": "a", "first": 0},
+        {"task": "position", "length": 8, "source": "a", "first": 4},
+        {"task": "recall", "length": 8, "source": "a", "pairs": 2},
+    ]
+    new = [
+        {"task": "position", "length": 8, "source": "a", "first": 0, "loss": 2.0},
+        {"task": "recall", "length": 8, "source": "a", "pairs": 4},
+    ]
+    assert merge_rows(before, new) == [before[0], before[3], *new]

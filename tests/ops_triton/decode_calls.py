@@ -1,0 +1,33 @@
+"""One step of decoding on the meta device, for the compile tests."""
+
+import torch
+
+from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache
+
+
+def decode_step(heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False):
+    """Launch every kernel of a sparse layer, own window and gates, and of a dense one."""
+    from trifocal.ops.triton import decode_append, decode_attention
+
+    geometry, size = Geometry(), 256
+
+    def empty(*shape, dtype=dtype):
+        return torch.empty(shape, device="meta", dtype=dtype)
+
+    def both(*shape):
+        return empty(*shape, dim), empty(*shape, value_dim)
+
+    k_slc, v_slc = both(batch * pages, groups, size)
+    k_cmp, v_cmp = both(batch * pages, groups, size // geometry.compression_stride)
+    cache = SparseCache(k_slc, v_slc, k_cmp, v_cmp, *both(batch, groups, 520), *both(batch, groups, 40))
+    counts = (empty(batch, dtype=torch.int32) for _ in range(3))
+    sequences = DecodeBatch(*counts, empty(batch, pages, dtype=torch.int32))
+    rotary = (empty(4096, dim // 2, dtype=torch.float32),) * 2
+    tokens = [x for _ in range(3) for x in both(batch, new, groups)]
+    q, gates = empty(batch, new, heads, dim), empty(batch, new, heads, 3, dtype=torch.float32)
+    phi = (lambda windows: windows[:, 0],) * 2 if learned else None
+    decode_append.append_sparse(cache, sequences, tuple(tokens), geometry, rotary, phi)
+    decode_attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1)
+    dense = DenseCache(k_slc, v_slc)
+    decode_append.append_dense(dense, sequences, *tokens[:2], rotary)
+    decode_attention.decode_dense_attention(q, dense, sequences, rotary, 0.1)

@@ -1,0 +1,196 @@
+"""Decoding's kernels, interpreted, against the reference: caches, choices and outputs, fp32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.ops import decode_cases
+from tests.ops.cases import geometry
+from tests.ops.decode_cases import Decoder, draw, whole, whole_dense
+from trifocal.nn.rope import rotate
+from trifocal.ops import compressed_attention, dispatch, select_blocks
+from trifocal.testing.tolerances import error
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
+
+BOUND = 1e-5
+USUAL = geometry(8, 4, 16, 3, 1, 1, 11)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A batch of pasts, and the new tokens of each."""
+
+    shapes: decode_cases.Case
+    lengths: tuple[int, ...]
+    num_new: tuple[int, ...]
+
+
+def shapes(why, rules=USUAL, heads=2, groups=1, **others):
+    return decode_cases.Case(why, rules, heads, groups, **others)
+
+
+STEPS = (
+    Step(shapes("3 heads a group, V < D", heads=6, groups=2, value_dim=6), (79,), (1,)),
+    Step(shapes("7 heads, several new tokens, one sequence without", heads=7), (5, 6, 66), (0, 2, 1)),
+    Step(shapes("one head a group, no overlap", geometry(4, 4, 16, 2, 0, 1, 20), 2, 2), (77,), (1,)),
+    Step(shapes("everything shared, pages of three blocks", window="shared", page_blocks=3), (80,), (2,)),
+    Step(shapes("selected alone", value_dim=4, window="none", selected_only=True), (66,), (1,)),
+    Step(shapes("no window", window="none"), (75,), (1,)),
+    Step(shapes("blocks of four strides", geometry(16, 4, 16, 3, 1, 1, 21)), (62,), (2,)),
+    Step(shapes("three strides a block, no block forced first", geometry(16, 16, 48, 2, 0, 1, 5)), (190,), (1,)),
+    Step(shapes("D in two parts, V wider", dim=130, value_dim=132), (41,), (1,)),
+    Step(shapes("rows are two tiles", heads=20), (30,), (4,)),
+)
+
+
+@pytest.fixture(autouse=True)
+def unwritten_memory_is_poison(monkeypatch):
+    """What a kernel does not write must not be read."""
+    empty = torch.empty
+
+    def poisoned(*sizes, **options):
+        x = empty(*sizes, **options)
+        return x.fill_(torch.nan if x.dtype.is_floating_point else -(2**20))
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.fixture(autouse=True)
+def four_units_to_a_part(monkeypatch):
+    """Fewer programs to interpret; one test takes both ways."""
+    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 4)
+
+
+def run(step, backend, tokens, dense=False):
+    decoder = Decoder(step.shapes, tokens, max(step.num_new), backend)
+    decoder.fill(list(step.lengths))
+    return (decoder.step_dense if dense else decoder.step)(list(step.num_new)), decoder
+
+
+def tokens_of(step):
+    length = max(past + new for past, new in zip(step.lengths, step.num_new, strict=True))
+    return draw(step.shapes, len(step.lengths), length, torch.float32)
+
+
+def assert_same_caches(cache, expected):
+    for field in fields(cache):
+        held, wanted = getattr(cache, field.name), getattr(expected, field.name)
+        if wanted is None:
+            assert held is None
+            continue
+        assert torch.equal(held.isnan(), wanted.isnan()), field.name
+        assert error(held.nan_to_num(0.0), wanted.nan_to_num(0.0)) <= BOUND, field.name
+
+
+@pytest.mark.parametrize("step", STEPS, ids=[step.shapes.why for step in STEPS])
+def test_a_step_is_the_reference_and_the_whole_sequence(step):
+    tokens = tokens_of(step)
+    o, decoder = run(step, "triton", tokens)
+    expected, reference = run(step, "reference", tokens)
+    assert_same_caches(decoder.cache, reference.cache)
+    assert error(o, expected) <= BOUND
+    for row, (past, new) in enumerate(zip(step.lengths, step.num_new, strict=True)):
+        if new:
+            part = whole(step.shapes, tokens.part(row, past + new))
+            assert error(o[row, :new], part[0, past:]) <= BOUND
+        assert not o[row, new:].any()
+
+
+@pytest.mark.parametrize("learned", [False, True], ids=["mean", "learned"])
+def test_caches_after_every_length(learned):
+    """Around every border; the windows of blocks that are not due hold NaN."""
+    case = shapes("append", value_dim=7, window="own", page_blocks=2, learned=learned)
+    lengths = (0, *range(3, 13), 27, 28, 29, 31, 32, 33)
+    step = Step(case, lengths, tuple((5, 3, 0, 1)[row % 4] for row in range(len(lengths))))
+    tokens, caches = tokens_of(step), []
+    for backend in ("triton", "reference"):
+        decoder = Decoder(case, tokens, 5, backend)
+        decoder.fill(list(lengths))
+        decoder.append(list(step.num_new))
+        caches.append(decoder.cache)
+    assert_same_caches(*caches)
+
+
+def test_dense_attention_over_pages():
+    step = Step(shapes("dense", heads=6, groups=2, value_dim=6), (30, 300), (0, 2))
+    tokens = tokens_of(step)
+    o, decoder = run(step, "triton", tokens, dense=True)
+    expected, reference = run(step, "reference", tokens, dense=True)
+    assert_same_caches(decoder.dense, reference.dense)
+    assert error(o, expected) <= BOUND
+    assert error(o[1], whole_dense(step.shapes, tokens.part(1, 302))[0, 300:]) <= BOUND
+
+
+@pytest.mark.parametrize(("dense", "past"), [(False, 330), (True, 1300)], ids=["sparse", "dense"])
+def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
+    """A sequence of several units alone, elsewhere in other caches, with a wider table and four units to a part."""
+    rules = geometry(2, 1, 16, 18, 1, 1, 300)
+    step = Step(shapes("bits", rules, value_dim=64, page_blocks=2), (20, past), (1, 1))
+    tokens = tokens_of(step)
+    expected, _ = run(step, "reference", tokens, dense)
+    with mock.patch.object(dispatch, "decode_units_of_part", lambda *sizes: 1):
+        together, _ = run(step, "triton", tokens, dense)
+    assert error(together, expected) <= BOUND
+    alone = type(tokens)(*(x[1:] for x in tokens))
+    decoder = Decoder(step.shapes, alone, 1, "triton", spare_pages=17, seed=5)
+    decoder.fill([past])
+    o = (decoder.step_dense if dense else decoder.step)([1])
+    assert torch.equal(o[0], together[1])
+
+
+def choices(step, tokens, monkeypatch, rotated=True):
+    """The blocks that the kernels choose for the tokens of a step, [B, T, G, N], and those of the reference."""
+    from trifocal.ops.triton import decode_attention as kernels
+
+    launched = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(args)
+
+    decoder = Decoder(step.shapes, tokens, max(step.num_new), "triton")
+    if not rotated:
+        decoder.rotary = torch.ones_like(decoder.rotary[0]), torch.zeros_like(decoder.rotary[1])
+    decoder.fill(list(step.lengths))
+    monkeypatch.setattr(kernels, "decode_attend_kernel", Launch())
+    monkeypatch.setattr(kernels, "decode_combine_kernel", Launch())
+    decoder.step(list(step.num_new))
+    cos, sin = decoder.rotary
+    k_cmp = decode_cases.compressed(step.shapes, tokens.k_cmp)
+    starts = torch.arange(k_cmp.shape[1]) * step.shapes.geometry.compression_stride
+    q, k_cmp = rotate(tokens.q, cos, sin), rotate(k_cmp, cos[starts], sin[starts])
+    _, lse = compressed_attention(q, k_cmp, k_cmp, step.shapes.geometry, backend="reference")
+    expected = select_blocks(q, k_cmp, lse, step.shapes.geometry, backend="reference")
+    (selected_blocks,) = (
+        x for x in launched[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32 and x.ndim == 4
+    )
+    return selected_blocks, expected[:, step.lengths[0] :]
+
+
+def test_half_of_many_blocks_are_chosen(monkeypatch):
+    step = Step(shapes("choice", geometry(8, 4, 16, 20, 1, 1, 11), 6, 2), (641,), (8,))
+    chosen, expected = choices(step, tokens_of(step), monkeypatch)
+    assert torch.equal(chosen, expected)
+
+
+def test_equal_blocks_tie_and_the_lower_indices_are_taken(monkeypatch):
+    """All compressed keys but one block's are equal; that one raises the maximum of its tile."""
+    step = Step(shapes("ties", geometry(4, 4, 16, 9, 0, 1, 4), 2, 2), (400,), (8,))
+    tokens = tokens_of(step)
+    k_cmp = torch.zeros_like(tokens.k_cmp) + tokens.k_cmp[:, :1]
+    k_cmp[:, 304:320] *= 6.3
+    chosen, expected = choices(step, tokens._replace(k_cmp=k_cmp), monkeypatch, rotated=False)
+    assert (expected == 19).any() and (expected[..., 4] == 4).all()
+    assert torch.equal(chosen, expected)
+
+
+def test_more_strides_a_block_than_a_tile_holds_are_refused():
+    step = Step(shapes("too many strides", geometry(1, 1, 80, 2, 1, 1, 4)), (10,), (1,))
+    with pytest.raises(ValueError, match="at most 64 strides"):
+        run(step, "triton", tokens_of(step))

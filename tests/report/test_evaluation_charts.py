@@ -1,0 +1,90 @@
+"""The charts of `trifocal evaluate`: their figures, and that a browser draws them."""
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.browser import Browser, find
+from tests.written_runs import write_run
+from trifocal.report import write_report
+from trifocal.report.evaluation_charts import evaluation_charts
+from trifocal.runlog.run import read_run
+
+
+def write_evaluation(run: Path, step: int, **changes: Any) -> Path:
+    """An evaluation with every task; the further back, the less is found."""
+    common = {"source": "builtin", "status": "ok", **changes}
+    rows = [{"task": "loss", "length": 256, "loss": 1.5, "bits_per_byte": 2.1, **common}]
+    edges = [0, 8, 16, 32, 64, 128, 256]
+    for first, end in itertools.pairwise(edges):
+        figures = {"first": first, "end": end, "targets": 100, "loss": 2 - 0.1 * end**0.3}
+        rows.append({"task": "position", "length": 256, **figures, **common})
+        rows.append(
+            {"task": "recall_distance", "length": 256, "pairs": 16, **figures, "accuracy": 1 - first / 256, **common}
+        )
+    for length in (64, 256):
+        for depth in (0.0, 0.5, 1.0):
+            figures = {"depth": depth, "samples": 8, "accuracy": depth}
+            rows.append({"task": "needle", "length": length, **figures, **common})
+    for pairs in (8, 16):
+        rows.append({"task": "recall", "length": 256, "pairs": pairs, "accuracy": 8 / pairs, **common})
+    rows.append({"task": "needle", "length": 1024, "source": "builtin", "status": "not run: no memory"})
+    path = run / "evaluation" / f"step_{step:08d}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({"step": step, "rows": rows}))
+    return path
+
+
+def test_the_last_evaluation_is_shown(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=20)
+    assert evaluation_charts([read_run(run)]) == []
+    write_evaluation(run, 10, source="earlier")
+    write_evaluation(run, 20)
+    charts = {chart.key: chart for chart in evaluation_charts([read_run(run)])}
+    assert list(charts) == ["position", "needle-0", "recall_pairs", "recall_distance"]
+    (line,) = charts["position"].traces
+    assert line["x"] == [8, 16, 32, 64, 128, 256] and line["y"][0] == pytest.approx(2 - 0.1 * 8**0.3, abs=1e-5)
+    assert line["text"][1] == f"8 to 15: {2 - 0.1 * 16**0.3:.4f} (100 targets)"
+    (heat,) = charts["needle-0"].traces
+    assert heat["x"] == ["64", "256"], "a length that was not run is no column"
+    assert heat["y"] == ["0%", "50%", "100%"] and heat["z"] == [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+    assert charts["recall_pairs"].traces[0]["y"] == [1.0, 0.5]
+    assert charts["recall_distance"].traces[0]["x"][:2] == ["0-7", "8-15"]
+
+
+def test_runs_are_compared_in_one_chart(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / name, steps=20) for name in ("sparse", "dense", "other")]
+    for run in runs[:2]:
+        write_evaluation(run, 20)
+    charts = {chart.key: chart for chart in evaluation_charts([read_run(run) for run in runs])}
+    assert [trace["name"] for trace in charts["position"].traces] == ["sparse", "dense"]
+    assert {trace["line"]["color"] for trace in charts["position"].traces} == {"@run0", "@run1"}
+    assert {key for key in charts if key.startswith("needle")} == {"needle-0", "needle-1"}
+
+
+def test_a_file_that_is_no_evaluation_is_left_out_and_said(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=20)
+    for content in ("", "[]", '{"rows": [3]}', '{"rows": [{"task": "loss"}]}', "{"):
+        write_evaluation(run, 20).write_text(content)
+        read = read_run(run)
+        assert read.evaluations == [] and "evaluation/step_00000020.json" in " ".join(read.complaints())
+    path = write_evaluation(run, 20)
+    path.write_text(path.read_text().replace("1.5", "NaN", 1))
+    (evaluation,) = read_run(run).evaluations
+    assert "loss" not in evaluation["rows"][0]
+
+
+def test_a_browser_draws_them(tmp_path: Path) -> None:
+    executable = find()
+    if executable is None:
+        pytest.skip("no Chromium is installed: apt-get install chromium")
+    run = write_run(tmp_path / "run", steps=20, telemetry=False)
+    write_evaluation(run, 20)
+    with Browser(executable, tmp_path / "profile") as browser:
+        browser.open(write_report(run))
+        drawn = "[...document.querySelectorAll('#evaluation .js-plotly-plot')].filter((plot) => plot.querySelector("
+        assert browser.evaluate(drawn + "'.scatterlayer .trace, .heatmaplayer image')).length") == 4
+        assert browser.problems == []
