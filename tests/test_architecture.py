@@ -160,20 +160,23 @@ def test_command_line_answers_without_torch():
 
 
 def test_optional_packages_are_imported_lazily():
-    """Every module can be imported with the core dependencies alone."""
+    """Every module can be imported with the core dependencies alone, but those of `hf`."""
     optional = ("datasets", "pyarrow", "tokenizers", "transformers", "tensorboard", "plotly", "matplotlib", "triton")
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         for path in SOURCES
-        if {"triton", "hopper"}.isdisjoint(path.parts) and path.name != "__main__.py"
+        if {"triton", "hopper", "hf"}.isdisjoint(path.relative_to(ROOT).parts) and path.name != "__main__.py"
     ]
     code = (
         "import sys, importlib\n"
         f"sys.modules.update(dict.fromkeys({optional!r}))\n"
         f"for name in {modules!r}: importlib.import_module(name)\n"
-        "print('all')"
+        "try:\n"
+        "    import trifocal.hf\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
     )
-    assert python(code) == "all"
+    assert python(code) == "trifocal.hf needs an extra: pip install 'trifocal[hf]'"
 
 
 def test_files_stay_readable():

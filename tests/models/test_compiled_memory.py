@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trifocal.models import DecoderLM, ModelConfig, TrainingSetup
-from trifocal.models.decoder import run_block
 from trifocal.models.layer_memory import LayerMemory
+from trifocal.models.layers import run_block
 from trifocal.ops import Documents, Geometry, dispatch
 
 # PyTorch's own tracer warns about its own calls.

@@ -125,7 +125,7 @@ def test_the_weights_are_those_of_the_last_checkpoint_however_a_run_ends(
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("trifocal.train.export.save_weights", full)
+    monkeypatch.setattr("trifocal.train.exporting.save_weights", full)
     with pytest.raises(UserError, match=r"step 12 is saved, but its weights could not .*No space left.*earlier"):
         resume(run, config=make_config(tmp_path, "--train.steps", "12"))
     assert not (run / "weights" / "trainer_state.json").exists()
@@ -141,7 +141,10 @@ def test_the_umask_says_who_reads_the_weights(tmp_path: Path, umask: int, mode: 
     files = sorted((tmp_path / "run" / "weights").iterdir())
     assert [path.name for path in files] == [
         "config.json",
+        "generation_config.json",
         "model.safetensors",
+        "modeling_trifocal.py",
+        "tokenizer.json",
         "tokenizer_config.json",
         "trainer_state.json",
     ]
