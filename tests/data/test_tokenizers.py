@@ -1,4 +1,4 @@
-"""Tokenizers: there and back, byte counts, and what is said when there is none."""
+"""Tokenizers: there and back, byte counts, and the messages if there is none."""
 
 from __future__ import annotations
 
@@ -152,7 +152,10 @@ def test_gpt2_without_a_hub_is_a_clear_error(tmp_path: Path) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     last = done.stderr.strip().splitlines()[-1]
-    assert "UserError: tokenizer gpt2: neither the hub nor its cache on this machine answers" in last
+    assert (
+        "UserError: tokenizer gpt2: there is no such file, and neither the hub nor its cache on this machine answers"
+        in last
+    )
     assert done.returncode == 1
 
 

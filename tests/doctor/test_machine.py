@@ -1,4 +1,4 @@
-"""What is found on machines that lack something, each with the command that mends it."""
+"""Findings on machines that lack something, each with the command that mends it."""
 
 import re
 import tomllib
@@ -148,8 +148,6 @@ def test_extras_are_those_of_the_project():
     """All but the developers' own, with the modules that their packages have."""
     optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     optional.pop("dev")
-    # Nothing reads it yet.
-    optional.pop("hf")
     packages = {extra: {line.partition(">=")[0] for line in lines} for extra, lines in optional.items()}
     assert packages == {extra: set(modules) for extra, (modules, _) in EXTRAS.items()}
 

@@ -14,6 +14,7 @@ from trifocal.ops import (
     append_sparse,
     decode_attention,
     decode_dense_attention,
+    dispatch,
 )
 from trifocal.testing.tolerances import allowed, error
 
@@ -113,6 +114,33 @@ def test_equal_bits_in_any_batch(shape, dense):
     for rows in ([0], [149], [3, 7, 70], list(range(40, 100))):
         assert torch.equal(step("triton", rows=rows), together[rows])
     assert torch.equal(step("triton"), together)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_equal_bits_with_any_table_and_parts(shape, dense, dtype, monkeypatch):
+    """So many more columns that kernels are compiled for wider choices; entries past the end are no pages."""
+    layer = Layer(shape, dtype, lengths=(40, 3001, 16384, 70000))
+    step = layer.dense_step if dense else layer.step
+    results = []
+    for units, spare in ((1, 0), (4, 0), (1, 300)):
+        monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes, units=units: units)
+        table = layer.batch.block_table
+        wide = torch.cat((table, table.new_full((len(table), spare), -(2**30))), 1)
+        layer.batch = replace(layer.batch, block_table=wide)
+        results.append(step("triton"))
+    assert all(torch.equal(o, results[0]) for o in results[1:])
+
+
+def test_a_nan_stays_with_its_sequence():
+    layer = Layer(SHAPES[1], torch.bfloat16)
+    expected = layer.step("triton")
+    layer.q[4, 0, 3] = torch.nan
+    o = layer.step("triton")
+    assert o[4, 0, 3].isnan().all()
+    kept = torch.arange(len(LENGTHS)) != 4
+    assert torch.equal(o[kept], expected[kept])
 
 
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)

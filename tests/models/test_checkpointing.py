@@ -123,7 +123,7 @@ def test_no_gradient_no_checkpoint(make_model: Callable[..., DecoderLM], monkeyp
     def refuse(*arguments: Any, **options: Any) -> None:
         raise AssertionError("checkpointed without gradients")
 
-    monkeypatch.setattr("trifocal.models.decoder.checkpoint", refuse)
+    monkeypatch.setattr("trifocal.models.layers.checkpoint", refuse)
     model = make_model()
     model.set_activation_checkpointing(0, 2)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Weights as safetensors: there and back, and what does not fit is named."""
+"""Weights as safetensors: there and back; a tensor that does not fit is named."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +34,8 @@ def test_saving_replaces(make_config: Callable[..., ModelConfig], tmp_path: Path
     save_weights(DecoderLM(make_config(num_layers=1)), tmp_path)
     save_weights(DecoderLM(make_config(num_layers=2)), tmp_path)
     assert load_model(tmp_path).config.num_layers == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+    files = ["config.json", "model.safetensors", "modeling_trifocal.py"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
 def test_a_disk_that_does_not_take_them_is_an_os_error(make_config: Callable[..., ModelConfig], tmp_path: Path) -> None:

@@ -34,3 +34,13 @@ def test_products_keep_autocasts_type() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         outputs = project(torch.randn(3, 8, dtype=torch.bfloat16), linears)
     assert [output.dtype for output in outputs] == [torch.bfloat16] * 2
+
+
+def test_a_map_with_an_adapter_is_applied_as_it_is() -> None:
+    class Adapted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 1
+
+    linears = [nn.Linear(3, 3), Adapted(3, 3)]
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(project(x, linears), [linear(x) for linear in linears])

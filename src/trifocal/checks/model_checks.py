@@ -69,7 +69,7 @@ def future_leak(device: torch.device, *, make_model: MakeModel = make_model) -> 
     tokens = random_tokens((1, length), config.vocab_size, device).expand(length, -1)
     changed = tokens.clone()
     changed.diagonal().copy_((tokens.diagonal() + 1) % config.vocab_size)
-    # Row t, position s: what may not move.
+    # Row t, position s: outputs that may not change.
     before = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
     moved: dict[str, int] = {}
     alive = True

@@ -33,7 +33,7 @@ from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import parse_arguments
-from trifocal.train.export import STEP_FILE
+from trifocal.train.exporting import STEP_FILE
 from trifocal.train.preflight import choose_device
 from trifocal.train.pretrained import Pretrained, open_pretrained
 
@@ -130,7 +130,7 @@ def run(args: Sequence[str]) -> int:
     assert subject.data is not None
     head = Evaluated(
         step=step,
-        attention=subject.model.config.attention,
+        attention=", ".join(dict.fromkeys(subject.model.config.attention_of_layers)),
         parameters=parameter_count(subject.model.config),
         source=subject.data.source,
         trained_length=subject.trained_length,

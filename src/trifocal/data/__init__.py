@@ -4,7 +4,8 @@ from trifocal.data.activity import DataError
 from trifocal.data.data_config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
 from trifocal.data.sources import has_text, is_local
-from trifocal.data.tokenizers import Tokenizer, load_tokenizer, make_tokenizer
+from trifocal.data.tokenizer_loading import load_tokenizer, make_tokenizer
+from trifocal.data.tokenizers import Tokenizer
 
 __all__ = [
     "Batch",

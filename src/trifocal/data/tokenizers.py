@@ -4,34 +4,46 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trifocal.data.chats import Chat, render_chat
 from trifocal.data.messages import one_line
 from trifocal.data.sources import fingerprint
-from trifocal.errors import UserError, nearest
-from trifocal.paths import user_path
+from trifocal.errors import UserError
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
+TEMPLATE_FILE = "chat_template.jinja"
 TOKENIZER_FILES = (
     TOKENIZER_FILE,
     CONFIG_FILE,
-    *("special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "chat_template.json"),
+    *("special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, "chat_template.json"),
     *("vocab.json", "merges.txt", "tokenizer.model"),
 )
 """Files of a tokenizer in a folder of Hugging Face; those after the second are transformers' alone."""
-_HUB_NAMES = ("gpt2",)
 # Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
 
 
+class ChatTokens(NamedTuple):
+    """A chat in tokens.
+
+    Attributes:
+        tokens: [n] int32.
+        answers: Which of them the assistant wrote, [n] bool.
+    """
+
+    tokens: NDArray[np.int32]
+    answers: NDArray[np.bool_]
+
+
 class Tokenizer(Protocol):
-    """Text to tokens and back. `separator` ends a document and never occurs inside one; its name may be empty."""
+    """Text to tokens and back. `separator` ends a document and never occurs inside a text."""
 
     name: str
     vocab_size: int
@@ -47,6 +59,14 @@ class Tokenizer(Protocol):
         """The tokens of each text."""
         ...
 
+    def encode_chat(self, messages: Chat) -> ChatTokens:
+        """The tokens of a chat, by the tokenizer's template, with the template's special tokens.
+
+        Raises:
+            UserError: If the tokenizer has no template, or it refuses the chat.
+        """
+        ...
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without separators; invalid UTF-8 is replaced."""
         ...
@@ -56,7 +76,7 @@ class Tokenizer(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write the files of `load_tokenizer` into an existing folder."""
+        """Write the files of `load_tokenizer`, which transformers reads too, into an existing folder."""
         ...
 
 
@@ -77,6 +97,12 @@ class ByteTokenizer:
         """The bytes of each text."""
         return [self.encode(text) for text in texts]
 
+    def encode_chat(self, messages: Chat) -> ChatTokens:
+        """Bytes have no chat template."""
+        raise UserError(
+            "tokenizer bytes has no chat template; give data.tokenizer one that has, such as the model's own"
+        )
+
     def decode(self, ids: Iterable[int]) -> str:
         """The text of bytes, without ids above 255."""
         return bytes(i for i in map(int, ids) if 0 <= i < 256).decode("utf-8", errors="replace")
@@ -87,8 +113,22 @@ class ByteTokenizer:
         return int(np.count_nonzero((array >= 0) & (array < 256)))
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer_config.json`."""
-        (folder / CONFIG_FILE).write_text(json.dumps({"tokenizer_class": type(self).__name__}) + "\n")
+        """Write `tokenizer.json` and `tokenizer_config.json`: a vocabulary of bytes without merges."""
+        (folder / TOKENIZER_FILE).write_text(json.dumps(_byte_vocabulary(self.separator)) + "\n", encoding="utf-8")
+        # A separator's name in a text is no separator.
+        content = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": _SEPARATORS[0],
+            "split_special_tokens": True,
+            "clean_up_tokenization_spaces": False,
+        }
+        (folder / CONFIG_FILE).write_text(json.dumps(content) + "\n")
+
+    @staticmethod
+    def wrote(content: Mapping[str, Any]) -> bool:
+        """Whether the content of a `tokenizer.json` is a vocabulary of bytes."""
+        model, expected = content.get("model"), _byte_vocabulary(ByteTokenizer.separator)["model"]
+        return isinstance(model, Mapping) and all(model.get(key) == expected[key] for key in ("vocab", "merges"))
 
 
 class HuggingFaceTokenizer:
@@ -97,21 +137,33 @@ class HuggingFaceTokenizer:
     Args:
         tokenizer: A `tokenizers.Tokenizer`.
         name: For messages.
-        separator: The token that ends a document; empty: the first of the usual names that the vocabulary has.
+        separator: The token that ends a document; empty: the config's `eos_token`, or the first of the usual names that
+            the vocabulary has.
+        config: Content of its `tokenizer_config.json`.
+        chat_template: Writes chats, in Jinja; empty: none.
 
     Raises:
         UserError: If there is no such separator.
     """
 
-    def __init__(self, tokenizer: Any, name: str, separator: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        name: str,
+        separator: str = "",
+        config: Mapping[str, Any] | None = None,
+        chat_template: str = "",
+    ) -> None:
         # A file may ask for truncation or padding to a model's length.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
+        self._config, self._chat_template = dict(config or {}), chat_template
         self.name = name
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
-        candidates = [separator] if separator else [token for token in _SEPARATORS if token in vocabulary]
+        own = _text_of_token(self._config.get("eos_token"))
+        candidates = [separator] if separator else [token for token in (own, *_SEPARATORS) if token in vocabulary]
         if not candidates or candidates[0] not in vocabulary:
             wanted = f"no token {separator!r}" if separator else f"none of {', '.join(_SEPARATORS)}"
             raise UserError(f"tokenizer {name} has {wanted}; name the token that ends a document in data.separator")
@@ -119,7 +171,8 @@ class HuggingFaceTokenizer:
         self.separator: int = vocabulary[self.separator_token]
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special.add(self.separator)
-        self.fingerprint = fingerprint(tokenizer.to_str(), self.separator)
+        parts = [tokenizer.to_str(), self.separator, *filter(None, [chat_template])]
+        self.fingerprint = fingerprint(*parts)
         self._bytes_of_token: NDArray[np.int64] | None = None
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -131,13 +184,26 @@ class HuggingFaceTokenizer:
         try:
             encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # The library raises plain Exception.
-            raise UserError(
-                f"tokenizer {self.name} cannot encode the text: {one_line(error)}; a vocabulary "
-                "without an unknown token must have every word of the text"
-            ) from error
+            raise self._cannot_encode(error) from error
         arrays = [np.asarray(encoding.ids, dtype=np.int32) for encoding in encodings]
         # A text may contain the separator's name; it must not end the document there.
         return [array[array != self.separator] for array in arrays]
+
+    def encode_chat(self, messages: Chat) -> ChatTokens:
+        """The tokens of a chat, by the template."""
+        if not self._chat_template:
+            raise UserError(f"tokenizer {self.name} has no chat template; set data.tokenizer to a folder that has one")
+        names = {key: text for key, value in self._config.items() if (text := _text_of_token(value)) and "token" in key}
+        chat = render_chat(self._chat_template, messages, names, self.name)
+        try:
+            encoding = self._tokenizer.encode(chat.text, add_special_tokens=False)
+        except Exception as error:  # As above.
+            raise self._cannot_encode(error) from error
+        starts = np.asarray([start for start, _ in encoding.offsets], dtype=np.int64)
+        answers = np.zeros(len(starts), dtype=np.bool_)
+        for first, end in chat.answers:
+            answers |= (starts >= first) & (starts < end)
+        return ChatTokens(np.asarray(encoding.ids, dtype=np.int32), answers)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of tokens, without special ones."""
@@ -151,10 +217,18 @@ class HuggingFaceTokenizer:
         return int(self._bytes_of_token[array[array >= 0]].sum())
 
     def save(self, folder: Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, which transformers reads too."""
+        """Write `tokenizer.json`, `tokenizer_config.json` and the chat template."""
         (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
-        content = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.separator_token}
+        content = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, "eos_token": self.separator_token}
         (folder / CONFIG_FILE).write_text(json.dumps(content) + "\n")
+        if self._chat_template:
+            (folder / TEMPLATE_FILE).write_text(self._chat_template, encoding="utf-8")
+
+    def _cannot_encode(self, error: Exception) -> UserError:
+        return UserError(
+            f"tokenizer {self.name} cannot encode the text: {one_line(error)}; a vocabulary "
+            "without an unknown token must have every word of the text"
+        )
 
     def _count_bytes_of_tokens(self) -> NDArray[np.int64]:
         decoder = json.dumps(json.loads(self._tokenizer.to_str()).get("decoder"))
@@ -173,67 +247,43 @@ class HuggingFaceTokenizer:
         return lengths
 
 
-def make_tokenizer(name: str, *, separator: str = "") -> Tokenizer:
-    """Load a tokenizer by name.
-
-    Args:
-        name: `bytes`, `gpt2`, or the path of a `tokenizer.json` (or of the folder that holds it).
-        separator: The token that ends a document; empty: found by its usual names.
-
-    Raises:
-        UserError: If there is no such tokenizer (names the nearest), it cannot be read, or has no separator.
-    """
-    if name == "bytes":
-        if separator:
-            raise UserError(f"data.separator is {separator!r}, but tokenizer bytes has its own (id 256); leave it out")
-        return ByteTokenizer()
-    path = user_path(name, "data.tokenizer")
-    is_path = "/" in name or name.endswith(".json") or path.exists()
-    path = path / TOKENIZER_FILE if path.is_dir() else path
-    if name not in _HUB_NAMES and not path.is_file():
-        if is_path:
-            raise UserError(f"tokenizer {name}: no such file; give the path of a tokenizer.json")
-        known = ("bytes", *_HUB_NAMES)
-        raise UserError(
-            f"unknown tokenizer {name!r}; the nearest is {nearest(name, known)} "
-            f"(known: {', '.join(known)}, or the path of a tokenizer.json)"
-        )
-    try:
-        import tokenizers
-    except ImportError:
-        raise UserError(f"tokenizer {name} needs an extra: pip install 'trifocal[data]'") from None
-    # The library raises plain Exception for a broken file and several kinds for an unreachable hub.
-    try:
-        loaded = (
-            tokenizers.Tokenizer.from_file(str(path)) if path.is_file() else tokenizers.Tokenizer.from_pretrained(name)
-        )
-    except Exception as error:
-        reason = one_line(error)
-        if path.is_file():
-            raise UserError(f"tokenizer {path} is not a tokenizer.json: {reason}") from error
-        raise UserError(
-            f"tokenizer {name}: neither the hub nor its cache on this machine answers ({reason}); "
-            "use bytes, or give the path of a tokenizer.json"
-        ) from error
-    return HuggingFaceTokenizer(loaded, name, separator)
+def _text_of_token(value: Any) -> str:
+    """The text of a special token in a `tokenizer_config.json`: plain, or an object with its options."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else ""
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in a folder: what `Tokenizer.save` wrote, such as the `weights` of a run, or a Hugging Face one.
-
-    Raises:
-        UserError: If there is none, or one of its files is broken.
-    """
-    path = folder / CONFIG_FILE
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        kind, separator = content["tokenizer_class"], content.get("eos_token") or ""
-        # Some folders describe the token instead of naming it.
-        separator = separator["content"] if isinstance(separator, dict) else separator
-    except OSError as error:
-        raise UserError(f"cannot read {path}, which names the model's tokenizer: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} does not name a tokenizer_class") from error
-    if kind == ByteTokenizer.__name__:
-        return ByteTokenizer()
-    return make_tokenizer(str(folder / TOKENIZER_FILE), separator=separator)
+def _byte_vocabulary(separator: int) -> dict[str, Any]:
+    """The `tokenizer.json` of bytes, as the `tokenizers` library writes it."""
+    # GPT-2's characters for bytes: printable ones for themselves, the others from 256 on.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    characters = [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    end = {"id": separator, "content": _SEPARATORS[0], "single_word": False, "lstrip": False, "rstrip": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    # A decoder has the same options, and reads none of them.
+    decoder = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in enumerate(characters)},
+        "merges": [],
+    }
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{**end, "normalized": False, "special": True}],
+        "normalizer": None,
+        "pre_tokenizer": byte_level,
+        "post_processor": None,
+        "decoder": decoder,
+        "model": model,
+    }

@@ -27,6 +27,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
         ("datasets", "huggingface_hub", "pyarrow", "tokenizers"),
         "FineWeb-Edu, parquet files and other tokenizers than bytes",
     ),
+    "hf": (("transformers", "tokenizers"), "trifocal.hf: models in transformers"),
     "tensorboard": (("tensorboard",), "log.sinks tensorboard"),
     "wandb": (("wandb",), "log.sinks wandb"),
     "trackio": (("trackio",), "log.sinks trackio"),

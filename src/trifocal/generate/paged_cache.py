@@ -106,6 +106,45 @@ def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_s
     return CacheBytes(page, row, page_size)
 
 
+class CachePlan(NamedTuple):
+    """Caches that fit: so many sequences at a time, which share so many pages."""
+
+    max_sequences: int
+    num_pages: int
+
+
+def plan_cache(
+    config: ModelConfig, dtype: torch.dtype, max_length: int, *, free_bytes: int, sequences: int
+) -> CachePlan | None:
+    """The caches for so many sequences, or for as many as fit; None if not even one fits.
+
+    Sequences seldom all reach the longest length at once: they share what pages there are, and the engine lets the
+    youngest leave for a while when the pages run out. So as many are planned as get a page each.
+
+    Args:
+        config: The model.
+        dtype: Type of keys and values.
+        max_length: Tokens of the longest sequence; one of them must fit.
+        free_bytes: For the caches.
+        sequences: Sequences that are wanted at a time.
+    """
+    weight = cache_bytes(config, dtype, max_length)
+    longest = -(-max_length // weight.page_size)
+    if longest * weight.page + weight.row > free_bytes:
+        return None
+    sequences = max(1, min(sequences, free_bytes // (weight.page + weight.row)))
+    while sequences > 1 and sequences * weight.row + longest * weight.page > free_bytes:
+        sequences -= 1
+    return CachePlan(sequences, min(sequences * longest, (free_bytes - sequences * weight.row) // weight.page))
+
+
+def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) -> int:
+    """Tokens of the longest single sequence whose caches take no more than these bytes."""
+    # A row grows with the length up to the window, and not beyond.
+    weight = cache_bytes(config, dtype, 2**31 - 1 if config.attention == "dense" else config.geometry.window_size)
+    return max(0, (free_bytes - weight.row) // weight.page) * weight.page_size
+
+
 @dataclass(frozen=True)
 class HostCopy:
     """The past of one sequence on the host: pages and rings, one tensor each for every tensor of the caches."""

@@ -1,29 +1,19 @@
 """The decoder: embedding, blocks, norm, output projection, loss. How it is run in parallel is decided outside."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.models.model_config import ModelConfig
-from trifocal.nn import (
-    Block,
-    DenseAttention,
-    NSAttention,
-    RMSNorm,
-    SelectedAttention,
-    WindowAttention,
-)
+from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import AttentionBase
-from trifocal.nn.random_selection import random_blocks
 from trifocal.ops import Documents
 from trifocal.ops.validation import check_rank
 
 IGNORED_TARGET = -100
-SMALL_STD = 0.02
 
 
 class DecoderLM(nn.Module):
@@ -40,10 +30,7 @@ class DecoderLM(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(
-            Block(_attention(config, kind), config.dim, config.mlp_dim, config.norm_eps, config.mlp_bias)
-            for kind in config.attention_of_layers
-        )
+        self.blocks = make_blocks(config)
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.head = None if config.tie_embeddings else nn.Linear(config.dim, config.vocab_size, bias=False)
         self._checkpointed_layers = range(0)
@@ -69,12 +56,7 @@ class DecoderLM(nn.Module):
             self._run_end = torch.compile(run_end, fullgraph=True, dynamic=False)
 
     def _wrap(self) -> None:
-        """Wrap the forward of compiled and checkpointed blocks. Hooks, FSDP's among them, stay outside of it."""
-        for index, block in enumerate(self.blocks):
-            block.__dict__.pop("forward", None)
-            checkpointed = index in self._checkpointed_layers
-            if checkpointed or self._compiles:
-                block.forward = functools.partial(train_block, self._run_block, checkpointed, block.forward)
+        wrap_blocks(self.blocks, self._checkpointed_layers, self._run_block)
 
     def init_weights(self, seed: int | torch.Generator | None = None) -> None:
         """Draw all weights anew.
@@ -95,24 +77,9 @@ class DecoderLM(nn.Module):
             if parameter.is_meta:
                 continue
             drawn = torch.empty(parameter.shape, dtype=torch.float32, device=device)
-            if name.endswith("norm.weight"):
-                drawn.fill_(1.0)
-            elif name.endswith(".bias"):
-                drawn.zero_()
-            else:
-                drawn.normal_(std=self._initial_std(name, parameter), generator=generator)
+            draw_weights(drawn, name, self.config, generator)
             with torch.no_grad():
                 parameter.copy_(drawn)
-
-    def _initial_std(self, name: str, matrix: Tensor) -> float:
-        if name.endswith(("_compressor.positions", "_compressor.down_proj.weight")):
-            return SMALL_STD
-        if name == "embedding.weight" and not self.config.tie_embeddings:
-            return SMALL_STD
-        std = matrix.shape[1] ** -0.5
-        if name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")):
-            std /= (2 * self.config.num_layers) ** 0.5
-        return std
 
     def forward(
         self,
@@ -159,30 +126,9 @@ class DecoderLM(nn.Module):
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
-        layers = self.attention_layers()
-        # A layer with compressed blocks has the tables of the others too.
-        first = next((layer for layer in layers if layer.geometry is not None), layers[0])
-        rotary = first.rotary_tables(x, documents)
-        choices = self._random_choices(x, documents)
-        for index, block in enumerate(self.blocks):
-            given = {"selected_blocks": choices[index]} if index in choices else {}
-            x = block(x, cu_seqlens=documents, rotary=rotary, **given)
+        for residual in run_blocks(self.blocks, self.config, x, documents):
+            x = residual
         return x
-
-    def _random_choices(self, x: Tensor, documents: Documents | None) -> dict[int, Tensor]:
-        """The blocks of each layer that draws them at random, [B, T, G, N]."""
-        config = self.config
-        if config.selection == "importance":
-            return {}
-        if documents is not None:
-            positions = documents.positions
-        else:
-            positions = torch.arange(x.shape[1], device=x.device)
-        return {
-            layer: random_blocks(positions, config.geometry, config.num_kv_heads, layer).expand(x.shape[0], -1, -1, -1)
-            for layer, kind in enumerate(config.attention_of_layers)
-            if kind in ("nsa", "selected")
-        }
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Project hidden states [..., E] to logits [..., vocab_size]."""
@@ -243,78 +189,9 @@ def _check_tokens(tokens: Tensor, targets: Tensor | None) -> None:
         raise ValueError(f"targets must be of int64, got {targets.dtype}")
 
 
-def train_block(
-    run: Callable[..., Tensor],
-    checkpointed: bool,
-    forward: Callable[..., Tensor],
-    x: Tensor,
-    **given: Any,
-) -> Tensor:
-    """A wrapped block: `run`, which is `run_block` or compiled from it, in training; else the block's own forward."""
-    if not torch.is_grad_enabled():
-        return forward(x, **given)
-    return run(checkpointed, forward, x, **given)
-
-
-def run_block(checkpointed: bool, forward: Callable[..., Tensor], x: Tensor, **given: Any) -> Tensor:
-    """One layer in training, by its `Block.forward`; `checkpointed` computes it again in backward."""
-    if not checkpointed:
-        return forward(x, **given)
-    # Nothing in a block is random, so no random state is kept, which a CUDA graph could not read.
-    return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False, context_fn=_save_attention, **given)
-
-
 def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor) -> Tensor:
     """The loss from the last layer's output."""
     return _mean_loss(nn.functional.linear(norm(x), output_weight), targets)
-
-
-# Non-reentrant checkpointing that keeps the results of some operators. The choice, because one made again costs as
-# much as the first and in another precision might turn out otherwise: 4 bytes a slot. The branches' outputs and
-# log-sum-exps, where the kernels make them: 2V + 4 bytes a head each, together 1.5 times the layer's input at H*V = E.
-# They give back the most time for their bytes. At 65,536 tokens and 64/4 heads of 128, an H200 saves for each KiB
-# kept about 380 ns with the choice, 14 with the selected, 8 with the compressed branch (in proportion to the length)
-# and 3 with the window; the products of an MLP on 768 dims would save about 1.
-_save_attention = functools.partial(
-    create_selective_checkpoint_contexts,
-    [
-        torch.ops.trifocal.select_blocks.default,
-        torch.ops.trifocal.compressed_attention.default,
-        torch.ops.trifocal.selected_attention.default,
-        torch.ops.trifocal.window_attention.default,
-    ],
-)
-
-
-def _attention(config: ModelConfig, kind: str) -> AttentionBase:
-    sizes: dict[str, Any] = {
-        "dim": config.dim,
-        "num_heads": config.num_heads,
-        "num_kv_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "value_dim": config.value_dim,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
-        "qk_norm": config.qk_norm,
-        "norm_eps": config.norm_eps,
-        "qkv_bias": config.qkv_bias,
-        "o_bias": config.o_bias,
-    }
-    if kind == "dense":
-        return DenseAttention(**sizes)
-    if kind == "window":
-        window = config.sliding_window or config.geometry.window_size
-        return WindowAttention(window_size=window, backend=config.backend, **sizes)
-    if kind == "selected":
-        return SelectedAttention(geometry=config.geometry, backend=config.backend, **sizes)
-    return NSAttention(
-        **sizes,
-        geometry=config.geometry,
-        compressor=config.compressor,
-        gate=config.gate,
-        shared_kv=config.shared_kv,
-        backend=config.backend,
-    )
 
 
 def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:

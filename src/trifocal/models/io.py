@@ -1,10 +1,15 @@
-"""Weights as files that other tools read: `model.safetensors` beside `config.json`."""
+"""Weights as files that other tools read: `model.safetensors`, or shards with an index, beside `config.json`.
+
+transformers reads the same folder: `config.json` names its classes, which are in `trifocal.hf`, and the file of
+`write_modeling_file` imports them there. What transformers writes is read here too.
+"""
 
 import errno
 import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,46 +22,93 @@ from trifocal.models.model_config import ModelConfig
 from trifocal.paths import user_path
 
 WEIGHTS_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
+MODELING_FILE = "modeling_trifocal.py"
+MODEL_TYPE = "trifocal"
+AUTO_MAP = {
+    auto: f"{Path(MODELING_FILE).stem}.{name}"
+    for auto, name in (
+        ("AutoConfig", "TrifocalConfig"),
+        ("AutoModel", "TrifocalModel"),
+        ("AutoModelForCausalLM", "TrifocalForCausalLM"),
+    )
+}
+"""Where transformers finds the classes of a folder, by its own classes."""
+SHARD_BYTES = 5 * 10**9
+"""Bytes of a shard, unless one tensor is larger."""
 # A run has the first of these, a checkpoint the second.
 _TRAINERS_FILES = ("config.toml", "manifest.json")
+_MODELING = '''"""The classes of this model for transformers, with trust_remote_code: pip install 'trifocal[hf]'"""
+
+from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
+
+__all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalModel"]
+'''
+# transformers' name of the decoder inside of its model with an output projection.
+_BASE_MODEL = "model."
 
 
-def save_weights(model: DecoderLM, folder: str | Path) -> None:
-    """Write weights and configuration; each file appears whole or not at all.
+def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, **settings: Any) -> None:
+    """Write weights and configuration, for `load_model` and for transformers; each file appears whole or not at all.
 
     Args:
         model: The model itself, without wrappers.
-        folder: Made if it does not exist; files of the same names are replaced.
+        folder: Made if it does not exist; files of the same names are replaced, and shards of an earlier model removed.
+        shard_bytes: Larger weights are cut into files of at most this many bytes, unless a tensor is larger.
+        settings: Further keys of `config.json`, as transformers names them.
 
     Raises:
         OSError: If the disk does not take them.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config_text = json.dumps(model.config.to_dict(), indent=2) + "\n"
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
-    partial_config, partial_weights = folder / f".{CONFIG_FILE}.partial", folder / f".{WEIGHTS_FILE}.partial"
-    partial_config.write_text(config_text, encoding="utf-8")
-    try:
-        save_file(tensors, partial_weights, metadata={"format": "pt"})
-    except SafetensorError as error:
-        # The library's own error names the system's only in its text.
-        found = re.search(r"os error (\d+)", str(error))
-        number = int(found[1]) if found else errno.EIO
-        raise OSError(number, os.strerror(number), str(partial_weights)) from error
-    # The library makes the file readable for its owner alone, whatever the umask.
-    partial_weights.chmod(partial_config.stat().st_mode)
-    partial_config.replace(folder / CONFIG_FILE)
-    partial_weights.replace(folder / WEIGHTS_FILE)
+    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    content = {
+        "model_type": MODEL_TYPE,
+        "architectures": ["TrifocalForCausalLM"],
+        "auto_map": AUTO_MAP,
+        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
+        **settings,
+        "model": model.config.to_dict(),
+    }
+    shards = _shards(tensors, shard_bytes)
+    partial_config = folder / f".{CONFIG_FILE}.partial"
+    partial_config.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    written = {partial_config: folder / CONFIG_FILE}
+    for file, names in shards.items():
+        partial = folder / f".{file}.partial"
+        _save_shard({name: tensors[name].cpu().contiguous() for name in names}, partial)
+        # The library makes the file readable for its owner alone, whatever the umask.
+        partial.chmod(partial_config.stat().st_mode)
+        written[partial] = folder / file
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())},
+            "weight_map": {name: file for file, names in shards.items() for name in names},
+        }
+        partial = folder / f".{INDEX_FILE}.partial"
+        partial.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        written[partial] = folder / INDEX_FILE
+    for partial, path in written.items():
+        partial.replace(path)
+    stale = {*folder.glob("model-*-of-*.safetensors"), folder / INDEX_FILE, folder / WEIGHTS_FILE} - {*written.values()}
+    for path in stale:
+        path.unlink(missing_ok=True)
+    write_modeling_file(folder)
+
+
+def write_modeling_file(folder: Path) -> None:
+    """Write the file by which transformers finds the classes of a folder, with `trust_remote_code`."""
+    (folder / MODELING_FILE).write_text(_MODELING, encoding="utf-8")
 
 
 def load_model(folder: str | Path) -> DecoderLM:
     """Build a trained model, on the CPU.
 
     Args:
-        folder: What `save_weights` wrote, such as `weights` of a run; or a run, whose newest checkpoint counts; or one
-            of its checkpoints.
+        folder: A folder that `save_weights` or `trifocal.hf` wrote, such as `weights` of a run; or a run (its newest
+            checkpoint); or one of its checkpoints.
 
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
@@ -71,7 +123,7 @@ def load_model(folder: str | Path) -> DecoderLM:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is such a file, as far as this user may know: reading it says what is wrong."""
+    """Whether there is such a file, as far as this user may know; if not, reading it gives the reason."""
     try:
         return path.exists()
     except OSError:
@@ -79,52 +131,105 @@ def _is_there(path: Path) -> bool:
 
 
 def load_weights(folder: Path) -> DecoderLM:
-    """Build the model that `save_weights` wrote; errors as in `load_model`."""
+    """Build the model of a folder; errors as in `load_model`."""
     config = read_config(folder)
     with torch.device("meta"):
         model = DecoderLM(config)
-    model.load_state_dict(_read_tensors(model, folder / WEIGHTS_FILE), assign=True)
+    model.load_state_dict(_read_tensors(model, folder), assign=True)
     return model
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration that `save_weights` wrote; errors as in `load_model`."""
+    """The configuration of a folder's model; errors as in `load_model`."""
     path = folder / CONFIG_FILE
+    values = _read_json(path, "the model's configuration")
+    # Older folders hold the keys of the model alone.
+    if "model_type" not in values:
+        return ModelConfig.from_dict(values)
+    if values["model_type"] != MODEL_TYPE:
+        raise UserError(
+            f'{path} is of the architecture "{values["model_type"]}", expected "{MODEL_TYPE}"; a dense model is made '
+            "sparse by trifocal convert"
+        )
+    if not isinstance(values.get("model"), dict):
+        raise UserError(f'{path} lacks the table "model", the sizes and choices of the model')
+    return ModelConfig.from_dict(values["model"])
+
+
+def _read_json(path: Path, what: str) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UserError(f"cannot read the model's configuration {path}: {os.strerror(error.errno or 0)}") from error
+        raise UserError(f"cannot read {what} {path}: {os.strerror(error.errno or 0)}") from error
     except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold one JSON object, got {type(values).__name__}")
-    return ModelConfig.from_dict(values)
+    return values
 
 
-def _read_tensors(model: DecoderLM, path: Path) -> dict[str, Tensor]:
-    """The tensors of a file that has exactly those of the model, in its shapes."""
-    tensors = {}
+def _shards(tensors: dict[str, Tensor], shard_bytes: int) -> dict[str, list[str]]:
+    """The names of the tensors in each file, in their order."""
+    groups: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        if groups[-1] and size + tensor.nbytes > shard_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(name)
+        size += tensor.nbytes
+    if len(groups) == 1:
+        return {WEIGHTS_FILE: groups[0]}
+    return {f"model-{number:05}-of-{len(groups):05}.safetensors": names for number, names in enumerate(groups, start=1)}
+
+
+def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
     try:
-        if not path.is_file():
-            raise UserError(f"the model's weights {path} do not exist")
-        with safe_open(path, framework="pt") as file:
-            unknown = set(file.keys())
-            for name, parameter in model.state_dict().items():
-                if name not in unknown:
-                    raise UserError(f"{path} lacks the tensor {name}; the weights are of another model")
-                shape = file.get_slice(name).get_shape()
-                if shape != list(parameter.shape):
-                    raise UserError(
-                        f"{path}: tensor {name} has the shape {shape}, but the configuration makes it "
-                        f"{list(parameter.shape)}"
-                    )
-                unknown.discard(name)
-                tensors[name] = file.get_tensor(name)
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # The library's own error names the system's only in its text.
+        found = re.search(r"os error (\d+)", str(error))
+        number = int(found[1]) if found else errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _read_tensors(model: DecoderLM, folder: Path) -> dict[str, Tensor]:
+    """The tensors of files that have exactly those of the model, in its shapes."""
+    wanted = model.state_dict()
+    tensors: dict[str, Tensor] = {}
+    path = folder
+    try:
+        for path in _weight_files(folder):
+            if not path.is_file():
+                raise UserError(f"the model's weights {path} do not exist")
+            with safe_open(path, framework="pt") as file:
+                keys = {key.removeprefix(_BASE_MODEL): key for key in file.keys()}  # noqa: SIM118 (no dict)
+                if unknown := keys.keys() - wanted.keys():
+                    raise UserError(f"{path} has a tensor that the configuration does not know: {min(unknown)}")
+                for name in filter(keys.__contains__, wanted):
+                    shape = file.get_slice(keys[name]).get_shape()
+                    if shape != list(wanted[name].shape):
+                        raise UserError(
+                            f"{path}: tensor {name} has the shape {shape}, but the configuration makes it "
+                            f"{list(wanted[name].shape)}"
+                        )
+                    tensors[name] = file.get_tensor(keys[name])
     except OSError as error:
         why = os.strerror(error.errno) if error.errno else str(error)
         raise UserError(f"cannot read the model's weights {path}: {why}") from error
     except SafetensorError as error:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
-    if unknown:
-        raise UserError(f"{path} has a tensor that the configuration does not know: {min(unknown)}")
+    missing = [name for name in wanted if name not in tensors]
+    if missing:
+        raise UserError(f"{path} lacks the tensor {missing[0]}; the weights are of another model")
     return tensors
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    whole, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
+    if whole.is_file() or not index.is_file():
+        return [whole]
+    weight_map = _read_json(index, "the index of the weights").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f'{index} lacks the table "weight_map", the file of each tensor')
+    return [folder / file for file in sorted(set(map(str, weight_map.values())))]

@@ -170,7 +170,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-        """Build from nested plain values, as TOML or JSON give them; what is missing takes its default.
+        """Build from nested plain values, as TOML or JSON give them; missing keys take their defaults.
 
         Raises:
             UserError: If a key is unknown (the message names the nearest valid one) or a value does not fit.

@@ -14,7 +14,8 @@ def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None
 
     In training they are one product: it reads x once, and x has one gradient from it instead of a sum of several, each
     of them written and read again. The outputs are then columns of one tensor. Without gradients each map is applied
-    by itself, because decoding would copy the weights for every token.
+    by itself, because decoding would copy the weights for every token; and so is each if one of them is not PyTorch's
+    own `Linear`: an adapter around it computes more than its weight says.
 
     Args:
         x: [..., inputs].
@@ -22,10 +23,10 @@ def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None
         parts: Into how many equal parts the outputs of each map are cut; 1 where not given.
 
     Returns:
-        The outputs' parts, one map's after another's, [..., outputs / parts] each.
+        The outputs' parts, map after map, [..., outputs / parts] each.
     """
     parts = parts or [1] * len(linears)
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or any(type(linear) is not nn.Linear for linear in linears):
         return [part for linear, count in zip(linears, parts, strict=True) for part in linear(x).chunk(count, dim=-1)]
     sizes = [linear.out_features // count for linear, count in zip(linears, parts, strict=True) for _ in range(count)]
     # As autocast would, but before the copy.

@@ -127,7 +127,8 @@ def read_flags(
     Args:
         kinds: The names of the flags, without dashes, and their types.
         args: The arguments: `--flag value`, `--flag=value` (a value may begin with a dash), or words. Dashes and
-            underscores in a flag's name are the same. A tuple takes all that follows up to the next flag.
+            underscores in a flag's name are the same. A tuple takes all that follows up to the next flag; a truth
+            value in front of the next flag, or at the end, is true.
         switches: Flags that take no value; they are True.
 
     Returns:
@@ -153,11 +154,13 @@ def read_flags(
                 raise UserError(f"{flag} takes no value, got {value!r}")
             given[name] = True
             continue
-        if not equals:
+        kind = kinds[name]
+        if not equals and kind is bool and (not rest or rest[0].startswith("--")):
+            value = "true"
+        elif not equals:
             if not rest:
                 raise UserError(f"{flag} needs a value")
             value = rest.pop(0)
-        kind = kinds[name]
         if typing.get_origin(kind) is tuple:
             values = [value]
             while rest and not rest[0].startswith("--"):

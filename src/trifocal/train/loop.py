@@ -9,7 +9,7 @@ from trifocal.train.compiling import CompileNotes
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluator import Evaluator
-from trifocal.train.export import WEIGHTS
+from trifocal.train.exporting import WEIGHTS
 from trifocal.train.lock import RunLock
 from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import FiniteGuard

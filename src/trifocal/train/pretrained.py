@@ -17,7 +17,6 @@ from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
 from trifocal.paths import user_path
-from trifocal.train.checkpoint import load_model_weights, read_model_config
 from trifocal.train.checkpoint_folders import list_checkpoints, open_checkpoint
 from trifocal.train.manifest import MANIFEST
 from trifocal.train.run_config import RunConfig
@@ -48,7 +47,11 @@ class Pretrained:
         """
         if self._exported:
             return read_config(self.path)
-        return self.run.model if self.run is not None else read_model_config(self.path)
+        if self.run is not None:
+            return self.run.model
+        from trifocal.train.checkpoint import read_model_config
+
+        return read_model_config(self.path)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with.
@@ -73,6 +76,9 @@ class Pretrained:
         """
         if self._exported:
             return load_weights(self.path)
+        # Imported here: PyTorch's checkpoints bring its distributed packages.
+        from trifocal.train.checkpoint import load_model_weights
+
         config = self.config()
         with torch.device("meta"):
             model = DecoderLM(config)

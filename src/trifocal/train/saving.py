@@ -12,7 +12,7 @@ from trifocal.errors import UserError
 from trifocal.train.background import BackgroundWriter, Written
 from trifocal.train.checkpoint import save_checkpoint
 from trifocal.train.checkpoint_folders import prune_checkpoints
-from trifocal.train.export import WEIGHTS, export_weights
+from trifocal.train.exporting import WEIGHTS, export_weights
 from trifocal.train.nonfinite import FiniteGuard, NonFiniteError
 from trifocal.train.random_state import random_state
 from trifocal.train.run_logger import RunLogger
@@ -32,6 +32,7 @@ class Saver:
         self._section, self._state = setup.config.checkpoint, setup.state
         self._directory, self._tokenizer = setup.directory, setup.tokenizer
         self._processes, self._model = setup.processes, setup.model
+        self._sequence_length = setup.config.train.sequence_length
         self._parts: dict[str, Any] = {
             "model": setup.model,
             "optimizer": setup.optimizer,
@@ -83,7 +84,9 @@ class Saver:
         def export() -> None:
             self.check_directory()
             if whole is not None:
-                export_weights(whole, self._tokenizer, folder, step=self._state.step)
+                export_weights(
+                    whole, self._tokenizer, folder, step=self._state.step, sequence_length=self._sequence_length
+                )
 
         try:
             self._processes.run_on_rank0(export)

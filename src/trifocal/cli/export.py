@@ -1,0 +1,57 @@
+"""`trifocal export`: a trained model as a folder that transformers reads."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from trifocal.errors import UserError
+from trifocal.paths import shell_path, user_path
+from trifocal.train.arguments import parse_arguments
+from trifocal.train.exporting import export_folder
+from trifocal.train.pretrained import open_pretrained
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportArguments:
+    """Write a trained model, with its tokenizer, as a folder that transformers reads."""
+
+    path: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")]
+    """The run, also while it goes on; or one of its checkpoints, or a folder of weights."""
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The new folder."""
+    checkpoint: str = ""
+    """A checkpoint of the run, like step_00000500; the newest by default."""
+    shard_gigabytes: float = 5.0
+    """Larger weights are cut into files of at most so many GB."""
+
+    def __post_init__(self) -> None:
+        if not self.shard_gigabytes > 0:
+            raise UserError(f"--shard-gigabytes must be above 0, got {self.shard_gigabytes}")
+
+
+def run(args: Sequence[str]) -> int:
+    """Write the folder, and say how to load it.
+
+    Raises:
+        UserError: If there is no model, a file of it is broken, or the folder is there already.
+    """
+    options: ExportArguments = parse_arguments(ExportArguments, args, prog="trifocal export")
+    path, folder = user_path(options.path, "RUN_DIR"), user_path(options.folder, "DIR")
+    command = f"trifocal export {shell_path(path)} {shell_path(folder)}"
+    with open_pretrained(path, options.checkpoint, command=command) as found:
+        export_folder(
+            found.model(),
+            found.tokenizer(),
+            folder,
+            sequence_length=None if found.run is None else found.run.train.sequence_length,
+            shard_bytes=int(options.shard_gigabytes * 10**9),
+        )
+    print(
+        f"{found.path} is in {folder}; in Python:\n"
+        "  import trifocal.hf, transformers\n"
+        f"  model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+        f"  tokenizer = transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
+    )
+    return 0

@@ -1,0 +1,16 @@
+"""Trifocal's models as models of transformers: `AutoModelForCausalLM` knows them once this package is imported."""
+
+try:
+    import transformers as _transformers
+except ImportError:
+    raise ImportError("trifocal.hf needs an extra: pip install 'trifocal[hf]'") from None
+
+from trifocal.hf.configuration import TrifocalConfig
+from trifocal.hf.modeling import TrifocalForCausalLM, TrifocalModel
+
+__all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalModel"]
+
+# The classes can be found by name alone in what people have: pipelines, trainers, evaluation.
+_transformers.AutoConfig.register(TrifocalConfig.model_type, TrifocalConfig, exist_ok=True)
+_transformers.AutoModel.register(TrifocalConfig, TrifocalModel, exist_ok=True)
+_transformers.AutoModelForCausalLM.register(TrifocalConfig, TrifocalForCausalLM, exist_ok=True)

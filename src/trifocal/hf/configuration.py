@@ -1,0 +1,109 @@
+"""The configuration as transformers keeps it."""
+
+import os
+from dataclasses import field, fields
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import PreTrainedConfig
+
+from trifocal.models import ModelConfig
+from trifocal.models.io import AUTO_MAP, MODEL_TYPE, write_modeling_file
+
+_MODEL_KEYS = {key.name for key in fields(ModelConfig)}
+# transformers' names of what `ModelConfig` calls otherwise.
+_NAMES = {
+    "hidden_size": "dim",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+
+
+def _key_of_model(name: str) -> Any:
+    """A key of `TrifocalConfig.model` as an attribute of the configuration."""
+
+    def read(config: "TrifocalConfig") -> Any:
+        return config.model[name]
+
+    def write(config: "TrifocalConfig", value: Any) -> None:
+        config.model[name] = value
+
+    return property(read, write, doc=f"`model[{name!r}]`")
+
+
+@strict
+class TrifocalConfig(PreTrainedConfig):
+    """Configuration of a Trifocal model in transformers.
+
+    `model` has the keys of the section `[model]` in a run's `config.toml`, with the same meaning. They may be given
+    here one by one, also under transformers' own names: `hidden_size`, `intermediate_size`, `num_hidden_layers`,
+    `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps`, `tie_word_embeddings`.
+
+    Args:
+        model: Nested plain values, as `ModelConfig.to_dict` gives them; what is missing takes its default.
+        values: Keys of `model`, and whatever transformers' configurations have.
+
+    Raises:
+        ValueError: If a value does not fit; the message names the key.
+    """
+
+    model_type = MODEL_TYPE
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    model: dict[str, Any] = field(default_factory=dict)
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    vocab_size = _key_of_model("vocab_size")
+    head_dim = _key_of_model("head_dim")
+    hidden_size = _key_of_model("dim")
+    intermediate_size = _key_of_model("mlp_dim")
+    num_hidden_layers = _key_of_model("num_layers")
+    num_attention_heads = _key_of_model("num_heads")
+    num_key_value_heads = _key_of_model("num_kv_heads")
+    rms_norm_eps = _key_of_model("norm_eps")
+    tie_word_embeddings = _key_of_model("tie_embeddings")
+
+    def __post_init__(self, **values: Any) -> None:
+        given = dict(self.model)
+        for key in list(values):
+            name = _NAMES.get(key, key)
+            if name in _MODEL_KEYS:
+                given[name] = values.pop(key)
+        self.model = ModelConfig.from_dict(given).to_dict()
+        super().__post_init__(**values)
+        self.auto_map = dict(AUTO_MAP)
+
+    @classmethod
+    def from_model_config(cls, config: ModelConfig, **values: Any) -> "TrifocalConfig":
+        """The configuration of a model of ours; `values` as for the class."""
+        return cls(model=config.to_dict(), **values)
+
+    def to_model_config(self) -> ModelConfig:
+        """The configuration that `DecoderLM` takes."""
+        return ModelConfig.from_dict(self.model)
+
+    @property
+    def layer_types(self) -> list[str]:
+        """The kind of each layer's cache, as transformers looks it up."""
+        return [f"trifocal_{kind}" for kind in self.to_model_config().attention_of_layers]
+
+    def validate_layer_type(self) -> None:
+        """transformers knows other kinds of layers."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Do nothing: a saved folder imports this package, and needs no copy of this file."""
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
+        """As in transformers; beside `config.json` goes the file by which `trust_remote_code` finds the classes."""
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        write_modeling_file(Path(save_directory))
+        super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)

@@ -1,0 +1,308 @@
+"""The decoder as a model of transformers.
+
+The modules are those of `DecoderLM`, and so are the names of the parameters, except that transformers puts `model.`
+before those of the decoder without its output projection.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from trifocal.hf.configuration import TrifocalConfig
+from trifocal.hf.row_layout import RowLayout, row_layout
+from trifocal.models import DecoderLM
+from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
+from trifocal.nn import RMSNorm
+
+# What collators for FlashAttention add; it says no more than position_ids.
+_PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+
+
+class TrifocalPreTrainedModel(PreTrainedModel):
+    """What both models have: how weights are drawn, how layers are checkpointed, what transformers may do with them."""
+
+    config_class = TrifocalConfig
+    config: TrifocalConfig
+    base_model_prefix = "model"
+    _no_split_modules = ["Block"]  # noqa: RUF012 (transformers' own, as the next and the tied keys)
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _input_embed_layer = "embedding"
+    supports_gradient_checkpointing = True
+    # Its dense layers are SDPA; what else may be asked for is refused.
+    _supports_sdpa = True
+    _supports_context_parallel = False
+
+    @torch.no_grad()
+    def initialize_weights(self) -> None:
+        """Draw the weights that were not loaded, by the rules of `DecoderLM.init_weights`."""
+        config = self.config.to_model_config()
+        for name, parameter in self.named_parameters():
+            if not parameter.is_meta and not getattr(parameter, "_is_hf_initialized", False):
+                draw_weights(parameter, name.removeprefix("model."), config, None)
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] = checkpoint, every_n_layers: int = 1
+    ) -> None:
+        """Checkpoint the layers as `DecoderLM` does, which keeps their choice of blocks."""
+        options = getattr(gradient_checkpointing_func, "keywords", {})
+        function = getattr(gradient_checkpointing_func, "func", gradient_checkpointing_func)
+        if enable and (function is not checkpoint or options.get("use_reentrant") or every_n_layers != 1):
+            raise ValueError(
+                "Trifocal checkpoints all layers without reentrance: leave offload, every_n_layers and "
+                "use_reentrant=True out"
+            )
+        decoder = self.base_model
+        assert isinstance(decoder, TrifocalModel)
+        wrap_blocks(decoder.blocks, range(len(decoder.blocks) if enable else 0), run_block)
+        self.gradient_checkpointing = enable
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Do nothing: a saved folder imports this package, and needs no copy of this file."""
+
+
+class TrifocalModel(TrifocalPreTrainedModel):
+    """The decoder without its output projection.
+
+    Args:
+        config: Sizes and choices.
+    """
+
+    def __init__(self, config: TrifocalConfig) -> None:
+        super().__init__(config)
+        model_config = config.to_model_config()
+        self.embedding = nn.Embedding(model_config.vocab_size, model_config.dim)
+        self.blocks = make_blocks(model_config)
+        self._model_config = model_config
+        self.norm = RMSNorm(model_config.dim, model_config.norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Compute hidden states.
+
+        Args:
+            input_ids: Tokens, [B, T].
+            attention_mask: 1 for tokens, 0 for padding before or after them, [B, T].
+            position_ids: Positions, [B, T]; those that restart at 0 begin another document, which sees nothing of the
+                one before.
+            past_key_values: Must be None.
+            inputs_embeds: Embedded tokens, [B, T, E], instead of `input_ids`.
+            use_cache: Must not be True.
+            output_attentions: Must not be True: sparse attention makes no matrix of weights.
+            output_hidden_states: Return the residual stream: before the first layer, after each but the last, and the
+                last after the norm.
+            return_dict: False returns a tuple.
+            kwargs: Of packed documents, as collators add them for FlashAttention; anything else must be None.
+
+        Returns:
+            The normed output of the last layer, [B, T, E]; zero at padding.
+
+        Raises:
+            ValueError: If an argument asks for what the model cannot do; the message names it.
+        """
+        _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
+        if past_key_values is not None:
+            raise ValueError("past_key_values are not possible: generate with use_cache=False")
+        x = self._embed(input_ids, inputs_embeds)
+        layout = self._layout(x, attention_mask, position_ids, kwargs)
+        documents = None
+        if layout is not None:
+            x, documents = layout.pack(x), layout.documents
+
+        def placed(states: Tensor) -> Tensor:
+            return states if layout is None else layout.unpack(states)
+
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
+        kept = [placed(x)] if output_hidden_states else []
+        for residual in run_blocks(self.blocks, self._model_config, x, documents):
+            x = residual
+            if output_hidden_states:
+                kept.append(placed(x))
+        last = placed(self.norm(x))
+        output = BaseModelOutputWithPast(
+            last_hidden_state=last, hidden_states=(*kept[:-1], last) if output_hidden_states else None
+        )
+        return _returned(output, self.config, return_dict)
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("give either input_ids or inputs_embeds")
+        x = inputs_embeds
+        if input_ids is not None:
+            if input_ids.ndim != 2:
+                raise ValueError(f"input_ids must have the shape [B, T], got {list(input_ids.shape)}")
+            x = self.embedding(input_ids)
+        assert x is not None
+        if x.ndim != 3 or 0 in x.shape:
+            raise ValueError(f"there must be a token in each row, got embedded tokens of shape {list(x.shape)}")
+        return x
+
+    def _layout(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, packing: dict[str, Any]
+    ) -> RowLayout | None:
+        borders = packing.get("cu_seq_lens_q")
+        return row_layout((x.shape[0], x.shape[1]), x.device, attention_mask, position_ids, borders)
+
+
+class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
+    """A language model with sparse or dense attention, as transformers' trainers and pipelines use it.
+
+    Args:
+        config: Sizes and choices.
+    """
+
+    _tied_weights_keys = {"head.weight": "model.embedding.weight"}  # noqa: RUF012
+
+    def __init__(self, config: TrifocalConfig) -> None:
+        super().__init__(config)
+        self.model = TrifocalModel(config)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @classmethod
+    def from_decoder(cls, decoder: DecoderLM, **settings: Any) -> "TrifocalForCausalLM":
+        """The same model for transformers; it shares the weights.
+
+        Args:
+            decoder: The model, without wrappers.
+            settings: Further keys of the configuration, such as `eos_token_id`.
+        """
+        config = TrifocalConfig.from_model_config(decoder.config, dtype=decoder.embedding.weight.dtype, **settings)
+        with torch.device("meta"):
+            model = cls(config)
+        weights = decoder.state_dict(keep_vars=True)
+        weights.setdefault("head.weight", weights["embedding.weight"])
+        model.load_state_dict({_hf_name(name): weight for name, weight in weights.items()}, assign=True)
+        return model
+
+    @classmethod
+    def from_run(cls, path: str | Path, checkpoint: str = "") -> "TrifocalForCausalLM":
+        """The model of a run, on the CPU.
+
+        Args:
+            path: A run, whose newest checkpoint counts; a checkpoint; or a folder of weights.
+            checkpoint: Another checkpoint of the run, by its name.
+
+        Raises:
+            UserError: If there is none, or it is damaged.
+        """
+        from trifocal.train.pretrained import open_pretrained
+
+        with open_pretrained(Path(path), checkpoint) as found:
+            return cls.from_decoder(found.model())
+
+    def to_decoder(self) -> DecoderLM:
+        """The same model of ours; it shares the weights."""
+        with torch.device("meta"):
+            decoder = DecoderLM(self.config.to_model_config())
+        weights = {name.removeprefix("model."): weight for name, weight in self.state_dict(keep_vars=True).items()}
+        decoder.load_state_dict({name: weights[name] for name in decoder.state_dict()}, assign=True)
+        return decoder
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output projection."""
+        return self.head
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output projection."""
+        self.head = new_embeddings  # type: ignore[assignment]
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Compute logits, and the loss of given labels.
+
+        Args:
+            input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
+            output_hidden_states, return_dict: As in `TrifocalModel.forward`.
+            labels: The tokens themselves, [B, T]; -100 where the loss leaves them out. They are shifted here.
+            logits_to_keep: Logits of the last so many tokens, or of these places; 0: of all.
+            num_items_in_batch: The loss is divided by it instead of the number of labels.
+            kwargs: As in `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
+
+        Returns:
+            Logits, [B, T, vocab_size], and the loss.
+
+        Raises:
+            ValueError: As `TrifocalModel.forward`.
+        """
+        # Not an argument by name: the trainer would look for it in every batch.
+        shift_labels = kwargs.pop("shift_labels", None)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.head(outputs.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None or shift_labels is not None:
+            loss = self.loss_function(
+                logits=logits,
+                labels=labels,
+                vocab_size=self.config.vocab_size,
+                num_items_in_batch=num_items_in_batch,
+                shift_labels=shift_labels,
+            )
+        output = CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+        )
+        return _returned(output, self.config, return_dict)
+
+
+def _hf_name(name: str) -> str:
+    return name if name.startswith("head.") else f"model.{name}"
+
+
+def _refuse(kwargs: dict[str, Any], **impossible: Any) -> None:
+    """Raise for arguments that ask for something which the model cannot do."""
+    for name, value in impossible.items():
+        if value:
+            raise ValueError(f"{name}={value!r} is not possible: sparse attention makes no matrix of weights")
+    for name, value in kwargs.items():
+        if value is not None and name not in _PACKING:
+            raise ValueError(f"Trifocal's models do not know the argument {name}")
+
+
+def _returned(output: Any, config: TrifocalConfig, return_dict: bool | None) -> Any:
+    return output if (config.return_dict if return_dict is None else return_dict) else output.to_tuple()

@@ -1,0 +1,141 @@
+"""Where the tokens of a batch lie: padding, and documents packed into rows.
+
+Rows with padding, and rows of several documents, are run as packed documents: real tokens one behind the other, with
+block grids that start at each document's first token. So padding changes nothing, on whichever side it is.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trifocal.ops import Documents
+
+
+class RowLayout(NamedTuple):
+    """The real tokens of a batch [B, T].
+
+    Attributes:
+        places: Of the real tokens in the flattened batch, [N]; None: every token is real.
+        documents: The documents that they make when laid one behind the other.
+        shape: B and T.
+    """
+
+    places: Tensor | None
+    documents: Documents
+    shape: tuple[int, int]
+
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> the real tokens, [1, N, ...]."""
+        flat = x.flatten(0, 1)
+        return (flat if self.places is None else flat[self.places])[None]
+
+    def unpack(self, x: Tensor) -> Tensor:
+        """[1, N, ...] -> [B, T, ...], zero at padding."""
+        if self.places is None:
+            return x.view(*self.shape, *x.shape[2:])
+        batch, length = self.shape
+        flat = x.new_zeros(batch * length, *x.shape[2:])
+        return flat.index_copy(0, self.places, x[0]).view(batch, length, *x.shape[2:])
+
+
+def row_layout(
+    shape: tuple[int, int],
+    device: torch.device,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    borders: Tensor | None = None,
+) -> RowLayout | None:
+    """Find padding and documents, which reads the arguments on the host.
+
+    Args:
+        shape: B and T.
+        device: Of the result.
+        attention_mask: 1 where a token is real, [B, T]; None: everywhere. Real tokens of a row are consecutive.
+        position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
+            begins. None: every row is one document.
+        borders: First token of each document and, last, the number of tokens, [documents + 1], of a batch of one row;
+            read where there are no position_ids.
+
+    Returns:
+        None if every row is one document without padding.
+
+    Raises:
+        ValueError: If the mask has holes or a row without tokens, or positions do not count from 0 in each document.
+    """
+    mask = real_tokens(attention_mask, shape)
+    starts = _row_starts(mask)
+    if position_ids is not None:
+        starts = starts | _document_starts(position_ids, mask, starts)
+    elif borders is not None:
+        if shape[0] != 1:
+            raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {shape[0]} rows")
+        starts = starts.index_fill(1, borders.cpu()[:-1].long(), True) & mask
+    if bool(mask.all()) and int(starts.sum()) == shape[0]:
+        return None
+    places = mask.flatten().nonzero()[:, 0]
+    first_tokens = starts.flatten()[places].nonzero()[:, 0]
+    cu_seqlens = torch.cat((first_tokens, torch.tensor([len(places)]))).to(torch.int32)
+    documents = Documents.from_cu_seqlens(cu_seqlens, len(places)).to(device)
+    return RowLayout(None if len(places) == mask.numel() else places.to(device), documents, shape)
+
+
+def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """A checked mask of real tokens, [B, T], bool, on the host.
+
+    Raises:
+        ValueError: As `row_layout`.
+    """
+    if attention_mask is None:
+        return torch.ones(shape, dtype=torch.bool)
+    if attention_mask.shape != shape:
+        raise ValueError(
+            f"attention_mask must have the shape [B, T] = {list(shape)}, got {list(attention_mask.shape)}: "
+            "masks of single queries and keys are not possible"
+        )
+    given = attention_mask.cpu()
+    mask = given != 0
+    if not bool((given == mask).all()):
+        raise ValueError(
+            "attention_mask must hold 0 and 1 alone; packed documents are given by position_ids that restart at 0"
+        )
+    # One stretch of real tokens begins once.
+    begins = mask & ~torch.nn.functional.pad(mask, (1, -1))
+    counts = begins.sum(1)
+    if not bool((counts == 1).all()):
+        row = int((counts != 1).nonzero()[0])
+        if not int(counts[row]):
+            raise ValueError(f"attention_mask hides every token of row {row}")
+        raise ValueError(
+            f"attention_mask has a hole in row {row}: real tokens must be consecutive, with padding before or after"
+        )
+    return mask
+
+
+def _row_starts(mask: Tensor) -> Tensor:
+    """Whether each place holds its row's first real token, [B, T]."""
+    starts = torch.zeros_like(mask)
+    return starts.scatter(1, mask.to(torch.uint8).argmax(1, keepdim=True), True)
+
+
+def _document_starts(position_ids: Tensor, mask: Tensor, row_starts: Tensor) -> Tensor:
+    """Whether each place holds the first token of a document, [B, T]; checks that positions count from there."""
+    if (
+        position_ids.ndim != 2
+        or position_ids.shape[0] not in (1, mask.shape[0])
+        or position_ids.shape[1] != mask.shape[1]
+    ):
+        raise ValueError(
+            f"position_ids must have the shape [B, T] = {list(mask.shape)}, got {list(position_ids.shape)}"
+        )
+    positions = position_ids.cpu().expand(mask.shape)
+    starts = mask & (positions == 0)
+    follows = positions == torch.nn.functional.pad(positions, (1, -1)) + 1
+    wrong = mask & ~starts & (row_starts | ~follows)
+    if bool(wrong.any()):
+        row, place = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"position_ids must count from 0 in each document, got {int(positions[row, place])} at token {place} of "
+            f"row {row}"
+        )
+    return starts

@@ -1,0 +1,175 @@
+"""The layers of a decoder: how they are built, run, compiled and checkpointed, and how weights begin."""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from trifocal.models.model_config import ModelConfig
+from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
+from trifocal.nn.attention_base import AttentionBase
+from trifocal.nn.random_selection import random_blocks
+from trifocal.ops import Documents
+
+SMALL_STD = 0.02
+
+
+def make_blocks(config: ModelConfig) -> nn.ModuleList:
+    """The layers of a decoder, first to last."""
+    return nn.ModuleList(
+        Block(_attention(config, kind), config.dim, config.mlp_dim, config.norm_eps, config.mlp_bias)
+        for kind in config.attention_of_layers
+    )
+
+
+def run_blocks(blocks: nn.ModuleList, config: ModelConfig, x: Tensor, documents: Documents | None) -> Iterator[Tensor]:
+    """Run the layers of a decoder.
+
+    Args:
+        blocks: From `make_blocks`.
+        config: Of the model.
+        x: Embedded tokens, [B, T, E].
+        documents: Packed documents, with B == 1.
+
+    Yields:
+        The residual stream after each layer, [B, T, E].
+    """
+    layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
+    # A layer with compressed blocks has the tables of the others too.
+    first = next((layer for layer in layers if layer.geometry is not None), layers[0])
+    rotary = first.rotary_tables(x, documents)
+    choices = _random_choices(config, x, documents)
+    for index, block in enumerate(blocks):
+        given = {"selected_blocks": choices[index]} if index in choices else {}
+        x = block(x, cu_seqlens=documents, rotary=rotary, **given)
+        yield x
+
+
+def _random_choices(config: ModelConfig, x: Tensor, documents: Documents | None) -> dict[int, Tensor]:
+    """The blocks of each layer that draws them at random, [B, T, G, N]."""
+    if config.selection == "importance":
+        return {}
+    if documents is not None:
+        positions = documents.positions
+    else:
+        positions = torch.arange(x.shape[1], device=x.device)
+    return {
+        layer: random_blocks(positions, config.geometry, config.num_kv_heads, layer).expand(x.shape[0], -1, -1, -1)
+        for layer, kind in enumerate(config.attention_of_layers)
+        if kind in ("nsa", "selected")
+    }
+
+
+def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:
+    """Wrap the forward of compiled and checkpointed blocks. Hooks, FSDP's among them, stay outside of it.
+
+    Args:
+        blocks: From `make_blocks`; an earlier wrapping is taken off.
+        checkpointed_layers: Those that compute their activations again in backward.
+        run: `run_block`, or compiled from it.
+    """
+    for index, block in enumerate(blocks):
+        block.__dict__.pop("forward", None)
+        checkpointed = index in checkpointed_layers
+        if checkpointed or run is not run_block:
+            block.forward = functools.partial(train_block, run, checkpointed, block.forward)
+
+
+def train_block(
+    run: Callable[..., Tensor],
+    checkpointed: bool,
+    forward: Callable[..., Tensor],
+    x: Tensor,
+    **given: Any,
+) -> Tensor:
+    """A wrapped block: `run`, which is `run_block` or compiled from it, in training; else the block's own forward."""
+    if not torch.is_grad_enabled():
+        return forward(x, **given)
+    return run(checkpointed, forward, x, **given)
+
+
+def run_block(checkpointed: bool, forward: Callable[..., Tensor], x: Tensor, **given: Any) -> Tensor:
+    """One layer in training, by its `Block.forward`; `checkpointed` computes it again in backward."""
+    if not checkpointed:
+        return forward(x, **given)
+    # Nothing in a block is random, so no random state is kept, which a CUDA graph could not read.
+    return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False, context_fn=_save_attention, **given)
+
+
+# Non-reentrant checkpointing that keeps the results of some operators. The choice, because one made again costs as
+# much as the first and in another precision might turn out otherwise: 4 bytes a slot. The branches' outputs and
+# log-sum-exps, where the kernels make them: 2V + 4 bytes a head each, together 1.5 times the layer's input at H*V = E.
+# They give back the most time for their bytes. At 65,536 tokens and 64/4 heads of 128, an H200 saves for each KiB
+# kept about 380 ns with the choice, 14 with the selected, 8 with the compressed branch (in proportion to the length)
+# and 3 with the window; the products of an MLP on 768 dims would save about 1.
+_save_attention = functools.partial(
+    create_selective_checkpoint_contexts,
+    [
+        torch.ops.trifocal.select_blocks.default,
+        torch.ops.trifocal.compressed_attention.default,
+        torch.ops.trifocal.selected_attention.default,
+        torch.ops.trifocal.window_attention.default,
+    ],
+)
+
+
+def _attention(config: ModelConfig, kind: str) -> AttentionBase:
+    sizes: dict[str, Any] = {
+        "dim": config.dim,
+        "num_heads": config.num_heads,
+        "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "value_dim": config.value_dim,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling,
+        "qk_norm": config.qk_norm,
+        "norm_eps": config.norm_eps,
+        "qkv_bias": config.qkv_bias,
+        "o_bias": config.o_bias,
+    }
+    if kind == "dense":
+        return DenseAttention(**sizes)
+    if kind == "window":
+        window = config.sliding_window or config.geometry.window_size
+        return WindowAttention(window_size=window, backend=config.backend, **sizes)
+    if kind == "selected":
+        return SelectedAttention(geometry=config.geometry, backend=config.backend, **sizes)
+    return NSAttention(
+        **sizes,
+        geometry=config.geometry,
+        compressor=config.compressor,
+        gate=config.gate,
+        shared_kv=config.shared_kv,
+        backend=config.backend,
+    )
+
+
+def draw_weights(weights: Tensor, name: str, config: ModelConfig, generator: torch.Generator | None) -> None:
+    """Fill a tensor with initial weights; the rules are in `DecoderLM.init_weights`.
+
+    Args:
+        weights: Filled in place.
+        name: The parameter's name in `DecoderLM`.
+        config: The model's.
+        generator: Draws them; None: PyTorch's global one.
+    """
+    if name.endswith("norm.weight"):
+        weights.fill_(1.0)
+    elif name.endswith(".bias"):
+        weights.zero_()
+    else:
+        weights.normal_(std=_initial_std(name, weights.shape, config), generator=generator)
+
+
+def _initial_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
+    if name.endswith(("_compressor.positions", "_compressor.down_proj.weight")):
+        return SMALL_STD
+    if name == "embedding.weight" and not config.tie_embeddings:
+        return SMALL_STD
+    std: float = shape[1] ** -0.5
+    if name.endswith((".attention.o_proj.weight", ".mlp.down_proj.weight")):
+        std /= (2 * config.num_layers) ** 0.5
+    return std

@@ -1,0 +1,90 @@
+"""Exporting a trained model for use: weights, configuration and tokenizer, as transformers reads them too."""
+
+import json
+import shutil
+from pathlib import Path
+
+from trifocal.data import Tokenizer
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM, save_weights
+from trifocal.models.io import SHARD_BYTES
+from trifocal.runlog.whole_files import write_whole
+
+WEIGHTS = "weights"
+"""In the folder of a run: the model of the last checkpoint, for use."""
+STEP_FILE = "trainer_state.json"
+GENERATION_FILE = "generation_config.json"
+
+
+def export_weights(
+    model: DecoderLM, tokenizer: Tokenizer, folder: Path, *, step: int, sequence_length: int | None = None
+) -> None:
+    """Write weights, configuration, tokenizer and step, in files of the names that Hugging Face gives them.
+
+    `model.safetensors`, or shards with an index; `config.json`, `generation_config.json` and `modeling_trifocal.py`;
+    `tokenizer.json` and `tokenizer_config.json`; and `trainer_state.json` with `global_step`.
+
+    Args:
+        model: The model itself, without wrappers.
+        tokenizer: Of the training data.
+        folder: Made if it does not exist (its parent must); files of the same names are replaced.
+        step: Optimizer steps done.
+        sequence_length: Tokens of a sequence in training, if known.
+
+    Raises:
+        OSError: If a file cannot be written; without `trainer_state.json`, the files may be of different steps.
+    """
+    folder.mkdir(exist_ok=True)
+    (folder / STEP_FILE).unlink(missing_ok=True)
+    _write_model(model, tokenizer, folder, sequence_length, SHARD_BYTES)
+    write_whole(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")
+
+
+def export_folder(
+    model: DecoderLM,
+    tokenizer: Tokenizer,
+    folder: Path,
+    *,
+    sequence_length: int | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write a new folder that transformers reads; it appears whole or not at all.
+
+    Args:
+        model, tokenizer, sequence_length: As of `export_weights`.
+        folder: Must not exist, or be empty.
+        shard_bytes: Larger weights are cut into files of at most this many bytes.
+
+    Raises:
+        UserError: If there is something in the folder.
+        OSError: If a file cannot be written.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder} exists already; give a new folder")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _write_model(model, tokenizer, partial, sequence_length, shard_bytes)
+        partial.replace(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _write_model(
+    model: DecoderLM, tokenizer: Tokenizer, folder: Path, sequence_length: int | None, shard_bytes: int
+) -> None:
+    tokenizer.save(folder)
+    settings = {}
+    if sequence_length is not None:
+        # Positions go on past it; tools that cut texts take it as the model's length.
+        settings["max_position_embeddings"] = sequence_length
+    tokens = {}
+    # Not where tokens are drawn: they have no end.
+    if tokenizer.separator < model.config.vocab_size:
+        settings["eos_token_id"] = tokenizer.separator
+        # A row that has ended is filled up with its last token.
+        tokens = {"eos_token_id": tokenizer.separator, "pad_token_id": tokenizer.separator}
+    write_whole(folder / GENERATION_FILE, json.dumps(tokens) + "\n")
+    save_weights(model, folder, shard_bytes=shard_bytes, **settings)

@@ -1,0 +1,245 @@
+"""The model of transformers is ours: the same bits there and back, padding and packing change nothing."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from trifocal.errors import UserError
+from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
+from trifocal.models import DecoderLM, load_model, save_weights
+from trifocal.nn import RopeScaling
+from trifocal.testing.small_models import make_model, random_tokens, small_config
+
+CPU = torch.device("cpu")
+TOKENS = random_tokens((2, 30), 64, CPU)
+
+
+def padded(rows: Sequence[Tensor], side: str, more: int = 0) -> tuple[Tensor, Tensor]:
+    """A batch of rows of one length, and its mask; `more` adds padding to the longest row too."""
+    length = max(map(len, rows)) + more
+    tokens, mask = torch.zeros(2, len(rows), length, dtype=torch.int64)
+    for index, row in enumerate(rows):
+        first = length - len(row) if side == "left" else 0
+        tokens[index, first : first + len(row)] = row
+        mask[index, first : first + len(row)] = 1
+    return tokens, mask
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "tie_embeddings": True,
+            "layer_types": ("nsa", "dense"),
+            "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
+        },
+        {"compressor": "mlp", "gate": "softmax", "shared_kv": True, "selection": "random"},
+        {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_the_same_bits_there_and_back(options: dict[str, Any], tmp_path: Path) -> None:
+    decoder = make_model(small_config(**options), CPU).eval()
+    model = TrifocalForCausalLM.from_decoder(decoder)
+    expected = decoder(TOKENS)
+    assert torch.equal(model(TOKENS).logits, expected)
+    assert torch.equal(model.to_decoder()(TOKENS), expected)
+    # Small enough for several shards of both writers.
+    model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
+    save_weights(decoder, tmp_path / "ours", shard_bytes=20_000)
+    for folder in (tmp_path / "theirs", tmp_path / "ours"):
+        assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
+        ours, theirs = load_model(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert ours.config == decoder.config and isinstance(theirs, TrifocalForCausalLM)
+        for name, weight in decoder.state_dict().items():
+            assert torch.equal(ours.state_dict()[name], weight), name
+        assert torch.equal(theirs(TOKENS).logits, expected)
+    base = transformers.AutoModel.from_pretrained(tmp_path / "ours")
+    assert isinstance(base, TrifocalModel)
+    assert torch.equal(base(TOKENS).last_hidden_state, decoder.hidden_states(TOKENS))
+
+
+def test_weights_in_one_file_replace_shards(decoder: DecoderLM, tmp_path: Path) -> None:
+    save_weights(decoder, tmp_path, shard_bytes=20_000)
+    save_weights(decoder, tmp_path)
+    files = {path.name for path in tmp_path.iterdir()}
+    assert files == {"config.json", "model.safetensors", "modeling_trifocal.py"}
+    assert load_model(tmp_path).embedding.weight.dtype == torch.float64
+
+
+def test_new_weights_are_drawn_as_ours() -> None:
+    torch.manual_seed(0)
+    model = TrifocalForCausalLM(TrifocalConfig.from_model_config(small_config(compressor="mlp", dim=64)))
+    ours = DecoderLM(small_config(compressor="mlp", dim=64)).state_dict()
+    for name, weight in model.state_dict().items():
+        expected = ours[name.removeprefix("model.")]
+        # Seven times the error of a deviation that is estimated twice from so many numbers.
+        assert float(weight.std()) == pytest.approx(float(expected.std()), rel=7 * weight.numel() ** -0.5), name
+        assert float(weight.mean()) == pytest.approx(1.0 if name.endswith("norm.weight") else 0.0, abs=0.05), name
+
+
+def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    alone = [model(row[None], use_cache=False).logits[0] for row in rows]
+    tokens = torch.cat(rows)[None]
+    positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
+    packed = model(tokens, position_ids=positions).logits[0].split([len(row) for row in rows])
+    for got, expected in zip(packed, alone, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    borders = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0)], dtype=torch.int32)
+    by_borders = model(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=41).logits
+    assert torch.equal(by_borders[0], torch.cat(packed))
+    for side in ("left", "right"):
+        tokens, mask = padded(rows, side, more=3)
+        logits = model(tokens, attention_mask=mask).logits
+        for got, real, expected in zip(logits, mask.bool(), packed, strict=True):
+            assert torch.equal(got[real], expected)
+            assert not got[~real].any()
+    # Documents inside of rows with padding; the positions of padding do not count.
+    tokens, mask = padded([torch.cat(rows[:3]), rows[3]], "left")
+    positions = torch.zeros_like(tokens)
+    positions[0] = torch.cat([torch.arange(len(row)) for row in rows[:3]])
+    positions[1, -26:] = torch.arange(26)
+    logits = model(tokens, attention_mask=mask, position_ids=positions).logits
+    assert torch.equal(torch.cat((logits[0], logits[1, -26:])), torch.cat(packed))
+
+
+def test_padding_in_bfloat16_is_within_its_rounding(rows: list[Tensor]) -> None:
+    # Dense: where scores are rounded to 8 bits, another order of a sum may choose other blocks.
+    decoder = make_model(small_config(attention="dense"), CPU, torch.bfloat16)
+    model = TrifocalForCausalLM.from_decoder(decoder).eval()
+    tokens, mask = padded(rows, "left")
+    with torch.no_grad():
+        logits = model(tokens, attention_mask=mask).logits
+        for got, real, row in zip(logits, mask.bool(), rows, strict=True):
+            expected = model(row[None]).logits[0]
+            assert got.dtype == torch.bfloat16
+            # A few roundings to 8 bits.
+            torch.testing.assert_close(got[real], expected, rtol=0.0, atol=0.02 * float(expected.abs().max()))
+
+
+@torch.no_grad()
+def test_the_loss_is_ours(model: TrifocalForCausalLM, decoder: DecoderLM) -> None:
+    labels = TOKENS.clone()
+    labels[0, :10] = -100
+    expected = decoder(TOKENS[:, :-1], labels[:, 1:])
+    counted = int((labels[:, 1:] >= 0).sum())
+    # transformers computes it in float32.
+    assert float(model(TOKENS, labels=labels).loss) == pytest.approx(float(expected), rel=1e-6)
+    loss = model(TOKENS, labels=labels, num_items_in_batch=torch.tensor(7)).loss
+    assert float(loss) == pytest.approx(float(expected) * counted / 7, rel=1e-6)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    assert float(model(TOKENS, shift_labels=shifted).loss) == pytest.approx(float(expected), rel=1e-6)
+
+
+def test_what_is_returned(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    tokens, mask = padded(rows, "left")
+    output = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+    assert len(output.hidden_states) == 3
+    assert all(states.shape == (4, 41, 32) for states in output.hidden_states)
+    assert torch.equal(model.head(output.hidden_states[-1]), output.logits)
+    assert torch.equal(model(tokens, attention_mask=mask, logits_to_keep=2).logits, output.logits[:, -2:])
+    places = torch.tensor([3, 40])
+    assert torch.equal(model(tokens, attention_mask=mask, logits_to_keep=places).logits, output.logits[:, places])
+    embedded = model.get_input_embeddings()(tokens)
+    assert torch.equal(model(inputs_embeds=embedded, attention_mask=mask).logits, output.logits)
+    as_tuple = model(tokens, attention_mask=mask, return_dict=False, use_cache=False)
+    assert isinstance(as_tuple, tuple) and torch.equal(as_tuple[0], output.logits)
+
+
+def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: list[Tensor]) -> None:
+    model = TrifocalForCausalLM.from_decoder(make_model(decoder.config, CPU, torch.float64)).train()
+    tokens, mask = padded(rows, "right")
+    labels = tokens.masked_fill(mask == 0, -100)
+    gradients, kept = [], []
+    for enable in (False, True):
+        if enable:
+            model.activation_checkpointing_enable()
+        elements = 0
+
+        def count(x: Tensor) -> Tensor:
+            nonlocal elements
+            elements += x.numel()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            loss = model(tokens, attention_mask=mask, labels=labels).loss
+        loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        kept.append(elements)
+        model.zero_grad()
+    assert model.is_activation_checkpointing and kept[1] < kept[0] / 2
+    for apart, together in zip(*gradients, strict=True):
+        assert torch.equal(apart, together)
+    model.activation_checkpointing_disable()
+    assert not model.is_activation_checkpointing
+    for options in ({"every_n_layers": 2}, {"activation_checkpointing_kwargs": {"use_reentrant": True}}):
+        with pytest.raises(ValueError, match="leave offload, every_n_layers and use_reentrant=True out"):
+            model.activation_checkpointing_enable(**options)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_mask": torch.tensor([[1, 0, 1]])}, "attention_mask has a hole in row 0"),
+        ({"attention_mask": torch.tensor([[0, 0, 0]])}, "attention_mask hides every token of row 0"),
+        ({"attention_mask": torch.tensor([[1, 2, 2]])}, "attention_mask must hold 0 and 1 alone"),
+        ({"attention_mask": torch.ones(1, 1, 3, 3)}, r"must have the shape \[B, T\] = \[1, 3\], got \[1, 1, 3, 3\]"),
+        ({"position_ids": torch.tensor([[5, 6, 7]])}, "must count from 0 in each document, got 5 at token 0 of row 0"),
+        ({"position_ids": torch.tensor([[0, 1, 3]])}, "must count from 0 in each document, got 3 at token 2 of row 0"),
+        ({"position_ids": torch.arange(3)}, r"position_ids must have the shape \[B, T\] = \[1, 3\], got \[3\]"),
+        ({"output_attentions": True}, "output_attentions=True is not possible"),
+        ({"token_type_ids": torch.zeros(1, 3)}, "do not know the argument token_type_ids"),
+        ({"inputs_embeds": torch.zeros(1, 3, 32)}, "either input_ids or inputs_embeds"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_is_not_possible_is_refused_by_name(
+    model: TrifocalForCausalLM, given: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        model(torch.tensor([[2, 3, 4]]), **given)
+
+
+def test_configurations() -> None:
+    config = TrifocalConfig(hidden_size=48, num_hidden_layers=3, num_heads=6, num_key_value_heads=2, eos_token_id=5)
+    assert (config.model["dim"], config.model["num_layers"], config.num_attention_heads) == (48, 3, 6)
+    again = TrifocalConfig.from_dict(json.loads(config.to_json_string()))
+    assert again.to_model_config() == config.to_model_config() and again.eos_token_id == 5
+    with pytest.raises(UserError, match=r"model\.num_heads must be a multiple of model\.num_kv_heads, got 6 and 4"):
+        TrifocalConfig(num_heads=6, num_kv_heads=4)
+    with pytest.raises(UserError, match=r'unknown key "model\.dims"; the nearest valid one is "model\.dim"'):
+        TrifocalConfig(model={"dims": 3})
+    with pytest.raises(ValueError, match="does not support Flash Attention"):
+        TrifocalForCausalLM._from_config(config, attn_implementation="flash_attention_2")
+
+
+def test_another_vocabulary(decoder: DecoderLM, tmp_path: Path) -> None:
+    model = TrifocalForCausalLM.from_decoder(make_model(decoder.config, CPU))
+    model.resize_token_embeddings(70)
+    assert model(TOKENS).logits.shape == (2, 30, 70)
+    model.save_pretrained(tmp_path)
+    assert load_model(tmp_path).config.vocab_size == 70
+
+
+def test_broken_folders_are_named(decoder: DecoderLM, tmp_path: Path) -> None:
+    save_weights(decoder, tmp_path, shard_bytes=20_000)
+    shard = sorted(tmp_path.glob("model-*"))[1]
+    shard.rename(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=rf"the model's weights .*{shard.name} do not exist"):
+        load_model(tmp_path)
+    with pytest.raises(OSError, match=shard.name):
+        TrifocalForCausalLM.from_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
+    with pytest.raises(UserError, match=r'is of the architecture "llama", expected "trifocal"; .* trifocal convert'):
+        load_model(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "trifocal"}))
+    with pytest.raises(UserError, match='lacks the table "model"'):
+        load_model(tmp_path)

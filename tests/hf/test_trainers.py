@@ -1,0 +1,160 @@
+"""The trainers that people have, each in a short training of a tiny model, with the real packages."""
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+import datasets
+import transformers
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trl import SFTConfig, SFTTrainer
+
+from tests.children import free_port
+from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
+from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
+from trifocal.models import load_model
+from trifocal.testing.small_models import make_model, small_config
+
+WORDS = 60
+QUIET: dict[str, Any] = {
+    "use_cpu": True,
+    "report_to": [],
+    "disable_tqdm": True,
+    "dataloader_pin_memory": False,
+    "logging_steps": 1,
+    "lr_scheduler_type": "constant",
+}
+# transformers' and TRL's own.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
+
+
+def fresh_model() -> TrifocalForCausalLM:
+    torch.manual_seed(0)
+    return TrifocalForCausalLM(TrifocalConfig.from_model_config(small_config(), pad_token_id=60, eos_token_id=61))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> transformers.PreTrainedTokenizerFast:
+    vocabulary = {f"w{i}": i for i in range(WORDS)} | {"<pad>": 60, "<eos>": 61, "<unk>": 62}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+@pytest.fixture(scope="module")
+def texts() -> datasets.Dataset:
+    """Each text counts on from one of two words, so that the next word is soon learned."""
+    lengths = [5 + i % 9 for i in range(48)]
+    return datasets.Dataset.from_dict(
+        {"text": [" ".join(f"w{30 * (i % 2) + k}" for k in range(length)) for i, length in enumerate(lengths)]}
+    )
+
+
+def losses_of(trainer: transformers.Trainer) -> list[float]:
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+
+
+def test_trainer(tokenizer: Any, texts: datasets.Dataset, tmp_path: Path) -> None:
+    rows = texts.map(lambda row: tokenizer(row["text"]), remove_columns="text")
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    losses = []
+    for checkpointing in (False, True):
+        model = fresh_model()
+        arguments = transformers.TrainingArguments(
+            str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2,
+            save_steps=6, activation_checkpointing=checkpointing, learning_rate=1e-2, **QUIET,
+        )  # fmt: skip
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=collator)
+        trainer.train()
+        losses.append(losses_of(trainer))
+    assert losses[0][-1] < 0.8 * losses[0][0]
+    assert losses[1] == losses[0]
+    assert trainer.evaluate()["eval_loss"] < 0.8 * losses[0][0]
+    # What it saved is read by transformers and by us.
+    folder = tmp_path / "out" / "checkpoint-6"
+    tokens = torch.arange(20)[None]
+    for loaded in (TrifocalForCausalLM.from_pretrained(folder), TrifocalForCausalLM.from_decoder(load_model(folder))):
+        assert torch.equal(loaded(tokens).logits, model.eval()(tokens).logits)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["all weights", "LoRA"])
+def test_packed_fine_tuning_by_trl(
+    tokenizer: Any, texts: datasets.Dataset, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, adapter: bool
+) -> None:
+    model = fresh_model()
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    documents: list[int] = []
+    original = TrifocalModel.forward
+
+    def forward(self: TrifocalModel, *args: Any, **kwargs: Any) -> Any:
+        documents.append(int((kwargs["position_ids"] == 0).sum()))
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TrifocalModel, "forward", forward)
+    arguments = SFTConfig(
+        str(tmp_path / "out"), max_steps=8, per_device_train_batch_size=2, packing=True, max_length=32,
+        save_strategy="no", bf16=False, learning_rate=3e-2 if adapter else 1e-2, **QUIET,
+    )  # fmt: skip
+    lora = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=8) if adapter else None
+    trainer = SFTTrainer(model, arguments, train_dataset=texts, processing_class=tokenizer, peft_config=lora)
+    batch = next(iter(trainer.get_train_dataloader()))
+    with torch.no_grad():
+        first = float(trainer.model(**batch).loss)
+    # Document by document, by our own model.
+    decoder = make_model(small_config(), torch.device("cpu"))
+    decoder.load_state_dict({name.removeprefix("model."): weight for name, weight in before.items()})
+    total, count = 0.0, 0
+    for tokens in batch["input_ids"][0].tensor_split(batch["cu_seq_lens_q"][1:-1].long()):
+        targets = len(tokens) - 1
+        total += float(decoder(tokens[None, :-1], tokens[None, 1:]).detach()) * targets
+        count += targets
+    assert first == pytest.approx(total / count, rel=1e-5)
+    documents.clear()
+    trainer.train()
+    assert min(documents) >= 4
+    monkeypatch.undo()
+    with torch.no_grad():
+        assert float(trainer.model(**batch).loss) < 0.8 * first
+    if adapter:
+        adapted = {
+            name.partition(".lora_B")[0]
+            for name, weight in trainer.model.named_parameters()
+            if "lora_B" in name and weight.any()
+        }
+        # Eight maps in each of two layers; not the output projection.
+        assert len(adapted) == 16
+        tokens = torch.arange(20)[None]
+        trainer.model.eval()
+        expected = trainer.model(tokens).logits
+        merged = trainer.model.merge_and_unload()
+        assert isinstance(merged, TrifocalForCausalLM)
+        torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(merged.head.weight, before["head.weight"])
+
+
+def test_two_processes_by_accelerates_fsdp(tmp_path: Path) -> None:
+    out = tmp_path / "out.pt"
+    # Forked, which spares each of them the imports of this file.
+    context, port = multiprocessing.get_context("fork"), free_port()
+    workers = [context.Process(target=train_sharded, args=(rank, port, out)) for rank in range(PROCESSES)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0] * PROCESSES
+    found = torch.load(out)
+    assert found["blocks"] == ["FSDPBlock"] * 2
+    model, losses = train(tiny_model(), None)
+    # transformers computes losses in float32.
+    assert found["losses"] == pytest.approx(losses, rel=1e-6)
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(found["weights"][name], weight.detach(), rtol=1e-6, atol=1e-6)
