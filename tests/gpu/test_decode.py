@@ -124,9 +124,8 @@ def test_equal_bits_with_any_table_and_parts(shape, dense, dtype, monkeypatch):
     layer = Layer(shape, dtype, lengths=(40, 3001, 16384, 70000))
     step = layer.dense_step if dense else layer.step
     results = []
-    for units, spare, chooses in ((1, 0, False), (4, 0, True), (1, 300, False)):
+    for units, spare in ((1, 0), (4, 0), (1, 300)):
         monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes, units=units: units)
-        monkeypatch.setattr(dispatch, "attend_chooses", lambda blocks, chooses=chooses: chooses)
         table = layer.batch.block_table
         wide = torch.cat((table, table.new_full((len(table), spare), -(2**30))), 1)
         layer.batch = replace(layer.batch, block_table=wide)

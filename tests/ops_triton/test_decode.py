@@ -136,13 +136,12 @@ def test_dense_and_window_attention_over_pages(window_size, monkeypatch):
 
 @pytest.mark.parametrize(("dense", "past"), [(False, 330), (True, 1300)], ids=["sparse", "dense"])
 def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
-    """Several units alone, elsewhere in other caches, with a wider table, longer parts, and the choice inside."""
+    """A sequence of several units alone, elsewhere in other caches, with a wider table and four units to a part."""
     rules = geometry(2, 1, 16, 18, 1, 1, 300)
     step = Step(shapes("bits", rules, value_dim=64, page_blocks=2), (20, past), (1, 1))
     tokens = tokens_of(step)
     expected, _ = run(step, "reference", tokens, dense)
-    others = {"decode_units_of_part": lambda *sizes: 1, "attend_chooses": lambda blocks: False}
-    with mock.patch.multiple(dispatch, **others):
+    with mock.patch.object(dispatch, "decode_units_of_part", lambda *sizes: 1):
         together, _ = run(step, "triton", tokens, dense)
     assert error(together, expected) <= BOUND
     alone = type(tokens)(*(x[1:] for x in tokens))
@@ -166,7 +165,6 @@ def choices(step, tokens, monkeypatch, rotated=True):
     if not rotated:
         decoder.rotary = torch.ones_like(decoder.rotary[0]), torch.zeros_like(decoder.rotary[1])
     decoder.fill(list(step.lengths))
-    monkeypatch.setattr(dispatch, "attend_chooses", lambda blocks: False)
     monkeypatch.setattr(kernels, "decode_attend_kernel", Launch())
     monkeypatch.setattr(kernels, "decode_combine_kernel", Launch())
     decoder.step(list(step.num_new))
@@ -177,9 +175,9 @@ def choices(step, tokens, monkeypatch, rotated=True):
     _, lse = compressed_attention(q, k_cmp, k_cmp, step.shapes.geometry, backend="reference")
     expected = select_blocks(q, k_cmp, lse, step.shapes.geometry, backend="reference")
     (selected_blocks,) = (
-        x for x in launched[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32 and x.ndim == 5
+        x for x in launched[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32 and x.ndim == 4
     )
-    return selected_blocks[:, :, :, 0], expected[:, step.lengths[0] :]
+    return selected_blocks, expected[:, step.lengths[0] :]
 
 
 def test_half_of_many_blocks_are_chosen(monkeypatch):

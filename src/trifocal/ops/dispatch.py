@@ -63,8 +63,6 @@ MOST_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
 # Programs a multiprocessor from which on a program of decoding takes four units; most that share a sequence's parts.
 ENOUGH_DECODE_PROGRAMS = 2
 MOST_DECODE_PROGRAMS = 16
-# Blocks up to which the programs that attend to chosen blocks choose them: their importance fits the registers left.
-MOST_BLOCKS_OF_ATTEND = 1024
 # Selection blocks up to which the Hopper kernel of the choice runs.
 MOST_BLOCKS_OF_WARP = 2048
 _BLOCK_MAJOR = ("block_major forward", "block_major backward")
@@ -381,11 +379,6 @@ def decode_units_of_part(programs: int, units: int, device: torch.device) -> int
         device: Its multiprocessors decide.
     """
     return 4 if programs * cdiv(units, 4) >= ENOUGH_DECODE_PROGRAMS * devices.multiprocessors(device) else 1
-
-
-def attend_chooses(blocks: int) -> bool:
-    """Whether decoding chooses among so many blocks where it attends to them, without a kernel for it."""
-    return blocks <= MOST_BLOCKS_OF_ATTEND
 
 
 def decode_programs(programs: int, parts: int, device: torch.device) -> int:

@@ -9,7 +9,6 @@ keys. What the parts are: `decode_common`.
 import triton
 import triton.language as tl
 
-from trifocal.ops.triton.decode_choice import choose
 from trifocal.ops.triton.decode_common import (
     UNIT,
     add_softmax,
@@ -19,7 +18,6 @@ from trifocal.ops.triton.decode_common import (
     place_rows,
     store_part,
 )
-from trifocal.ops.triton.decode_scores import count_tiles
 from trifocal.ops.triton.launch import Kernel
 
 UNIT_KEYS = tl.constexpr(UNIT)
@@ -49,32 +47,21 @@ def dense_unit(num_keys):
 
 
 @Kernel
-@triton.jit(
-    do_not_specialize=[
-        "table_columns", "num_parts", "first_part", "chosen_parts", "window_size", "block_lines", "num_tiles",
-        "num_rows",
-    ]
-)  # fmt: skip
+@triton.jit(do_not_specialize=["table_columns", "num_parts", "first_part", "chosen_parts", "window_size"])
 def decode_attend_kernel(
-    q, k, v, k_win, v_win, cos, sin, rows, lengths, num_new, block_table, sums, tile_maximum, tile_total,
-    selected_blocks, places, part_maximum, part_total, part_o,
+    q, k, v, k_win, v_win, cos, sin, rows, lengths, num_new, block_table, selected_blocks, places,
+    part_maximum, part_total, part_o,
     q_batch_stride, q_time_stride, q_head_stride, k_page_stride, k_group_stride, k_row_stride,
     v_page_stride, v_group_stride, v_row_stride, k_ring_stride, k_ring_group_stride, k_ring_row_stride,
     v_ring_stride, v_ring_group_stride, v_ring_row_stride,
-    table_columns, num_parts, first_part, chosen_parts, window_size, block_lines, num_tiles, num_rows, score_scale,
+    table_columns, num_parts, first_part, chosen_parts, window_size, score_scale,
     NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, PAGE_ROWS: tl.constexpr, RING: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, UNIT_TILES: tl.constexpr, UNITS: tl.constexpr,
     STAGES: tl.constexpr, WINDOW_STAGES: tl.constexpr,
-    COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr, PAGE_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, SCORE_UNIT_TILES: tl.constexpr,
-    HEADS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr, CHOOSES: tl.constexpr,
 ):  # fmt: skip
-    """One part of the chosen blocks, or of the window, of one token and group.
-
-    RING: tokens of a ring; 0: no rings. CHOOSES: whether the choice is made here; then each part writes one.
-    """
+    """One part of the chosen blocks, or of the window, of one token and group. RING: tokens of a ring; 0: no rings."""
     PART_TILES: tl.constexpr = UNITS * UNIT_TILES
     part = tl.program_id(0)
     group, token = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
@@ -130,20 +117,8 @@ def decode_attend_kernel(
                     maximum, total, o_1, o_2, D, D_1, D_2, V, V_1, V_2, True,
                 )  # fmt: skip
         else:
-            chosen = (batch * NEW + token) * GROUPS + group
-            if CHOOSES:
-                chosen = (chosen * chosen_parts + part) * NUM_SELECTED
-                tiles = count_tiles(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
-                choose(
-                    sums, tile_maximum, tile_total, block_table, selected_blocks + chosen, places + chosen,
-                    (batch * NEW + token) * (GROUPS * Q_PER_KV) + group * Q_PER_KV, position // SELECTION + 1, tiles,
-                    block_lines, num_tiles, num_rows, Q_PER_KV, COMPRESSION, STRIDE, NUM_SELECTED, NUM_SELECTED_PAD,
-                    INITIAL, LOCAL, PAGE_BLOCKS, BLOCKS, SCORE_UNIT_TILES, HEADS, UNROLL, COLUMNS,
-                )  # fmt: skip
-                # What this program's other threads have written is read below.
-                tl.debug_barrier()
-            else:
-                chosen *= NUM_SELECTED
+            chosen = ((batch * NEW + token) * GROUPS + group) * NUM_SELECTED
+            PAGE_BLOCKS: tl.constexpr = PAGE_ROWS // SELECTION
             for tile in tl.range(first_tile, end_tile, num_stages=STAGES):
                 if tile % UNIT_TILES == 0:
                     whole_maximum, whole_total, whole_1, whole_2 = add_softmax(

@@ -7,8 +7,7 @@
 | attend | heads of a group, of one token | a part of the chosen blocks or the window | keys, values in; parts out |
 | combine | some heads of one token | the parts of every branch | parts in, o out |
 
-Unless there are very many blocks, attend chooses itself, and there are three kernels. Dense attention is a kernel like
-attend over the whole past, and combine. What a part is: `decode_common`.
+Dense attention is a kernel like attend over the whole past, and combine. What a part is: `decode_common`.
 """
 
 import torch
@@ -73,13 +72,10 @@ def decode_attention(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
-    choice_columns = max(16, next_power_of_2(g.num_selection_blocks(most_tokens)))
-    chooses = dispatch.attend_chooses(choice_columns)
     sums = empty(2, num_rows, block_lines * LINE.value)
     tile_maximum, tile_total = empty(num_rows, num_tiles), empty(num_rows, num_tiles)
     selected_blocks, places = (
-        empty(num_sequences, new, groups, chosen_parts if chooses else 1, g.num_selected_blocks, dtype=dtype)
-        for dtype in (torch.int32, torch.int64)
+        empty(num_sequences, new, groups, g.num_selected_blocks, dtype=dtype) for dtype in (torch.int32, torch.int64)
     )
     where = batch.lengths, batch.num_new, batch.block_table
     columns = batch.block_table.stride(0)
@@ -97,28 +93,24 @@ def decode_attention(
         **sizes, **widths, **block_sizes, HAS_V=gates is not None, PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps,
         BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, **_options(tile),
     )  # fmt: skip
-    scored = sums, tile_maximum, tile_total
-    choice = {
-        **block_sizes, "NUM_SELECTED": g.num_selected_blocks,
-        "NUM_SELECTED_PAD": next_power_of_2(g.num_selected_blocks), "INITIAL": g.num_initial_blocks,
-        "LOCAL": g.num_local_blocks, "PAGE_BLOCKS": page_size // g.selection_block_size, "BLOCKS": blocks,
-        "HEADS": next_power_of_2(q_per_kv), "UNROLL": min(_UNROLLED_HEADS, q_per_kv), "COLUMNS": choice_columns,
-    }  # fmt: skip
-    if not chooses:
-        decode_choice_kernel[groups * new, num_sequences](
-            *scored, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
-            **sizes, **choice, UNIT_TILES=unit_tiles, num_warps=4 if choice_columns <= 512 else 8,
-        )  # fmt: skip
+    choice_columns = max(16, next_power_of_2(g.num_selection_blocks(most_tokens)))
+    decode_choice_kernel[groups * new, num_sequences](
+        sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
+        **sizes, **block_sizes, NUM_SELECTED=g.num_selected_blocks,
+        NUM_SELECTED_PAD=next_power_of_2(g.num_selected_blocks), INITIAL=g.num_initial_blocks,
+        LOCAL=g.num_local_blocks, PAGE_BLOCKS=page_size // g.selection_block_size, BLOCKS=blocks,
+        UNIT_TILES=unit_tiles, HEADS=next_power_of_2(q_per_kv), UNROLL=min(_UNROLLED_HEADS, q_per_kv),
+        COLUMNS=choice_columns, num_warps=4 if choice_columns <= 512 else 8,
+    )  # fmt: skip
     k_win, v_win, ring = cache.k_slc, cache.v_slc, 0
     if window and cache.k_win is not None and cache.v_win is not None:
         k_win, v_win, ring = cache.k_win, cache.v_win, cache.k_win.shape[2]
     decode_attend_kernel[chosen_parts + window_parts, groups * new, num_sequences](
-        q, cache.k_slc, cache.v_slc, k_win, v_win, *rotary, batch.rows, *where, *scored, selected_blocks, places,
-        *parts,
+        q, cache.k_slc, cache.v_slc, k_win, v_win, *rotary, batch.rows, *where, selected_blocks, places, *parts,
         *q.stride()[:3], *(stride for x in (cache.k_slc, cache.v_slc, k_win, v_win) for stride in x.stride()[:3]),
-        columns, num_parts, cmp_parts, chosen_parts, g.window_size, block_lines, num_tiles, num_rows, scale * LOG2_E,
-        **sizes, **widths, **choice, SCORE_UNIT_TILES=unit_tiles, CHOOSES=chooses, PAGE_ROWS=page_size, RING=ring,
-        KEYS=head_tile.BLOCK_N, UNIT_TILES=UNIT // head_tile.BLOCK_N, UNITS=units,
+        columns, num_parts, cmp_parts, chosen_parts, g.window_size, scale * LOG2_E,
+        **sizes, **widths, SELECTION=g.selection_block_size, NUM_SELECTED=g.num_selected_blocks,
+        PAGE_ROWS=page_size, RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=UNIT // head_tile.BLOCK_N, UNITS=units,
         WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages), **_options(head_tile),
     )  # fmt: skip
     o = q.new_empty(num_sequences, new, heads, value_dim)

@@ -2,9 +2,6 @@
 
 A program holds the importance of all blocks of one token and group, and adds the heads of the group one after the
 other. A head's sums of a tile are relative to the tile's maximum; over the head's total they are probabilities.
-
-Each program of `decode_attend` that takes chosen blocks chooses for itself, unless there are very many blocks: that
-takes no longer than to wait for another kernel, and the window's keys are read meanwhile.
 """
 
 import triton
@@ -12,7 +9,7 @@ import triton.language as tl
 
 from trifocal.ops.triton.common import LOWEST
 from trifocal.ops.triton.decode_common import power_of_2
-from trifocal.ops.triton.decode_scores import count_tiles
+from trifocal.ops.triton.decode_scores import count_compressed
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.scoring import LINE, most_important
 
@@ -20,18 +17,22 @@ from trifocal.ops.triton.scoring import LINE, most_important
 CHUNK = tl.constexpr(16)
 
 
-@triton.jit
-def choose(
-    sums, tile_maximum, tile_total, block_table, selected_blocks, places, first_row, candidates, tiles,
-    block_lines, num_tiles, num_rows,
-    Q_PER_KV: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, NUM_SELECTED: tl.constexpr,
-    NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr, LOCAL: tl.constexpr, PAGE_BLOCKS: tl.constexpr,
-    BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr, HEADS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr,
+@Kernel
+@triton.jit(do_not_specialize=["table_columns", "block_lines", "num_tiles", "num_rows"])
+def decode_choice_kernel(
+    sums, tile_maximum, tile_total, lengths, num_new, block_table, selected_blocks, places,
+    table_columns, block_lines, num_tiles, num_rows,
+    NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr,
+    SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr,
+    LOCAL: tl.constexpr, PAGE_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
+    HEADS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Write the choice among `candidates` blocks, ascending, then -1; and where their pages are, in blocks.
-
-    Rows of the group's heads begin at `first_row`; their first `tiles` tiles of sums are written.
-    """
+    """The chosen blocks of one token and group, ascending, then -1; and where their pages are, in blocks."""
+    group, token = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
+    batch = tl.program_id(1).to(tl.int64)
+    length, new = tl.load(lengths + batch), tl.load(num_new + batch)
+    candidates = tl.where(token < new, (length + token) // SELECTION + 1, 0)
+    _, tiles = count_compressed(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
     scored = tiles * BLOCKS
     block = tl.arange(0, COLUMNS)
     is_candidate = block < candidates
@@ -39,6 +40,7 @@ def choose(
     free = is_candidate & (forced == 0)
 
     importance = tl.zeros([COLUMNS], tl.float32)
+    first_row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + group * Q_PER_KV
     # Where all candidates are taken, importance does not matter.
     if candidates > NUM_SELECTED:
         head = tl.arange(0, HEADS)
@@ -85,36 +87,12 @@ def choose(
     wanted = tl.zeros([1], tl.int32) + (taken - tl.sum(forced.to(tl.int32), 0))
     chosen = forced[None, :] | most_important(importance[None, :], free[None, :], wanted, 1)
     slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    tl.store(selected_blocks + slot, block[None, :], mask=chosen)
-    page = tl.load(block_table + block[None, :] // PAGE_BLOCKS, mask=chosen, other=0)
-    tl.store(places + slot, page.to(tl.int64) * PAGE_BLOCKS + block[None, :] % PAGE_BLOCKS, mask=chosen)
+    out = ((batch * NEW + token) * GROUPS + group) * NUM_SELECTED
+    tl.store(selected_blocks + out + slot, block[None, :], mask=chosen)
+    page = tl.load(block_table + batch * table_columns + block[None, :] // PAGE_BLOCKS, mask=chosen, other=0)
+    tl.store(places + out + slot, page.to(tl.int64) * PAGE_BLOCKS + block[None, :] % PAGE_BLOCKS, mask=chosen)
     pad = tl.arange(0, NUM_SELECTED_PAD)
     tl.store(
-        selected_blocks + pad, tl.full([NUM_SELECTED_PAD], -1, tl.int32),
+        selected_blocks + out + pad, tl.full([NUM_SELECTED_PAD], -1, tl.int32),
         mask=(pad >= taken) & (pad < NUM_SELECTED),
     )  # fmt: skip
-
-
-@Kernel
-@triton.jit(do_not_specialize=["table_columns", "block_lines", "num_tiles", "num_rows"])
-def decode_choice_kernel(
-    sums, tile_maximum, tile_total, lengths, num_new, block_table, selected_blocks, places,
-    table_columns, block_lines, num_tiles, num_rows,
-    NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr,
-    SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr,
-    LOCAL: tl.constexpr, PAGE_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
-    HEADS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The choice of one token and group."""
-    group, token = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
-    batch = tl.program_id(1).to(tl.int64)
-    length, new = tl.load(lengths + batch), tl.load(num_new + batch)
-    tiles = count_tiles(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
-    out = ((batch * NEW + token) * GROUPS + group) * NUM_SELECTED
-    if token < new:
-        choose(
-            sums, tile_maximum, tile_total, block_table + batch * table_columns, selected_blocks + out, places + out,
-            (batch * NEW + token) * (GROUPS * Q_PER_KV) + group * Q_PER_KV, (length + token) // SELECTION + 1, tiles,
-            block_lines, num_tiles, num_rows, Q_PER_KV, COMPRESSION, STRIDE, NUM_SELECTED, NUM_SELECTED_PAD,
-            INITIAL, LOCAL, PAGE_BLOCKS, BLOCKS, UNIT_TILES, HEADS, UNROLL, COLUMNS,
-        )  # fmt: skip

@@ -10,7 +10,7 @@ import triton.language as tl
 from trifocal.ops.triton.common import LOWEST
 from trifocal.ops.triton.decode_attend import count_chosen, count_window, dense_unit
 from trifocal.ops.triton.decode_common import GROUP, UNIT, add_softmax, nothing_yet
-from trifocal.ops.triton.decode_scores import count_tiles
+from trifocal.ops.triton.decode_scores import count_compressed
 from trifocal.ops.triton.launch import Kernel
 
 UNIT_KEYS = tl.constexpr(UNIT)
@@ -92,7 +92,7 @@ def decode_combine_kernel(
         if GATED:
             gate = gates + batch * gate_batch_stride + token * gate_time_stride + head * gate_head_stride
             mixed *= tl.load(gate + gate_branch_stride, mask=exists, other=0.0).to(tl.float32)[:, None]
-            tiles = count_tiles(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
+            _, tiles = count_compressed(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
             count = tl.cdiv(tiles, COMPRESSED_UNITS * UNIT_TILES)
             o_cmp = add_parts(
                 part_maximum, part_total, part_o, place, exists, tl.where(is_token, count, 0),

@@ -23,17 +23,12 @@ from trifocal.ops.triton.scoring import LINE
 
 
 @triton.jit
-def count_compressed(num_keys, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr):
-    """Compressed blocks of a sequence."""
-    return tl.where(num_keys >= COMPRESSION, (num_keys - COMPRESSION) // STRIDE + 1, 0)
-
-
-@triton.jit
-def count_tiles(
+def count_compressed(
     num_keys, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr, SELECTION: tl.constexpr, BLOCKS: tl.constexpr
 ):
-    """Tiles of BLOCKS selection blocks that hold all those in which a compressed block of the sequence starts."""
-    return tl.cdiv(tl.cdiv(count_compressed(num_keys, COMPRESSION, STRIDE), SELECTION // STRIDE), BLOCKS)
+    """Compressed blocks of a sequence, and tiles of selection blocks that they start in."""
+    compressed = tl.where(num_keys >= COMPRESSION, (num_keys - COMPRESSION) // STRIDE + 1, 0)
+    return compressed, tl.cdiv(tl.cdiv(compressed, SELECTION // STRIDE), BLOCKS)
 
 
 @Kernel
@@ -56,8 +51,8 @@ def decode_scores_kernel(
     batch = tl.program_id(2).to(tl.int64)
     length, new = tl.load(lengths + batch), tl.load(num_new + batch)
     token, head, position, exists = place_rows(tl.program_id(1) // GROUPS * ROWS, length, new, Q_PER_KV, ROWS)
-    compressed = count_compressed(length + new, COMPRESSION, STRIDE)
-    tiles = tl.where(new > 0, count_tiles(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS), 0)
+    compressed, tiles = count_compressed(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
+    tiles = tl.where(new > 0, tiles, 0)
     head += group * Q_PER_KV
     offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + head * q_head_stride
     q_1 = load_rotated(q, offsets, position, exists, cos, sin, 0, D_1, D)
