@@ -56,7 +56,8 @@ def run_until(command: list[str], metrics: Path, step: int, number: signal.Signa
             process.send_signal(number)
             break
         time.sleep(2)
-    return time.monotonic() - begin, process.wait()
+    status = process.wait()
+    return time.monotonic() - begin, status
 
 
 def tenths(rows: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:

@@ -130,8 +130,8 @@ PARTS = {
     ),
     "recall": Part(
         "Does it recall the value of any key?",
-        {"data.source": "recall:64", "model.vocab_size": "1024"}
-        | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 3000, 1e-3),
+        {"data.source": "recall:64", "model.vocab_size": "512"}
+        | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 1500, 2e-3),
         ("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),
         jobs=4,
         tokens_per_second=5_000_000,
@@ -139,8 +139,8 @@ PARTS = {
     ),
     "needle": Part(
         "Does it find a needle at any depth of a long haystack?",
-        {"data.source": "needle:8", "model.vocab_size": "1024"}
-        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 2500, 1e-3),
+        {"data.source": "needle:8", "model.vocab_size": "256"}
+        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 2500, 2e-3),
         ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
         jobs=4,
         tokens_per_second=2_500_000,

@@ -13,7 +13,7 @@ _ports = itertools.count(os.getpid())
 
 
 def free_port() -> int:
-    """A port that nobody listens on, of this test worker's own."""
+    """A free port, from a range of this test worker's own."""
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     for number in itertools.islice(_ports, _PORTS_OF_A_WORKER):
         port = _PORTS[(worker * _PORTS_OF_A_WORKER + number % _PORTS_OF_A_WORKER) % len(_PORTS)]
@@ -27,6 +27,6 @@ def free_port() -> int:
 
 
 def environment(**variables: object) -> dict[str, str]:
-    """This process's variables and some more; the package and the tests are found first, then what was found before."""
+    """This process's variables and some more; the package and the tests come first on Python's path."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}

@@ -1,4 +1,4 @@
-"""The shape of the code: which room may import which, what an import costs, how long a file may be."""
+"""The shape of the code: imports between rooms, the cost of an import, the length of a file."""
 
 import ast
 import re
@@ -21,13 +21,13 @@ FILES = {
 
 
 def python(code):
-    """Run code in a fresh interpreter that sees the sources; what it prints."""
+    """Run code in a fresh interpreter that sees the sources; returns its output."""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), check=True)
     return done.stdout.strip()
 
 
 def test_rooms_import_in_one_direction():
-    """The contracts of pyproject.toml: arrows between rooms; what judges and what is judged never import each other."""
+    """The contracts of pyproject.toml: arrows between rooms; oracle, reference and kernels never import one another."""
     command = Path(sys.executable).with_name("lint-imports")
     if not command.exists():
         command = Path(shutil.which("lint-imports") or pytest.skip("import-linter is not installed"))
@@ -46,7 +46,7 @@ def test_every_room_has_its_place_in_the_contract():
 
 
 def imported(name, path, files, but=()):
-    """What a file runs when it imports others, by name: those, and their rooms' `__init__.py`, unless it lies there.
+    """The files that run when a file imports others: those, and the `__init__.py` of their rooms, unless it lies there.
 
     Imports inside functions and for types count; those in `but` do not.
     """
@@ -96,7 +96,7 @@ def test_a_circle_is_found(tmp_path):
         "room.two": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from one import late\nimport other",
         "other": "import sys",
         "user": "from one import late",
-        # Its room gathers what imports it: whoever imports `gathered.file` first gets the half of it.
+        # Its room imports a file that imports it: an import of `gathered.file` first finds half a room.
         "gathered": "from user_of import name",
         "gathered.file": "",
         "user_of": "import gathered.file",

@@ -1,6 +1,7 @@
 """Typed dataclasses from values: one rule for files, flags and code."""
 
 import dataclasses
+import keyword
 import math
 import reprlib
 import typing
@@ -19,10 +20,28 @@ _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 200
 
 
+def key_of(attribute: str) -> str:
+    """The key of a field in files and flags: a field whose key is a word of Python's has an underscore behind it."""
+    key = attribute.removesuffix("_")
+    return key if keyword.iskeyword(key) else attribute
+
+
+def attribute_of(key: str) -> str:
+    """The field of a key."""
+    return f"{key}_" if keyword.iskeyword(key) else key
+
+
+def value_of(config: Any, name: str) -> Any:
+    """The value of a dotted key in a nested dataclass."""
+    for key in name.split("."):
+        config = getattr(config, attribute_of(key))
+    return config
+
+
 def field_types(cls: type) -> dict[str, Any]:
-    """The fields of a dataclass with their resolved types."""
+    """The keys of a dataclass with their resolved types."""
     hints = typing.get_type_hints(cls)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    return {key_of(field.name): hints[field.name] for field in dataclasses.fields(cls)}
 
 
 def dotted_fields(cls: type, prefix: str = "") -> dict[str, Any]:
@@ -70,11 +89,12 @@ def _build(cls: type[T], table: Mapping[str, Any], source: str, prefix: str, kno
             values[key] = checked(kind, value, source + name)
     for field in dataclasses.fields(cls):  # type: ignore[arg-type]
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if required and field.name not in values:
-            what = "section" if dataclasses.is_dataclass(types[field.name]) else "key"
-            raise UserError(f'{source}the {what} "{prefix}{field.name}" is missing')
+        key = key_of(field.name)
+        if required and key not in values:
+            what = "section" if dataclasses.is_dataclass(types[key]) else "key"
+            raise UserError(f'{source}the {what} "{prefix}{key}" is missing')
     try:
-        return cls(**values)
+        return cls(**{attribute_of(key): value for key, value in values.items()})
     except ValueError as error:
         raise UserError(f"{source}{error}") from error
 

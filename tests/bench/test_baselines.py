@@ -1,4 +1,4 @@
-"""What others compute: the same as plain attention where it is dense, and the right mask where it is not."""
+"""Baselines compute plain attention where they are dense, and the right mask where they are not."""
 
 import importlib
 
@@ -50,7 +50,7 @@ def test_flex_mask_marks_the_blocks_that_pytorch_marks(tokens, reach):
     ours = baselines._block_mask(flex, tokens, reach, visible, torch.device("cpu"))
     theirs = flex.create_block_mask(visible, None, None, tokens, tokens, device="cpu")
     assert torch.equal(ours.to_dense(), theirs.to_dense())
-    # What we call full must be full there; theirs may find more full ones at the end of the sequence.
+    # Our full blocks must be full there; theirs may find more full ones at the end of the sequence.
     full = [mask.full_kv_num_blocks.sum().item() for mask in (ours, theirs)]
     assert full[0] <= full[1] and (tokens % 128 or full[0] == full[1])
 

@@ -1,4 +1,4 @@
-"""What is told about a trace of kernels."""
+"""The figures that `trifocal bench kernels` reads from a trace."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""The gate before timing: passes what is right, refuses faults."""
+"""The gate before timing passes a right attention and refuses faults."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Result files: what stands in them, and where they go."""
+"""Result files: their contents and their places."""
 
 import json
 

@@ -39,7 +39,7 @@ def test_memory_and_the_device_alone_are_not_known_on_a_cpu():
 
 
 def test_the_device_is_held_up_for_twice_the_hosts_time(monkeypatch):
-    """On a stand-in for a GPU, which says what it is told."""
+    """On a stand-in for a GPU with given answers."""
     told = []
 
     class Event:

@@ -58,7 +58,7 @@ def test_recorded_rows_come_first_and_twins_side_by_side(wanted, monkeypatch):
 
 
 def test_text_is_measured_beside_random_bytes():
-    """By default, for both twins: documents of many lengths, which begin anew in every sequence."""
+    """By default, for both twins: documents of many lengths; a new one begins in every sequence."""
     options = {name: value for name, value in TINY.items() if name != "data"} | {"sizes": ("4x3000",)}
     cases = TrainOptions(**options).cases()
     assert [(case.data, case.model["attention"]) for case in cases] == [
@@ -100,7 +100,7 @@ def test_graphs_need_a_gpu():
 
 @pytest.fixture
 def recorded_bench(monkeypatch):
-    """Makes a bench whose recordings are repetitions: what is around them is the trainer's."""
+    """Makes a bench whose recordings are repetitions; everything around them is the trainer's."""
     monkeypatch.setattr(graphs, "Recorder", Repeater)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(Repeater, "recordings", 0)

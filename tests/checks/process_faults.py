@@ -40,7 +40,7 @@ def not_averaged(rank: int) -> None:
 
 
 def last_micro_batch_alone(rank: int) -> None:
-    """Under sharding, what the earlier micro-batches gave is lost."""
+    """Under sharding, the gradients of the earlier micro-batches are lost."""
     healthy = Parallel.micro_batch
 
     def micro_batch(self, *, last):

@@ -22,7 +22,7 @@ def test_healthy(check):
 
 @pytest.fixture
 def short(monkeypatch):
-    """What a fault teaches is learned in half the steps."""
+    """A fault is learned in half the steps."""
     monkeypatch.setattr(training, "FLOOR_STEPS", 80)
 
 

@@ -1,7 +1,6 @@
-"""The commands as a person types them: what they print, what they return, and bad input in one clear line."""
+"""The commands as a person types them: output, exit status, and one clear line for bad input."""
 
 import errno
-import json
 import os
 import re
 import shutil
@@ -13,10 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.children import environment
 from tests.train.tiny import TOML, before_step, write_config, write_documents
+from tests.written_runs import wait_for
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
+from trifocal.runlog import read_metrics
 from trifocal.train import run_logger, saving
 from trifocal.train.stop import SAME_REQUEST_SECONDS
 
@@ -166,16 +168,21 @@ def test_train_refuses_bad_input(
     [
         (["generate", "/nowhere", "--prompt", "x"], "there is no run at /nowhere"),
         (["generate", "--prompt", "x"], "missing argument: RUN_DIR"),
-        (["generate", "RUN"], "missing argument: --prompt"),
-        (["generate", "RUN", "--prompt", ""], "--prompt is empty"),
+        (["generate", "RUN"], "give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE.jsonl"),
+        (["generate", "RUN", "--prompt", ""], "give the text to continue as --prompt TEXT"),
+        (["generate", "RUN", "--prompt", "x", "--prompts", "y"], "give the text to continue as --prompt TEXT"),
+        (["generate", "RUN", "--prompts", "y"], "--prompts FILE.jsonl and --output OUT.jsonl go together"),
+        (["generate", "RUN", "--prompts", "/nowhere", "--output", "y"], "cannot read the prompts /nowhere"),
         (["generate", "RUN", "--prompt", "\udcff"], "--prompt is not UTF-8 text"),
         (
             ["generate", "RUN", "--prompt", "x", "--max-new-tokens", str(10**10)],
-            "1 x 10,000,000,001 tokens need at least",
+            "the prompt and its new tokens make 10,000,000,001, which do not fit into the memory of cpu",
         ),
         (["generate", "RUN", "--prompt", "x", "--samples", str(10**10)], "lower --samples or --max-new-tokens"),
         (["generate", "RUN", "--prompt", "x", "--samples", str(10**30)], "--samples must fit 64 bits"),
-        (["generate", "RUN", "--prompt", "x", "--top-p", "0"], "--top-p must lie in (0, 1], got 0.0"),
+        (["generate", "RUN", "--prompt", "x", "--top-p", "0"], "--top-p must be above 0 and at most 1, got 0.0"),
+        (["generate", "RUN", "--prompt", "x", "--min-p", "2"], "--min-p must be from 0 to 1, got 2.0"),
+        (["generate", "RUN", "--prompt", "x", "--stop", ""], "--stop must not be empty"),
         (["generate", "RUN", "--prompt", "x", "--top-k", "-1"], "--top-k must be at least 0, got -1"),
         (["generate", "RUN", "--prompt", "x", "--seed", str(2**64)], f"--seed must fit 64 bits, got {2**64}"),
         (["generate", "RUN", "--prompt", "x", "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),
@@ -250,82 +257,74 @@ def test_a_last_step_that_breaks_the_weights_is_one_line_and_status_1(tmp_path: 
     assert message.endswith("its weights are broken; choose an earlier one with --checkpoint\n")
 
 
-def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
-    command = [sys.executable, *arguments]
-    return subprocess.Popen(
-        command, cwd=folder, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-def wait_for_step(run: Path, step: int, process: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline and process.poll() is None:
-        metrics = run / "metrics.jsonl"
-        if metrics.exists() and f'"step":{step},' in metrics.read_text():
-            return
-        time.sleep(0.05)
-    raise AssertionError(f"no step {step}: {process.communicate()}")
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-def test_a_real_process_stops_saves_and_goes_on(tmp_path: Path) -> None:
+def test_a_real_process_stops_saves_and_goes_on(tmp_path: Path, capsys: Capture) -> None:
     write_documents(tmp_path / "text")
     text = TOML.format(directory="run", text="text").replace("steps = 6", "steps = 900", 1)
     (tmp_path / "tiny.toml").write_text(text)
-    process = start(tmp_path, "-m", "trifocal", "train", "tiny.toml")
-    wait_for_step(tmp_path / "run", 3, process)
+    command = [sys.executable, "-m", "trifocal", "train", "tiny.toml"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENVIRONMENT, **pipes)  # type: ignore[call-overload]
+    run = tmp_path / "run"
+    wait_for(lambda: process.poll() is not None or '"step":3,' in metrics_of(run), 120)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     assert "go on with:\n  trifocal train --resume run" in out
     stopped = int(re.search(r"stopped at step (\d+)", out)[1])  # type: ignore[index]
-    assert (tmp_path / "run" / "checkpoints" / f"step_{stopped:08d}" / "manifest.json").exists()
+    assert (run / "checkpoints" / f"step_{stopped:08d}" / "manifest.json").exists()
 
-    process = start(tmp_path, "-m", "trifocal", "train", "--resume", "run", "--train.steps", str(stopped + 2))
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    assert f"finished {stopped + 2} steps" in out
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows if row["kind"] == "train"] == list(range(1, stopped + 3))
+    config = (run / "config.toml").read_text().replace('"text:text"', f'"text:{tmp_path / "text"}"')
+    (run / "config.toml").write_text(config)
+    assert main(["train", "--resume", str(run), "--train.steps", str(stopped + 2)]) == 0
+    assert f"finished {stopped + 2} steps" in capsys.readouterr().out
+    assert [row["step"] for row in read_metrics(run / "metrics.jsonl", "train")] == list(range(1, stopped + 3))
+
+
+def metrics_of(run: Path) -> str:
+    path = run / "metrics.jsonl"
+    return path.read_text() if path.exists() else ""
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
 def test_a_second_signal_ends_a_real_process(tmp_path: Path) -> None:
     """The step that is under way never ends."""
     code = """
-import time
+import sys, time
 from pathlib import Path
 from trifocal.train.step import TrainStep
 from trifocal.cli import main
 step = TrainStep.run
 def hang(self, number, *args, **kwargs):
     if number == 3:
-        Path("hanging").touch()
+        Path(sys.argv[1]).touch()
         time.sleep(600)
     return step(self, number, *args, **kwargs)
 TrainStep.run = hang
-raise SystemExit(main(["train", "run.toml"]))
+raise SystemExit(main(["train", sys.argv[2]]))
 """
-    write_config(tmp_path)
-    process = start(tmp_path, "-c", code)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "hanging").exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    config = write_config(tmp_path)
+    with (tmp_path / "error").open("wb") as error:
+        process = warm.popen(
+            [sys.executable, "-c", code, str(tmp_path / "hanging"), str(config)],
+            stdout=subprocess.DEVNULL, stderr=error, env=ENVIRONMENT,
+        )  # fmt: skip
+    wait_for(lambda: process.poll() is not None or (tmp_path / "hanging").exists(), 120)
     process.send_signal(signal.SIGINT)
     # Sooner it counts as the same request.
     time.sleep(SAME_REQUEST_SECONDS + 0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=20)
-    assert process.returncode == 128 + signal.SIGINT
+    assert process.wait(20) == 128 + signal.SIGINT
+    err = (tmp_path / "error").read_text()
     assert "SIGINT: saving at the end of this step" in err and "Traceback" not in err
 
 
-def test_the_module_runs_and_refuses_in_a_real_process(tmp_path: Path) -> None:
-    process = start(tmp_path, "-m", "trifocal", "train", "absent.toml")
-    out, err = process.communicate(timeout=60)
-    assert (process.returncode, out, err) == (2, "", "trifocal: config file absent.toml does not exist\n")
+def test_the_module_refuses_in_a_real_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trifocal", "train", "absent.toml"]
+    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, timeout=60)
+    expected = (2, "", "trifocal: config file absent.toml does not exist\n")
+    assert (done.returncode, done.stdout, done.stderr) == expected
 
 
 @pytest.mark.parametrize("command", ["check", "doctor"])

@@ -26,7 +26,7 @@ def evaluated(capsys: Capture, *arguments: str) -> str:
 def test_a_run_of_text_has_loss_positions_and_needles(run: Path, tmp_path: Path, capsys: Capture) -> None:
     short = ("--samples", "2", "--depths", "2", "--lengths", "20", "80")
     text = evaluated(capsys, str(run), *short)
-    assert "recall is left out: the model has no keys and values to recall" in text
+    assert 'recall is left out: data.source "text:' in text and "has no keys and values to recall" in text
     assert "note: the model was trained on 32 tokens at a time; more are new to it" in text
     assert "needle, 20 tokens: not run: a needle and its question need 64 tokens, got 20" in text
     for title in ("Loss on validation data", "Loss by position", "Needles found, by depth"):
@@ -88,7 +88,7 @@ def test_weights_without_a_run_need_to_be_told_the_data(run: Path, tmp_path: Pat
         (("--only", "needles"), 'unknown task "needles"; the nearest valid one is "needle"'),
         (("--depths", "0"), "--depths must be at least 1, got 0"),
         (("--lengths", "8", "0"), "--lengths must be above 0, got 0"),
-        (("--only", "recall"), "nothing to measure: the model has no keys and values"),
+        (("--only", "recall"), "has no keys and values to recall"),
         (("--source", "text:/nowhere"), "/nowhere"),
         (("--source", "recall:400"), "400 pairs need"),
         (("--checkpoint", "step_00000007"), "step_00000007"),

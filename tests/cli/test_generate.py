@@ -1,5 +1,6 @@
 """`trifocal generate`: what it reads, from where, and what it writes while it does."""
 
+import ast
 import io
 import json
 import os
@@ -15,7 +16,6 @@ import torch
 from tests.children import environment
 from tests.cli.test_commands import Capture, refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
-from trifocal.cli import generate as command
 from trifocal.cli import main
 from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer
@@ -82,14 +82,13 @@ def test_prompts_may_be_longer_than_training(run: Path, capsys: Capture) -> None
 
 def test_text_is_written_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written, seen = io.StringIO(), []
-    original = command.stream
+    original = CachedModel.step
 
-    def watched(*arguments: object, **options: object) -> object:
-        for drawn in original(*arguments, **options):  # type: ignore[arg-type]
-            seen.append(written.getvalue())
-            yield drawn
+    def watched(*arguments: object) -> object:
+        seen.append(written.getvalue())
+        return original(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(command, "stream", watched)
+    monkeypatch.setattr(CachedModel, "step", watched)
     monkeypatch.setattr(sys, "stdout", written)
     # Letters alone: each token is a character.
     monkeypatch.setattr(
@@ -99,7 +98,8 @@ def test_text_is_written_while_it_is_made(run: Path, monkeypatch: pytest.MonkeyP
     )  # fmt: skip
     assert main(["generate", str(run), "--prompt", "x", "--max-new-tokens", "4", "--samples", "2"]) == 0
     head = "--- 1 of 2\nx"
-    assert seen == ["", head + "a", head + "aa", head + "aaa"]
+    # The first token is there before the second is begun.
+    assert seen == [head + "a", head + "aa", head + "aaa"]
     assert written.getvalue() == f"{head}aaaa\n--- 2 of 2\nxaaaa\n"
 
 
@@ -192,3 +192,19 @@ def test_weights_of_somebody_else_are_one_line(run: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize("temperature", ["1e-46", "1e-320"])
 def test_the_lowest_temperatures_take_the_likeliest(run: Path, capsys: Capture, temperature: str) -> None:
     assert generated(capsys, str(run), *OPTIONS, "--temperature", temperature) == generated(capsys, str(run), *OPTIONS)
+
+
+def test_log_probabilities_follow_the_text(run: Path, capsys: Capture) -> None:
+    text = generated(capsys, str(run), *OPTIONS)
+    lines = generated(capsys, str(run), *OPTIONS, "--logprobs").removeprefix(text).splitlines()
+    assert len(lines) == 12
+    pieces = [line.split(maxsplit=1) for line in lines]
+    assert all(-10 < float(log_p) < 0 for log_p, _ in pieces)
+    assert text.startswith("the dog" + ast.literal_eval(pieces[0][1]))
+
+
+def test_text_ends_before_a_stop_string(run: Path, capsys: Capture) -> None:
+    text = generated(capsys, str(run), *OPTIONS).removeprefix("the dog")
+    stop = text[4:6]
+    stopped = generated(capsys, str(run), *OPTIONS, "--stop", "never", stop)
+    assert stopped == "the dog" + text[: text.index(stop)] + "\n"

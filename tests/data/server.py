@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FaultyServer:
-    """Serves files by ranges from this machine; `faults[i]` is what happens to request `i`.
+    """Serves files by ranges from this machine; `faults[i]` is the fault of request `i`.
 
     A fault is a status code, `cut` (half of the bytes, then the connection ends), `drop` (ends without a word) or
     `silence` (nothing until the server is closed, or the client gives up).
@@ -68,7 +68,7 @@ class FaultyServer:
             handler.send_header("Location", self.redirects[handler.path])
             handler.end_headers()
             return
-        body = self.files.get(handler.path.lstrip("/"))
+        body = self.files.get(handler.path.lstrip("/").partition("?")[0])
         if body is None:
             handler.send_error(404)
             return

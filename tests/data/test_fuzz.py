@@ -1,4 +1,4 @@
-"""Damaged data files, whatever the damage: batches, or one line that says what is wrong; never a traceback."""
+"""Damaged data files of every kind: batches, or one line that names the fault; never a traceback."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def test_unknown_names(repository: Path, tmp_path: Path) -> None:
     "error",
     [
         ConnectionError("Couldn't reach 'HuggingFaceFW/fineweb-edu' on the Hub (ConnectTimeout)"),
-        # What datasets 5.2 makes of a hub that answers 429 or 500 to every request.
+        # The error of datasets 5.2 if a hub answers 429 or 500 to every request.
         FileNotFoundError("Couldn't reach the Hugging Face Hub either: LocalEntryNotFoundError: An error happened"),
     ],
 )
@@ -187,7 +187,7 @@ def test_the_hub_switched_off_is_a_clear_error(tmp_path: Path) -> None:
 
 
 class StandInHub(FaultyServer):
-    """Answers what `datasets` asks about one repository; its faults count the requests for parquet alone."""
+    """Answers the requests of `datasets` about one repository; its faults count the requests for parquet alone."""
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(handler.path).path)

@@ -180,7 +180,7 @@ def test_streams_share_out_every_document(source: str, streams: int) -> None:
 
 
 def test_a_stream_without_documents_now_and_then_goes_on(tmp_path: Path) -> None:
-    """Eight streams of three documents: each epoch deals anew."""
+    """Eight streams of three documents: each epoch deals them again."""
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * 9}) + "\n" for _ in range(3)))
     with open_loader(f"jsonl:{tmp_path}", streams=8, validation_fraction=0.0) as loader:
         take(loader, 20)

@@ -1,4 +1,4 @@
-"""Parquet on disk: rows, places, and files that are not what they should be."""
+"""Parquet on disk: rows, places, and files that are damaged or of another kind."""
 
 from __future__ import annotations
 

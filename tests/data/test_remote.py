@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import threading
 import time
 from collections.abc import Callable
@@ -10,10 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.train.tiny import make_config
+from trifocal.cli import main
 from trifocal.data import DataConfig, DataError, Loader, make_loader, make_tokenizer
 from trifocal.data.activity import Activity
 from trifocal.data.remote import HttpClient, HttpFile
 from trifocal.errors import UserError
+from trifocal.train import load_config, resume, run_logger, train
 
 pytest.importorskip("pyarrow")
 
@@ -281,3 +285,41 @@ def test_the_login_is_not_sent_on_to_another_server(serve: Callable[..., Any]) -
     assert client.get(f"{hub.url}/a", 2, 5) == (b"234", 10)
     assert hub.authorizations == ["Bearer example"]
     assert store.authorizations == [None]
+
+
+def test_a_password_of_the_data_is_in_no_file_and_given_again_to_go_on(
+    tmp_path: Path,
+    serve: Callable[..., Any],
+    files: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    sent: list[object] = []
+    monkeypatch.setattr(run_logger, "make_sinks", lambda *_, config, **__: sent.append(config) or [])
+    server, run = serve(files), tmp_path / "run"
+    server.faults = {3: 500}
+    host = server.url.removeprefix("http://")
+    source = ",".join(f"http://me:hunter2@{host}/{name}?X-Amz-Signature=hunter2" for name in files)
+    flags = (
+        "--data.source",
+        f"parquet:{source}",
+        "--data.retry_base_seconds",
+        "0.01",
+        "--evaluate.interval_steps",
+        "0",
+    )
+    assert train(make_config(tmp_path, *flags, "--train.steps", "2")).finished
+    assert set(server.authorizations) == {"Basic " + base64.b64encode(b"me:hunter2").decode()}
+    with pytest.raises(UserError, match=r"has \*\*\* in place of a secret, .* with --data\.source"):
+        resume(run, config=load_config(run / "config.toml", ("--train.steps", "3")))
+    again = ["train", "--resume", str(run), "--train.steps", "3", *flags[:2]]
+    assert main(again) == 0
+    # Whose password is wrong now is told so without it.
+    server.always = 401
+    assert main([*again, "--train.steps", "4"]) == 2
+    captured = capfd.readouterr()
+    assert "HTTP 401" in captured.err
+    written = [path.read_bytes() for path in run.rglob("*") if path.is_file()]
+    assert len(written) > 10 and b"X-Amz-Signature=***" in (run / "config.toml").read_bytes()
+    assert not any(b"hunter2" in content for content in [*written, repr(sent).encode()])
+    assert "hunter2" not in captured.out + captured.err

@@ -74,7 +74,7 @@ def test_every_row_is_equally_likely_anywhere() -> None:
 
 
 def test_orders_never_change() -> None:
-    # Fixed figures: another order would change what a resumed run sees.
+    # Fixed figures: in another order a resumed run would see other rows.
     assert order(10, 5, seed=1337) == [2, 4, 0, 3, 1, 6, 9, 5, 8, 7]
 
 
@@ -112,7 +112,7 @@ def test_a_block_is_in_memory_and_reading_is_even(block_rows: int, used: int) ->
     for step in range(3 * block_rows):
         before = inner.read
         row = stream.next_row()
-        # The block at first; then a row for a row, or after a resume what catches up by the end of the block.
+        # The block at first; then a row for a row; after a resume more, until the end of the block.
         limit = block_rows if step == 0 else -(-block_rows // left) if step <= left else 1
         assert inner.read - before <= limit
         assert inner.in_memory() <= block_rows + 1  # The row handed out is still held here.
@@ -240,7 +240,7 @@ def test_a_batch_holds_many_documents(tmp_path: Path) -> None:
 
 
 def test_validation_batches_represent_the_split() -> None:
-    """What an evaluation of the showcase reads: 128 rows of 128 tokens."""
+    """An evaluation of the showcase reads 128 rows of 128 tokens."""
     config = DataConfig(shuffle_sequences=4096)
     with make_loader(
         config, tokenizer=TOKENIZER, sequence_length=128, batch_size=8, vocab_size=257, split="validation"

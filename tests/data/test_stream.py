@@ -1,4 +1,4 @@
-"""What must never change between versions, or a resumed run would see other data; and what order means."""
+"""Figures that may never change between versions, or a resumed run would see other data; and the meaning of order."""
 
 from __future__ import annotations
 

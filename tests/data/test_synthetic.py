@@ -1,6 +1,7 @@
 """The tasks of random tokens, read back by hand; and their rows through a loader."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -45,13 +46,14 @@ def test_a_haystack_answers_its_own_questions(needles: int, length: int) -> None
     """Also where needles fill all of it: a length of 48 is 4 needles of 6 tokens and their questions."""
     found = set()
     for number in range(30):
-        tokens, targets = haystack(20, length, needles, (number,))
+        tokens, targets = haystack(60, length, needles, (number,))
         assert tokens.shape == targets.shape == (length,)
-        (marks,) = np.nonzero(tokens == 19)
+        (marks,) = np.nonzero(tokens == 59)
         assert len(marks) == 2 * needles, "the mark is in needles and questions alone"
-        assert (tokens >= 10).sum() == 12 * needles, "no hay looks like a needle"
+        assert (tokens >= 30).sum() == 12 * needles, "no hay looks like a needle"
         values = {int(tokens[at + 1]): tokens[at + 2 : at + 6].tolist() for at in marks[:needles]}
-        assert len(values) == needles, "two needles have one key"
+        different = {*values, *(token for value in values.values() for token in value)}
+        assert len(different) == 5 * needles, "no token occurs in two needles, or twice in one"
         assert (np.diff(marks[: needles + 1]) >= 6).all(), "needles overlap"
         assert marks[needles] == length - 6 * needles
         for at in marks[needles:]:
@@ -73,17 +75,21 @@ def test_depth_places_the_needle_that_is_asked_for_first(needles: int, depth: fl
         assert places[0] == pytest.approx(depth * (124 - 6 * needles - 6), abs=5 * (needles - 1) + 0.5)
 
 
-def test_a_row_of_needles_has_haystacks_of_all_lengths() -> None:
-    lengths = []
-    for number in range(50):
+def test_rows_of_needles_have_haystacks_of_all_lengths() -> None:
+    counts, lengths = Counter[int](), []
+    for number in range(200):
         row = needle_row(64, 1024, 2, (0, 0, number), "needle:2")
         assert len(row.tokens) == len(row.targets) == 1024 and len(row.starts) == len(row.document_ids)
         ends = [*row.starts[1:], 1024]
         for start, end in zip(row.starts, ends, strict=True):
             assert (row.targets[start:end] >= 0).sum() == 8
             assert (row.tokens[start:end] == 63).sum() == 4
+        counts[len(row.starts)] += 1
         lengths += [end - start for start, end in zip(row.starts, ends, strict=True)]
-    assert min(lengths) < 80 and max(lengths) > 900 and min(lengths) >= 64
+    # 50 of each, with a standard deviation of 6.
+    assert set(counts) == {1, 2, 4, 8} and all(25 < count < 75 for count in counts.values())
+    assert 64 <= min(lengths) < 80 and max(lengths) == 1024
+    assert all(any(low < length < high for length in lengths) for low, high in ((100, 128), (260, 380), (512, 1024)))
 
 
 @pytest.mark.parametrize("source", ["recall", "recall:5", "needle", "needle:2"])
@@ -113,7 +119,7 @@ def test_rows_depend_on_their_number_alone(source: str) -> None:
             "recall:33",
             "33 pairs need 131 tokens in a row and a model.vocab_size of 66, got 256 and 64; write recall:32",
         ),
-        ("needle:9", "9 needles need 288 tokens in a row"),
+        ("needle:9", "9 needles need 288 tokens in a row and a model.vocab_size of 91, got 256 and 64"),
         ("recall:many", "'recall:many': recall takes a whole number above 0, such as recall:8"),
         ("needle:0", "needle takes a whole number above 0"),
     ],

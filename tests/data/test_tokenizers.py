@@ -1,4 +1,4 @@
-"""Tokenizers: there and back, byte counts, and what is said when there is none."""
+"""Tokenizers: there and back, byte counts, and the messages if there is none."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def bf16_error(mode: str, processes: Processes) -> float:
 
 
 def sharded_bytes(processes: Processes) -> float:
-    """What this process keeps of weights and moments under FSDP2, after a step."""
+    """Bytes of weights and moments in this process under FSDP2, after a step."""
     model = DecoderLM(small_config())
     parallel = parallelize(model, processes, "fsdp")
     optimizer = make_optimizer(model, OptimizerSection())

@@ -1,4 +1,4 @@
-"""`trifocal` with a fault in it: what a test starts in place of the command.
+"""`trifocal` with a fault in it; tests start it in place of the command.
 
 `python faults.py NAME ARGUMENTS…`; faults are for rank 1 alone unless they say otherwise, and leave the file `fault`
 beside the run's folder when they strike, so that a test knows when.
@@ -225,7 +225,7 @@ class _EagerRecorder:
 
 
 def graphs():
-    """No fault: what GPUs record and replay is done anew each time, so that the rest of it runs on a CPU."""
+    """No fault: recordings are repetitions, so that everything around them runs on a CPU."""
     graphs_module.Recorder = _EagerRecorder
     torch.Tensor.pin_memory = lambda self: self
     original = parallelize.parallelize
@@ -372,7 +372,7 @@ def sleep():
 def slow_compiler():
     """torch.compile with a compiler that takes far longer than a stall may, in the first step and once more later.
 
-    What it makes takes a while as well: the phase goes on when the compiler has ended, at the compiler's age.
+    Its code takes a while as well: the phase goes on when the compiler has ended, at the compiler's age.
     """
     quick_stalls(2.0)
     slow = [True]

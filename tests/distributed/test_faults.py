@@ -1,6 +1,7 @@
-"""What happens to a run of two processes when something happens to one of them."""
+"""Runs of two processes in which one has a fault."""
 
 import json
+import re
 import shutil
 import signal
 import subprocess
@@ -65,13 +66,12 @@ def case(tmp_path: Path) -> Iterator[Case]:
         workers.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=["sigterm", "sighup"])
-def test_a_signal_to_one_saves_and_ends_all_well(case: Case, number: signal.Signals) -> None:
+def test_a_signal_to_one_saves_and_ends_all_well(case: Case) -> None:
     """Before step 3: step 3 ends, all agree before step 4, and that one is saved."""
     workers = case.start("wait_at_step", "--checkpoint.interval_steps", "0", mode="fsdp")
     workers.wait_for(case.fault_file)
     time.sleep(0.3)
-    workers.send(number, 1)
+    workers.send(signal.SIGHUP, 1)
     time.sleep(0.3)
     Path(f"{case.fault_file}.go").touch()
     ended = workers.join()
@@ -92,7 +92,7 @@ def test_a_signal_to_one_saves_and_ends_all_well(case: Case, number: signal.Sign
     ],
 )
 def test_sigterm_to_all_at_any_time(case: Case, fault: str, step: int, flags: tuple[str, ...]) -> None:
-    """What is under way ends, and the step after it is the last: the ranks agree when they meet before it."""
+    """The work under way ends, and the step after it is the last: the ranks agree before each step."""
     workers = case.start(fault, *flags)
     workers.wait_for(case.fault_file)
     time.sleep(0.3)
@@ -231,7 +231,7 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
 
 
 def test_an_endless_loop_ends_in_bounded_time_with_the_rank_named(case: Case) -> None:
-    """The other rank is alive all the while: the exchange times out, and says what it was doing."""
+    """The other rank is alive all the while: the exchange times out, and names the phase of that rank."""
     workers = case.start("hang", "--parallel.timeout_seconds", "6", "--parallel.silence_seconds", "2")
     ended = workers.join(60)
     assert [end.status for end in ended] == [1, 1], ended
@@ -248,7 +248,8 @@ def test_a_slow_rank_is_reported_and_not_stopped(case: Case) -> None:
     assert len(events) == 1
     assert events[0]["severity"] == "warning"
     assert events[0]["message"].startswith("rank 1 is slow: data ")
-    assert "forward 0.3" in events[0]["message"]
+    (forward,) = re.findall(r"forward ([\d.]+) s", events[0]["message"])
+    assert float(forward) >= 0.3
     assert "WARNING: rank 1 is slow" in ended[0].out
 
 

@@ -1,15 +1,20 @@
 """Two processes compute the gradient of one, however the model is spread: each case of the checks by its name."""
 
 import json
+import subprocess
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from tests import warm
 from tests.distributed import bf16
 from tests.distributed.workers import Workers
-from trifocal.checks.process_checks import BOUND, DDP_CASES, SHARDED_CASES, STEP_CASES, measure
+from trifocal.checks import process_checks
+from trifocal.checks.process_checks import BOUND, DDP_CASES, SHARDED_CASES, STEP_CASES
 from trifocal.checks.process_worker import Case
 from trifocal.models import TrainingSetup, training_memory
 from trifocal.testing.small_models import small_config
@@ -21,10 +26,21 @@ def named(cases: Sequence[Case]) -> list[str]:
     return [case.name for case in cases]
 
 
+def make_warnings_errors(rank: int) -> None:
+    """Called in each process before it measures."""
+    warnings.simplefilter("error")
+
+
 @pytest.fixture(scope="module")
 def figures() -> dict[str, tuple[float, str]]:
-    """All of them in one start of two processes, where any warning of Python's is an error."""
-    found = measure(CASES, torch.device("cpu"), PYTHONWARNINGS="error")
+    """All of them in one start of two processes, where any warning is an error."""
+    warm_subprocess = SimpleNamespace(
+        Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process_checks, "subprocess", warm_subprocess)
+        prepare = f"{make_warnings_errors.__module__}:{make_warnings_errors.__name__}"
+        found = process_checks.measure(CASES, torch.device("cpu"), prepare)
     return dict(zip(named(CASES), found, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""Which mode is chosen, and what a single process does with it."""
+"""The choice of the parallel mode, and its effect on a single process."""
 
 import socket
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Who is lost, judged from the notes in the common store; processes of this machine that never trained."""
+"""Lost processes, found by the notes in the common store. The processes here never trained."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def note(store: dist.Store, rank: int, beat: int, **values: Any) -> None:
-    """What another process leaves."""
+    """A note as another process leaves it."""
     row = {"beat": beat, "status": "running", "message": "", "pid": os.getpid(), "host": socket.gethostname()}
     store.set(f"rank{rank}", json.dumps({**row, "time": float(beat), **WHAT, **values}))
 

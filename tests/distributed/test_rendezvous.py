@@ -12,7 +12,7 @@ from trifocal.errors import UserError
 
 
 def start(store: dist.Store, kinds: list[str], seconds: float = 20.0) -> list[Callable[[], Any]]:
-    """A process for each kind of device, in a thread each; calls that give what each returned, or raise what it met."""
+    """A process for each kind of device, in a thread each; calls that return the result of each, or raise its error."""
     size = len(kinds)
     with ThreadPoolExecutor(size) as pool:
         # The last rank first: nobody waits for an order.

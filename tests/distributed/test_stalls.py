@@ -23,7 +23,7 @@ OFTEN = ("--log.heartbeat_seconds", "0.2")
 
 
 def verdicts(run: Path) -> dict[int, Verdict]:
-    """What the files say of each rank now."""
+    """The verdict on each rank by its files, now."""
     try:
         return {rank: judge(rows[-1]) for rank, rows in read_run(run, whole_heartbeats=False).heartbeats.items()}
     except UserError:
@@ -75,7 +75,7 @@ def test_a_sleep_is_slow_and_not_stalled(case: Case) -> None:
 def test_a_compiler_is_neither_slow_nor_stalled(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     # The compiler takes 4 s, far beyond this and beyond the limit of a stall; a busy machine's pauses do not.
     monkeypatch.setattr(verdict, "SLOW_SECONDS", 2.0)
-    # Little to trace: what is slow is the compiler alone.
+    # Little to trace: the compiler alone is slow.
     small = ("--model.num_layers", "1", "--model.attention", "dense", "--data.source", "synthetic")
     flags = ("--train.compile", "true", "--train.steps", "5", *small, *OFTEN)
     workers = case.start("slow_compiler", *flags, mode="auto", size=1)
@@ -112,7 +112,7 @@ def can_mount() -> bool:
 def test_a_full_disk_under_the_diagnostics_never_stops_training(case: Case) -> None:
     """A disk of 4 MB that is full for three steps, one of them stalled: rows, dumps and a checkpoint are missing."""
     faults = Path(__file__).with_name("faults.py")
-    # All goes on in the namespace that has the disk; what is left on it is copied out at the end.
+    # All goes on in the namespace that has the disk; its files are copied out at the end.
     disk, left = case.folder / "disk", case.folder / "left"
     disk.mkdir()
     train = [

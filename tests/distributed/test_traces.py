@@ -1,7 +1,9 @@
-"""Traces of two processes: what DDP and FSDP2 exchange, and when gradients arrive there."""
+"""Traces of two processes: the exchanges of DDP and FSDP2, and the order in which gradients arrive."""
 
+import functools
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,24 +16,36 @@ from trifocal.models import DecoderLM
 from trifocal.runlog.jsonl import read_lines
 from trifocal.runlog.traces import TRACES
 
-ALL = {"ddp": (), "fsdp": (), "hsdp": ("--parallel.shards", "2")}
+FLAGS = {"ddp": (), "fsdp": (), "hsdp": ("--parallel.shards", "2")}
+TRACED = "traces/steps_2-3"
+# nvtx needs a GPU; tests/train/test_traces.py has it on a stand-in.
+EVERY_TRACE = ",".join(name for name in TRACES if name != "nvtx")
 
 
-def traced(folder: Path, mode: str, what: str = "exchange,gradients,dtypes") -> Path:
-    """Two processes with one micro-batch each a step, steps 2 and 3 traced."""
-    flags = (*QUICK, *ALL[mode], "--parallel.mode", mode, "--trace.what", what, "--trace.steps", "2:4")
-    ended = train(folder, write_config(folder), *flags).join()
-    assert [end.status for end in ended] == [0, 0], ended[1].error
-    return folder / "run" / "traces" / "steps_2-3"
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run of a mode: two processes with one micro-batch each a step, steps 2 and 3 traced; each is made once."""
+
+    @functools.cache
+    def run(mode: str) -> Path:
+        folder = tmp_path_factory.mktemp(mode)
+        flags = (*QUICK, *FLAGS[mode], "--parallel.mode", mode, "--trace.what", EVERY_TRACE, "--trace.steps", "2:4")
+        ended = train(folder, write_config(folder), *flags).join()
+        assert [end.status for end in ended] == [0, 0], ended[1].error
+        return folder / "run"
+
+    return run
 
 
-def names_of(folder: Path) -> dict[str, int]:
-    model = DecoderLM(make_config(folder, name="other").model)
+@pytest.fixture
+def sizes(tmp_path: Path) -> dict[str, int]:
+    """The parameters of the tiny model by name."""
+    model = DecoderLM(make_config(tmp_path).model)
     return {name: parameter.numel() for name, parameter in model.named_parameters()}
 
 
-def test_buckets_of_ddp_hold_every_gradient_once(tmp_path: Path) -> None:
-    folder, sizes = traced(tmp_path, "ddp"), names_of(tmp_path)
+def test_buckets_of_ddp_hold_every_gradient_once(traced: Callable[[str], Path], sizes: dict[str, int]) -> None:
+    folder = traced("ddp") / TRACED
     for rank in (0, 1):
         rows = table(folder / f"exchange_rank{rank}.csv")
         for step in ("2", "3"):
@@ -52,8 +66,10 @@ def test_buckets_of_ddp_hold_every_gradient_once(tmp_path: Path) -> None:
         assert collectives["all_reduce"] >= 2 * len(mine)
 
 
-def test_weights_are_gathered_and_gradients_scattered_part_by_part(tmp_path: Path) -> None:
-    folder, sizes = traced(tmp_path, "fsdp"), names_of(tmp_path)
+def test_weights_are_gathered_and_gradients_scattered_part_by_part(
+    traced: Callable[[str], Path], sizes: dict[str, int]
+) -> None:
+    folder = traced("fsdp") / TRACED
     rows = [row for row in table(folder / "exchange_rank1.csv") if row["step"] == "2"]
     kinds = Counter((row["exchange"], row["of"]) for row in rows)
     for part in ("model", "blocks.0", "blocks.1"):
@@ -73,11 +89,11 @@ def test_weights_are_gathered_and_gradients_scattered_part_by_part(tmp_path: Pat
     assert shape == "16x16", "half of 32 x 16"
 
 
-@pytest.mark.parametrize("mode", ALL)
-def test_every_trace_runs_in_every_mode_and_memory_counts_this_processs_part(tmp_path: Path, mode: str) -> None:
-    # nvtx needs a GPU; tests/train/test_traces.py has it on a stand-in.
-    folder = traced(tmp_path, mode, ",".join(name for name in TRACES if name != "nvtx"))
-    sizes, saved = names_of(tmp_path), []
+@pytest.mark.parametrize("mode", FLAGS)
+def test_every_trace_runs_in_every_mode_and_memory_counts_this_processs_part(
+    traced: Callable[[str], Path], sizes: dict[str, int], mode: str
+) -> None:
+    folder, saved = traced(mode) / TRACED, []
     for rank in (0, 1):
         for name in ("gradients", "modules", "exchange", "collectives", "dtypes", "memory"):
             assert table(folder / f"{name}_rank{rank}.csv"), f"{name} of rank {rank} saw nothing"
@@ -90,7 +106,7 @@ def test_every_trace_runs_in_every_mode_and_memory_counts_this_processs_part(tmp
         assert int(total["gradient_bytes"]) == int(total["parameter_bytes"])
         assert int(total["optimizer_bytes"]) >= 2 * int(total["parameter_bytes"])
         saved.append({name: int(row["saved_for_backward_bytes"]) for name, row in rows.items()})
-        beats = read_lines(tmp_path / "run" / "heartbeat" / f"rank{rank}.jsonl")
+        beats = read_lines(traced(mode) / "heartbeat" / f"rank{rank}.jsonl")
         assert {beat["parallel_mode"] for beat in beats} == {mode}
     # Of one micro-batch of two rows of 32 tokens: the down projection keeps its input, 2 x 32 x 32, and no weight.
     assert saved[0]["blocks.0.mlp.down_proj"] == saved[1]["blocks.0.mlp.down_proj"] == 4 * 2 * 32 * 32

@@ -14,7 +14,7 @@ from tests import children, warm
 
 @dataclass
 class Ended:
-    """How a process ended: status, what it wrote, and when on this process's clock."""
+    """The end of a process: status, output, and seconds since its start."""
 
     status: int
     out: str
@@ -48,11 +48,11 @@ class Workers:
             self.processes.append(started)
 
     def error(self, rank: int) -> str:
-        """What a process has written to its standard error so far."""
+        """Standard error of a process so far."""
         return (self.folder / f"error{rank}").read_text(errors="replace")
 
     def out(self, rank: int) -> str:
-        """What a process has written to its standard output so far."""
+        """Standard output of a process so far."""
         return (self.folder / f"out{rank}").read_text(errors="replace")
 
     def send(self, number: signal.Signals, *ranks: int) -> None:
@@ -69,7 +69,7 @@ class Workers:
             time.sleep(0.02)
 
     def join(self, timeout: float = 90, ranks: Sequence[int] | None = None) -> list[Ended]:
-        """Wait for some or all to end; what is left over is killed."""
+        """Wait for some or all to end; the others are killed."""
         deadline = time.monotonic() + timeout
         ended = []
         try:
@@ -87,7 +87,7 @@ class Workers:
         return ended
 
     def kill(self) -> None:
-        """End what is left."""
+        """Kill the processes that still run."""
         for process in self.processes:
             if process.poll() is None:
                 process.kill()

@@ -1,4 +1,4 @@
-"""The pages of the project and what stands in them."""
+"""The pages of the project and their contents."""
 
 import re
 import shlex
@@ -28,7 +28,7 @@ def prose(page: Path) -> str:
 
 
 def inline_code(page: Path) -> list[str]:
-    """What stands between single backticks in the prose."""
+    """The texts between single backticks in the prose."""
     return re.findall(r"`([^`\n]+)`", prose(page))
 
 

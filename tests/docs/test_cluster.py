@@ -42,12 +42,13 @@ def test_the_slurm_job_saves_when_its_time_is_up_and_goes_on_when_it_runs_again(
     tmp_path: Path, slurm: dict[str, str]
 ) -> None:
     run, requeued = tmp_path / "run", tmp_path / "standins" / "requeued"
-    flags = ["--train.steps", "200", "--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0"]
+    flags = ["--train.steps", "60", "--evaluate.interval_steps", "0", "--log.telemetry_interval_steps", "0"]
+    flags += ["--checkpoint.interval_steps", "0"]
     job = ["bash", str(CLUSTER / "train.sbatch"), str(write_config(tmp_path)), str(run), *flags]
     first = subprocess.Popen(job, env=slurm, stderr=subprocess.PIPE, text=True)
     try:
         deadline = time.monotonic() + 90
-        while not list_checkpoints(run / "checkpoints"):
+        while not (run / "metrics.jsonl").exists() or not read_metrics(run / "metrics.jsonl", "train"):
             assert time.monotonic() < deadline and first.poll() is None
             time.sleep(0.05)
         first.send_signal(signal.SIGTERM)
@@ -58,10 +59,10 @@ def test_the_slurm_job_saves_when_its_time_is_up_and_goes_on_when_it_runs_again(
     # torchrun ends with a status of its own for the signal.
     assert first.returncode == 1, error
     assert requeued.read_text().split() == ["requeue", slurm["SLURM_JOB_ID"]]
-    saved = list_checkpoints(run / "checkpoints")[-1]
-    done = subprocess.run(job, env=slurm, capture_output=True, text=True, timeout=120)
+    (saved,) = list_checkpoints(run / "checkpoints")
+    done = subprocess.run(job, env=slurm, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    assert "finished 200 steps" in done.stdout
+    assert "finished 60 steps" in done.stdout
     assert len(requeued.read_text().splitlines()) == 1
     (resumed,) = [row for row in read_metrics(run / "metrics.jsonl") if row.get("name") == "resumed"]
     assert saved.name == f"step_{resumed['step']:08}"

@@ -50,7 +50,7 @@ def take_other(name, arguments):
 
 @pytest.mark.parametrize("page, line", CASES, ids=[" ".join(line)[:60] for _, line in CASES])
 def test_command_is_taken(page, line, monkeypatch):
-    # What the shell does with the output is not the program's.
+    # Redirections are the shell's, not the program's.
     program, *arguments = line[: line.index(">")] if ">" in line else line
     if program == "torchrun" and "trifocal" in arguments:
         program, *arguments = arguments[arguments.index("trifocal") :]

@@ -77,6 +77,7 @@ def test_rules_and_buffers_are_those_of_the_code():
     assert f"fit {buffer >> 30} GiB: {chunk:,} queries at A" in spread
     assert dispatch.IMPORTANCE_BUFFER_BYTES == 2**30 // 4
     assert "a quarter of a GiB" in spread
+    assert dispatch.ENOUGH_DECODE_PROGRAMS == 2 and "if there are two programs a multiprocessor" in spread
     assert f"`D` and `V` up to {dispatch.WIDEST_HEAD}" in spread
     assert f"up to {dispatch.MOST_HEADS_OF_A_GROUP} heads a group" in spread
     assert f"a multiple of {dispatch.BLOCK_MULTIPLE};" in spread

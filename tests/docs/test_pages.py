@@ -1,4 +1,4 @@
-"""The pages tell the truth: their code runs, their links lead somewhere, what they name exists."""
+"""The pages tell the truth: their code runs, their links lead somewhere, and names in them exist."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""The whole examination and what it prints."""
+"""The whole examination and its output."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""What is found on machines that lack something, each with the command that mends it."""
+"""Findings on machines that lack something, each with the command that mends it."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""What configurations need on machines of some size, and the change that makes them fit."""
+"""The needs of configurations on machines of some size, and the change that makes them fit."""
 
 import re
 from dataclasses import replace
@@ -61,7 +61,7 @@ def test_every_preset_on_a_large_gpu(gpus, name):
 
 
 def test_advice_is_the_smallest_change_that_fits(gpus):
-    """Smaller micro-batches first, then recomputed activations; and what it says is true."""
+    """Smaller micro-batches first, then recomputed activations; and the advice is right."""
     pytest.importorskip("triton")
     config = override(
         load_config(CONFIGS / "m7c_125m.toml"),

@@ -1,4 +1,4 @@
-"""Tries that fail: what is said, and the command that mends it."""
+"""Probes that fail: the message, and the command that mends it."""
 
 import errno
 import tempfile

@@ -28,7 +28,7 @@ class Copier:
     """Predicts what followed the longest earlier match of the last tokens, as far back as it sees."""
 
     def __init__(self, vocab_size: int, sees: int = 10**9) -> None:
-        self.config: Any = SimpleNamespace(vocab_size=vocab_size, attention="dense")
+        self.config: Any = SimpleNamespace(vocab_size=vocab_size, attention_of_layers=("dense",))
         self._sees = sees
 
     def hidden_states(self, tokens: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def test_other_lengths_read_as_many_tokens(text: str, length: int, size: int, ba
 
 
 def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    assert not_possible("recall", "builtin").startswith("the model has no keys and values")
-    assert not_possible("needle", "recall:8").startswith("the model has read neither text nor needles")
+    assert not_possible("recall", "builtin") == 'data.source "builtin" has no keys and values to recall'
+    assert not_possible("needle", "recall:8") == 'data.source "recall:8" has neither text nor needles'
     assert "--source" in not_possible("loss", "")
     assert not any(not_possible(task, "builtin") for task in ("loss", "position", "needle"))
     assert not any(not_possible("needle", source) for source in ("needle", "needle:2", "text:a"))

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from trifocal.errors import UserError
 from trifocal.generate.cached_model import CachedModel, CachedSequence, OutOfRows
 from trifocal.generate.paged_cache import cache_bytes
 from trifocal.generate.pages import OutOfPages
 from trifocal.models import DecoderLM
+from trifocal.nn import RopeScaling
 from trifocal.ops import Geometry
 
 OPTIONS: list[dict[str, Any]] = [
@@ -19,7 +21,12 @@ OPTIONS: list[dict[str, Any]] = [
     {"compressor": "mlp", "gate": "softmax"},
     {"shared_kv": True},
     {"attention": "dense"},
-]
+    {
+        "layer_types": ("window", "selected"),
+        "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True,
+        "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
+    },
+]  # fmt: skip
 # l, d, l', n, first, last, w: blocks that do not overlap with a window of one; a window wider than everything; no
 # forced last block.
 GEOMETRIES = [
@@ -73,7 +80,7 @@ def test_decoding_equals_one_pass_after_prefills_of_every_length(make_model: Mak
 
 @pytest.mark.parametrize("geometry", GEOMETRIES, ids=str)
 def test_chunks_and_several_new_tokens_equal_one_pass(make_model: Make, geometry: Geometry) -> None:
-    for options in OPTIONS[:3]:
+    for options in (*OPTIONS[:3], OPTIONS[4]):
         model, tokens = make_model(geometry=geometry, **options), draw_tokens(60)
         with torch.no_grad():
             expected = model(tokens[None])[0]
@@ -233,7 +240,7 @@ def test_the_caches_weigh_what_the_formula_says(make_model: Make, options: dict[
     model = make_model(**options)
     decoder = CachedModel(model, max_sequences=3, max_length=100, page_size=10, num_pages=7, dtype=torch.bfloat16)
     # Whole selection blocks of 8 tokens; the dense twin has none.
-    page_size = 10 if "attention" in options else 16
+    page_size = 16 if model.config.chooses_blocks else 10
     weight = cache_bytes(model.config, torch.bfloat16, 100, page_size)
     assert decoder.pages.page_size == weight.page_size == page_size
     assert decoder.cache.nbytes == 7 * weight.page + 3 * weight.row
@@ -244,6 +251,11 @@ def test_the_caches_weigh_what_the_formula_says(make_model: Make, options: dict[
         assert weight.page == 16 * per_token * 3 // 2
         # The window of 7 and the block of 4, less one, and room for 8 more.
         assert weight.row == (14 + 11) * per_token
+
+
+def test_random_choices_are_refused(make_model: Make) -> None:
+    with pytest.raises(UserError, match=r"model\.selection .random. is a control for training and evaluation"):
+        cached(make_model(selection="random"))
 
 
 def test_autocast_decides_the_type(make_model: Make) -> None:

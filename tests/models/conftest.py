@@ -48,6 +48,9 @@ def make_model(make_config: Callable[..., ModelConfig]) -> Callable[..., Decoder
             for name, parameter in model.named_parameters():
                 if "attention." in name and parameter.ndim > 1:
                     parameter.mul_(2)
+                elif parameter.ndim == 1 and ".gate." not in name:
+                    # Norms and biases that matter.
+                    parameter.add_(torch.linspace(-0.3, 0.3, len(parameter)))
         return model.double()
 
     return make

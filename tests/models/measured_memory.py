@@ -1,4 +1,4 @@
-"""What a training step really takes: PyTorch's own record of allocations, and a run of shapes alone for the kernels."""
+"""Memory that a training step really takes: by PyTorch's record of allocations; by shapes alone for the kernels."""
 
 import gc
 
@@ -64,11 +64,11 @@ def _allocated_peak(config, setup):
     trained = Trained(config, setup)
     trained.step()
     held = sum(parameter.nbytes + parameter.grad.nbytes for parameter in trained.parameters)
-    # What others left behind must not be freed meanwhile.
+    # Tensors of earlier tests may not be freed meanwhile.
     gc.collect()
     held += sum(value.nbytes for state in trained.optimizer.state.values() for value in state.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        # The profiler does not see the end of what was there before it: the first step's gradients.
+        # The profiler does not see that tensors made before it are freed: the first step's gradients.
         trained.step()
         stale = sum(parameter.nbytes for parameter in trained.parameters)
         trained.step()
@@ -95,7 +95,7 @@ def allocated_peak_on_gpu(config, setup):
 
 
 class _Step(LiveBytes):
-    """Counts a step whose operators give shapes alone, with what the launchers would allocate inside of them."""
+    """Counts a step whose operators give shapes alone, with the launchers' buffers inside of them."""
 
     def inside(self, func, args, made):
         name, backward, _ = func.name().removeprefix("trifocal::").partition("_backward")

@@ -83,7 +83,7 @@ def kept_tensors(config, setup):
 
 
 def kept_by_formula(config, setting):
-    """What the formula says of a layer's activations, and the copies of its matrices that are kept with them."""
+    """The formula's activations of a layer, and the copies of its matrices that are kept with them."""
     layer = LayerMemory(config, setting)
     if setting.checkpointed_layers == (0, 1):
         return layer.kept_checkpointed
@@ -123,7 +123,7 @@ def test_bytes(case):
     assert sum(kept_tensors(config, setting).values()) == pytest.approx(kept_by_formula(config, setting), rel=0, abs=64)
 
 
-# Beside what the formula names they keep a mean before it is rotated, or a few numbers of a token.
+# Beside the tensors of the formula they keep a mean before it is rotated, or a few numbers of a token.
 NEARLY = {
     "mlp compressor": (replace(PRODUCTION, compressor="mlp"), setup()),
     "softmax gate": (replace(PRODUCTION, gate="softmax"), setup()),

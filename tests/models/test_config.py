@@ -1,4 +1,4 @@
-"""The model's configuration: what it refuses, and its way through plain values."""
+"""The model's configuration: refused values, and the way through plain values and back."""
 
 import json
 import tomllib

@@ -48,7 +48,7 @@ def test_attended_keys_sum_over_positions(geometry: Geometry, length: int) -> No
 
 
 def counted_flops(model: DecoderLM, tokens: torch.Tensor) -> tuple[int, int]:
-    """What PyTorch counts in the forward, and in forward and backward together."""
+    """PyTorch's count of the forward pass, and of forward and backward together."""
     with FlopCounterMode(display=False) as forward:
         loss = model(tokens, tokens)
     with FlopCounterMode(display=False) as backward:

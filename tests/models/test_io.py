@@ -1,4 +1,4 @@
-"""Weights as safetensors: there and back, and what does not fit is named."""
+"""Weights as safetensors: there and back; a tensor that does not fit is named."""
 
 from collections.abc import Callable
 from pathlib import Path

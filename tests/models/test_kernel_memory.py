@@ -1,4 +1,4 @@
-"""What launchers allocate on the meta device, and on a CPU by the profiler; the kernels themselves are left out."""
+"""Bytes that launchers allocate on the meta device, against the profiler on a CPU; the kernels are left out."""
 
 import gc
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from trifocal.models.kernel_memory import kernel_memory, no_launches
+from trifocal.models.kernel_memory import kernel_memory
 from trifocal.ops import Geometry
 
 pytest.importorskip("triton")
@@ -17,7 +17,7 @@ GEOMETRY = Geometry(32, 16, 64, 4, 1, 1, 128)
 
 def profiled(call):
     """Results, and bytes at the fullest moment of a call."""
-    # What earlier tests left behind must not be freed meanwhile.
+    # Tensors of earlier tests may not be freed meanwhile.
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         results = call()
@@ -35,6 +35,7 @@ def profiled(call):
 @pytest.mark.parametrize("length", [128, 1024, 4096])
 def test_the_meta_device_counts_what_a_cpu_allocates(length, dtype):
     from trifocal.ops.pipeline import Branches, run_backward
+    from trifocal.ops.triton.launch import no_launches
     from trifocal.ops.triton.selected_forward import selected_forward
 
     q = torch.zeros(1, length, HEADS, DIM, dtype=dtype)

@@ -1,4 +1,4 @@
-"""The memory formula against what is allocated: within 10 %, as it promises, and mostly within 3."""
+"""The memory formula against allocations: within 10 %, as it promises, and mostly within 3."""
 
 from dataclasses import replace
 
@@ -189,7 +189,7 @@ def test_parts():
 
 
 def test_linear_in_length_with_kernels():
-    """What a token adds does not grow with the length, once the buffers are at their bound."""
+    """The bytes of a token do not grow with the length, once the buffers are at their bound."""
     pytest.importorskip("triton")
 
     def total(length):
@@ -202,7 +202,7 @@ def test_linear_in_length_with_kernels():
 
 @pytest.mark.parametrize("layers", [(0, 0), (0, 7)])
 def test_sharding_divides_what_is_kept(layers):
-    """Weights, moments and their gradients by the shards; what two blocks need whole stays."""
+    """Weights, moments and their gradients by the shards; the whole weights of two blocks stay."""
     plain = setup(64, precision="bf16", device="cuda", checkpointed_layers=layers)
     whole = training_memory(DEEP, plain)
     parts = training_memory(DEEP, replace(plain, mode="fsdp", shards=8))

@@ -245,16 +245,16 @@ class Decoder:
         self.lengths += batch.num_new
         return o
 
-    def step_dense(self, num_new: list[int]) -> Tensor:
-        """As `step`, for full attention over the selected branch's keys."""
+    def step_dense(self, num_new: list[int], window_size: int | None = None) -> Tensor:
+        """As `step`, for full attention over the selected branch's keys, or for the last tokens alone."""
         new, batch = self.new_tokens(num_new), self.batch(num_new)
         append_dense(self.dense, batch, new.k_slc, new.v_slc, self.rotary, backend=self.backend)
-        o = decode_dense_attention(new.q, self.dense, batch, self.rotary, backend=self.backend)
+        o = decode_dense_attention(new.q, self.dense, batch, self.rotary, window_size=window_size, backend=self.backend)
         self.lengths += batch.num_new
         return o
 
 
-def whole_dense(case: Case, tokens: Tokens) -> Tensor:
+def whole_dense(case: Case, tokens: Tokens, window_size: int | None = None) -> Tensor:
     cos, sin = tables(case, tokens.q.shape[1], tokens.q)
     q, k = rotate(tokens.q, cos, sin), rotate(tokens.k_slc, cos, sin)
-    return window_attention(q, k, tokens.v_slc, tokens.q.shape[1], backend="reference")
+    return window_attention(q, k, tokens.v_slc, window_size or tokens.q.shape[1], backend="reference")

@@ -1,4 +1,4 @@
-"""What a step costs: operations that do not depend on length, and storage that grows no faster than length."""
+"""The cost of a step: operations that do not depend on length, and storage that grows no faster than length."""
 
 from collections import Counter
 
@@ -15,7 +15,7 @@ GEOMETRY = geometry(8, 4, 16, 4, 1, 2, 24)
 
 
 class CountOperations(TorchDispatchMode):
-    """Count what reaches the dispatcher, by name."""
+    """Count the operators that the dispatcher sees, by name."""
 
     def __init__(self):
         super().__init__()
@@ -62,7 +62,7 @@ def test_operations_do_not_depend_on_the_number_of_documents():
 
 
 def test_choosing_does_not_loop_inside_its_operator():
-    """`select_blocks` is one operator to the dispatcher: look at what it is made of."""
+    """`select_blocks` is one operator to the dispatcher: count the operators inside."""
 
     def choose(length, lengths=None):
         case = Case("", GEOMETRY, length, heads=4, groups=2, lengths=lengths)

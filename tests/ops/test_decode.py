@@ -46,16 +46,19 @@ def test_every_length_of_the_past_in_one_batch(case, dtype, most_new):
         before = [start + new for start, new in zip(before, num_new, strict=True)]
 
 
-def test_dense_attention_at_every_length():
+@pytest.mark.parametrize("window_size", [None, 1, 7])
+def test_dense_attention_at_every_length(window_size):
     case, lengths = CASES[0], list(range(0, 40, 3))
     tokens = draw(case, len(lengths), 50, torch.float64)
-    expected = whole_dense(case, tokens)
+    expected = whole_dense(case, tokens, window_size)
     decoder = Decoder(case, tokens, 4, "reference")
     decoder.fill(lengths)
     num_new = [index % 5 for index in range(len(lengths))]
-    assert_rows(decoder, decoder.step_dense(num_new), lengths, num_new, expected, BOUND[torch.float64])
+    bound = BOUND[torch.float64]
+    assert_rows(decoder, decoder.step_dense(num_new, window_size), lengths, num_new, expected, bound)
     after = [start + new for start, new in zip(lengths, num_new, strict=True)]
-    assert_rows(decoder, decoder.step_dense([1] * len(after)), after, [1] * len(after), expected, BOUND[torch.float64])
+    again = [1] * len(after)
+    assert_rows(decoder, decoder.step_dense(again, window_size), after, again, expected, bound)
 
 
 def test_rejected_tokens_are_written_over():

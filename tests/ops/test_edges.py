@@ -1,4 +1,4 @@
-"""Nothing to see, odd strides, other call styles: what must hold beside the values."""
+"""Edges: no visible key, odd strides, other call styles."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_a_chosen_block_of_the_future_holds_nothing():
 
 
 def every_other(tensor):
-    """The same values in storage with holes: every stride is odd, none is what `contiguous` gives."""
+    """The same values in storage with holes: every stride is odd, none is that of `contiguous`."""
     holes = torch.full([2 * size + 1 for size in tensor.shape], torch.nan, dtype=tensor.dtype)
     view = holes[tuple(slice(1, None, 2) for _ in tensor.shape)]
     view.copy_(tensor)

@@ -1,4 +1,4 @@
-"""Every wrong argument is refused with what was given and what was expected."""
+"""Every wrong argument is refused with the given and the expected value."""
 
 import re
 

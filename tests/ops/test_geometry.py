@@ -1,4 +1,4 @@
-"""Block sizes: what is valid, and what can be counted from them, against brute force."""
+"""Block sizes: valid ones, and the counts that follow from them, against brute force."""
 
 import dataclasses
 import random

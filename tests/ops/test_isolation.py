@@ -1,4 +1,4 @@
-"""What a query may not see: the future, other documents, other rows, and storage that nothing owns."""
+"""A query may not see the future, other documents, other rows, and storage that nothing owns."""
 
 import dataclasses
 
@@ -47,7 +47,7 @@ def from_tokens(case: Case, tokens):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @each_case
 def test_a_change_of_one_token_reaches_no_earlier_output(case: Case, dtype):
-    """Bit for bit: for every token, what comes before it and what lies in other documents stays as it was."""
+    """Bit for bit: a change of any token leaves all earlier ones, and other documents, as they were."""
     generator = torch.Generator().manual_seed(4)
     tokens = torch.randn(case.batch, case.num_keys, 6, generator=generator, dtype=torch.float64).to(dtype)
     before = attend(case, from_tokens(case, tokens))
@@ -158,7 +158,7 @@ def test_padded_compressed_slots_are_never_read(lengths):
 
 
 def check_poison(attention, q, keys, values, unread):
-    """Poison what no query may read: outputs do not move, gradients are zero there and finite elsewhere."""
+    """Poison the keys that no query may read: outputs do not move, gradients are zero there and finite elsewhere."""
     k, v = keys.detach().clone(), values.detach().clone()
     clean = attention(q, k, v)
     poisoned_k, poisoned_v = k.clone(), v.clone()

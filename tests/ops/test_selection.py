@@ -1,4 +1,4 @@
-"""The choice of blocks: importance by hand, exact ties, forced blocks, and what is never chosen."""
+"""The choice of blocks: importance by hand, exact ties, forced blocks, and blocks that are never chosen."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ def test_ties_of_zero_take_the_lower_index():
 
 
 def test_equal_compressed_blocks_tie_after_a_real_softmax():
-    """Repeated keys give exactly equal importance, whatever the softmax makes of them."""
+    """Repeated keys give exactly equal importance, for any values."""
     g = geometry(8, 4, 16, 4, 1, 1, 8)
     generator = torch.Generator().manual_seed(3)
     period = torch.randn(1, 4, 1, 16, generator=generator)

@@ -129,7 +129,7 @@ def test_select_blocks_exactly_in_float64(case: Case):
     ids=lambda case: case.why,
 )
 def test_select_blocks_is_as_good_in_low_precision(case: Case, dtype):
-    """Rounding may swap near ties: the importance of what was chosen is what has to agree."""
+    """Rounding may swap near ties: so the importance of the chosen blocks has to agree."""
     inputs = draw(case, dtype)
     rules = {"num_keys": case.num_keys, "cu_seqlens": case.cu_seqlens, **REFERENCE}
     _, lse = ops.compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, case.geometry, **rules)
@@ -215,7 +215,7 @@ def test_scale_reaches_every_branch():
 
 
 def test_large_scores_do_not_overflow():
-    """Scores of several thousands, far past what exp holds in any type."""
+    """Scores of several thousands, far past the range of exp in any type."""
     case = named("odd length")
     for dtype in (torch.float32, torch.bfloat16):
         inputs = draw(case, dtype)

@@ -1,4 +1,4 @@
-"""Compile what a call would launch, for a GPU that need not be there, and read what the compiler says of it.
+"""Compile the kernels of a call for a GPU that need not be there, and read the compiler's figures.
 
 Run as a program it needs an environment without TRITON_INTERPRET: interpreted kernels cannot be compiled.
 

@@ -6,7 +6,7 @@ from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache
 
 
 def decode_step(heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False):
-    """Launch every kernel of a sparse layer, own window and gates, and of a dense one."""
+    """Launch every kernel of a sparse layer, own window and gates, of a dense one, and of a window alone."""
     from trifocal.ops.triton import decode_append, decode_attention
 
     geometry, size = Geometry(), 256
@@ -30,4 +30,5 @@ def decode_step(heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batc
     decode_attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1)
     dense = DenseCache(k_slc, v_slc)
     decode_append.append_dense(dense, sequences, *tokens[:2], rotary)
-    decode_attention.decode_dense_attention(q, dense, sequences, rotary, 0.1)
+    for window in (None, 300):
+        decode_attention.decode_dense_attention(q, dense, sequences, rotary, window, 0.1)

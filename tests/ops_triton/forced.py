@@ -1,4 +1,4 @@
-"""Forcing a kernel or a configuration: one rule of `dispatch` is replaced, by what `mock.patch.multiple` takes."""
+"""Forcing a kernel or a configuration: stand-ins for one rule of `dispatch`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def asked_for(length: int, packed: bool, given: bool) -> list[tuple[str, bool]]:
     found = []
 
     def call():
-        # What `_record` put there, told of what it is not told of.
+        # The stand-in of `_record`, with a note of `warmup`, which it drops.
         recorded = JITFunction.run
 
         def run(self, *args, warmup, **options):

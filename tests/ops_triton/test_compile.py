@@ -18,6 +18,7 @@ def calls():
     Of a Hopper GPU the shapes of production (64 wide) and of the paper (192 wide); of an Ampere GPU, which has less
     memory and never runs the GPU tests, the widest ones and fp32. Other calls are there for the choice of kernels.
     """
+    from tests.ops_triton.decode_calls import decode_step
     from tests.ops_triton.forced import order_rule
     from trifocal.ops import dispatch
     from trifocal.ops.layout import Documents
@@ -123,6 +124,7 @@ def calls():
         Call("scoring 192", "hopper", lambda: scoring(64, 4, 192)),
         Call("scoring packed", "hopper", lambda: scoring(32, 8, 128, packed=True)),
         Call("scoring of few queries", "hopper", lambda: scoring(64, 4, 128, length=8192)),
+        Call("decoding 192/128", "hopper", lambda: decode_step(64, 4, 192, 128), every_kernel=True),
         Call("scoring, no overlap", "hopper", lambda: scoring(16, 1, 128, geometry=Geometry(16, 16, 32))),
     ]  # fmt: skip
     ampere = [
@@ -134,6 +136,7 @@ def calls():
         Call("slc 64, masked, parts", "ampere", lambda: selected(12, 2, 64, 64, "masked", part_queries=192)),
         Call("slc 128, query-major", "ampere", lambda: selected(64, 4, 128, 128, "query_major")),
         Call("scoring", "ampere", lambda: scoring(64, 4, 128)),
+        Call("decoding 256", "ampere", lambda: decode_step(16, 2, 256, 256, new=8, learned=True), every_kernel=True),
     ]
     result = hopper + ampere
     for architecture in ("hopper", "ampere"):
@@ -171,6 +174,8 @@ def test_every_kernel_is_compiled(rows, compiled):
         "importance_kernel",
         "choice_kernel",
     )
+    names += ("append_kernel", "decode_scores_kernel", "decode_choice_kernel", "decode_attend_kernel")
+    names += ("decode_dense_kernel", "decode_combine_kernel")
     names += ("mean_compress_kernel", "mean_compress_backward_kernel", "place_slots_kernel")
     names += ("decode_linear_kernel", "decode_embedding_kernel")
     names += ("reduce_slots_kernel", "reduce_pieces_kernel", "sum_parts_of_blocks_kernel")

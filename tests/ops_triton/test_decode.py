@@ -11,7 +11,8 @@ import torch
 from tests.ops import decode_cases
 from tests.ops.cases import geometry
 from tests.ops.decode_cases import Decoder, draw, whole, whole_dense
-from trifocal.ops import dispatch
+from trifocal.nn.rope import rotate
+from trifocal.ops import compressed_attention, dispatch, select_blocks
 from trifocal.testing.tolerances import error
 
 pytest.importorskip("triton")
@@ -43,7 +44,6 @@ STEPS = (
     Step(shapes("no window", window="none"), (75,), (1,)),
     Step(shapes("blocks of four strides", geometry(16, 4, 16, 3, 1, 1, 21)), (62,), (2,)),
     Step(shapes("three strides a block, no block forced first", geometry(16, 16, 48, 2, 0, 1, 5)), (190,), (1,)),
-    Step(shapes("half of many blocks are chosen", geometry(8, 4, 16, 20, 1, 1, 11), 3), (641,), (1,)),
     Step(shapes("D in two parts, V wider", dim=130, value_dim=132), (41,), (1,)),
     Step(shapes("rows are two tiles", heads=20), (30,), (4,)),
 )
@@ -67,10 +67,12 @@ def four_units_to_a_part(monkeypatch):
     monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 4)
 
 
-def run(step, backend, tokens, dense=False):
+def run(step, backend, tokens, dense=False, window_size=None):
     decoder = Decoder(step.shapes, tokens, max(step.num_new), backend)
     decoder.fill(list(step.lengths))
-    return (decoder.step_dense if dense else decoder.step)(list(step.num_new)), decoder
+    if dense:
+        return decoder.step_dense(list(step.num_new), window_size), decoder
+    return decoder.step(list(step.num_new)), decoder
 
 
 def tokens_of(step):
@@ -117,21 +119,26 @@ def test_caches_after_every_length(learned):
     assert_same_caches(*caches)
 
 
-def test_dense_attention_over_pages():
+# A window in one part, one that begins in the middle of a page, and one of several parts.
+@pytest.mark.parametrize("window_size", [None, 5, 270])
+def test_dense_and_window_attention_over_pages(window_size, monkeypatch):
+    if window_size:
+        monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
     step = Step(shapes("dense", heads=6, groups=2, value_dim=6), (30, 300), (0, 2))
     tokens = tokens_of(step)
-    o, decoder = run(step, "triton", tokens, dense=True)
-    expected, reference = run(step, "reference", tokens, dense=True)
+    o, decoder = run(step, "triton", tokens, True, window_size)
+    expected, reference = run(step, "reference", tokens, True, window_size)
     assert_same_caches(decoder.dense, reference.dense)
     assert error(o, expected) <= BOUND
-    assert error(o[1], whole_dense(step.shapes, tokens.part(1, 302))[0, 300:]) <= BOUND
+    whole_row = whole_dense(step.shapes, tokens.part(1, 302), window_size)
+    assert error(o[1], whole_row[0, 300:]) <= BOUND
 
 
 @pytest.mark.parametrize(("dense", "past"), [(False, 330), (True, 1300)], ids=["sparse", "dense"])
 def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
     """A sequence of several units alone, elsewhere in other caches, with a wider table and four units to a part."""
     rules = geometry(2, 1, 16, 18, 1, 1, 300)
-    step = Step(shapes("bits", rules, page_blocks=2), (20, past), (1, 1))
+    step = Step(shapes("bits", rules, value_dim=64, page_blocks=2), (20, past), (1, 1))
     tokens = tokens_of(step)
     expected, _ = run(step, "reference", tokens, dense)
     with mock.patch.object(dispatch, "decode_units_of_part", lambda *sizes: 1):
@@ -144,21 +151,50 @@ def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
     assert torch.equal(o[0], together[1])
 
 
-def test_equal_blocks_tie_and_the_lower_index_is_taken():
-    """Without rotation all keys but one are equal; a block in another tile has a larger maximum."""
-    step = Step(shapes("ties", geometry(4, 4, 16, 6, 0, 1, 4), 7, selected_only=True, window="none"), (400,), (1,))
+def choices(step, tokens, monkeypatch, rotated=True):
+    """The blocks that the kernels choose for the tokens of a step, [B, T, G, N], and those of the reference."""
+    from trifocal.ops.triton import decode_attention as kernels
+
+    launched = []
+
+    class Launch:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: launched.append(args)
+
+    decoder = Decoder(step.shapes, tokens, max(step.num_new), "triton")
+    if not rotated:
+        decoder.rotary = torch.ones_like(decoder.rotary[0]), torch.zeros_like(decoder.rotary[1])
+    decoder.fill(list(step.lengths))
+    monkeypatch.setattr(kernels, "decode_attend_kernel", Launch())
+    monkeypatch.setattr(kernels, "decode_combine_kernel", Launch())
+    decoder.step(list(step.num_new))
+    cos, sin = decoder.rotary
+    k_cmp = decode_cases.compressed(step.shapes, tokens.k_cmp)
+    starts = torch.arange(k_cmp.shape[1]) * step.shapes.geometry.compression_stride
+    q, k_cmp = rotate(tokens.q, cos, sin), rotate(k_cmp, cos[starts], sin[starts])
+    _, lse = compressed_attention(q, k_cmp, k_cmp, step.shapes.geometry, backend="reference")
+    expected = select_blocks(q, k_cmp, lse, step.shapes.geometry, backend="reference")
+    (selected_blocks,) = (
+        x for x in launched[0] if isinstance(x, torch.Tensor) and x.dtype == torch.int32 and x.ndim == 4
+    )
+    return selected_blocks, expected[:, step.lengths[0] :]
+
+
+def test_half_of_many_blocks_are_chosen(monkeypatch):
+    step = Step(shapes("choice", geometry(8, 4, 16, 20, 1, 1, 11), 6, 2), (641,), (8,))
+    chosen, expected = choices(step, tokens_of(step), monkeypatch)
+    assert torch.equal(chosen, expected)
+
+
+def test_equal_blocks_tie_and_the_lower_indices_are_taken(monkeypatch):
+    """All compressed keys but one block's are equal; that one raises the maximum of its tile."""
+    step = Step(shapes("ties", geometry(4, 4, 16, 9, 0, 1, 4), 2, 2), (400,), (8,))
     tokens = tokens_of(step)
     k_cmp = torch.zeros_like(tokens.k_cmp) + tokens.k_cmp[:, :1]
-    k_cmp[:, 304:320] *= 3.7
-    outputs = []
-    for backend in ("triton", "reference"):
-        decoder = Decoder(step.shapes, tokens._replace(k_cmp=k_cmp), 1, backend)
-        cos, sin = decoder.rotary
-        decoder.rotary = torch.ones_like(cos), torch.zeros_like(sin)
-        with mock.patch.object(decode_cases, "rotate", lambda x, cos, sin: x):
-            decoder.fill([400])
-        outputs.append(decoder.step([1]))
-    assert error(outputs[0], outputs[1]) <= BOUND
+    k_cmp[:, 304:320] *= 6.3
+    chosen, expected = choices(step, tokens._replace(k_cmp=k_cmp), monkeypatch, rotated=False)
+    assert (expected == 19).any() and (expected[..., 4] == 4).all()
+    assert torch.equal(chosen, expected)
 
 
 def test_more_strides_a_block_than_a_tile_holds_are_refused():

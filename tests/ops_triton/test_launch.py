@@ -33,7 +33,7 @@ class Driver:
 
 
 def loaded(launches):
-    """A compiled kernel of Triton's as it is after its first launch; its launcher notes what it is called with."""
+    """A compiled kernel of Triton's as it is after its first launch; its launcher notes its arguments."""
     compiled = object.__new__(CompiledKernel)
     compiled._run = lambda *args: launches.append(args)
     compiled.src, compiled.name, compiled.module, compiled.function = None, "scaled", "module", "function"

@@ -23,7 +23,7 @@ FOUR_STRIPES = geometry(12, 3, 12, 2, 1, 1, 5)
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; `why` says what only it covers."""
+    """One problem; `why` is the reason for it."""
 
     why: str
     geometry: Geometry

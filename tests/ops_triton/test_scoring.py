@@ -14,13 +14,13 @@ from trifocal.testing import oracle
 pytest.importorskip("triton")
 
 SMALL = geometry(8, 4, 16, 4, 1, 1, 11)
-# What a block left out may beat one that was taken by, of the row's largest importance: fp32 sums against fp64.
+# A block that was not taken may be ahead of one that was by this share of the row's largest importance: fp32 sums.
 NEAR_TIE = 1e-5
 
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; `why` says what only it covers."""
+    """One problem; `why` is the reason for it."""
 
     why: str
     queries: int
@@ -82,7 +82,7 @@ def draw(case: Case, equal_keys: bool = False):
 
 @pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 def test_choice_is_the_most_important(case: Case, device: str) -> None:
-    """Scores of what was chosen, not indices: where fp32 cannot tell two blocks apart, either is right."""
+    """Scores of the chosen blocks, not indices: where fp32 cannot tell two blocks apart, either is right."""
     q, k_cmp, lse, importance = draw(case)
     chosen = run(case, q, k_cmp, lse, device)
     lengths = case.lengths and list(case.lengths)
@@ -113,7 +113,7 @@ def test_exact_ties_go_to_the_lower_index(lengths: tuple[int, ...] | None, devic
     for t in range(case.queries):
         start = oracle.home(t, case.keys, lengths and list(lengths)).start
         for g in range(case.groups):
-            # What the oracle sums in float64 differs in the last bits; its ties are exact after rounding.
+            # The oracle's sums in float64 differ in the last bits; its ties are exact after rounding.
             scores = [round(score, 9) for score in importance[0][t][g]]
             wanted = oracle.choose(scores, t - start, case.geometry)
             assert [block for block in chosen[0, t, g].tolist() if block >= 0] == wanted, (t, g)

@@ -24,7 +24,7 @@ NO_POWER = geometry(16, 16, 48, 2, 1, 1, 11)  # a block padded to 64 keys
 
 @dataclass(frozen=True)
 class Case:
-    """One problem; `why` says what only it covers."""
+    """One problem; `why` is the reason for it."""
 
     why: str
     queries: int
@@ -221,7 +221,7 @@ PARTED = (
 def test_parts_of_a_block_are_added(
     case: Case, part_queries: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cut at any query, with a gate, the parts add up to the gradient; what no part wrote is not read."""
+    """Cut at any query, with a gate, the parts add up to the gradient; memory that no part wrote is not read."""
     from trifocal.ops.triton.selected_backward import selected_backward
     from trifocal.ops.triton.selected_forward import selected_forward
 

@@ -19,7 +19,7 @@ def find() -> str | None:
 
 
 class Browser:
-    """One tab. Collects what the page logs and what it throws."""
+    """One tab. Collects the messages and the errors of the page."""
 
     def __init__(self, executable: str, profile: Path) -> None:
         child_reads, self._writes = os.pipe()
@@ -86,7 +86,7 @@ class Browser:
         return answer["result"].get("value")
 
     def screenshot(self, path: Path, *, whole_page: bool = True, clip: dict[str, float] | None = None) -> None:
-        """Save the page, what is seen of it, or a rectangle of it as PNG."""
+        """Save the page, its visible part, or a rectangle of it as PNG."""
         area = {} if clip is None else {"clip": clip}
         answer = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole_page, **area)
         path.write_bytes(base64.b64decode(answer["data"]))

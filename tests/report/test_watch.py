@@ -129,7 +129,7 @@ def test_nothing_in_a_file_moves_the_terminal(make_run: MakeRun) -> None:
     console.print(render(read_run(run, whole_heartbeats=False), width=200))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("]0;title[2J31mharmless") >= 3
-    # What is left are rich's own colours.
+    # Rich's own colours remain.
     assert not set(re.sub(r"\x1b\[[0-9;]*m", "", text)) & set("\x1b\x07\x9b\u202e\r\b")
 
 

@@ -1,4 +1,4 @@
-"""What a dump holds: collectives in words, native frames within bounds, and never a failure."""
+"""The contents of a dump: collectives in words, native frames within bounds, and never a failure."""
 
 import json
 import os

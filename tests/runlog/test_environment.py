@@ -1,4 +1,4 @@
-"""What is written down about the machine is what the machine says."""
+"""The description of the machine agrees with the machine."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Rows that lack fields, or hold something else in them: `watch` and `report` show what is left."""
+"""Rows that lack fields, or have wrong values in them: `watch` and `report` show the others."""
 
 import io
 import json

@@ -39,7 +39,7 @@ def test_tensorboard_gets_numbers_and_events(tmp_path: Path) -> None:
 
 
 class FakeService(types.ModuleType):
-    """What wandb and trackio have in common, noting every call; `fails` raises where they are reached."""
+    """The common part of wandb and trackio, noting every call; `fails` raises where they are reached."""
 
     class AlertLevel:
         WARN, ERROR = "warn", "error"

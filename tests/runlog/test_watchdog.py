@@ -9,9 +9,11 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.children import environment
 from tests.written_runs import Clock, wait_for
 from trifocal.runlog import Heartbeat, Watchdog
@@ -49,14 +51,15 @@ with MetricsWriter(run + "/metrics.jsonl") as metrics, Heartbeat(
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[[str], subprocess.Popen[bytes]]:
+def start(tmp_path: Path) -> Callable[[str], Any]:
     """Starts a training process with a fault in it, writing to tmp_path/run."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(TRAINING))
 
-    def begin(fault: str) -> subprocess.Popen[bytes]:
+    def begin(fault: str) -> Any:
         command = [sys.executable, str(script), str(tmp_path / "run"), fault]
-        return subprocess.Popen(command, env=environment(OMP_NUM_THREADS=1), stderr=subprocess.DEVNULL)
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        return warm.popen(command, env=environment(OMP_NUM_THREADS=1), **quiet)
 
     return begin
 
@@ -68,7 +71,7 @@ def state_of(run: Path) -> str:
 
 
 def test_an_endless_loop_in_a_hook_is_stalled_and_the_summary_names_it(
-    start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+    start: Callable[[str], Any], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     process = start("loop")
@@ -93,7 +96,7 @@ def test_an_endless_loop_in_a_hook_is_stalled_and_the_summary_names_it(
 
 
 def test_a_long_first_step_is_neither_and_a_sleep_is_slow_and_leaves_no_dump(
-    start: Callable[[str], subprocess.Popen[bytes]], tmp_path: Path
+    start: Callable[[str], Any], tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     process = start("sleep")

@@ -78,7 +78,7 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         read_picture(path)
     picture_of().save(path)
     content = path.read_bytes()
-    # In the compressed data too, and in what the archive says of itself.
+    # In the compressed data too, and in the archive's own directory.
     for place in range(30, len(content), 53):
         path.write_bytes(content[:place] + bytes([content[place] ^ 255]) + content[place + 1 :])
         with contextlib.suppress(UserError):

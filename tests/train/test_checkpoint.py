@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tests.children import environment
 from tests.train.tiny import read_checkpoint
 from trifocal.errors import UserError
@@ -130,6 +131,19 @@ def test_no_checkpoint_and_no_such_checkpoint(tmp_path: Path) -> None:
     save(tmp_path, 3)
     with pytest.raises(UserError, match=r"no checkpoint 'step_4'; it has step_00000003"):
         find_checkpoint(tmp_path, "step_4", command="")
+
+
+def test_a_checkpoint_without_newer_fields_is_of_a_model_with_their_defaults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = save(tmp_path, 3)
+    newer = {"layer_types", "qk_norm", "rope_scaling"}
+    read = module._read_model
+    monkeypatch.setattr(module, "_read_model", lambda path: {k: v for k, v in read(path).items() if k not in newer})
+    model = DecoderLM(CONFIG)
+    load_model_weights(path, model=model, model_config=CONFIG)
+    with pytest.raises(UserError, match="qk_norm is False there, True here"):
+        load_model_weights(path, model=model, model_config=replace(CONFIG, qk_norm=True))
 
 
 def test_another_model_is_refused_and_the_difference_named(tmp_path: Path) -> None:
@@ -259,7 +273,8 @@ def test_what_was_deleted_all_the_same_is_said(tmp_path: Path) -> None:
 
 # Opens the newest checkpoint again and again, and reads all of it.
 READER = """
-import sys
+import sys, warnings
+warnings.simplefilter("ignore")
 from pathlib import Path
 from tests.train.test_checkpoint import CONFIG, make_model
 from trifocal.train.checkpoint import load_model_weights
@@ -274,8 +289,9 @@ for _ in range(60):
 def test_readers_and_a_run_that_prunes_do_not_meet(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     source = save(tmp_path, 1)
-    arguments = [sys.executable, "-W", "ignore", "-c", READER, str(tmp_path)]
-    reader = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
+    with (tmp_path / "errors").open("wb") as errors:
+        arguments = [sys.executable, "-c", READER, str(tmp_path)]
+        reader = warm.popen(arguments, env=environment(), stdout=subprocess.DEVNULL, stderr=errors)
     for step in itertools.count(2):
         shutil.copytree(source, partial := root / "partial_copy")
         source = partial.rename(checkpoint_path(root, step))
@@ -283,8 +299,7 @@ def test_readers_and_a_run_that_prunes_do_not_meet(tmp_path: Path) -> None:
         prune_checkpoints(root, keep_last=1, keep_every_steps=0)
         if reader.poll() is not None:
             break
-    errors = reader.communicate()[1]
-    assert reader.returncode == 0, errors
+    assert reader.returncode == 0, (tmp_path / "errors").read_text()
 
 
 def test_later_checkpoints_are_set_aside_not_deleted(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ class Attack:
 
 
 def sign(path: Path) -> None:
-    """Write the manifest anew, as an attacker would."""
+    """Write the manifest again, as an attacker would."""
     manifest = json.loads((path / MANIFEST).read_text())["content"]
     (path / MANIFEST).unlink()
     manifest["files"] = describe_files(path, Processes())

@@ -81,7 +81,7 @@ def test_a_preset_loads_and_its_resolved_copy_is_identical(path: Path, tmp_path:
 
 
 def test_the_presets_are_the_seed_configurations() -> None:
-    """The table of the earlier system's configurations, which are what every comparison starts from."""
+    """The configurations of the earlier system, from which every comparison starts."""
     small, minimal = preset("showcase"), preset("minimal")
     for config in (small, minimal):
         model, geometry = config.model, config.model.geometry

@@ -1,4 +1,4 @@
-"""No text in a file and no flag ends in a traceback, and what is accepted can be saved and opened again."""
+"""No text in a file and no flag ends in a traceback, and every accepted configuration can be saved and opened again."""
 
 import operator
 import tomllib

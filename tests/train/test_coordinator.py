@@ -46,7 +46,7 @@ class FakeHeartbeat:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What happens, in order; the other process always says the same as this one."""
+    """The events in order; the other process always has the same answers as this one."""
     found: list[str] = []
 
     def sum_later(self: Processes, values: Sequence[float]) -> Callable[[], list[float]]:
@@ -82,7 +82,7 @@ def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: li
         data = next_step(company, loader, signals, last=step == 3)
         events.append(f"step {step}")
         assert (data.total_targets, data.documents, data.batches[0].sample_index) == (6, [2], step)
-        # A checkpoint after this step must not skip what was read ahead.
+        # A checkpoint after this step must not skip the batches that were read ahead.
         assert data.position == {"read": step}
     assert events == [
         "read 1", "send", "answer", "read 2", "send", "step 1",
@@ -93,7 +93,7 @@ def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: li
 def test_a_signal_ends_the_run_after_the_step_that_was_agreed_on(events: list[str]) -> None:
     company, loader, signals = StepCoordinator(Processes(0, 2)), FakeLoader(events), StopSignals()
     assert next_step(company, loader, signals) is not None
-    # Step 1 is running, and what is said of step 2 is on its way.
+    # Step 1 is running, and the exchange for step 2 is on its way.
     signals.received = "SIGTERM"
     assert next_step(company, loader, signals).position == {"read": 2}
     assert next_step(company, loader, signals) is None

@@ -1,9 +1,8 @@
-"""Two that train in one folder: the second is refused, whatever it was about to do, and the first notices nothing."""
+"""Two that train in one folder: the second is refused, and the first notices nothing."""
 
 import fcntl
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -12,21 +11,24 @@ from typing import Any
 
 import pytest
 
+from tests import warm
 from tests.children import environment
 from tests.train.tiny import before_step, make_config
+from tests.written_runs import wait_for
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train
 from trifocal.train import lock as lock_module
 from trifocal.train.lock import LOCK_FILE, RunLock
 
+# `python -c HOLD FOLDER FILE`: makes the file when it has the lock.
 HOLD = """
 import sys, time
 from pathlib import Path
 from trifocal.train.lock import RunLock
 with RunLock() as lock:
     lock.take(Path(sys.argv[1]))
-    print("held", flush=True)
+    Path(sys.argv[2]).touch()
     time.sleep(60)
 """
 
@@ -55,15 +57,16 @@ def test_a_run_that_goes_on_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=environment()
-    )
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "held\n"
+    held = tmp_path / "held"
+    command = [sys.executable, "-c", HOLD, str(tmp_path), str(held)]
+    child = warm.popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment())
+    try:
+        wait_for(held.exists)
         with RunLock() as lock, pytest.raises(UserError, match=f"process {child.pid} on {socket.gethostname()}"):
             lock.take(tmp_path)
-        child.send_signal(signal.SIGKILL)
+    finally:
+        child.kill()
+        child.wait()
     with RunLock() as lock:
         assert lock.take(tmp_path) == lock.take(tmp_path) == ""
     with RunLock() as lock:

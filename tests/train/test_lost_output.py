@@ -24,7 +24,7 @@ def command(folder: Path, *flags: str, module: tuple[str, ...] = ("-m", "trifoca
 
 
 def shell(script: str, **variables: object) -> subprocess.CompletedProcess[str]:
-    """Run a script of bash; what is left over of it ends with the test."""
+    """Run a script of bash; its processes end with the test."""
     variables = {"OMP_NUM_THREADS": 1, **variables}
     return subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, env=environment(**variables), timeout=120

@@ -1,4 +1,4 @@
-"""Who decays, and that a gradient which is not finite changes nothing."""
+"""Weight decay by kind of parameter; a gradient that is not finite changes nothing."""
 
 from dataclasses import replace
 

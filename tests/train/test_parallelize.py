@@ -1,4 +1,4 @@
-"""What a run's configuration makes of its processes."""
+"""The parallel form of a model by a run's configuration."""
 
 from pathlib import Path
 
@@ -25,7 +25,7 @@ def test_one_process_trains_the_model_itself(tmp_path: Path) -> None:
     [(1, 2, r"^parallel\.shards is 1: hsdp would share nothing"), (0, 1, "^each machine has one process, and ")],
 )
 def test_hybrid_sharding_without_shards_is_refused(tmp_path: Path, shards: int, local_size: int, says: str) -> None:
-    """It would be a slower DDP, in which nobody could say whose gradient was not finite."""
+    """It would be a slower DDP, which could not name the process whose gradient is not finite."""
     config = make_config(tmp_path, "--parallel.mode", "hsdp", "--parallel.shards", str(shards))
     with torch.device("meta"):
         model = DecoderLM(config.model)

@@ -1,4 +1,4 @@
-"""What cannot end well is refused before any work; what is notable is said."""
+"""Configurations that must fail are refused before any work; doubtful ones get a note."""
 
 import os
 import shutil
@@ -65,7 +65,7 @@ def test_a_run_goes_on_only_where_its_checkpoints_can_be_written(
     train(make_config(tmp_path, "--train.steps", "2"))
     checkpoints = tmp_path / "run" / "checkpoints"
     allowed = os.access
-    # Permissions do not bind everybody who may run this test.
+    # Permissions do not bind root.
     monkeypatch.setattr(os, "access", lambda path, mode: path != checkpoints and allowed(path, mode))
     with pytest.raises(UserError, match=r"no permission to write in \S+/run/checkpoints"):
         resume(tmp_path / "run", config=make_config(tmp_path, "--train.steps", "4"))

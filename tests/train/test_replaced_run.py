@@ -1,4 +1,4 @@
-"""A run that is to be replaced stays until the first step of the new one has ended, whatever happens before."""
+"""A run that is to be replaced stays until the first step of the new one has ended."""
 
 import contextlib
 import errno
@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from tests.children import ROOT, environment
+from tests import warm
+from tests.children import environment
+from tests.distributed.workers import train as start
 from tests.train.tiny import before_step, make_config, write_config
 from trifocal.cli import main
 from trifocal.errors import UserError
@@ -49,7 +52,7 @@ def tree(folder: Path) -> Tree:
 
 
 def beside(run: Path) -> list[str]:
-    """What lies beside a run that belongs to another one."""
+    """The folders beside a run that belong to its replacement."""
     return [path.name for path in sorted(run.parent.iterdir()) if path.name.lstrip(".").startswith(f"{run.name}.")]
 
 
@@ -62,29 +65,31 @@ def config(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def standing_still(config: Path) -> Iterator[Callable[[], "subprocess.Popen[str]"]]:
+def standing_still(config: Path) -> Iterator[Callable[[], Any]]:
     """Starts a process that is to replace the run, and stands still before its first step."""
-    started: list[subprocess.Popen[str]] = []
+    started: list[Any] = []
 
-    def start() -> "subprocess.Popen[str]":
+    def start() -> Any:
         mark = config.with_name("mark")
         mark.unlink(missing_ok=True)
         command = [sys.executable, "-c", STAND_STILL, str(mark), "train", str(config), "--overwrite", *QUICK]
-        process = subprocess.Popen(command, env=environment(OMP_NUM_THREADS=1), stderr=subprocess.PIPE, text=True)
+        with config.with_name("error").open("wb") as error:
+            variables = environment(OMP_NUM_THREADS=1)
+            process = warm.popen(command, stdout=subprocess.DEVNULL, stderr=error, env=variables)
         started.append(process)
         deadline = time.monotonic() + 60
         while not mark.exists():
-            assert time.monotonic() < deadline and process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline and process.poll() is None, config.with_name("error").read_text()
             time.sleep(0.05)
         return process
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
-def test_a_wrong_setting_of_the_data_costs_nothing(config: Path) -> None:
+def test_a_wrong_setting_of_the_data_costs_nothing(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run, broken = config.with_name("run"), config.with_name("broken")
     broken.mkdir()
     # Long enough for the first batch to be read before the line that cannot be.
@@ -92,27 +97,17 @@ def test_a_wrong_setting_of_the_data_costs_nothing(config: Path) -> None:
         (broken / f"{index}.jsonl").write_text('{"text": "some words"}\n{"words": "no text"}\n')
     before = tree(run)
     for source, says in ((f"jsonl:{broken}", "text"), (f"jsonl:{broken}#words", "words")):
-        command = [
-            sys.executable,
-            "-m",
-            "trifocal",
-            "train",
-            str(config),
-            "--overwrite",
-            *QUICK,
-            "--data.source",
-            source,
-        ]
-        ended = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60)
-        assert ended.returncode == 2 and says in ended.stderr and "Traceback" not in ended.stderr, ended.stderr
-        assert f"the run that was in {run} is there as before" in ended.stderr
+        assert main(["train", str(config), "--overwrite", *QUICK, "--data.source", source]) == 2
+        error = capsys.readouterr().err
+        assert says in error and "Traceback" not in error, error
+        assert f"the run that was in {run} is there as before" in error
         assert tree(run) == before and beside(run) == ["run.toml"]
     assert resume(run).step == 4
     assert main(["generate", str(run), "--prompt", "the", "--max-new-tokens", "2"]) == 0
 
 
 def test_a_start_that_was_killed_is_undone_by_the_next(
-    config: Path, standing_still: Callable[[], "subprocess.Popen[str]"], capsys: pytest.CaptureFixture[str]
+    config: Path, standing_still: Callable[[], Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = config.with_name("run")
     before = tree(run)
@@ -143,7 +138,7 @@ def test_a_start_that_was_killed_is_undone_by_the_next(
 
 
 def test_another_process_leaves_both_runs_alone(
-    config: Path, standing_still: Callable[[], "subprocess.Popen[str]"], monkeypatch: pytest.MonkeyPatch
+    config: Path, standing_still: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock_module, "WAIT_SECONDS", 0.0)
     run = config.with_name("run")
@@ -448,17 +443,15 @@ def test_what_cannot_be_deleted_is_said_and_never_put_back(
 def test_torchrun_starts_again_and_never_takes_the_earlier_run_for_its_own(
     config: Path, tmp_path: Path, always: bool
 ) -> None:
-    run = config.with_name("run")
+    """Two starts with one store, as torchrun keeps it; a process of the first is killed."""
+    run, fault, store = config.with_name("run"), tmp_path / "fault", dist.TCPStore("127.0.0.1", 0, is_master=True)
+    torchrun = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
     before = tree(run)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1",
-        str(ROOT / "tests" / "distributed" / "faults.py"), "die_in_first_steps" if always else "die_in_first_step",
-        "train", str(config), "--overwrite", *QUICK,
-    ]  # fmt: skip
-    variables = environment(OMP_NUM_THREADS=1, FAULT_FILE=tmp_path / "fault", GLOO_SOCKET_IFNAME="lo")
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
-    assert (tmp_path / "fault").exists()
-    assert (ended.returncode == 0) != always, ended.stderr
+    name = "die_in_first_steps" if always else "die_in_first_step"
+    for expected in ([1, -signal.SIGKILL], [1, -signal.SIGKILL] if always else [0, 0]):
+        workers = start(tmp_path, config, "--overwrite", *QUICK, fault=name, FAULT_FILE=str(fault), **torchrun)
+        assert [end.status for end in workers.join()] == expected, workers.error(0)
+        assert fault.exists()
     if always:
         with RunLock() as lock:
             restore_replaced(run, lock)

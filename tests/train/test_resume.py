@@ -23,7 +23,7 @@ from trifocal.train.manifest import describe_files, verify_checkpoint, write_man
 from trifocal.train.random_state import random_state, restore_random_state, seed_everything
 
 STEPS = ("--train.steps", "9")
-# Not part of what must be equal: they measure time and memory, or name the moment.
+# These need not be equal: they measure time and memory, or name the moment.
 MEASURED = ("seconds", "bytes", "tokens_per_second")
 
 
@@ -259,7 +259,7 @@ def test_a_checkpoint_of_another_model_or_other_data_is_refused(
     ],
 )
 def test_a_position_that_cannot_be_read_is_one_line(tmp_path: Path, finished_run: Path, damage: Any) -> None:
-    """Intact by its manifest: another version wrote it, or somebody who knows the format."""
+    """Intact by its manifest: written by another version, or by somebody who knows the format."""
     shutil.copytree(finished_run, tmp_path / "run")
     path = tmp_path / "run" / "checkpoints" / "step_00000002"
     state = json.loads((path / "rank0.json").read_text())

@@ -1,4 +1,4 @@
-"""What is said of a run that goes on."""
+"""The notes of a run that goes on."""
 
 from pathlib import Path
 

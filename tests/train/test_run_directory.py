@@ -1,4 +1,4 @@
-"""The folder of a run while it trains, and what may stand in its place: never half a run, always one clear line."""
+"""The folder of a run while it trains, moved, deleted or replaced: never half a run, always one clear line."""
 
 import errno
 import json
@@ -6,9 +6,6 @@ import os
 import shutil
 import signal
 import stat
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.children import ROOT, environment
+from tests.distributed.workers import train as start
 from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
 from trifocal.cli import main
 from trifocal.data import load_tokenizer
@@ -81,23 +78,16 @@ def test_a_folder_that_is_moved_in_the_first_step_has_no_checkpoint(
 
 
 def test_several_processes_stop_together_when_the_folder_is_moved(tmp_path: Path) -> None:
-    path, fault = write_config(tmp_path), tmp_path / "fault"
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2",
-        str(ROOT / "tests" / "distributed" / "faults.py"), "wait_at_step", "train", str(path),
-    ]  # fmt: skip
-    variables = environment(OMP_NUM_THREADS=1, FAULT_FILE=fault, GLOO_SOCKET_IFNAME="lo")
-    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        deadline = time.monotonic() + 120
-        while not fault.exists():
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.05)
-        (tmp_path / "run").rename(tmp_path / "moved")
-        Path(f"{fault}.go").touch()
-        _, errors = process.communicate(timeout=120)
-    assert process.returncode != 0
-    assert f"trifocal: {tmp_path / 'run'} was moved to {tmp_path / 'moved'} while its run trained" in errors
-    assert "the checkpoint of step 2 is there" in errors and "loop.py" not in errors
+    fault = tmp_path / "fault"
+    workers = start(tmp_path, write_config(tmp_path), fault="wait_at_step", FAULT_FILE=str(fault))
+    workers.wait_for(fault)
+    (tmp_path / "run").rename(tmp_path / "moved")
+    Path(f"{fault}.go").touch()
+    ended = workers.join()
+    assert [end.status for end in ended] == [2, 2]
+    assert f"trifocal: {tmp_path / 'run'} was moved to {tmp_path / 'moved'} while its run trained" in ended[0].error
+    for end in ended:
+        assert "the checkpoint of step 2 is there" in end.error and "loop.py" not in end.error
     assert not (tmp_path / "run").exists()
 
 

@@ -1,4 +1,4 @@
-"""Each trace on a real small run: what it writes is true, and no other step has anything of it."""
+"""Each trace on a real small run: its figures are right, and no other step has any."""
 
 import csv
 import gzip

@@ -201,7 +201,7 @@ class AttentionBench:
                 self._keep(_rest(rows))
 
     def _measure_compression(self, shape: AttentionShape, inputs: Inputs, d_o: Tensor, work: dict[str, Work]) -> None:
-        """What comes before the whole call too, by itself and with it; blocks are those that scoring chooses."""
+        """Compression, by itself and with the whole call after it; the blocks are those of scoring."""
         rules: dict[str, Any] = {"geometry": self.options.geometry, "backend": self.options.backend}
         raw, logits = (torch.randn_like(inputs.k_slc), torch.randn_like(inputs.v_slc)), torch.randn_like(inputs.gates)
         compress: Callable[[Tensor], Tensor] = partial(compress_by_mean, cu_seqlens=None, **rules)
@@ -257,7 +257,7 @@ class AttentionBench:
         return Candidate(selected, (q, inputs.k_slc, inputs.v_slc), work)
 
     def _lse(self, inputs: Inputs) -> Tensor:
-        """Log-sum-exp of the compressed scores, made once: what scoring starts from."""
+        """Log-sum-exp of the compressed scores, made once; scoring reads it."""
         rules: dict[str, Any] = {"num_keys": inputs.q.shape[1], "backend": self.options.backend}
         with torch.no_grad():
             return compressed_attention(inputs.q, inputs.k_cmp, inputs.v_cmp, self.options.geometry, **rules)[1]
@@ -343,9 +343,9 @@ def _line(row: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _fresh_cache(wanted: bool) -> Iterator[Path | None]:
-    """An empty folder that Triton caches in while the block runs, here and in the processes started from here.
+    """Let Triton use an empty cache while the block runs, here and in the processes started from here.
 
-    What the fresh processes compile first need not be compiled here again.
+    Kernels that a fresh process has compiled are not compiled again here.
     """
     if not wanted:
         yield None

@@ -14,13 +14,13 @@ Result = Tensor | tuple[Tensor, ...]
 
 
 class Candidate(NamedTuple):
-    """One thing to time.
+    """A call to time.
 
     Attributes:
         attend: Makes o, [B, T, H, V], of the leaves; or several tensors.
         leaves: Its inputs, which collect gradients.
         work: By formula.
-        note: What differs from the plain call.
+        note: The difference from the plain call.
     """
 
     attend: Callable[..., Result]

@@ -1,7 +1,7 @@
 """The first call of the whole core in a fresh process: `python -m trifocal.bench.first_call` with a request as JSON.
 
-The parent gives the process an empty folder for Triton's cache. What the imports of torch and trifocal and the start
-of the device cost is not counted; what the first call itself imports and compiles is.
+The parent gives the process an empty folder for Triton's cache. The imports of torch and trifocal and the start of the
+device are not counted; imports and compilations of the first call itself are.
 """
 
 import contextlib

@@ -15,7 +15,7 @@ from trifocal.ops import Geometry
 
 
 class Work(NamedTuple):
-    """Operations and bytes; what has no backward has none of it."""
+    """Operations and bytes; zero for a backward pass that does not exist."""
 
     forward_flops: float
     backward_flops: float
@@ -64,7 +64,7 @@ def attention_work(shape: AttentionShape, keys: int, key_slots: int, element_byt
 
 
 def scoring_work(shape: AttentionShape, geometry: Geometry, element_bytes: int) -> Work:
-    """Scores once more, from q, the compressed keys and the log-sum-exp (fp32), to indices (int32)."""
+    """The scores again, from q, the compressed keys and the log-sum-exp (fp32), to indices (int32)."""
     keys = compressed_keys(geometry, shape.tokens)
     rows = shape.batch * shape.tokens * shape.heads
     slots = shape.batch * geometry.num_compressed_blocks(shape.tokens) * shape.groups

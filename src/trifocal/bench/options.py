@@ -53,3 +53,8 @@ class TwinOptions(BenchOptions):
         super().__post_init__()
         if self.model.attention != "nsa":
             raise UserError("--model.attention is set row by row; choose the rows with --attention")
+        if self.model.layer_types or self.model.from_:
+            name = "layer_types" if self.model.layer_types else "from"
+            raise UserError(
+                f"--model.{name} does not go with a bench, whose models have one attention and random weights"
+            )

@@ -34,10 +34,10 @@ _GAP_ROWS = 12
 
 @dataclass(frozen=True, kw_only=True)
 class TrainCase:
-    """What one row trains.
+    """The training of one row.
 
     Attributes:
-        size: What the options call it.
+        size: Its name in the options.
         model: `ModelConfig.to_dict()`.
         sequences: In an optimizer step.
         micro_batch: Sequences at a time.
@@ -171,7 +171,7 @@ class TrainBench:
         return torch.tensor([*starts, rows * tokens], dtype=torch.int32)
 
     def warm_up(self) -> None:
-        """The steps that are not timed, and what they leave behind."""
+        """Take the steps that are not timed, then free the memory that they leave."""
         for index in range(self.case.warmup_steps):
             begin = time.perf_counter()
             self._step()

@@ -132,7 +132,7 @@ def _any_choice(geometry: Geometry, lengths: tuple[int, ...], num_groups: int, d
     rows = torch.stack([torch.zeros_like(own), between, own], -1).sort(-1).values
     repeated = torch.zeros_like(rows, dtype=torch.bool)
     repeated[:, 1:] = rows[:, 1:] == rows[:, :-1]
-    # Pads behind: what is named twice is pushed there.
+    # Repetitions become pads, which stand at the end.
     rows = rows.masked_fill(repeated, torch.iinfo(torch.int32).max).sort(-1).values
     rows = rows.masked_fill(rows == torch.iinfo(torch.int32).max, -1)
     return rows[None, :, None].expand(1, -1, num_groups, -1).to(device, torch.int32).contiguous()

@@ -106,9 +106,9 @@ def stored_memory_growth(device: torch.device, *, make_model: MakeModel = Decode
 def stored_memory_per_token(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
     """The attention stores no copy of keys and values per query.
 
-    The figure is what one call stores for backward, in multiples of what must be there: inputs, the three branches'
-    outputs and log-sum-exps, and the choice. Bound: a tenth more, for positions and documents of tokens. A copy of
-    every query's selected keys and values would be over a hundred times as much here.
+    The figure is the memory that one call stores for backward, in multiples of the necessary: inputs, the three
+    branches' outputs and log-sum-exps, and the choice. Bound: a tenth more, for positions and documents of tokens. A
+    copy of every query's selected keys and values would be over a hundred times as much here.
     """
     length, geometry = 1024, minimal_config(1).geometry
     inputs = attention_inputs(geometry, length, device, torch.float32, num_heads=8, head_dim=16, value_dim=16).leaves()
@@ -170,7 +170,7 @@ def _stored_bytes(forward: Callable[[], Tensor]) -> int:
 
 
 class _OperationCounter(TorchDispatchMode):
-    """Counts what reaches PyTorch's dispatcher; the choice of blocks, one operator to it, is looked into."""
+    """Counts the operators that PyTorch's dispatcher sees, also those inside of `select_blocks`, one operator to it."""
 
     def __init__(self) -> None:
         super().__init__()

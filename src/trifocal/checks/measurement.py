@@ -44,9 +44,9 @@ class CheckResult:
     """One row of the report.
 
     Attributes:
-        name: What `--only` takes.
+        name: As `--only` takes it.
         guards: The failures, as `trifocal.checks.registry` numbers them, that the check guards against.
-        what: What it proves, in a few words.
+        what: The property that it proves, in a few words.
         status: How it ended. A check that raises has failed.
         figure, bound, unit: See `Measurement`; None where there is none.
         details: Lines for a person; the reason of a skip or an error.

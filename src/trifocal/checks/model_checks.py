@@ -1,6 +1,7 @@
 """Checks of the model: gradients with checkpointing, no look ahead, decoding, a gradient for every parameter."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,12 @@ from trifocal.generate import CachedModel
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.testing.small_models import MINIMAL, make_model, minimal_config, random_tokens, small_config
 from trifocal.testing.tolerances import FULL_COVERAGE, error
+
+# The types of layers that no other model has, with all that dense models have.
+MIXED: dict[str, Any] = {
+    "layer_types": ("selected", "window"),
+    **dict.fromkeys(("qk_norm", "qkv_bias", "o_bias", "mlp_bias"), True),
+}
 
 MakeModel = Callable[[ModelConfig, torch.device, torch.dtype], DecoderLM]
 
@@ -62,7 +69,7 @@ def future_leak(device: torch.device, *, make_model: MakeModel = make_model) -> 
     tokens = random_tokens((1, length), config.vocab_size, device).expand(length, -1)
     changed = tokens.clone()
     changed.diagonal().copy_((tokens.diagonal() + 1) % config.vocab_size)
-    # Row t, position s: what may not move.
+    # Row t, position s: outputs that may not change.
     before = torch.ones(length, length, dtype=torch.bool, device=device).tril(-1)
     moved: dict[str, int] = {}
     alive = True
@@ -115,15 +122,15 @@ def _decoded(model: DecoderLM, tokens: Tensor, prefill: int, *, chunk: int = 0, 
 
 
 def decode(device: torch.device, *, make_model: MakeModel = make_model) -> Measurement:
-    """Decoding token by token after a prefill of any length gives the logits of one whole pass, for both models.
+    """Decoding token by token after a prefill of any length gives the logits of one whole pass, for all layers.
 
     Prefills of every length from 1 to three times the larger of selection block and window, three tokens decoded
     after each; one sequence decoded from its second token to its last, one at a time and three at a time; one
     prefilled in chunks. In float64. Bound: each layer may add what an attention may differ from dense attention.
     """
     worst, details = 0.0, []
-    for attention in ("nsa", "dense"):
-        config = small_config(attention=attention)
+    for name_of_model, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("mixed", MIXED)):
+        config = small_config(**changes)
         model = make_model(config, device, torch.float64)
         longest = 3 * max(config.geometry.selection_block_size, config.geometry.window_size)
         tokens = random_tokens((2, longest + 3), config.vocab_size, device)
@@ -139,7 +146,7 @@ def decode(device: torch.device, *, make_model: MakeModel = make_model) -> Measu
             errors[f"prefill of {prefill}"] = error(_decoded(model, tokens[:, part], prefill), whole[:, part])
         name = max(errors, key=lambda key: errors[key])
         worst = max(worst, errors[name])
-        details.append(f"{attention}: {errors[name]:.3g} at {name}")
+        details.append(f"{name_of_model}: {errors[name]:.3g} at {name}")
     return Measurement(worst, 2 * FULL_COVERAGE[torch.float64], "error", tuple(details))
 
 
@@ -179,7 +186,7 @@ def parameter_gradients(device: torch.device, *, make_model: MakeModel = make_mo
     The figure counts parameters without, or in ordinary steps with nothing but zeros. Bound: none.
     """
     without, details = 0, []
-    for changes in ({}, {"compressor": "mlp", "gate": "softmax"}, {"shared_kv": True, "tie_embeddings": True}):
+    for changes in ({}, {"compressor": "mlp", "gate": "softmax"}, {"shared_kv": True, "tie_embeddings": True}, MIXED):
         config = small_config(**changes)
         borders = {
             "ordinary": (40, None),

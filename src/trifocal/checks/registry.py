@@ -42,10 +42,10 @@ class Check:
     """A named check.
 
     Attributes:
-        name: What `--only` takes.
+        name: As `--only` takes it.
         guards: Numbers of the failures above.
-        what: What it proves, in a few words.
-        measure: Takes the device; other arguments are seams, through which a test hands in a fault.
+        what: The property that it proves, in a few words.
+        measure: Takes the device; through its other arguments a test puts in a fault.
     """
 
     name: str

@@ -102,8 +102,8 @@ def resume_bit_for_bit(device: torch.device, *, resume: Callable[..., TrainResul
     """A run that is resumed half-way ends exactly as the one that never stopped.
 
     Compared at the end, bit for bit: weights, optimizer, step, loss, data position and every random generator, while
-    each forward pass draws from all of them, as dropout would; and the losses on the way. The figure counts what
-    differs. Bound: nothing.
+    each forward pass draws from all of them, as dropout would; and the losses on the way. The figure counts the
+    differences. Bound: none.
     """
     with _folder() as folder, _drawing_from_every_generator():
         _write_documents(folder / "text")
@@ -221,7 +221,7 @@ def _identical(a: object, b: object) -> bool:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[Path]:
-    """A temporary folder; what a trainer prints meanwhile is not shown."""
+    """A temporary folder; meanwhile standard output is not shown."""
     with tempfile.TemporaryDirectory(prefix="trifocal-check-") as name, contextlib.redirect_stdout(io.StringIO()):
         yield Path(name)
 

@@ -16,6 +16,7 @@ COMMANDS = {
     "new": "a commented configuration to begin with: PRESET > my.toml; without a name, the presets",
     "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
+    "convert": "a sparse model from a dense one of ours or of Hugging Face: DIR OUT --to selected or nsa",
     "evaluate": "what a trained model can do, loss by position, needles, recall: RUN_DIR",
     "export": "a trained model as a folder that transformers reads: RUN_DIR DIR",
     "check": "prove this installation right on this machine",
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(str(error), 2)
     except BrokenPipeError:
-        # Whoever read it, `head` for example, has enough. Python would write what is left when it ends.
+        # The reader, `head` for example, has enough. Python would write the rest at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:

@@ -36,7 +36,7 @@ PLOT = "draw an attention result again: RESULT.json"
 
 @dataclass(frozen=True)
 class Bench:
-    """What one bench measures, and how its rows are shown.
+    """A bench: its measurements, and how their rows are shown.
 
     Attributes:
         options: Its flags.
@@ -185,7 +185,7 @@ def _measure(bench: Bench, options: BenchOptions, file: ResultFile) -> int:
 
 def _show(bench: Bench, rows: Sequence[Any], tables: Mapping[str, Sequence[Any]]) -> None:
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH)
-    # The reason of what was not measured is too long for a cell.
+    # The reason why a row was not measured is too long for a cell.
     brief = [{**row, "status": row["status"].partition(":")[0]} for row in rows]
     console.print(_table("", brief, bench.screen_columns))
     for reason in dict.fromkeys(row["status"] for row in rows if row["status"] != OK):

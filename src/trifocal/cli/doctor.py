@@ -1,4 +1,4 @@
-"""`trifocal doctor`: what this machine can do, what each preset would need here, and what mends what is wrong."""
+"""`trifocal doctor`: the abilities of this machine, the needs of each preset, and commands that mend faults."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ from trifocal.train.presets import presets
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorArguments:
-    """What this machine can do, what each preset would need here, and the command that mends what is wrong.
+    """Show what this machine can do, what each preset needs, and the command that mends each fault.
 
     Exit status 1 if something stops training. Under half a minute.
     """

@@ -130,7 +130,7 @@ def run(args: Sequence[str]) -> int:
     assert subject.data is not None
     head = Evaluated(
         step=step,
-        attention=subject.model.config.attention,
+        attention=", ".join(dict.fromkeys(subject.model.config.attention_of_layers)),
         parameters=parameter_count(subject.model.config),
         source=subject.data.source,
         trained_length=subject.trained_length,

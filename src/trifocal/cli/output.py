@@ -14,12 +14,12 @@ _CONTROL = dict.fromkeys(
 
 
 def printable(text: str) -> str:
-    """A text without what a terminal would obey: for all that comes from files."""
+    """A text without the characters that a terminal obeys: for text that comes from files."""
     return text.translate(_CONTROL)
 
 
 def write_what_can_be_encoded() -> None:
-    """Let standard output show what it cannot encode as an escape, such as \\u2192, like standard error does.
+    """Let standard output write characters that it cannot encode as escapes, such as \\u2192, as standard error does.
 
     A terminal or a locale may be older than UTF-8; a name may hold bytes that are no text.
     """

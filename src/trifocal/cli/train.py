@@ -32,7 +32,7 @@ class TrainArguments(RunConfig):
     """Train a model from a TOML config, or go on with a run. Flags override the fields of the config."""
 
     config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml")] = ""
-    """The TOML file, such as trifocal new PRESET prints. Not with --resume."""
+    """The TOML file, such as trifocal new PRESET prints. Not with --resume; with --model.from it may be left out."""
     resume: str = ""
     """Go on with the run in this folder, from its newest checkpoint."""
     checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""
@@ -77,12 +77,12 @@ def _run(args: Sequence[str]) -> int:
 
 
 def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
-    if len(paths) != 1:
+    if len(paths) > 1 or not (paths or "model.from" in overrides):
         given = f"got {' '.join(paths)}" if paths else "got none"
         raise UserError(f"trifocal train takes one CONFIG.toml, {given}; try trifocal new showcase > my.toml")
     if "checkpoint" in own:
         raise UserError("--checkpoint goes with --resume RUN_DIR")
-    return train(load_config(paths[0], overrides), overwrite="overwrite" in own)
+    return train(load_config(paths[0] if paths else None, overrides), overwrite="overwrite" in own)
 
 
 def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
@@ -90,6 +90,8 @@ def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) ->
         raise UserError(f"--resume takes the run's own config; leave {paths[0]} out")
     if "overwrite" in own:
         raise UserError("--overwrite and --resume contradict each other")
+    if "model.from" in overrides:
+        raise UserError("--model.from begins a new run, and --resume goes on with one; leave one of them out")
     directory = user_path(own["resume"], "--resume")
     saved = load_run_to_resume(directory)
     config = override(saved, overrides)

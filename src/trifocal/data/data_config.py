@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from trifocal.errors import UserError, nearest
 from trifocal.fields import check_seconds
+from trifocal.masking import MASK, is_masked
 
 SYNTHETIC = ("synthetic", "recall", "needle")
 """Kinds of source without text: their tokens are drawn."""
@@ -28,7 +29,8 @@ class DataConfig:
     """synthetic (random tokens), recall:PAIRS and needle:COUNT (tasks of random tokens; the number may be left out),
     builtin (text of Python's standard library), text:PATH, jsonl:PATH#field, parquet:PATH#field (file, folder or glob;
     parquet also http(s) URLs, separated by commas), fineweb-edu (from the hub), fineweb-edu:PATH (a folder of its
-    parquet files). The field is text unless given."""
+    parquet files). The field is text unless given. Passwords and signatures in URLs are not saved: give them again to
+    go on with a run."""
 
     tokenizer: str = "bytes"
     """bytes, gpt2, or the path of a Hugging Face tokenizer.json."""
@@ -40,8 +42,8 @@ class DataConfig:
     """Orders the documents; each epoch has an order of its own."""
 
     validation_fraction: float = 0.05
-    """Share of documents held out, chosen by a hash of their text alone; of a text file that is cut into several,
-    by their place in it. 0 holds out none."""
+    """Share of documents held out, chosen by a hash of their text alone; of documents that are cut into several, by
+    their place. 0 holds out none."""
 
     shuffle_documents: int = 1024
     """Documents that are shuffled among each other at a time. Files are shuffled, then blocks of this many."""
@@ -61,8 +63,8 @@ class DataConfig:
     cut into smaller ones, so that some of them are held out for validation."""
 
     on_bad_document: str = "stop"
-    """What is done with a document without readable text (a null, a missing field, no UTF-8, no JSON): stop the run
-    with a line that names it, or skip it and count it. An empty text is passed over. It may change within a run."""
+    """The rule for a document without readable text (a null, a missing field, no UTF-8, no JSON): stop the run with a
+    line that names it, or skip it and count it. An empty text is passed over. It may change within a run."""
 
     include_site_packages: bool = False
     """builtin reads the installed packages' Python files too: a few hundred MB on a usual machine."""
@@ -122,6 +124,11 @@ class DataConfig:
                 raise UserError(f"data.{key} is {getattr(self, key)}; it must be at least {least}")
         for key in ("request_timeout_seconds", "stall_seconds", "stall_limit_seconds"):
             check_seconds(f"data.{key}", getattr(self, key))
+        if is_masked(self.source):
+            raise UserError(
+                f"data.source {self.source!r} has {MASK} in place of a secret, which no run saves; give the whole "
+                "address again with --data.source"
+            )
         if 0 < self.text_document_bytes < 64:
             raise UserError(
                 f"data.text_document_bytes is {self.text_document_bytes}; it must be 0 (never cut) or at least 64"

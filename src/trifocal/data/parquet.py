@@ -12,6 +12,7 @@ from trifocal.data.messages import one_line
 from trifocal.data.remote import HttpClient, HttpFile
 from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
+from trifocal.masking import mask_text
 
 # Rows decoded at once; the compressed column of the whole row group is in memory anyway.
 _ROWS_DECODED = 1024
@@ -57,6 +58,8 @@ class ParquetSource:
         self.shards = list(files)
         self.fingerprint = fingerprint
         self._paths = list(files.values())
+        # For messages, without the secrets of URLs.
+        self._shown = [mask_text(str(path)) for path in self._paths]
         self._field = field
         self._client = client
         self._footer: _Footer | None = None
@@ -84,7 +87,9 @@ class ParquetSource:
             urls = [url.strip() for url in path.split(",")]
             if broken := [url for url in urls if not is_url(url)]:
                 raise UserError(f"data.source {name}: {broken[0]!r} is no URL; between commas each must be one")
-            return cls(name, dict(zip(urls, urls, strict=True)), field, fingerprint("urls", urls, field), client, bad)
+            # Names stay when a password or a signature changes.
+            files = {mask_text(url): url for url in urls}
+            return cls(name, dict(files), field, fingerprint("urls", list(files), field), client, bad)
         found = find_files(name, path, (".parquet",))
         return cls(name, dict(found), field, fingerprint("parquet", sizes(found), field), client, bad)
 
@@ -119,12 +124,12 @@ class ParquetSource:
                 file, metadata=None if known is None else known.metadata, pre_buffer=False
             )
             if known is None:
-                self._check_field(path, parquet.schema_arrow)
+                self._check_field(self._shown[shard], parquet.schema_arrow)
                 self._footer = _Footer(shard, size, parquet.metadata)
         except (UserError, Stopped, FileNotFoundError, PermissionError):
             raise
         except Exception as error:  # The library raises many kinds of errors for a damaged footer.
-            raise UserError(f"{path} is not a readable parquet file: {one_line(error)}") from error
+            raise UserError(f"{self._shown[shard]} is not a readable parquet file: {one_line(error)}") from error
         return parquet
 
     def _count_rows(self, parquet: Any, shard: int) -> list[int]:
@@ -132,12 +137,12 @@ class ParquetSource:
         try:
             counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         except Exception as error:  # As above.
-            raise UserError(f"{self._paths[shard]} is not a readable parquet file: {one_line(error)}") from error
+            raise UserError(f"{self._shown[shard]} is not a readable parquet file: {one_line(error)}") from error
         if min(counts, default=0) < 0:
-            raise UserError(f"{self._paths[shard]} is not a readable parquet file: a row group of {min(counts)} rows")
+            raise UserError(f"{self._shown[shard]} is not a readable parquet file: a row group of {min(counts)} rows")
         return counts
 
-    def _check_field(self, path: Path | str, schema: Any) -> None:
+    def _check_field(self, path: str, schema: Any) -> None:
         if self._field not in schema.names:
             names = ", ".join(name if name.isprintable() else repr(name) for name in schema.names)
             raise UserError(f"{path} has no field {self._field!r}; its fields are {names}")
@@ -169,12 +174,12 @@ class ParquetSource:
                             yield number, text
                     else:
                         reason = "is null" if text is None else f"is not UTF-8 at byte {text.start}"
-                        self.bad.found(f"{self._paths[shard]}: row {before + number}: field {self._field!r} {reason}")
+                        self.bad.found(f"{self._shown[shard]}: row {before + number}: field {self._field!r} {reason}")
                 row += len(batch)
         except (UserError, Stopped):
             raise
         except Exception as error:  # The library raises many kinds of errors for damaged pages.
-            raise UserError(f"{self._paths[shard]}: row group {group} cannot be read: {one_line(error)}") from error
+            raise UserError(f"{self._shown[shard]}: row group {group} cannot be read: {one_line(error)}") from error
 
 
 def _texts(column: Any) -> list[str | UnicodeDecodeError | None]:

@@ -13,6 +13,7 @@ from trifocal.data.activity import Activity, DataError
 from trifocal.data.data_config import DataConfig
 from trifocal.data.messages import one_line
 from trifocal.errors import UserError
+from trifocal.masking import mask_text
 
 _RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)
 _HINTS = {401: "; it needs a login", 403: "; access is refused", 404: "; check the address"}
@@ -46,8 +47,8 @@ class HttpClient:
         import huggingface_hub.utils
 
         self._activity.check()
-        self._activity.text = f"waiting for {url}"
-        config = self._config
+        config, shown = self._config, mask_text(url)
+        self._activity.text = f"waiting for {shown}"
         # huggingface_hub 2 is built on httpx2, 1 on httpx; both may be installed.
         session = huggingface_hub.utils.get_session()
         httpx: Any = sys.modules[type(session).__module__.partition(".")[0]]
@@ -64,18 +65,18 @@ class HttpClient:
                 timeout=config.request_timeout_seconds,
             )
         except huggingface_hub.errors.OfflineModeIsEnabled:
-            raise UserError(f"{url}: the network is switched off (HF_HUB_OFFLINE is set); unset it") from None
+            raise UserError(f"{shown}: the network is switched off (HF_HUB_OFFLINE is set); unset it") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            raise self._give_up(error, httpx, url) from error
+            raise self._give_up(error, httpx, shown) from error
         status = response.status_code
         match = re.fullmatch(r"bytes \d+-\d+/(\d+)", response.headers.get("Content-Range", ""))
         if status >= 400:
-            raise UserError(f"{url}: HTTP {status} {response.reason_phrase}{_HINTS.get(status, '')}")
+            raise UserError(f"{shown}: HTTP {status} {response.reason_phrase}{_HINTS.get(status, '')}")
         if status != 206 or match is None:
-            raise UserError(f"{url}: the server does not serve parts of files; download it and read it by its path")
+            raise UserError(f"{shown}: the server does not serve parts of files; download it and read it by its path")
         body, whole = response.content, int(match[1])
         if len(body) != min(end, whole) - begin:
-            raise DataError(f"{url}: the server sent {len(body)} bytes instead of {end - begin}")
+            raise DataError(f"{shown}: the server sent {len(body)} bytes instead of {end - begin}")
         return body, whole
 
     def _give_up(self, error: Exception, httpx: Any, url: str) -> UserError:
@@ -138,6 +139,6 @@ class HttpFile(io.RawIOBase):
             return b""
         body, whole = self._client.get(self._url, self._position, self._position + count)
         if whole != self.size:
-            raise DataError(f"{self._url} changed while it was read: {self.size} bytes before, {whole} now")
+            raise DataError(f"{mask_text(self._url)} changed while it was read: {self.size} bytes before, {whole} now")
         self._position += count
         return body

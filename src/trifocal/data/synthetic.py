@@ -117,15 +117,16 @@ def check_recall(pairs: int, *, vocab_size: int, sequence_length: int) -> None:
 
 
 def check_needle(needles: int, *, vocab_size: int, sequence_length: int) -> None:
-    """Refuse needles that a row cannot hold, or for which there are too few keys.
+    """Refuse needles that a row cannot hold, or for which there are too few tokens.
 
     Raises:
         UserError: Names what is needed.
     """
-    if _SHORTEST_HAYSTACK * needles > sequence_length or needles > (vocab_size - 1) // 2:
+    different = needles * (_NEEDLE - 1)
+    if _SHORTEST_HAYSTACK * needles > sequence_length or different > (vocab_size - 1) // 2:
         raise UserError(
             f"data.source needle: {needles} needles need {_SHORTEST_HAYSTACK * needles} tokens in a row and a "
-            f"model.vocab_size of {2 * needles + 1}, got {sequence_length} and {vocab_size}"
+            f"model.vocab_size of {2 * different + 1}, got {sequence_length} and {vocab_size}"
         )
 
 
@@ -167,25 +168,20 @@ def recall_row(vocab_size: int, length: int, pairs: int, key: tuple[int, ...], n
 def needle_row(vocab_size: int, length: int, needles: int, key: tuple[int, ...], name: str) -> Row:
     """Needles in haystacks: a row of haystacks as of `haystack`, each a document with an end of its own.
 
-    The logarithm of a haystack's length is drawn alike from that of 32 tokens a needle to that of the row, so that a
-    row of any length has short ones, which are learnt first.
+    A row is one haystack, or two, or four, …, up to those of 64 tokens a needle, each number as often; their lengths
+    vary by up to a half. So rows of any length teach the task on short haystacks, which are many, then on long ones.
     """
-    shortest = _SHORTEST_HAYSTACK * needles
-    tokens, targets, starts = [], [], []
-    begin = 0
-    while begin < length:
-        (word,) = random_words(1, "needle length", *key, begin)
-        share = float(word >> np.uint64(11)) * 2.0**-53
-        own = int(shortest * (length / shortest) ** share)
-        # What is left would be too short for another.
-        if length - begin - own < shortest:
-            own = length - begin
-        found, answers = haystack(vocab_size, own, needles, (*key, begin))
-        tokens.append(found)
-        targets.append(answers)
-        starts.append(begin)
-        begin += own
-    return Row(np.concatenate(tokens), np.concatenate(targets), starts, [f"{name}@{start}" for start in starts], 0)
+    most = max(1, length // (2 * _SHORTEST_HAYSTACK * needles))
+    first, *others = (int(word) for word in random_words(most, "needle lengths", *key))
+    count = 1 << first % most.bit_length()
+    reach = length // (4 * count)
+    starts = [0] + [
+        number * length // count + word % (2 * reach + 1) - reach for number, word in enumerate(others[: count - 1], 1)
+    ]
+    ends = [*starts[1:], length]
+    found = [haystack(vocab_size, end - start, needles, (*key, start)) for start, end in zip(starts, ends, strict=True)]
+    tokens, targets = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return Row(tokens, targets, starts, [f"{name}@{start}" for start in starts], 0)
 
 
 def haystack(
@@ -194,8 +190,8 @@ def haystack(
     """One haystack: random tokens with needles among them, and at its end a question for each needle, with its answer.
 
     A needle is a mark, a key and a value of four tokens. A question repeats mark and key; the value that follows is its
-    answer, and the only target. Keys differ. The mark is the last token of the vocabulary; keys and values are drawn
-    from the others of its upper half, the hay from the lower half, so that a needle looks like no hay.
+    answer, and the only target. The mark is the last token of the vocabulary. Keys and values are others of its upper
+    half, all different; the hay is drawn from the lower half. So each question has one answer.
 
     Args:
         vocab_size: Of the model.
@@ -211,20 +207,19 @@ def haystack(
     mark, hay = vocab_size - 1, vocab_size // 2
     text = length - needles * _NEEDLE
     words = np.split(
-        random_words(length + mark - hay + needles * VALUE_TOKENS + text, "needle", *key),
-        np.cumsum([length, mark - hay, needles * VALUE_TOKENS]),
+        random_words(length + mark - hay + text, "needle", *key),
+        np.cumsum([length, mark - hay]),
     )
     tokens = _below(words[0], hay)
-    own = np.empty((needles, _NEEDLE), dtype=np.int32)
-    own[:, 0], own[:, 1] = mark, hay + _choose(words[1], needles)
-    own[:, 2:] = hay + _below(words[2], mark - hay).reshape(needles, VALUE_TOKENS)
+    own = np.full((needles, _NEEDLE), mark, dtype=np.int32)
+    own[:, 1:] = hay + _choose(words[1], needles * (_NEEDLE - 1)).reshape(needles, -1)
     # Places that do not overlap: of rows of ones and needles, where a needle counts as one.
     room = text - needles * (_NEEDLE - 1)
     if depth is None:
-        places = _choose(words[3][:room], needles)
+        places = _choose(words[2][:room], needles)
     else:
         first = round(depth * (room - 1))
-        others = _choose(words[3][: room - 1], needles - 1)
+        others = _choose(words[2][: room - 1], needles - 1)
         places = np.concatenate(([first], others + (others >= first)))
     places = places + (_NEEDLE - 1) * np.argsort(np.argsort(places))
     tokens[places[:, None] + np.arange(_NEEDLE)] = own

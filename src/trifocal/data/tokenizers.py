@@ -19,6 +19,13 @@ from trifocal.errors import UserError
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+TOKENIZER_FILES = (
+    TOKENIZER_FILE,
+    CONFIG_FILE,
+    *("special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE, "chat_template.json"),
+    *("vocab.json", "merges.txt", "tokenizer.model"),
+)
+"""Files of a tokenizer in a folder of Hugging Face; those after the second are transformers' alone."""
 # Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
 
@@ -41,6 +48,7 @@ class Tokenizer(Protocol):
     name: str
     vocab_size: int
     separator: int
+    separator_token: str
     fingerprint: str
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -78,6 +86,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab_size = 257
     separator = 256
+    separator_token = ""
     fingerprint = "bytes"
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -158,7 +167,8 @@ class HuggingFaceTokenizer:
         if not candidates or candidates[0] not in vocabulary:
             wanted = f"no token {separator!r}" if separator else f"none of {', '.join(_SEPARATORS)}"
             raise UserError(f"tokenizer {name} has {wanted}; name the token that ends a document in data.separator")
-        self.separator: int = vocabulary[candidates[0]]
+        self.separator_token = candidates[0]
+        self.separator: int = vocabulary[self.separator_token]
         self._special = {i for i, token in tokenizer.get_added_tokens_decoder().items() if token.special}
         self._special.add(self.separator)
         parts = [tokenizer.to_str(), self.separator, *filter(None, [chat_template])]
@@ -209,8 +219,7 @@ class HuggingFaceTokenizer:
     def save(self, folder: Path) -> None:
         """Write `tokenizer.json`, `tokenizer_config.json` and the chat template."""
         (folder / TOKENIZER_FILE).write_text(self._tokenizer.to_str(), encoding="utf-8")
-        eos_token = self._tokenizer.id_to_token(self.separator)
-        content = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, "eos_token": eos_token}
+        content = {"tokenizer_class": "PreTrainedTokenizerFast", **self._config, "eos_token": self.separator_token}
         (folder / CONFIG_FILE).write_text(json.dumps(content) + "\n")
         if self._chat_template:
             (folder / TEMPLATE_FILE).write_text(self._chat_template, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`trifocal doctor`: what this machine can do, what each preset would need here, what is wrong and what mends it."""
+"""`trifocal doctor`: the abilities of this machine, the needs of each preset, and commands that mend faults."""
 
 from trifocal.doctor.examination import Examination, examine
 from trifocal.doctor.findings import Finding

@@ -26,7 +26,7 @@ class Examination:
     Attributes:
         findings: About the machine.
         needs: Of the configurations.
-        asked: Names of configurations that were asked for by name: what would refuse them is broken, too.
+        asked: Names of configurations that were asked for by name: if one cannot run, something is broken.
     """
 
     findings: tuple[Finding, ...]
@@ -67,10 +67,10 @@ def examine(
     asked: tuple[str, ...] = (),
     on_start: Callable[[str], None] = lambda what: None,
 ) -> Examination:
-    """Look at everything.
+    """Examine the machine and the configurations.
 
     Args:
-        configs: What to work out needs for, by name.
+        configs: Configurations by name.
         run_directory: Where runs would be written.
         asked: Names among `configs` that must be able to run here.
         on_start: Called with the name of each part as it begins.

@@ -8,12 +8,12 @@ Status = Literal["ok", "note", "broken"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing about this machine.
+    """A finding about this machine.
 
     Attributes:
-        name: What was looked at.
+        name: The part that was examined.
         status: "broken" stops training; "note" costs speed or a feature; "ok" is as it should be.
-        text: What was found.
+        text: A sentence.
         remedy: The command that mends it, or the flags; empty where nothing is to be mended.
     """
 

@@ -17,7 +17,7 @@ from trifocal.runlog.memory_statistics import resident_bytes
 from trifocal.train.preflight import attention_backend, choose_device, disk_bytes, preflight
 from trifocal.train.run_config import RunConfig
 
-# Of what is free: the rest is for what the formula leaves out, the driver and fragmentation above all.
+# Of the free memory. The formula leaves out the rest: the driver and fragmentation above all.
 USABLE_SHARE = 0.92
 # Share of the speed of large products at which a step computes: 0.13 on an H200 (8 sequences of the production model
 # in 133 ms), 0.2 to 0.6 on one core of a CPU (presets of one to five layers). Small products, norms, masks and the
@@ -121,7 +121,7 @@ def need_of(name: str, config: RunConfig, machine: Machine) -> Need:
     """Work out one configuration.
 
     Args:
-        name: What to call it.
+        name: Its name.
         config: The configuration.
         machine: This machine.
     """
@@ -190,8 +190,8 @@ def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = ""
 def advice(config: RunConfig, machine: Machine, usable: int) -> str:
     """The smallest change that makes a configuration fit, as flags for `trifocal train`.
 
-    First what leaves the result as it is: smaller micro-batches, recomputed activations, sharding over this machine's
-    GPUs, or over as many as it takes. Then shorter sequences.
+    First changes that leave the result as it is: smaller micro-batches, recomputed activations, sharding over this
+    machine's GPUs, or over as many as it takes. Then shorter sequences.
 
     Args:
         config: A configuration that does not fit.
@@ -258,7 +258,7 @@ def _backend(config: RunConfig, device: torch.device) -> str:
     try:
         return attention_backend(config, device)
     except ValueError:
-        # Preflight says what is wrong; the reference needs no less.
+        # Preflight gives the reason; the reference needs no less.
         return "reference"
 
 
@@ -279,7 +279,7 @@ def _step_seconds(config: RunConfig, setup: TrainingSetup, machine: Machine) -> 
 
 
 def _refusal(config: RunConfig, machine: Machine, processes: int) -> tuple[str, str]:
-    """Why the run would not start, and what mends it."""
+    """The reason why the run would not start, and the remedy."""
     kind = config.data.source.partition(":")[0]
     if kind in ("fineweb-edu", "parquet") and not installed("pyarrow"):
         return f"data.source {kind} needs packages that are not installed", "pip install 'trifocal[data]'"

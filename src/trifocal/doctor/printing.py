@@ -17,7 +17,7 @@ def show(examination: Examination, console: Console) -> None:
     """Print everything: as tables where the console is a terminal, else a line for each thing."""
     if console.is_terminal:
         console.print(_findings(examination))
-        # Under the table, not in its cells: what is to be copied is never broken across lines.
+        # Under the table, not in its cells: a command that is to be copied may not be broken across lines.
         for finding in examination.findings:
             if finding.remedy:
                 _plain(console, f"  {finding.name}: {finding.remedy}")
@@ -96,7 +96,7 @@ def _closing(examination: Examination) -> Iterator[str]:
 
 
 def _changes(need: Need) -> list[str]:
-    """What is wrong with a configuration here, and the flags that help."""
+    """The problem of a configuration here, and the flags that help."""
     remedy = "" if need.remedy and need.remedy in need.problem else need.remedy
     return [part for part in (need.problem, remedy, need.advice) if part]
 

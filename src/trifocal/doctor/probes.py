@@ -36,7 +36,7 @@ def check_triton() -> Finding:
         from trifocal.ops.triton.smoke import run_smallest_kernel
 
         right = run_smallest_kernel(torch.device("cuda"))
-    except Exception as error:  # What a broken installation raises has no common kind.
+    except Exception as error:  # A broken installation may raise anything.
         return Finding("triton", "broken", f"a kernel does not compile or run: {one_line(error)}", _mend(str(error)))
     if not right:
         text = "a kernel computes wrongly"
@@ -66,7 +66,7 @@ class CompileProbe:
     """Tries torch.compile in a process of its own, with empty caches, while other things are looked at.
 
     Args:
-        code: What it runs.
+        code: Of the process.
         needed: Whether a configuration that was asked for compiles.
     """
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -67,7 +68,7 @@ class Plan:
 
 
 def not_possible(task: str, source: str) -> str:
-    """Why a task makes no sense for a model of these data; empty if it does.
+    """Why a task makes no sense with these data; empty if it does.
 
     Args:
         task: One of `TASKS`.
@@ -77,9 +78,9 @@ def not_possible(task: str, source: str) -> str:
         return "the data of its training are not known; name some with --source"
     kind = parse_source(source).kind
     if task == "recall" and kind != "recall":
-        return f'the model has no keys and values to recall: it was trained on data.source "{source}"'
+        return f'data.source "{source}" has no keys and values to recall'
     if task == "needle" and not has_text(source) and kind != "needle":
-        return f'the model has read neither text nor needles: it was trained on data.source "{source}"'
+        return f'data.source "{source}" has neither text nor needles'
     return ""
 
 
@@ -101,25 +102,17 @@ def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str,
     assert subject.data is not None
     source = subject.data.source
     if {"loss", "position"} & set(plan.tasks):
-        yield from _guarded(subject, "loss", plan.sequence_length, lambda: _loss_rows(subject, plan, say))
+        yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say))
     if "needle" in plan.tasks:
         for length in plan.needle_lengths():
             say(f"needle: {plan.depths * plan.samples} haystacks of {length:,} tokens")
-            yield from _guarded(
-                subject,
-                "needle",
-                length,
-                lambda length=length: measure_needles(subject, length, plan.needle_depths(), plan.samples),  # type: ignore[misc]
-            )
+            measure = partial(measure_needles, subject, length, plan.needle_depths(), plan.samples)
+            yield from _guarded(subject, "needle", length, measure)
     if "recall" in plan.tasks:
         for pairs in plan.recall_pairs(source):
             say(f"recall: {plan.samples} rows of {plan.sequence_length:,} tokens with {pairs:,} pairs")
-            yield from _guarded(
-                subject,
-                "recall",
-                plan.sequence_length,
-                lambda pairs=pairs: measure_recall(subject, plan.sequence_length, pairs, plan.samples),  # type: ignore[misc]
-            )
+            measure = partial(measure_recall, subject, plan.sequence_length, pairs, plan.samples)
+            yield from _guarded(subject, "recall", plan.sequence_length, measure)
 
 
 def _loss_rows(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:

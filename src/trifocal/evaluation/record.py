@@ -18,7 +18,7 @@ class Evaluated:
 
     Attributes:
         step: Optimizer steps of the model; None where unknown.
-        attention: Of the model.
+        attention: Of the model; several kinds with commas.
         parameters: Of the model.
         source: Of the data.
         trained_length: Tokens of a training sequence; None where unknown.

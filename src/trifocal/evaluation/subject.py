@@ -52,7 +52,7 @@ class Subject:
         and then kill the process, so it is refused before.
         """
         config = self.model.config
-        if config.attention == "dense":
+        if set(config.attention_of_layers) == {"dense"}:
             return ""
         dtype = torch.bfloat16 if self.precision == "bf16" else torch.float32
         q = torch.empty(1, 1, config.num_heads, config.head_dim, dtype=dtype, device=self.device)

@@ -12,11 +12,22 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from trifocal.generate.prefill import Chunk, Compress, causal_attention, extend_dense, extend_sparse
 from trifocal.generate.products import MatrixProducts, RowProducts
-from trifocal.nn import Block, DenseAttention, MeanCompressor, NSAttention, SigmoidGate
+from trifocal.nn import (
+    Block,
+    DenseAttention,
+    MeanCompressor,
+    NSAttention,
+    SelectedAttention,
+    SigmoidGate,
+    WindowAttention,
+)
+from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.gate import NUM_BRANCHES
+from trifocal.nn.selected_attention import choose_blocks
 from trifocal.ops import (
     DecodeBatch,
     DenseCache,
@@ -27,6 +38,8 @@ from trifocal.ops import (
     decode_attention,
     decode_dense_attention,
     nsa_attention,
+    selected_attention,
+    window_attention,
 )
 from trifocal.ops.decode_linear import Norm, Residual
 
@@ -75,15 +88,15 @@ class CachedLayer:
     def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, products: RowProducts) -> None:
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
-        assert isinstance(attention, NSAttention | DenseAttention)
+        assert isinstance(attention, AttentionBase)
         self._products = products
         self._attention: CachedAttention = _KINDS[type(attention)](attention, geometry, dtype, products)
         self._norm, self._mlp_norm = (
             Norm(in_full(whole(norm.weight)), norm.eps) for norm in (block.attention_norm, block.mlp_norm)
         )
-        self._out = whole(attention.o_proj.weight).to(dtype)
-        self._gate_up = joined([mlp.gate_proj.weight, mlp.up_proj.weight], dtype)
-        self._down = whole(mlp.down_proj.weight).to(dtype)
+        self._out, self._out_bias = _prepared_linear([attention.o_proj], dtype)
+        self._gate_up, self._gate_up_bias = _prepared_linear([mlp.gate_proj, mlp.up_proj], dtype)
+        self._down, self._down_bias = _prepared_linear([mlp.down_proj], dtype)
 
     def prefill(self, residual: Residual, cache: Any, chunk: Chunk) -> Residual:
         """The residual stream of a chunk's T tokens."""
@@ -110,30 +123,55 @@ class CachedLayer:
         o = attend(
             *products.normed_linear(residual, self._norm, attention.weight, attention.bias, attention.num_sigmoids)
         )
-        residual = products.residual_linear(o.flatten(0, 1).flatten(1), self._out, residual)
-        hidden = products.normed_swiglu(residual, self._mlp_norm, self._gate_up)
-        return products.residual_linear(hidden, self._down, residual)
+        residual = products.residual_linear(o.flatten(0, 1).flatten(1), self._out, residual, self._out_bias)
+        if self._gate_up_bias is None:
+            hidden = products.normed_swiglu(residual, self._mlp_norm, self._gate_up)
+        else:
+            both, _ = products.normed_linear(residual, self._mlp_norm, self._gate_up, self._gate_up_bias)
+            gate, up = both.chunk(2, dim=-1)
+            hidden = products.by_row(functional.silu, gate) * up
+        return products.residual_linear(hidden, self._down, residual, self._down_bias)
 
 
-class CachedSparseAttention:
+class _CachedAttention:
+    """The joined projection of a layer, and its queries, keys and values; arguments as of `CachedLayer`.
+
+    Args:
+        gate: A projection of the same input whose outputs are gates.
+    """
+
+    def __init__(
+        self, attention: AttentionBase, dtype: torch.dtype, products: RowProducts, gate: nn.Linear | None = None
+    ) -> None:
+        self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
+        self._products, self._branches = products, attention.branches
+        keys, values = self._num_kv_heads * attention.head_dim, self._num_kv_heads * attention.value_dim
+        self._sizes = [attention.q_proj.out_features, *[keys] * self._branches, *[values] * self._branches]
+        linears = [attention.q_proj, attention.k_proj, attention.v_proj]
+        self.weight, self.bias = _prepared_linear([*linears, *([gate] if gate else [])], dtype)
+        self.num_sigmoids = gate.out_features if gate else 0
+        self._q_norm, self._k_norm = (
+            None if norm is None else Norm(in_full(whole(norm.weight)), norm.eps)
+            for norm in (attention.q_norm, attention.k_norm)
+        )
+
+    def _split(self, projected: Tensor, products: RowProducts) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """q [B, T, H, D], and the keys and values of each branch, [B, T, G, *]."""
+        q, *parts = projected.split(self._sizes, dim=-1)
+        heads = [part.unflatten(-1, (self._num_kv_heads, -1)) for part in parts]
+        keys, values = heads[: self._branches], heads[self._branches :]
+        q = _normed_heads(q.unflatten(-1, (self._num_heads, -1)), self._q_norm, products)
+        return q, [_normed_heads(k, self._k_norm, products) for k in keys], values
+
+
+class CachedSparseAttention(_CachedAttention):
     """`NSAttention` with caches; arguments as of `CachedLayer`."""
 
     def __init__(self, attention: NSAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts) -> None:
-        self._geometry, self._backend, self._shared = geometry, attention.backend, attention.shared_kv
-        self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
-        self._products = products
-        branches = 1 if self._shared else NUM_BRANCHES
-        keys, values = self._num_kv_heads * attention.head_dim, self._num_kv_heads * attention.value_dim
-        self._sizes = [self._num_heads * attention.head_dim, *[keys] * branches, *[values] * branches]
-        weights = [attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]
         gate = attention.gate
+        super().__init__(attention, dtype, products, gate.proj if isinstance(gate, SigmoidGate) else None)
+        self._geometry, self._backend, self._shared = geometry, attention.backend, attention.shared_kv
         self._gate_weight, self._gate_bias = (whole(x).to(dtype) for x in (gate.proj.weight, gate.proj.bias))
-        self.bias, self.num_sigmoids = None, 0
-        if isinstance(gate, SigmoidGate):
-            weights.append(gate.proj.weight)
-            self.bias = torch.cat((self._gate_bias.new_zeros(sum(self._sizes)), self._gate_bias))
-            self.num_sigmoids = self._num_heads * NUM_BRANCHES
-        self.weight = joined(weights, dtype)
         self._phi = (_prepared(attention.k_compressor, dtype), _prepared(attention.v_compressor, dtype))
         self._phi_of_blocks: tuple[Compress, Compress] | None = None
         if not isinstance(attention.k_compressor, MeanCompressor):
@@ -141,18 +179,19 @@ class CachedSparseAttention:
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: SparseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, keys, values = self._split(projected)
+        q, keys, values = self._of_branches(projected, MatrixProducts())
         gates = self._gates(q, gates, MatrixProducts())
         raw, selected = (keys[0], values[0]), (keys[-2], values[-2])
         window = None if self._shared else (keys[2], values[2])
         seen = extend_sparse(cache, chunk, raw, selected, window, self._geometry, self._phi)
-        return nsa_attention(chunk.rotate(q), *seen, gates, self._geometry, backend=self._backend)
+        assert seen.v_cmp is not None
+        return nsa_attention(chunk.rotate(q), *seen, gates, self._geometry, backend=self._backend)  # type: ignore[arg-type]
 
     def decode(
         self, projected: Tensor, gates: Tensor | None, cache: SparseCache, batch: DecodeBatch, rotary: Rotary
     ) -> Tensor:
         """As `CachedAttention.decode`."""
-        q, keys, values = self._split(projected)
+        q, keys, values = self._of_branches(projected, self._products)
         gates = self._gates(q, gates, self._products)
         k_win, v_win = (None, None) if self._shared else (keys[2], values[2])
         append_sparse(
@@ -161,13 +200,11 @@ class CachedSparseAttention:
         )  # fmt: skip
         return decode_attention(q, gates, cache, batch, self._geometry, rotary, window=True, backend=self._backend)
 
-    def _split(self, projected: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """q [B, T, H, D], and the keys and values of cmp, slc, win, each [B, T, G, *]."""
-        q, *parts = projected.split(self._sizes, dim=-1)
-        heads = [part.unflatten(-1, (self._num_kv_heads, -1)) for part in parts]
-        branches = len(heads) // 2
-        times = NUM_BRANCHES // branches
-        return q.unflatten(-1, (self._num_heads, -1)), heads[:branches] * times, heads[branches:] * times
+    def _of_branches(self, projected: Tensor, products: RowProducts) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """q, and the keys and values of cmp, slc, win."""
+        q, keys, values = self._split(projected, products)
+        times = NUM_BRANCHES // self._branches
+        return q, keys * times, values * times
 
     def _gates(self, q: Tensor, gates: Tensor | None, products: RowProducts) -> Tensor:
         """[B, T, H, 3]: those of the projection, or as `GroupSoftmaxGate` with a mean that adds heads in order."""
@@ -181,37 +218,86 @@ class CachedSparseAttention:
         return softmax.view(logits.shape).repeat_interleave(q_per_kv, dim=2)
 
 
-class CachedDenseAttention:
+class CachedSelectedAttention(_CachedAttention):
+    """`SelectedAttention` with caches; arguments as of `CachedLayer`."""
+
+    def __init__(
+        self, attention: SelectedAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts
+    ) -> None:
+        super().__init__(attention, dtype, products)
+        self._geometry, self._backend, self._phi = geometry, attention.backend, attention.k_compressor
+
+    def prefill(self, projected: Tensor, gates: Tensor | None, cache: SparseCache, chunk: Chunk) -> Tensor:
+        """As `CachedAttention.prefill`."""
+        q, [k], [v] = self._split(projected, MatrixProducts())
+        geometry, backend = self._geometry, self._backend
+        k_cmp, _, k_slc, v_slc, *_ = extend_sparse(cache, chunk, (k, None), (k, v), None, geometry, (self._phi,) * 2)
+        q = chunk.rotate(q)
+        chosen = choose_blocks(q, k_cmp, chunk.stop, geometry, None, backend)
+        return selected_attention(q, k_slc, v_slc, chosen, geometry, backend=backend)
+
+    def decode(
+        self, projected: Tensor, gates: Tensor | None, cache: SparseCache, batch: DecodeBatch, rotary: Rotary
+    ) -> Tensor:
+        """As `CachedAttention.decode`."""
+        q, [k], [v] = self._split(projected, self._products)
+        geometry, backend = self._geometry, self._backend
+        append_sparse(cache, batch, k, None, k, v, None, None, geometry, rotary, backend=backend)
+        return decode_attention(q, None, cache, batch, geometry, rotary, window=False, backend=backend)
+
+
+class CachedDenseAttention(_CachedAttention):
     """`DenseAttention` with caches; arguments as of `CachedLayer`."""
 
     def __init__(
         self, attention: DenseAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts
     ) -> None:
-        linears = (attention.q_proj, attention.k_proj, attention.v_proj)
-        self.weight = joined([linear.weight for linear in linears], dtype)
-        self.bias, self.num_sigmoids = None, 0
-        self._sizes = [linear.out_features for linear in linears]
-        self._heads = (attention.num_heads, attention.num_kv_heads, attention.num_kv_heads)
+        super().__init__(attention, dtype, products)
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: DenseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, k, v = self._split(projected)
+        q, [k], [v] = self._split(projected, MatrixProducts())
         return causal_attention(chunk.rotate(q), *extend_dense(cache, chunk, k, v))
 
     def decode(
         self, projected: Tensor, gates: Tensor | None, cache: DenseCache, batch: DecodeBatch, rotary: Rotary
     ) -> Tensor:
         """As `CachedAttention.decode`."""
-        q, k, v = self._split(projected)
+        q, [k], [v] = self._split(projected, self._products)
         append_dense(cache, batch, k, v, rotary)
         return decode_dense_attention(q, cache, batch, rotary)
 
-    def _split(self, projected: Tensor) -> list[Tensor]:
-        parts = projected.split(self._sizes, dim=-1)
-        return [part.unflatten(-1, (heads, -1)) for part, heads in zip(parts, self._heads, strict=True)]
+
+class CachedWindowAttention(_CachedAttention):
+    """`WindowAttention` with caches, which hold the whole past; arguments as of `CachedLayer`."""
+
+    def __init__(
+        self, attention: WindowAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts
+    ) -> None:
+        super().__init__(attention, dtype, products)
+        self._window, self._backend = attention.window_size, attention.backend
+
+    def prefill(self, projected: Tensor, gates: Tensor | None, cache: DenseCache, chunk: Chunk) -> Tensor:
+        """As `CachedAttention.prefill`."""
+        q, [k], [v] = self._split(projected, MatrixProducts())
+        k, v = extend_dense(cache, chunk, k, v)
+        return window_attention(chunk.rotate(q), k, v, self._window, backend=self._backend)
+
+    def decode(
+        self, projected: Tensor, gates: Tensor | None, cache: DenseCache, batch: DecodeBatch, rotary: Rotary
+    ) -> Tensor:
+        """As `CachedAttention.decode`."""
+        q, [k], [v] = self._split(projected, self._products)
+        append_dense(cache, batch, k, v, rotary, self._backend)
+        return decode_dense_attention(q, cache, batch, rotary, window_size=self._window, backend=self._backend)
 
 
-_KINDS: dict[type, Any] = {NSAttention: CachedSparseAttention, DenseAttention: CachedDenseAttention}
+_KINDS: dict[type, Any] = {
+    NSAttention: CachedSparseAttention,
+    SelectedAttention: CachedSelectedAttention,
+    DenseAttention: CachedDenseAttention,
+    WindowAttention: CachedWindowAttention,
+}
 
 
 class _Product(nn.Module):
@@ -223,6 +309,27 @@ class _Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self._products.linear(x, self._weight)
+
+
+def _prepared_linear(linears: list[nn.Linear], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Weights and biases of maps that read the same input, one above the other; no bias where none has one."""
+    weight = joined([linear.weight for linear in linears], dtype)
+    if all(linear.bias is None for linear in linears):
+        return weight, None
+    biases = [weight.new_zeros(x.out_features) if x.bias is None else whole(x.bias).to(dtype) for x in linears]
+    return weight, torch.cat(biases)
+
+
+def _normed_heads(x: Tensor, norm: Norm | None, products: RowProducts) -> Tensor:
+    """Heads [B, T, heads, D] through their norm, in the type of x."""
+    if norm is None:
+        return x
+    weight, eps = norm
+
+    def normed(rows: Tensor) -> Tensor:
+        return functional.rms_norm(rows.to(weight.dtype), weight.shape, weight, eps).to(rows.dtype)
+
+    return products.by_row(normed, x.flatten(0, 2)).view(x.shape)
 
 
 def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trifocal.errors import UserError
 from trifocal.generate.cached_layers import CachedLayer, whole
 from trifocal.generate.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable
@@ -80,6 +81,7 @@ class CachedModel:
         cache: The tensors.
 
     Raises:
+        UserError: If the model draws its blocks at random.
         ValueError: If a number is under 1.
     """
 
@@ -105,6 +107,10 @@ class CachedModel:
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         config = model.config
+        if config.selection != "importance":
+            raise UserError(
+                f'model.selection "{config.selection}" is a control for training and evaluation: it cannot decode'
+            )
         self.config, self.max_sequences, self.max_length = config, max_sequences, max_length
         self.device = model.embedding.weight.device
         self.dtype = dtype or product_type(model)
@@ -124,7 +130,10 @@ class CachedModel:
         )
         exact = torch.promote_types(self.dtype, torch.float32)
         positions = torch.arange(max_length, device=self.device)
-        self._rotary = rotary_tables(positions, config.head_dim, config.rope_theta, exact)
+        # Frequencies that depend on the length are those of the longest sequence, so that cached keys stay right.
+        self._rotary = rotary_tables(
+            positions, config.head_dim, config.rope_theta, exact, config.rope_scaling, max_length
+        )
         self._products = RowProducts() if batch_invariant else MatrixProducts()
         geometry = decode_geometry(config, max_length)
         self._embedding = whole(model.embedding.weight).to(exact)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trifocal.models.model_config import ModelConfig
+from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.ops import DenseCache, Geometry, SparseCache
 from trifocal.ops.decode_caches import MOST_NEW_TOKENS
 
@@ -47,7 +47,7 @@ class CacheBytes(NamedTuple):
 
 def page_size_of(config: ModelConfig, wanted: int = PAGE_SIZE) -> int:
     """The smallest page of at least so many tokens that holds whole selection blocks."""
-    block = config.geometry.selection_block_size if config.attention == "nsa" else 1
+    block = config.geometry.selection_block_size if config.chooses_blocks else 1
     return -(-wanted // block) * block
 
 
@@ -58,16 +58,17 @@ def decode_geometry(config: ModelConfig, max_length: int) -> Geometry:
     return Geometry(**{**geometry.__dict__, "window_size": window})
 
 
-def layer_shapes(config: ModelConfig, page_size: int, max_length: int) -> LayerShapes:
-    """The tensors of each layer; layers are alike.
+def layer_shapes(config: ModelConfig, kind: Attention, page_size: int, max_length: int) -> LayerShapes:
+    """The tensors of a layer.
 
     Args:
         config: The model.
+        kind: The layer's attention.
         page_size: From `page_size_of`.
         max_length: Tokens of the longest sequence.
     """
     heads, dim, value_dim = config.num_kv_heads, config.head_dim, config.value_dim
-    if config.attention == "dense":
+    if kind in ("dense", "window"):
         return LayerShapes({"k": (heads, page_size, dim), "v": (heads, page_size, value_dim)}, {})
     geometry = decode_geometry(config, max_length)
     stripes = page_size // geometry.compression_stride
@@ -77,9 +78,11 @@ def layer_shapes(config: ModelConfig, page_size: int, max_length: int) -> LayerS
     pages, rings = {}, {}
     for letter, width in (("k", dim), ("v", value_dim)):
         pages[f"{letter}_slc"] = (heads, page_size, width)
-        pages[f"{letter}_cmp"] = (heads, stripes, width)
-        rings[f"{letter}_raw"] = (heads, raw, width)
-        if not config.shared_kv:
+        if kind == "nsa" or letter == "k":
+            # The compressed keys of a selected layer only choose.
+            pages[f"{letter}_cmp"] = (heads, stripes, width)
+            rings[f"{letter}_raw"] = (heads, raw, width)
+        if kind == "nsa" and not config.shared_kv:
             rings[f"{letter}_win"] = (heads, window, width)
     return LayerShapes(pages, rings)
 
@@ -94,13 +97,52 @@ def cache_bytes(config: ModelConfig, dtype: torch.dtype, max_length: int, page_s
         page_size: Tokens of a page; 0: as `page_size_of` gives.
     """
     page_size = page_size or page_size_of(config)
-    shapes = layer_shapes(config, page_size, max_length)
+    shapes = [layer_shapes(config, kind, page_size, max_length) for kind in config.attention_of_layers]
 
     def weigh(tensors: dict[str, Shape]) -> int:
-        numbers = sum(heads * tokens * width for heads, tokens, width in tensors.values())
-        return config.num_layers * numbers * dtype.itemsize
+        return dtype.itemsize * sum(heads * tokens * width for heads, tokens, width in tensors.values())
 
-    return CacheBytes(weigh(shapes.pages), weigh(shapes.rings), page_size)
+    page, row = sum(weigh(layer.pages) for layer in shapes), sum(weigh(layer.rings) for layer in shapes)
+    return CacheBytes(page, row, page_size)
+
+
+class CachePlan(NamedTuple):
+    """Caches that fit: so many sequences at a time, which share so many pages."""
+
+    max_sequences: int
+    num_pages: int
+
+
+def plan_cache(
+    config: ModelConfig, dtype: torch.dtype, max_length: int, *, free_bytes: int, sequences: int
+) -> CachePlan | None:
+    """The caches for so many sequences, or for as many as fit; None if not even one fits.
+
+    Sequences seldom all reach the longest length at once: they share what pages there are, and the engine lets the
+    youngest leave for a while when the pages run out. So as many are planned as get a page each.
+
+    Args:
+        config: The model.
+        dtype: Type of keys and values.
+        max_length: Tokens of the longest sequence; one of them must fit.
+        free_bytes: For the caches.
+        sequences: Sequences that are wanted at a time.
+    """
+    weight = cache_bytes(config, dtype, max_length)
+    longest = -(-max_length // weight.page_size)
+    if longest * weight.page + weight.row > free_bytes:
+        return None
+    sequences = max(1, min(sequences, free_bytes // (weight.page + weight.row)))
+    while sequences > 1 and sequences * weight.row + longest * weight.page > free_bytes:
+        sequences -= 1
+    return CachePlan(sequences, min(sequences * longest, (free_bytes - sequences * weight.row) // weight.page))
+
+
+def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) -> int:
+    """Tokens of the longest single sequence whose caches take no more than these bytes."""
+    # A row grows with the length up to the window, and not beyond.
+    weight = cache_bytes(config, dtype, 2**31 - 1 if config.attention == "dense" else config.geometry.window_size)
+    return max(0, (free_bytes - weight.row) // weight.page) * weight.page_size
 
 
 @dataclass(frozen=True)
@@ -138,22 +180,22 @@ class PagedCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shapes = layer_shapes(config, page_size, max_length)
         self._pages: list[Tensor] = []
         self._rings: list[Tensor] = []
         self.layers: list[SparseCache | DenseCache] = []
-        for _ in range(config.num_layers):
+        for kind in config.attention_of_layers:
+            shapes = layer_shapes(config, kind, page_size, max_length)
             pages, rings = (
                 {name: torch.zeros(count, *shape, dtype=dtype, device=device) for name, shape in tensors.items()}
                 for count, tensors in ((num_pages, shapes.pages), (num_rows, shapes.rings))
             )
             self._pages += pages.values()
             self._rings += rings.values()
-            if config.attention == "dense":
+            if kind in ("dense", "window"):
                 self.layers.append(DenseCache(**pages))
             else:
-                shared: dict[str, Any] = {"k_win": None, "v_win": None}
-                self.layers.append(SparseCache(**(shared | pages | rings)))
+                absent: dict[str, Any] = dict.fromkeys(("k_win", "v_win", "v_cmp", "v_raw"))
+                self.layers.append(SparseCache(**(absent | pages | rings)))
         self._device = device
 
     @property

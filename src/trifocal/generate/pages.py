@@ -4,7 +4,8 @@ A page holds a fixed number of tokens of every layer. A sequence owns a list of 
 several sequences own is never written: whoever writes into it first gets a copy of its own.
 """
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 
 class OutOfPages(Exception):
@@ -76,9 +77,9 @@ class PageAllocator:
             if not self._owners[page]:
                 self._free.append(page)
 
-    def is_shared(self, page: int) -> bool:
-        """Whether several sequences own a page."""
-        return self._owners[page] > 1
+    def owners(self, page: int) -> int:
+        """How many sequences own a page."""
+        return self._owners[page]
 
 
 class PageTable:
@@ -99,7 +100,8 @@ class PageTable:
 
     def missing(self, num_new: int) -> int:
         """Pages that `grow` would take."""
-        return self._allocator.pages_of(self.length + num_new) - len(self.pages) + self._writes_shared(num_new)
+        copies = self.shared_page(num_new) is not None
+        return self._allocator.pages_of(self.length + num_new) - len(self.pages) + copies
 
     def grow(self, num_new: int) -> list[tuple[int, int]]:
         """Make room for new tokens.
@@ -110,12 +112,12 @@ class PageTable:
         Raises:
             OutOfPages: If too few are free; the table is as before.
         """
-        shared = self._writes_shared(num_new)
+        shared = self.shared_page(num_new)
         taken = self._allocator.take(self.missing(num_new))
         copies = []
-        if shared:
-            copies = [(self.pages[-1], taken[0])]
-            self._allocator.release(self.pages[-1:])
+        if shared is not None:
+            copies = [(shared, taken[0])]
+            self._allocator.release([shared])
             self.pages[-1] = taken.pop(0)
         self.pages += taken
         self.length += num_new
@@ -141,6 +143,17 @@ class PageTable:
         self._allocator.release(self.pages)
         self.pages, self.length = [], 0
 
-    def _writes_shared(self, num_new: int) -> bool:
-        partial = self.length % self._allocator.page_size
-        return bool(num_new and partial) and self._allocator.is_shared(self.pages[-1])
+    def shared_page(self, num_new: int) -> int | None:
+        """The page that new tokens would be written into although others own it too."""
+        begun = num_new and self.length % self._allocator.page_size
+        return self.pages[-1] if begun and self._allocator.owners(self.pages[-1]) > 1 else None
+
+
+def pages_for_one_more(allocator: PageAllocator, tables: Iterable[PageTable]) -> int:
+    """Pages that are taken when each of these grows by one token, one after another."""
+    needed, writers = 0, Counter[int]()
+    for table in tables:
+        needed += table.missing(1)
+        writers.update([] if (page := table.shared_page(1)) is None else [page])
+    # If all owners of a page copy it, the last of them is the only one left, and does not.
+    return needed - sum(count == allocator.owners(page) for page, count in writers.items())

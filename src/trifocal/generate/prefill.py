@@ -70,10 +70,10 @@ class Chunk:
 
 
 class Seen(NamedTuple):
-    """What the queries of a chunk see, as `nsa_attention` takes it."""
+    """What the queries of a chunk see, as `nsa_attention` takes it; v_cmp is None where compressed keys only choose."""
 
     k_cmp: Tensor
-    v_cmp: Tensor
+    v_cmp: Tensor | None
     k_slc: Tensor
     v_slc: Tensor
     k_win: Tensor
@@ -83,7 +83,7 @@ class Seen(NamedTuple):
 def extend_sparse(
     cache: SparseCache,
     chunk: Chunk,
-    raw: KeysValues,
+    raw: tuple[Tensor, Tensor | None],
     selected: KeysValues,
     window: KeysValues | None,
     geometry: Geometry,
@@ -94,36 +94,37 @@ def extend_sparse(
     Args:
         cache: The layer's caches.
         chunk: Where the tokens lie.
-        raw: Keys and values of the compressed branch, [1, T, G, D] and [1, T, G, V]. No key is rotated yet.
+        raw: Keys and values of the compressed branch, [1, T, G, D] and [1, T, G, V]; no values where the cache has
+            none. No key is rotated yet.
         selected: Those of the selected branch.
         window: Those of the window; None where it reads the selected branch's.
         geometry: Block sizes, in tokens.
         compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
     """
-    assert cache.v_cmp is not None and cache.v_raw is not None
     length, stride = geometry.compression_block_size, geometry.compression_stride
     for tensor, x in ((cache.k_slc, chunk.rotate(selected[0])), (cache.v_slc, selected[1])):
         chunk.write(tensor, x)
 
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
     stripe_of_first = length // stride - 1
-    found = []
-    for ring, tensor, x, phi in (
-        (cache.k_raw, cache.k_cmp, raw[0], compress[0]),
-        (cache.v_raw, cache.v_cmp, raw[1], compress[1]),
-    ):
+
+    def compressed(ring: Tensor, tensor: Tensor, x: Tensor, phi: Compress, rotates: bool) -> Tensor:
+        """All compressed keys or values so far, [1, C, G, *]."""
         # From the start of the first block that is not compressed yet.
         stretch = chunk.join_ring(ring, x, chunk.first - before * stride)
         if after > before:
             blocks = phi(stretch)
-            if tensor is cache.k_cmp:
+            if rotates:
                 starts = slice(before * stride, after * stride, stride)
                 blocks = rotate(blocks, chunk.cos[starts], chunk.sin[starts])
             stripes = torch.arange(before, after, device=tensor.device) + stripe_of_first
             rows = tensor.shape[2]
             tensor[chunk.pages[stripes // rows], :, stripes % rows] = blocks[0]
-        found.append(chunk.gather(tensor, after + stripe_of_first, stripe_of_first) if after else x[:, :0])
+        return chunk.gather(tensor, after + stripe_of_first, stripe_of_first) if after else x[:, :0]
 
+    k_cmp, v_cmp = compressed(cache.k_raw, cache.k_cmp, raw[0], compress[0], True), None
+    if cache.v_raw is not None and cache.v_cmp is not None and raw[1] is not None:
+        v_cmp = compressed(cache.v_raw, cache.v_cmp, raw[1], compress[1], False)
     k_slc, v_slc = (chunk.gather(tensor, chunk.stop) for tensor in (cache.k_slc, cache.v_slc))
     past = min(chunk.first, geometry.window_size - 1)
     if window is None:
@@ -132,7 +133,7 @@ def extend_sparse(
         assert cache.k_win is not None and cache.v_win is not None
         k_win = chunk.join_ring(cache.k_win, chunk.rotate(window[0]), past)
         v_win = chunk.join_ring(cache.v_win, window[1], past)
-    return Seen(found[0], found[1], k_slc, v_slc, k_win, v_win)
+    return Seen(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
 
 
 def extend_dense(cache: DenseCache, chunk: Chunk, k: Tensor, v: Tensor) -> KeysValues:

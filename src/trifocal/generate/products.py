@@ -31,9 +31,9 @@ class RowProducts:
         """See `decode_linear.normed_swiglu`."""
         return decode_linear.normed_swiglu(residual, norm, weight)
 
-    def residual_linear(self, x: Tensor, weight: Tensor, residual: Residual) -> Residual:
+    def residual_linear(self, x: Tensor, weight: Tensor, residual: Residual, bias: Tensor | None = None) -> Residual:
         """See `decode_linear.residual_linear`."""
-        return decode_linear.residual_linear(x, weight, residual)
+        return decode_linear.residual_linear(x, weight, residual, bias)
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """`x W^T + bias`, [..., inputs] -> [..., outputs]."""
@@ -66,9 +66,9 @@ class MatrixProducts(RowProducts):
         gate, up = functional.linear(self._normed(residual, norm, weight.dtype), weight).chunk(2, dim=-1)
         return functional.silu(gate) * up
 
-    def residual_linear(self, x: Tensor, weight: Tensor, residual: Residual) -> Residual:
+    def residual_linear(self, x: Tensor, weight: Tensor, residual: Residual, bias: Tensor | None = None) -> Residual:
         """As `RowProducts.residual_linear`."""
-        return self._residual(residual.x + functional.linear(x, weight))
+        return self._residual(residual.x + functional.linear(x, weight, bias))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """As `RowProducts.linear`."""

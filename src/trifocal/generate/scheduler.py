@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from trifocal.generate.cached_model import CachedModel, CachedSequence, SwappedSequence
+from trifocal.generate.pages import pages_for_one_more
 from trifocal.generate.request import Request
 from trifocal.generate.sampler import Sampling
 from trifocal.generate.text_stream import TextStream
@@ -96,11 +97,12 @@ class Scheduler:
 
     def short_of_pages(self, jobs: list[Job]) -> bool:
         """Whether a token more for each of these needs more pages than are free and not meant for a prompt."""
-        needed = sum(job.cached.table.missing(1) for job in jobs if job.cached is not None)
+        pages = self._model.pages
+        needed = pages_for_one_more(pages, (job.cached.table for job in jobs if job.cached is not None))
         if self.prefilling is not None and self.prefilling.cached is not None:
             table = self.prefilling.cached.table
             needed += table.missing(len(self.prefilling.request.prompt) - table.length)
-        return needed > self._model.pages.num_free
+        return needed > pages.num_free
 
     def youngest(self) -> Job:
         """The youngest job in the caches."""

@@ -99,7 +99,7 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
 def computed_flops_per_token(
     config: ModelConfig, sequence_length: int, *, backend: str, checkpointed_layers: tuple[int, int] = (0, 0)
 ) -> ComputedFlops:
-    """Operations per token that a training step really computes: what time is estimated from, not utilisation.
+    """Operations per token that a training step really computes: for estimates of time, not of utilisation.
 
     Beside `flops_per_token`: scores made again in backward and to choose blocks, forward passes made again by
     activation checkpointing, and under the reference the products that a mask then hides.

@@ -107,8 +107,8 @@ def load_model(folder: str | Path) -> DecoderLM:
     """Build a trained model, on the CPU.
 
     Args:
-        folder: What `save_weights` or `trifocal.hf` wrote, such as `weights` of a run; or a run, whose newest
-            checkpoint counts; or one of its checkpoints.
+        folder: A folder that `save_weights` or `trifocal.hf` wrote, such as `weights` of a run; or a run (its newest
+            checkpoint); or one of its checkpoints.
 
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
@@ -123,7 +123,7 @@ def load_model(folder: str | Path) -> DecoderLM:
 
 
 def _is_there(path: Path) -> bool:
-    """Whether there is such a file, as far as this user may know: reading it says what is wrong."""
+    """Whether there is such a file, as far as this user may know; if not, reading it gives the reason."""
     try:
         return path.exists()
     except OSError:

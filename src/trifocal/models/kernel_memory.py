@@ -5,10 +5,8 @@ The launchers choose orders, chunks and buffers as in a real call. No kernel is 
 would keep in parts are counted once: that part, some tens of MiB, is missed.
 """
 
-import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +108,7 @@ def kernel_memory(
     """
     from trifocal.ops.triton.combine import combine_forward
     from trifocal.ops.triton.compressed import compressed_forward
+    from trifocal.ops.triton.launch import no_launches
     from trifocal.ops.triton.scoring import select_blocks_forward
     from trifocal.ops.triton.selected_backward import selected_backward
     from trifocal.ops.triton.selected_forward import selected_forward
@@ -152,16 +151,3 @@ def kernel_memory(
         else:
             run_backward(o, q, branches, *rest)
         return KernelMemory(forward, bytes_.peak - kept)
-
-
-@contextlib.contextmanager
-def no_launches() -> Iterator[None]:
-    """Let launchers allocate, and leave their kernels out."""
-    from trifocal.ops.triton.launch import Kernel
-
-    launch = Kernel.__getitem__
-    Kernel.__getitem__ = lambda kernel, grid: lambda *arguments, **constants: None  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Kernel.__getitem__ = launch  # type: ignore[method-assign]

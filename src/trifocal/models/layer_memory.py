@@ -33,7 +33,7 @@ FP32, INT32, BF16 = 4, 4, 2
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """Everything besides the model that a step's memory depends on.
+    """The settings, besides the model, that decide a step's memory.
 
     Attributes:
         sequence_length: Tokens of a sequence, T.
@@ -105,7 +105,7 @@ class LayerMemory:
 
     @property
     def norm(self) -> int:
-        """What a norm keeps besides its input: the scale of each token and, on a CPU, the scaled input."""
+        """Tensors that a norm keeps besides its input: the scale of each token and, on a CPU, the scaled input."""
         scaled = self.config.dim if self.setup.device == "cpu" and not self.setup.compiled else 0
         return FP32 * self.tokens * (1 + scaled)
 
@@ -142,7 +142,7 @@ class LayerMemory:
 
     @property
     def middle(self) -> int:
-        """What is kept between attention and MLP: the residual stream, or what the attention adds to it."""
+        """The tensor kept between attention and MLP: the residual stream, or the attention's output alone."""
         return self.normed if self.setup.compiled else self.residual
 
     @property
@@ -214,7 +214,7 @@ class LayerMemory:
             if self._varlen:
                 # Rotated keys.
                 return kept + outputs + item * n * c.num_kv_heads * c.head_dim + self._projected_kept
-            # Keys and values are repeated for every head, and what the projections gave is not needed again.
+            # Keys and values are repeated for every head, and the projections' outputs are not needed again.
             copies = item * n * c.num_heads * (c.head_dim + c.value_dim)
             mask = item * n * self.setup.sequence_length if self.setup.packed else 0
             scores = self.tile if self._dense_scores else 0
@@ -258,12 +258,12 @@ class LayerMemory:
 
     @property
     def kept(self) -> int:
-        """What the block keeps for backward."""
+        """Bytes that the block keeps for backward."""
         return self.attention_kept + self.mlp_kept
 
     @property
     def kept_checkpointed(self) -> int:
-        """What it keeps when its activations are recomputed."""
+        """Bytes that it keeps if its activations are recomputed."""
         c = self.config
         kept = self.residual + (self.choice if c.chooses_blocks else 0)
         if c.attention == "dense" or self.setup.backend != "triton":
@@ -283,7 +283,7 @@ class LayerMemory:
 
     @property
     def _saved_scores(self) -> int:
-        """What the compiled reference keeps: the selected or window branch's probabilities, and compressed scores."""
+        """Tensors of the compiled reference: the selected or window branch's probabilities, and compressed scores."""
         c = self.config
         if not self.setup.compiled or self.setup.backend != "reference" or c.attention == "dense":
             return 0
@@ -320,7 +320,7 @@ class LayerMemory:
             return 0
         if self.setup.backend == "triton":
             return self._kernels.forward
-        # Scores and what log-sum-exp makes of them; the mask and its inverse; the queries in fp32.
+        # Scores and their exponentials; the mask and its inverse; the queries in fp32.
         return 2 * self.tile + 2 * self._mask + FP32 * n * c.num_heads * c.head_dim
 
     @cached_property
@@ -358,5 +358,5 @@ class LayerMemory:
 
     @property
     def _kept_inside(self) -> int:
-        """The part of what a checkpointed block keeps that its attention makes."""
+        """The tensors that a checkpointed block keeps and that its attention makes."""
         return self.kept_checkpointed - self.residual

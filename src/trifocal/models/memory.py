@@ -154,7 +154,7 @@ class _Step:
         behind = sum(self.block_parameters[index + 1 :]) + self.head_weights
         copies = self._kept_copies(index) + self._cast_copy(index) + self._joint_copy(index)
         before = sum(self.keeps[:index]) + layer.kept
-        # The gradient of the layer's output; and of what is between the MLP's matrices, in two places.
+        # The gradient of the layer's output, and two of the tensors between the MLP's matrices.
         working = layer.residual + 2 * layer.mlp_hidden
         if compiled and self.checkpointed[index]:
             # In one pass with the product, which is made again, and so before the last matrix has its gradient.
@@ -166,7 +166,7 @@ class _Step:
         yield self._memory(
             f"gradient of the MLP's last matrix, layer {index}", self._gradients(behind), copies, before, working
         )
-        # One of the tensors between the matrices is left, and the gradients of what the first matrices gave are there.
+        # One of the tensors between the matrices is left, beside the gradients of the first matrices' outputs.
         working = layer.residual + layer.normed + 2 * layer.mlp_hidden + self._new_gradient(matrix)
         yield self._memory(
             f"gradient of the MLP's first matrices, layer {index}",
@@ -177,7 +177,7 @@ class _Step:
         )
         working = layer.residual + layer.attention_backward_working
         if compiled:
-            # What the residual stream is made of; its gradient, lowered; and its parts from both of the first matrices.
+            # The attention's output; the residual stream's gradient in bf16, and its parts from both first matrices.
             working += layer.middle + 3 * layer.normed
         yield self._memory(
             f"attention's backward pass, layer {index}",
@@ -202,11 +202,11 @@ class _Step:
 
     @property
     def _gradients_before(self) -> int:
-        """Gradients in a forward pass: those of the step before, or what other micro-batches have added up."""
+        """Gradients in a forward pass: those of the step before, or the sums over earlier micro-batches."""
         whole = FP32 * self.parameters
         if self.setup.micro_batches == 1 or self.setup.mode == "none" or self.setup.cuda_graphs:
             return whole // self.shards
-        # What micro-batches add up is whole in each process; ddp has its buckets beside it.
+        # Sums over micro-batches are whole in each process; ddp has its buckets beside them.
         return whole if self.sharded else 2 * whole
 
     def _gradients(self, behind: int, inside: int = 0) -> int:
@@ -228,7 +228,7 @@ class _Step:
 
     @property
     def _collected_weights(self) -> int:
-        """Weights that are whole under fsdp: two blocks, and what belongs to none."""
+        """Weights that are whole under fsdp: two blocks, and the weights outside of blocks."""
         if not self.sharded:
             return 0
         outside = self.parameters - sum(self.block_parameters)

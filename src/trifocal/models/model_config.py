@@ -1,9 +1,12 @@
 """The configuration of a decoder: everything that its weights depend on."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+
+import tyro
 
 from trifocal.errors import UserError
 from trifocal.fields import from_table
@@ -23,6 +26,8 @@ class ModelConfig:
     """Sizes and choices of a `DecoderLM`. The defaults are those of the production preset, m7c, on bytes.
 
     Args:
+        from_: Folder of weights, run or checkpoint that training begins with, `from` in files and flags; empty: random
+            weights. It is no part of the model: equal models may come from different folders.
         vocab_size: Tokens of the vocabulary.
         dim: E, width of the residual stream.
         num_layers: Decoder blocks.
@@ -54,6 +59,7 @@ class ModelConfig:
         UserError: If a value is out of range or does not fit another; the message names it.
     """
 
+    from_: Annotated[str, tyro.conf.arg(name="from")] = field(default="", compare=False)
     vocab_size: int = 257
     dim: int = 768
     num_layers: int = 12
@@ -164,7 +170,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "ModelConfig":
-        """Build from nested plain values, as TOML or JSON give them; what is missing takes its default.
+        """Build from nested plain values, as TOML or JSON give them; missing keys take their defaults.
 
         Raises:
             UserError: If a key is unknown (the message names the nearest valid one) or a value does not fit.
@@ -172,5 +178,7 @@ class ModelConfig:
         return from_table(cls, values, section="model")
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, from which `from_dict` builds an equal configuration."""
-        return asdict(self)
+        """Nested values of JSON types, without `from_`, from which `from_dict` builds an equal configuration."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        del plain["from_"]
+        return plain

@@ -23,7 +23,7 @@ def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None
         parts: Into how many equal parts the outputs of each map are cut; 1 where not given.
 
     Returns:
-        The outputs' parts, one map's after another's, [..., outputs / parts] each.
+        The outputs' parts, map after map, [..., outputs / parts] each.
     """
     parts = parts or [1] * len(linears)
     if not torch.is_grad_enabled() or any(type(linear) is not nn.Linear for linear in linears):

@@ -7,7 +7,7 @@ Source: arXiv:2104.09864; of the scaled ones, the formulas of transformers' `ROP
 
 import math
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class RopeScaling:
     Args:
         rope_type: `"default"` (not scaled), `"linear"`, `"dynamic"`, `"yarn"`, `"longrope"`, `"llama3"` or
             `"proportional"`. `"dynamic"` and `"longrope"` depend on the length of the sequence, or of each document of
-            a pack; in decoding on the length so far, and keys that a cache holds keep their rotation.
+            a pack; in decoding on the longest sequence that the caches are made for.
         factor: How many times longer the sequences are.
         original_max_position_embeddings: Tokens of a sequence in pretraining. For `"dynamic"`, transformers'
             `max_position_embeddings`.
@@ -65,12 +65,9 @@ class RopeScaling:
     partial_rotary_factor: float = 1.0
 
     def __post_init__(self) -> None:
-        kind = self.rope_type
-        if kind not in get_args(RopeType):
-            raise ValueError(f"rope_scaling.rope_type must be one of {', '.join(get_args(RopeType))}, got {kind!r}")
+        kind, read = self.rope_type, ("rope_type", *self.fields_of(self.rope_type))
         for field in fields(self):
-            read = field.name == "rope_type" or field.name in _FIELDS[kind]
-            if not read and getattr(self, field.name) != field.default:
+            if field.name not in read and getattr(self, field.name) != field.default:
                 raise ValueError(f'rope_scaling.{field.name} has no effect with the rope_type "{kind}"; leave it out')
         for name in ("factor", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor"):
             value = getattr(self, name)
@@ -89,6 +86,17 @@ class RopeScaling:
                 "rope_scaling.low_freq_factor must be below high_freq_factor, got "
                 f"{self.low_freq_factor} and {self.high_freq_factor}"
             )
+
+    @staticmethod
+    def fields_of(rope_type: str) -> tuple[str, ...]:
+        """The fields that a type reads.
+
+        Raises:
+            ValueError: If there is no such type.
+        """
+        if rope_type not in _FIELDS:
+            raise ValueError(f"rope_scaling.rope_type must be one of {', '.join(_FIELDS)}, got {rope_type!r}")
+        return _FIELDS[rope_type]
 
     @property
     def depends_on_length(self) -> bool:

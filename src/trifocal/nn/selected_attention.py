@@ -62,11 +62,31 @@ class SelectedAttention(AttentionBase):
         raw = k.detach()
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        with torch.no_grad():
-            k_cmp = self._rotate_compressed(self.k_compressor(raw, documents), self.geometry, documents, rotary, length)
-            if selected_blocks is None:
-                given: dict[str, Any] = {"num_keys": k.shape[1], "cu_seqlens": documents, "backend": self.backend}
-                _, lse = compressed_attention(q, k_cmp, k_cmp[..., :VALUE_COLUMNS], self.geometry, **given)
-                selected_blocks = select_blocks(q, k_cmp, lse, self.geometry, **given)
+        if selected_blocks is None:
+            with torch.no_grad():
+                k_cmp = self.k_compressor(raw, documents)
+                k_cmp = self._rotate_compressed(k_cmp, self.geometry, documents, rotary, length)
+                selected_blocks = choose_blocks(q, k_cmp, k.shape[1], self.geometry, documents, self.backend)
         o = selected_attention(q, k, v, selected_blocks, self.geometry, cu_seqlens=documents, backend=self.backend)
         return self.o_proj(o.flatten(2))
+
+
+def choose_blocks(
+    q: Tensor, k_cmp: Tensor, num_keys: int, geometry: Geometry, documents: Documents | None, backend: str
+) -> Tensor:
+    """The choice of a layer whose compressed keys have no values.
+
+    Args:
+        q: Rotated queries, [B, T, H, D]; the last T positions of `num_keys`.
+        k_cmp: Rotated compressed keys, [B, C, G, D].
+        num_keys: Tokens behind the compressed blocks, S.
+        geometry: Block sizes, in tokens.
+        documents: Packed documents, or None.
+        backend: As of `trifocal.ops.select_blocks`.
+
+    Returns:
+        [B, T, G, N], as of `trifocal.ops.select_blocks`.
+    """
+    few = k_cmp[..., :VALUE_COLUMNS]
+    _, lse = compressed_attention(q, k_cmp, few, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)
+    return select_blocks(q, k_cmp, lse, geometry, num_keys=num_keys, cu_seqlens=documents, backend=backend)

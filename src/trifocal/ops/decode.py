@@ -22,8 +22,8 @@ from trifocal.ops.decode_caches import (
     check_new_tokens,
 )
 from trifocal.ops.dispatch import resolve
-from trifocal.ops.geometry import Geometry
-from trifocal.ops.validation import check_geometry
+from trifocal.ops.geometry import LARGEST_SIZE, Geometry
+from trifocal.ops.validation import check_geometry, check_whole_number
 
 
 def append_sparse(
@@ -152,10 +152,16 @@ def decode_dense_attention(
     batch: DecodeBatch,
     rotary: Rotary,
     *,
+    window_size: int | None = None,
     scale: float | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Full attention of new tokens that `append_dense` has put into the cache; as `decode_attention`."""
+    """Full attention of new tokens that `append_dense` has put into the cache; as `decode_attention`.
+
+    With a `window_size`, attention to the last so many tokens, the query's own included.
+    """
+    if window_size is not None:
+        check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
     check_new_tokens(q)
     check_batch(batch, q.shape[0])
     scale = _scale(scale, q)
@@ -163,8 +169,8 @@ def decode_dense_attention(
         from trifocal.ops.triton import decode_attention as kernels
 
         with torch.cuda.device_of(q):
-            return kernels.decode_dense_attention(q, cache, batch, rotary, scale)
-    return decode_reference.decode_dense_attention(q, cache, batch, rotary, scale)
+            return kernels.decode_dense_attention(q, cache, batch, rotary, window_size, scale)
+    return decode_reference.decode_dense_attention(q, cache, batch, rotary, window_size, scale)
 
 
 def _resolve(

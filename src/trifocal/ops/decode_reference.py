@@ -110,12 +110,18 @@ def decode_attention(
     return _finished(o, exists_BT, q)
 
 
-def decode_dense_attention(q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, scale: float) -> Tensor:
+def decode_dense_attention(
+    q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, window_size: int | None, scale: float
+) -> Tensor:
     """See `trifocal.ops.decode_dense_attention`."""
     position_BT, exists_BT = _positions(batch, q)
     q_BGTRD = _grouped_queries(q, cache.k.shape[1], rotary, position_BT, scale)
     k_BGSD, v_BGSV = _gather_pages(cache.k, batch), _gather_pages(cache.v, batch)
-    sees = (torch.arange(k_BGSD.shape[2], device=q.device) <= position_BT[..., None])[:, None]
+    token_S = torch.arange(k_BGSD.shape[2], device=q.device)
+    sees = token_S <= position_BT[..., None]
+    if window_size is not None:
+        sees &= token_S > position_BT[..., None] - window_size
+    sees = sees[:, None]
     o = _weighted(_probabilities(q_BGTRD, k_BGSD, sees), v_BGSV, sees)
     return _finished(o, exists_BT, q)
 

@@ -1,4 +1,4 @@
-"""Which code runs, and why: the backend of a call and, on the kernels, the kernel that runs each stage.
+"""The rules that choose the code: the backend of a call and, on the kernels, the kernel that runs each stage.
 
 Everything is decided before it runs, by device, types, shapes and strides; nothing is measured at run time, and nothing
 is replaced behind a caller's back. The rules of `auto`, in order:
@@ -61,7 +61,7 @@ FEWEST_PROGRAMS_OF_WINDOW_DKDV = 0.75
 # gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
 MOST_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
 # Programs a multiprocessor from which on a program of decoding takes four units; most that share a sequence's parts.
-ENOUGH_DECODE_PROGRAMS = 6
+ENOUGH_DECODE_PROGRAMS = 2
 MOST_DECODE_PROGRAMS = 16
 # Selection blocks up to which the Hopper kernel of the choice runs.
 MOST_BLOCKS_OF_WARP = 2048

@@ -1,4 +1,4 @@
-"""The block sizes of Native Sparse Attention and what can be counted from them alone."""
+"""The block sizes of Native Sparse Attention, and the counts that follow from them alone."""
 
 from dataclasses import dataclass, fields
 

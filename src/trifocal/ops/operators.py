@@ -152,18 +152,7 @@ def select_blocks(
 
 
 @select_blocks.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor,
-    lse: Tensor,
-    geometry: list[int],
-    num_keys: int,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    backend: str,
-    ids: Tensor | None = None,
-    positions: Tensor | None = None,
-) -> Tensor:
+def _(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: list[int], *_: Any) -> Tensor:
     num_slots = Geometry(*geometry).num_selected_blocks
     return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)
 

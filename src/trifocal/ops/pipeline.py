@@ -250,84 +250,45 @@ def _run_kernels(
             mean_compress_backward(gradient, geometry, b.k_slc.shape[1], documents)
 
 
-@torch.library.custom_op("trifocal::combine_branches", mutates_args=(), tags=operators.ANY_STRIDES)
-def combine_branches(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    o_cmp: Tensor,
-    lse_cmp: Tensor,
-    o_slc: Tensor,
-    lse_slc: Tensor,
-    o_win: Tensor,
-    lse_win: Tensor,
-    selected_blocks: Tensor,
-    geometry: list[int],
-    scale: float,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-) -> Tensor:
+# The arguments of both operators below: schemas, because a function cannot name its arguments after a tuple's fields.
+_TENSORS = ", ".join(f"Tensor {name}" for name in ("q", *Branches._fields))
+_DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions"
+_NUM_BRANCHES = len(Branches._fields)
+
+
+@torch.library.custom_op(
+    "trifocal::combine_branches",
+    mutates_args=(),
+    schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor",
+    tags=operators.ANY_STRIDES,
+)
+def combine_branches(q: Tensor, *inputs: Any) -> Tensor:
     """Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
     from trifocal.ops.triton.combine import combine_forward
 
+    b = Branches(*inputs[:_NUM_BRANCHES])
     with torch.cuda.device_of(q):
-        return combine_forward(o_cmp, o_slc, o_win, gates)
+        return combine_forward(b.o_cmp, b.o_slc, b.o_win, b.gates)
 
 
 @combine_branches.register_fake
-def _(
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    o_cmp: Tensor,
-    *_: Any,
-) -> Tensor:
+def _(q: Tensor, *inputs: Any) -> Tensor:
+    o_cmp = Branches(*inputs[:_NUM_BRANCHES]).o_cmp
     return o_cmp.new_empty(o_cmp.shape)
 
 
-@torch.library.custom_op("trifocal::combine_branches_backward", mutates_args=(), tags=operators.ANY_STRIDES)
-def combine_branches_backward(
-    d_o: Tensor,
-    q: Tensor,
-    k_cmp: Tensor,
-    v_cmp: Tensor,
-    k_slc: Tensor,
-    v_slc: Tensor,
-    k_win: Tensor,
-    v_win: Tensor,
-    gates: Tensor,
-    o_cmp: Tensor,
-    lse_cmp: Tensor,
-    o_slc: Tensor,
-    lse_slc: Tensor,
-    o_win: Tensor,
-    lse_win: Tensor,
-    selected_blocks: Tensor,
-    cu_seqlens: Tensor | None,
-    ids: Tensor | None,
-    positions: Tensor | None,
-    geometry: list[int],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "trifocal::combine_branches_backward",
+    mutates_args=(),
+    schema=f"(Tensor d_o, {_TENSORS}, {_DOCUMENTS}, SymInt[] geometry, float scale) -> ({', '.join(['Tensor'] * 8)})",
+    tags=operators.ANY_STRIDES,
+)
+def combine_branches_backward(d_o: Tensor, q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of q, the keys and values of the branches in their order, and the gates."""
-    branches = Branches(
-        *(k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates),
-        *(o_cmp, lse_cmp, o_slc, lse_slc, o_win, lse_win, selected_blocks),
-    )
+    *branches, cu_seqlens, ids, positions, geometry, scale = inputs
     documents = operators.documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
-        return run_backward(d_o, q, branches, operators.geometry_of(geometry), scale, documents)
+        return run_backward(d_o, q, Branches(*branches), operators.geometry_of(geometry), scale, documents)
 
 
 @combine_branches_backward.register_fake

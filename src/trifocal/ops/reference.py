@@ -265,7 +265,7 @@ class _MaskedAttention(torch.autograd.Function):
 
 
 def _masked_attention(q: Tensor, k: Tensor, v: Tensor, scale: float, visibility: Visibility) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, T, H, D] over what it sees: o [B, T, H, V] in q's type, lse [B, T, H] in fp32 or fp64."""
+    """Attention of q [B, T, H, D] over its visible keys: o [B, T, H, V] in q's type, lse [B, T, H] in fp32 or fp64."""
     return _MaskedAttention.apply(q, k, v, scale, *visibility)  # type: ignore[no-untyped-call, return-value]
 
 

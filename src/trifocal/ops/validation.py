@@ -1,4 +1,4 @@
-"""Checks of arguments: every message says what was given and what was expected."""
+"""Checks of arguments: every message has the given and the expected value."""
 
 import torch
 from torch import Tensor
@@ -53,7 +53,7 @@ def check_queries_and_keys(q: Tensor, k: Tensor, *, name: str, keys: str) -> Non
     Args:
         q: Queries.
         k: Keys.
-        name: What the caller calls k.
+        name: The caller's name for k.
         keys: The letter of the keys' dimension, for the message.
     """
     check_rank("q", q, "[B, T, H, D]")
@@ -83,7 +83,7 @@ def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[s
         q: Queries.
         k: Keys.
         v: Values.
-        names: What the caller calls k and v.
+        names: The caller's names for k and v.
         keys: The letter of the keys' dimension, for the message.
     """
     k_name, v_name = names

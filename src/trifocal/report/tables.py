@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
 
-from trifocal.runlog.masking import mask_arguments, mask_text, mask_variables
+from trifocal.masking import mask_arguments, mask_text, mask_variables
 from trifocal.runlog.progress import duration
 from trifocal.runlog.readable import is_number
 from trifocal.runlog.run import Run

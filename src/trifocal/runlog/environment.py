@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
+from trifocal.masking import mask_arguments, mask_variables
 from trifocal.ops import backend_choices
 from trifocal.runlog.hardware import matmul_rate, peak_bf16_flops
-from trifocal.runlog.masking import mask_arguments, mask_variables
 from trifocal.runlog.whole_files import write_whole
 
 _PACKAGES = (

@@ -1,7 +1,6 @@
 """Command-line flags into typed dataclasses, by the rule of files (`trifocal.fields`); tyro writes the help."""
 
 import dataclasses
-import operator
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,19 +9,24 @@ from typing import Any, NoReturn
 import tyro
 
 from trifocal.errors import UserError, unknown
-from trifocal.fields import checked, dotted_fields, from_table
+from trifocal.fields import checked, dotted_fields, from_table, value_of
+from trifocal.models import ModelConfig
 from trifocal.paths import user_path
+from trifocal.train.pretrained import pretrained_values
 from trifocal.train.run_config import RunConfig
 from trifocal.train.toml import read_toml
 
 HELP = {"-h", "--help"}
 
 
-def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
+def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
     """Read a TOML config and apply overrides to it.
 
+    Where `model.from` names weights, the whole section `model` comes from there, and the tokenizer; overrides go before
+    both.
+
     Args:
-        path: The TOML file.
+        path: The TOML file; None: the defaults, and the model of `model.from`.
         overrides: Flags as on a command line, `["--train.steps", "200", "--model.dim=64"]`, or values by key,
             `{"train.steps": 200, "model.dim": 64}`.
 
@@ -32,7 +36,16 @@ def load_config(path: str | Path, overrides: Sequence[str] | Mapping[str, Any] =
     Raises:
         UserError: If the file cannot be read, or a key, flag or value is not valid; names the nearest valid one.
     """
-    return override(from_table(RunConfig, read_toml(user_path(path, "config file")), str(path)), overrides)
+    if path is None:
+        config = RunConfig(model=ModelConfig())
+    else:
+        config = from_table(RunConfig, read_toml(user_path(path, "config file")), str(path))
+    given = _values(overrides)
+    source = given.get("model.from", config.model.from_)
+    if not source:
+        return override(config, given)
+    found = pretrained_values(source, tokenizer="data.tokenizer" not in given)
+    return override(config, found | {"model.from": source} | given)
 
 
 def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) -> RunConfig:
@@ -45,14 +58,21 @@ def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) ->
     Raises:
         UserError: As `load_config`.
     """
-    if not isinstance(overrides, Mapping):
-        words, overrides = read_flags(dotted_fields(RunConfig), overrides)
-        if words:
-            raise UserError(f"expected a flag like --train.steps, got {words[0]!r}")
-    if not overrides:
+    given = _values(overrides)
+    if not given:
         return config
-    values = {name: operator.attrgetter(name)(config) for name in dotted_fields(RunConfig)}
-    return from_table(RunConfig, _nested(values | dict(overrides)))
+    values = {name: value_of(config, name) for name in dotted_fields(RunConfig)}
+    return from_table(RunConfig, _nested(values | given))
+
+
+def _values(overrides: Sequence[str] | Mapping[str, Any]) -> dict[str, Any]:
+    """Overrides by key."""
+    if isinstance(overrides, Mapping):
+        return dict(overrides)
+    words, given = read_flags(dotted_fields(RunConfig), overrides)
+    if words:
+        raise UserError(f"expected a flag like --train.steps, got {words[0]!r}")
+    return given
 
 
 def parse_arguments(cls: Any, args: Sequence[str], *, prog: str) -> Any:
@@ -107,7 +127,8 @@ def read_flags(
     Args:
         kinds: The names of the flags, without dashes, and their types.
         args: The arguments: `--flag value`, `--flag=value` (a value may begin with a dash), or words. Dashes and
-            underscores in a flag's name are the same. A tuple takes all that follows up to the next flag.
+            underscores in a flag's name are the same. A tuple takes all that follows up to the next flag; a truth
+            value in front of the next flag, or at the end, is true.
         switches: Flags that take no value; they are True.
 
     Returns:
@@ -133,11 +154,13 @@ def read_flags(
                 raise UserError(f"{flag} takes no value, got {value!r}")
             given[name] = True
             continue
-        if not equals:
+        kind = kinds[name]
+        if not equals and kind is bool and (not rest or rest[0].startswith("--")):
+            value = "true"
+        elif not equals:
             if not rest:
                 raise UserError(f"{flag} needs a value")
             value = rest.pop(0)
-        kind = kinds[name]
         if typing.get_origin(kind) is tuple:
             values = [value]
             while rest and not rest[0].startswith("--"):

@@ -142,6 +142,6 @@ def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Proc
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
     saved = processes.run_on_rank0(lambda: load_run(directory))
-    setup = TrainSetup(config, directory, processes, tokenizer)
+    setup = TrainSetup(config, directory, processes, tokenizer, begins=False)
     notes = [*resume_notes(saved, setup.config, checkpoint_step(found)), *notes, *filter(None, [note])]
     return run_training(setup, notes, found, lock)

@@ -4,10 +4,12 @@ import hashlib
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from trifocal.distributed import Processes
 from trifocal.errors import UserError
+
+if TYPE_CHECKING:
+    from trifocal.distributed import Processes
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -17,7 +19,7 @@ class CheckpointDamaged(UserError):
     """A file of a checkpoint is missing or differs from the manifest."""
 
 
-def describe_files(partial: Path, processes: Processes) -> dict[str, dict[str, Any]]:
+def describe_files(partial: Path, processes: "Processes") -> dict[str, dict[str, Any]]:
     """Flush every file to the disk, and compute its size and SHA-256; the processes share the files."""
     paths = sorted(path for path in partial.rglob("*") if path.is_file())
     mine = paths[processes.rank :: processes.size]

@@ -4,21 +4,26 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trifocal.data import Tokenizer, load_tokenizer, make_tokenizer
 from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
+from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
+from trifocal.fields import dotted_fields, value_of
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
-from trifocal.train.checkpoint import load_model_weights, read_model_config
+from trifocal.paths import user_path
 from trifocal.train.checkpoint_folders import list_checkpoints, open_checkpoint
 from trifocal.train.manifest import MANIFEST
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import load_run
 from trifocal.train.run_files import CONFIG_FILE
+
+_COMMAND = "trifocal train CONFIG.toml --model.from DIR"
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,11 @@ class Pretrained:
         """
         if self._exported:
             return read_config(self.path)
-        return self.run.model if self.run is not None else read_model_config(self.path)
+        if self.run is not None:
+            return self.run.model
+        from trifocal.train.checkpoint import read_model_config
+
+        return read_model_config(self.path)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with.
@@ -67,12 +76,66 @@ class Pretrained:
         """
         if self._exported:
             return load_weights(self.path)
+        # Imported here: PyTorch's checkpoints bring its distributed packages.
+        from trifocal.train.checkpoint import load_model_weights
+
         config = self.config()
         with torch.device("meta"):
             model = DecoderLM(config)
         model.to_empty(device="cpu")
         load_model_weights(self.path, model=model, model_config=config)
         return model
+
+
+def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
+    """What a run that begins with these weights takes over: the section `model`, and the tokenizer if it is there.
+
+    Args:
+        folder: Weights, a run or a checkpoint.
+        tokenizer: Whether the tokenizer is wanted.
+
+    Returns:
+        Values by dotted key, without `model.from`.
+
+    Raises:
+        UserError: If there is no model, or it is damaged.
+    """
+    with open_pretrained(user_path(folder, "model.from"), command=_COMMAND) as found:
+        config = found.config()
+        values = {f"model.{name}": value_of(config, name) for name in dotted_fields(ModelConfig) if name != "from"}
+        if not tokenizer:
+            return values
+        if (found.path / TOKENIZER_CONFIG_FILE).is_file():
+            loaded = load_tokenizer(found.path)
+            name = "bytes" if isinstance(loaded, ByteTokenizer) else str(found.path)
+            return values | {"data.tokenizer": name, "data.separator": loaded.separator_token}
+        if found.run is not None:
+            return values | {"data.tokenizer": found.run.data.tokenizer, "data.separator": found.run.data.separator}
+    return values
+
+
+def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
+    """Copy the weights of a run, a checkpoint or a folder of weights into a model, in the model's type.
+
+    Raises:
+        UserError: If there are none, they are damaged, or of another model; names what differs.
+    """
+    with open_pretrained(
+        user_path(folder, "model.from"), command="trifocal train CONFIG.toml --model.from DIR"
+    ) as found:
+        theirs, weights = found.config(), found.model().state_dict()
+    mine = model.state_dict()
+    misfits = sorted(weights.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != weights[n].shape]
+    if misfits:
+        differences = "; ".join(
+            f"{name} is {value_of(theirs, name)} there, {value_of(model.config, name)} here"
+            for name in dotted_fields(ModelConfig)
+            if name != "from" and value_of(theirs, name) != value_of(model.config, name)
+        )
+        raise UserError(
+            f"model.from {folder} is of another model: {differences} (the tensor {misfits[0]} does not fit)"
+        )
+    model.load_state_dict(weights)
 
 
 @contextlib.contextmanager

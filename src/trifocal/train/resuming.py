@@ -1,9 +1,8 @@
 """Notes for the user of a resumed run: its step, changed settings, jumps of the learning rate."""
 
-import operator
 from typing import Any
 
-from trifocal.fields import dotted_fields
+from trifocal.fields import dotted_fields, value_of
 from trifocal.train.run_config import RunConfig
 from trifocal.train.schedule import learning_rate_of
 from trifocal.train.toml import to_literal
@@ -15,12 +14,12 @@ _JUMP = 1.1
 
 
 def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two configurations differ, with both values."""
-    found = {}
+    """The keys in which two configurations differ, with both values, secrets masked."""
+    saved, now, found = saved.without_secrets(), now.without_secrets(), {}
     for name in dotted_fields(RunConfig):
-        value = operator.attrgetter(name)
-        if name not in _NOT_COMPARED and value(saved) != value(now):
-            found[name] = value(saved), value(now)
+        before, after = value_of(saved, name), value_of(now, name)
+        if name not in _NOT_COMPARED and before != after:
+            found[name] = before, after
     return found
 
 

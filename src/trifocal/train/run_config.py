@@ -1,15 +1,16 @@
 """The configuration of a run: one section a component, every field written out in the presets of `configs/`.
 
 Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
-A run saves its resolved configuration as `config.toml` in its directory; loading it gives an equal one.
+A run saves its resolved configuration, without secrets, as `config.toml` in its directory; loading it gives an equal
+one.
 """
 
-import operator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from trifocal.data import DataConfig
-from trifocal.fields import check_seconds, checked, dotted_fields
+from trifocal.fields import check_seconds, checked, dotted_fields, value_of
+from trifocal.masking import mask_text
 from trifocal.models import ModelConfig
 from trifocal.paths import user_path
 from trifocal.runlog import SINKS
@@ -327,4 +328,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         # Code makes configurations too, and a saved configuration must load again.
         for name, kind in dotted_fields(RunConfig).items():
-            checked(kind, operator.attrgetter(name)(self), name)
+            checked(kind, value_of(self, name), name)
+
+    def without_secrets(self) -> "RunConfig":
+        """The configuration as it may be written down: secrets in the URLs of `data.source` are masked."""
+        return replace(self, data=replace(self.data, source=mask_text(self.data.source)))

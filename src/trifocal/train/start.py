@@ -1,7 +1,6 @@
 """Checks at the start of a run of several processes."""
 
 import hashlib
-import operator
 import platform
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from trifocal._version import __version__
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
-from trifocal.fields import dotted_fields
+from trifocal.fields import dotted_fields, value_of
 from trifocal.train.checkpoint_folders import list_checkpoints
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_files import CONFIG_FILE
@@ -28,7 +27,8 @@ def check_same_start(processes: Processes, config: RunConfig, **further: Any) ->
     Raises:
         UserError: In every process, if one differs from rank 0; names both and the first difference.
     """
-    mine = {name: operator.attrgetter(name)(config) for name in dotted_fields(RunConfig)} | further
+    config = config.without_secrets()
+    mine = {name: value_of(config, name) for name in dotted_fields(RunConfig)} | further
     mine |= {"trifocal": f"{__version__} ({_code_hash()})", "torch": torch.__version__}
     mine["python"] = platform.python_version()
     starts = processes.gather(mine)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.errors import UserError
-from trifocal.fields import checked
+from trifocal.fields import checked, key_of
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def _write(config: Any, prefix: str, lines: list[str]) -> None:
         if dataclasses.is_dataclass(value):
             tables.append((prefix + field.name, value))
         else:
-            lines.append(f"{field.name} = {to_literal(value)}")
+            lines.append(f"{key_of(field.name)} = {to_literal(value)}")
     for name, value in tables:
         lines.extend(["", f"[{name}]"])
         _write(value, name + ".", lines)

@@ -15,6 +15,7 @@ from trifocal.train.checkpoint import load_checkpoint
 from trifocal.train.graphs import make_graphs
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.parallelize import parallelize_model
+from trifocal.train.pretrained import load_pretrained_weights
 from trifocal.train.random_state import restore_random_state, seed_everything
 from trifocal.train.run_config import RunConfig
 from trifocal.train.train_state import TrainState
@@ -28,6 +29,7 @@ class TrainSetup:
         directory: Of the run; it need not exist yet.
         processes: This process among those of the run.
         tokenizer: Of the data.
+        begins: Whether the run begins, with the weights of `model.from` if it names some.
 
     Attributes:
         config: As given, with the commit of the data that the loader found, which the saved configuration names.
@@ -36,10 +38,12 @@ class TrainSetup:
         on_data_stall: Called while no batch comes, with the seconds so far and the activity of the data thread.
 
     Raises:
-        UserError: In every process, if the data fail in any.
+        UserError: In every process, if the data fail in any, or the weights of `model.from`.
     """
 
-    def __init__(self, config: RunConfig, directory: Path, processes: Processes, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, config: RunConfig, directory: Path, processes: Processes, tokenizer: Tokenizer, *, begins: bool = True
+    ) -> None:
         self.config, self.directory, self.tokenizer = config, directory, tokenizer
         self.processes, self.device = processes, processes.device
         self.state = TrainState()
@@ -50,13 +54,16 @@ class TrainSetup:
             self.model = DecoderLM(config.model)
         self.model.to_empty(device=self.device)
         self.model.init_weights(config.run.seed)
+        if begins and config.model.from_:
+            processes.run_on_all(lambda: load_pretrained_weights(self.model, config.model.from_))
         self.model.set_activation_checkpointing(*config.train.checkpointed_layers(config.model.num_layers))
         self.parallel, mode_note = parallelize_model(self.model, config, processes)
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile:
             self.model.compile_training()
         self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device)
-        self.notes = list(filter(None, [mode_note, graphs_note]))
+        from_note = f"begins with the weights of {config.model.from_}" if begins and config.model.from_ else ""
+        self.notes = list(filter(None, [from_note, mode_note, graphs_note]))
         self.loader: Loader = processes.run_on_all(self._make_loader)
         self.state.data_position = self.loader.state_dict()
         self.config = replace(config, data=self.loader.config)

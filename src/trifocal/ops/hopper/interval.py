@@ -1,10 +1,10 @@
-"""Shared by forward and d_q of interval attention on Hopper: tiles of rows, their key tiles, barriers."""
+"""Shared by forward and d_q of interval attention on Hopper: tiles of rows, their key tiles, barriers, the loader."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from trifocal.ops.hopper.common import PART_ROWS
+from trifocal.ops.hopper.common import PART_ROWS, copy_tile
 from trifocal.ops.triton.interval import full_tiles, visible_keys
 
 # fmt: off
@@ -62,6 +62,56 @@ def make_barriers(STAGES: gl.constexpr):
         mbarrier.init(v_ready.index(stage), count=1)
         mbarrier.init(v_free.index(stage), count=2)
     return q_ready, q_free, k_ready, k_free, v_ready, v_free
+
+
+@gluon.jit
+def load_tiles(
+    descriptors, buffers, barriers, masks, counts,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, SHARE: gl.constexpr, BACKWARD: gl.constexpr,
+):
+    """The loader: k of the first tile, q and, in backward, d_o, then v and k by turns."""
+    q_sources, k_sources, v_source = descriptors[0], descriptors[1], descriptors[2]
+    q_tiles, k_tiles, v_tiles = buffers[0], buffers[1], buffers[2]
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    query_shift, window_size, ids, positions, first_blocks = masks
+    slots, row_tiles, batch_groups, num_queries = counts
+    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
+    Q_BYTES: gl.constexpr = PART_ROWS * (D_1 + D_2) * 2
+    K_BYTES: gl.constexpr = KEYS * (D_1 + D_2) * 2
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
+            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        for number in range(tiles):
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+            stage = count % STAGES
+            free = (count // STAGES & 1) ^ 1
+            mbarrier.wait(k_free.index(stage), free)
+            mbarrier.expect(k_ready.index(stage), K_BYTES)
+            copy_tile(k_sources, batch, first_key, group // SHARE, k_ready.index(stage), k_tiles, stage, D_1, D_2)
+            if number == 0:
+                for part in gl.static_range(2):
+                    query = first_query + part * QUERIES
+                    ready = q_ready.index(part)
+                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
+                    if BACKWARD:
+                        mbarrier.expect(ready, Q_BYTES + descriptors[3].block_type.nbytes)
+                    else:
+                        mbarrier.expect(ready, Q_BYTES)
+                    copy_tile(q_sources, batch, query, group * Q_PER_KV, ready, q_tiles, part, D_1, D_2)
+                    if BACKWARD:
+                        tma.async_copy_global_to_shared(
+                            descriptors[3], [batch, query, group * Q_PER_KV, 0], ready, buffers[3].index(part))
+            mbarrier.wait(v_free.index(stage), free)
+            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v_source, [batch, first_key, group // SHARE, 0], v_ready.index(stage), v_tiles.index(stage))
+            count += 1
+        visit += 1
 
 
 @gluon.jit

@@ -10,7 +10,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -19,64 +18,18 @@ from trifocal.ops import devices
 from trifocal.ops.hopper.common import (
     PART_ROWS,
     allocate_tiles,
-    copy_tile,
     multiply,
     part_descriptors,
     split_heads,
     tile_descriptor,
 )
-from trifocal.ops.hopper.interval import first_key_of, make_barriers, place_tile, store_rows
+from trifocal.ops.hopper.interval import first_key_of, load_tiles, make_barriers, place_tile, store_rows
 from trifocal.ops.triton.common import LOG2_E_KERNEL
 from trifocal.ops.triton.interval import IntervalProblem, visible_keys
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.tiles import cdiv, split_width
 
 # fmt: off
-
-@gluon.jit
-def load_keys_of_rows(
-    descriptors, buffers, barriers, masks, counts,
-    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
-    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr,
-    STAGES: gl.constexpr, SHARE: gl.constexpr,
-):
-    """The loader of d_q: k of the first tile, q and d_o, then v and k by turns."""
-    q_sources, k_sources, v_source, d_o_source = descriptors
-    q_tiles, k_tiles, v_tiles, d_o_tiles = buffers
-    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
-    query_shift, window_size, ids, positions, first_blocks = masks
-    slots, row_tiles, batch_groups, num_queries = counts
-    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
-    COLUMN_BYTES: gl.constexpr = (D_1 + D_2) * 2
-    count = 0
-    visit = 0
-    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
-        batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
-            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
-            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
-        for number in range(tiles):
-            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
-            stage = count % STAGES
-            free = (count // STAGES & 1) ^ 1
-            mbarrier.wait(k_free.index(stage), free)
-            mbarrier.expect(k_ready.index(stage), KEYS * COLUMN_BYTES)
-            copy_tile(k_sources, batch, first_key, group // SHARE, k_ready.index(stage), k_tiles, stage, D_1, D_2)
-            if number == 0:
-                for part in gl.static_range(2):
-                    query = first_query + part * QUERIES
-                    ready = q_ready.index(part)
-                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
-                    mbarrier.expect(ready, PART_ROWS * COLUMN_BYTES + d_o_source.block_type.nbytes)
-                    copy_tile(q_sources, batch, query, group * Q_PER_KV, ready, q_tiles, part, D_1, D_2)
-                    tma.async_copy_global_to_shared(
-                        d_o_source, [batch, query, group * Q_PER_KV, 0], ready, d_o_tiles.index(part))
-            mbarrier.wait(v_free.index(stage), free)
-            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
-            tma.async_copy_global_to_shared(
-                v_source, [batch, first_key, group // SHARE, 0], v_ready.index(stage), v_tiles.index(stage))
-            count += 1
-        visit += 1
-
 
 @gluon.jit
 def add_keys(
@@ -229,9 +182,9 @@ def interval_d_q_hopper_kernel(
         (sum_rows, (1, lse, delta, gate, d_q_target, gate_strides, buffers, barriers, masks, counts,
                     scale, score_scale,
                     GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, V, GATED, ADD, KEYS, STAGES)),
-        (load_keys_of_rows, (descriptors, buffers, barriers, masks, counts,
-                             GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES,
-                             SHARE)),
+        (load_tiles, (descriptors, buffers, barriers, masks, counts,
+                      GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, D_1, D_2, KEYS, STAGES,
+                      SHARE, True)),
     ], [4, 1], [240, 24])
 
 # fmt: on

@@ -197,7 +197,7 @@ def gather_keys(
         d_scores = d_scores.to(d_o_tiles.dtype)
         d_scores_operand = gl.convert_layout(d_scores, gl.DotOperandLayout(0, OUTPUT_D, 2))
         if AHEAD:
-            # After the last tile, its own scores once more: nobody looks at them.
+            # After the last tile, its own scores again: they are not used.
             following = gl.minimum(number + 1, base + last - 1)
             next_stage = following % STAGES
             mbarrier.wait(q_ready.index(next_stage), following // STAGES & 1)

@@ -10,7 +10,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trifocal.ops.hopper.selected import ask_for, load_block, row_numbers
-from trifocal.ops.triton.choice_index import part_of_block
+from trifocal.ops.triton.choice_index import block_of_program
 from trifocal.ops.triton.launch import Kernel
 
 
@@ -44,20 +44,11 @@ def masked_dkdv_hopper_kernel(
     shared_v: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, V], TYPE)
     shared_p: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK], TYPE)
 
-    block, begin_query, end_query = part_of_block(num_blocks, part_queries, SPLIT)
+    block, first_token, document_end, begin_query, end_query = block_of_program(
+        num_blocks, part_queries, num_keys, query_shift, block_documents, cu_seqlens, BLOCK, PACKED, SPLIT
+    )
     batch = (gl.program_id(0) // GROUPS).to(gl.int64)
     group = gl.program_id(0) % GROUPS
-    document_start = 0 * block
-    document_end = document_start + num_keys
-    if PACKED:
-        # Blocks count through the pack; a document's numbers may leave one out before the next document's.
-        document = gl.load(block_documents + block)
-        document_start = gl.load(cu_seqlens + document)
-        document_end = gl.load(cu_seqlens + document + 1)
-        block = block - document_start // BLOCK - document
-    first_token = document_start + block * BLOCK
-    begin_query = gl.maximum(gl.maximum(first_token - query_shift, 0), begin_query)
-    end_query = gl.minimum(document_end - query_shift, end_query)
     if (first_token < document_end) & ((begin_query < end_query) | (not SPLIT)):
         q += batch * q_batch_stride + group * Q_PER_KV * q_head_stride
         d_o += batch * d_batch_stride + group * Q_PER_KV * d_head_stride

@@ -268,19 +268,33 @@ def block_place(
 
 
 @triton.jit
-def part_of_block(num_blocks, part_queries, SPLIT: tl.constexpr):
-    """This program's block, and the first query of its part and the first behind it.
+def block_of_program(
+    num_blocks, part_queries, num_keys, query_shift, block_documents, cu_seqlens,
+    BLOCK: tl.constexpr, PACKED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """This program's block in its document, its first token, the document's end, and the range of its part's queries.
 
-    The last part, which all blocks have, starts first.
+    With SPLIT each block has parts; the last one, which all blocks have, starts first.
     """
     block = tl.program_id(1)
-    begin = 0
-    end = 2**31 - 1
+    begin_query = 0
+    end_query = 2**31 - 1
     if SPLIT:
-        begin = (tl.num_programs(1) // num_blocks - 1 - block // num_blocks) * part_queries
-        end = begin + part_queries
+        begin_query = (tl.num_programs(1) // num_blocks - 1 - block // num_blocks) * part_queries
+        end_query = begin_query + part_queries
         block = block % num_blocks
-    return block, begin, end
+    document_start = 0 * block
+    document_end = document_start + num_keys
+    if PACKED:
+        # Blocks count through the pack; a document's numbers may leave one out before the next document's.
+        document = tl.load(block_documents + block)
+        document_start = tl.load(cu_seqlens + document)
+        document_end = tl.load(cu_seqlens + document + 1)
+        block = block - document_start // BLOCK - document
+    first_token = document_start + block * BLOCK
+    begin_query = tl.maximum(tl.maximum(first_token - query_shift, 0), begin_query)
+    end_query = tl.minimum(document_end - query_shift, end_query)
+    return block, first_token, document_end, begin_query, end_query
 
 
 @Kernel

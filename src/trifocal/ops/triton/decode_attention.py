@@ -127,9 +127,13 @@ def decode_attention(
     return o
 
 
-def decode_dense_attention(q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, scale: float) -> Tensor:
+def decode_dense_attention(
+    q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, window_size: int | None, scale: float
+) -> Tensor:
     """See `trifocal.ops.decode_dense_attention`."""
     q = unit_stride(q)
+    if window_size is not None:
+        return _decode_window(q, cache, batch, rotary, window_size, scale)
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
     q_per_kv = heads // groups
@@ -148,10 +152,49 @@ def decode_dense_attention(q: Tensor, cache: DenseCache, batch: DecodeBatch, rot
         NEW=new, GROUPS=groups, Q_PER_KV=q_per_kv, **_widths(dim, value_dim), PAGE_ROWS=page_size,
         KEYS=tile.BLOCK_N, UNITS=units, **_options(tile),
     )  # fmt: skip
+    return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, None)
+
+
+def _decode_window(
+    q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, window_size: int, scale: float
+) -> Tensor:
+    """The window's part of `decode_attend_kernel` alone, over the pages of a dense cache."""
+    num_sequences, new, heads, dim = q.shape
+    groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
+    tile = dispatch.decode_tile(q, cache.v, heads // groups)
+    most_units = cdiv(min(window_size, batch.block_table.shape[1] * page_size), UNIT)
+    units = dispatch.decode_units_of_part(num_sequences * groups * new, most_units, q.device)
+    num_parts = cdiv(most_units, units)
+    parts = _empty_parts(q, num_parts, value_dim)
+    strides = (*cache.k.stride()[:3], *cache.v.stride()[:3])
+    # Nothing is chosen: the table stands in for the choice, which no program reads.
+    table = batch.block_table
+    decode_attend_kernel[num_parts, groups * new, num_sequences](
+        q, cache.k, cache.v, cache.k, cache.v, *rotary, batch.rows, batch.lengths, batch.num_new, table, table, table,
+        *parts, *q.stride()[:3], *strides, *strides, table.stride(0), num_parts, 0, 0, window_size, scale * LOG2_E,
+        NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **_widths(dim, value_dim), SELECTION=page_size,
+        NUM_SELECTED=1, PAGE_ROWS=page_size, RING=0, KEYS=tile.BLOCK_N, UNIT_TILES=UNIT // tile.BLOCK_N, UNITS=units,
+        WINDOW_STAGES=_stages_of_pages(tile.stages), **_options(tile),
+    )  # fmt: skip
+    return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, window_size)
+
+
+def _combine_one_branch(
+    parts: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    batch: DecodeBatch,
+    value_dim: int,
+    num_parts: int,
+    units: int,
+    window_size: int | None,
+) -> Tensor:
+    """o from the parts of dense attention, or of a window alone."""
+    num_sequences, new, heads, _ = q.shape
     o = q.new_empty(num_sequences, new, heads, value_dim)
     decode_combine_kernel[cdiv(heads, _COMBINED_HEADS), new, num_sequences](
-        *parts, o, o, batch.lengths, batch.num_new, 0, 0, 0, 0, num_parts, 0, 0, 0,
-        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=True, GATED=False, WINDOW=False,
+        *parts, o, o, batch.lengths, batch.num_new, 0, 0, 0, 0, num_parts, 0, 0, window_size or 0,
+        NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=True, GATED=False,
+        WINDOW=window_size is not None,
         COMPRESSION=1, STRIDE=1, SELECTION=1, NUM_SELECTED=1, BLOCKS=1, UNIT_TILES=1, COMPRESSED_UNITS=1,
         UNITS=units, COMPRESSED_AT_ONCE=1, CHOSEN_AT_ONCE=_at_once(num_parts, units), WINDOW_AT_ONCE=1,
         ROWS=_COMBINED_HEADS, num_warps=4,

@@ -75,7 +75,10 @@ def decode_combine_kernel(
     place = row * num_parts
     if DENSE:
         num_keys = length + new
-        count = tl.cdiv(num_keys, UNITS * dense_unit(num_keys))
+        if WINDOW:
+            count = tl.cdiv(count_window(position, window_size), UNITS * UNIT_KEYS)
+        else:
+            count = tl.cdiv(num_keys, UNITS * dense_unit(num_keys))
         mixed = add_parts(
             part_maximum, part_total, part_o, place, exists, tl.where(is_token, count, 0),
             V, V_PAD, ROWS, UNITS, CHOSEN_AT_ONCE,

@@ -29,13 +29,23 @@ from trifocal.ops.triton.common import add_product, nothing_lost
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
-_STEP = 128
 _ROWS = 16
+_WARPS = 2
 # From this number of rows on a tile is wide in any case.
 _MANY_ROWS = 64
 # Tiles of columns get wider from this number of programs on: two for each multiprocessor of the largest devices.
 _ENOUGH_PROGRAMS = 264
 _WIDTHS = (16, 32, 64, 128)
+
+
+@triton.jit
+def load_columns(pointers, inside, MASKED: tl.constexpr):
+    """Load a tile; zero where not inside, if it can reach beyond."""
+    if MASKED:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
 
 
 @Kernel
@@ -50,37 +60,39 @@ def decode_linear_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     row_exists, column_exists = row < num_rows, column < N
-    x_rows = x + row.to(tl.int64)[:, None] * x_stride
+    # Short code starts sooner: what does not exist reads a neighbour instead of being masked, and is not stored.
+    known_row, known_column = tl.minimum(row, num_rows - 1), tl.minimum(column, N - 1)
+    x_rows = x + known_row.to(tl.int64)[:, None] * x_stride
     # W^T: consecutive numbers of a row of W are consecutive along K.
-    weights = weight + column.to(tl.int64)[None, :] * K
+    weights = weight + known_column.to(tl.int64)[None, :] * K
     keep_out = row_exists[:, None] & column_exists[None, :]
     place = row.to(tl.int64)[:, None] * N + column[None, :]
     parts = tl.zeros([ROWS, SQUARES_PAD], tl.float32)
     if NORM:
         part = tl.arange(0, SQUARES_PAD)
-        is_part = row_exists[:, None] & (part < SQUARES)[None, :]
-        parts = tl.load(squares + row[:, None] * SQUARES + part[None, :], mask=is_part, other=0.0)
+        parts = tl.load(
+            squares + known_row[:, None] * SQUARES + part[None, :], mask=(part < SQUARES)[None, :], other=0.0
+        )
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     before = total
     if RESIDUAL:
         before = tl.load(residual + place, mask=keep_out, other=0.0).to(tl.float32)
     if BIAS:
-        added = tl.load(bias + column, mask=column_exists, other=0.0).to(tl.float32)
+        added = tl.load(bias + known_column).to(tl.float32)
     total_up = total
     lost = nothing_lost(total, tl.zeros([1], weight.dtype.element_ty))
     lost_up = lost
     for first in tl.range(0, K, STEP):
         k = first + tl.arange(0, STEP)
-        inside = k < K
-        tile = tl.load(x_rows + k[None, :], mask=row_exists[:, None] & inside[None, :], other=0.0)
+        tile = load_columns(x_rows + k[None, :], (k < K)[None, :], K % STEP > 0)
         if NORM:
-            scale = tl.load(norm_weight + k, mask=inside, other=0.0).to(tl.float32)
+            scale = load_columns(norm_weight + k, k < K, K % STEP > 0).to(tl.float32)
             tile = (tile.to(tl.float32) * scale[None, :]).to(weight.dtype.element_ty)
-        keep = inside[:, None] & column_exists[None, :]
-        total, lost = add_product(total, lost, tile, tl.load(weights + k[:, None], mask=keep, other=0.0))
+        columns = load_columns(weights + k[:, None], (k < K)[:, None], K % STEP > 0)
+        total, lost = add_product(total, lost, tile, columns)
         if SWIGLU:
-            up = tl.load(weights + N * K + k[:, None], mask=keep, other=0.0)
-            total_up, lost_up = add_product(total_up, lost_up, tile, up)
+            columns = load_columns(weights + N * K + k[:, None], (k < K)[:, None], K % STEP > 0)
+            total_up, lost_up = add_product(total_up, lost_up, tile, columns)
     if NORM:
         root = tl.rsqrt(tl.sum(parts, 1) / K + eps)[:, None]
         total *= root
@@ -176,8 +188,8 @@ def linear(
         out, out if extra is None else extra, out if extra is None else extra, x.stride(0), rows, eps,
         K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_PAD=next_power_of_2(parts),
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
-        ROWS=_ROWS, COLUMNS=columns, STEP=_STEP if weight.element_size() == 2 else _STEP // 4,
-        num_warps=4, num_stages=_stages(x.device, columns * (2 if swiglu else 1)),
+        ROWS=_ROWS, COLUMNS=columns, STEP=_step(depth, weight.element_size()),
+        num_warps=_WARPS, num_stages=_stages(x.device, columns * (2 if swiglu else 1)),
     )  # fmt: skip
     return out, extra
 
@@ -186,4 +198,10 @@ def _stages(device: torch.device, columns: int) -> int:
     """Depth of the pipeline of loads that fits shared memory beside the tile of x."""
     if devices.architecture(device) == "small":
         return 2
-    return 4 if columns <= 64 else 3
+    return 6 if columns <= 32 else 4 if columns <= 128 else 3
+
+
+def _step(depth: int, element_size: int) -> int:
+    """Numbers of K at a time, by the weights alone: long steps that divide it, if any do."""
+    longest = 256 // element_size
+    return next((step for step in (longest, longest // 2, longest // 4) if depth % step == 0), longest)

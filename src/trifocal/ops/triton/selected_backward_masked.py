@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops import devices, dispatch
-from trifocal.ops.triton.choice_index import choice_bits, part_of_block
+from trifocal.ops.triton.choice_index import block_of_program, choice_bits
 from trifocal.ops.triton.common import add_product, load_tile, nothing_lost, store_tile
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.selected_forward import blocks_of_document, blocks_of_word, hopper_sizes, place_tile
@@ -141,21 +141,11 @@ def masked_dkdv_kernel(
 
     With SPLIT over those of one part alone: into [parts, B, S, G, D] and [.., V], nothing where a part has no rows.
     """
-    block, begin_query, end_query = part_of_block(num_blocks, part_queries, SPLIT)
+    block, first_token, document_end, begin_query, end_query = block_of_program(
+        num_blocks, part_queries, num_keys, query_shift, block_documents, cu_seqlens, BLOCK, PACKED, SPLIT
+    )
     batch = (tl.program_id(0) // GROUPS).to(tl.int64)
     group = tl.program_id(0) % GROUPS
-    document_start = 0 * block
-    document_end = document_start + num_keys
-    if PACKED:
-        # Blocks count through the pack; a document's numbers may leave one out before the next document's.
-        document = tl.load(block_documents + block)
-        document_start = tl.load(cu_seqlens + document)
-        document_end = tl.load(cu_seqlens + document + 1)
-        block = block - document_start // BLOCK - document
-    first_position = block * BLOCK
-    first_token = document_start + first_position
-    begin_query = tl.maximum(tl.maximum(first_token - query_shift, 0), begin_query)
-    end_query = tl.minimum(document_end - query_shift, end_query)
     if (first_token < document_end) & ((begin_query < end_query) | (not SPLIT)):
         in_block = tl.arange(0, KEYS)
         key_exists = (in_block < BLOCK) & (first_token + in_block < document_end)

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 Row = Mapping[str, Any]
 
@@ -117,7 +116,8 @@ def write_table(path: Path, rows: Iterable[Row]) -> None:
 
 def local(tensor: Tensor) -> Tensor:
     """This process's part of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Not by its type: importing DTensor takes as long as half of PyTorch.
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def size_in_bytes(tensor: Tensor | None) -> int:

@@ -8,14 +8,16 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trifocal.distributed.gradient_watch import GradientWatch
 from trifocal.runlog.collectives import recorded_collectives
 from trifocal.runlog.traces.base import Lines, Moment, Trace, write_table
+
+if TYPE_CHECKING:
+    from trifocal.distributed.gradient_watch import GradientWatch
 
 
 class ExchangeTrace(Trace):
@@ -27,7 +29,7 @@ class ExchangeTrace(Trace):
         watch: Observes the communication.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module, watch: GradientWatch) -> None:
+    def __init__(self, model: nn.Module, module: nn.Module, watch: "GradientWatch") -> None:
         self._model, self._module, self._watch = model, module, watch
         self._seen = Lines()
         self._rows: list[dict[str, Any]] = []

@@ -8,12 +8,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
 
-from trifocal.distributed import Parallel
 from trifocal.runlog.heartbeat import Phases
 from trifocal.runlog.traces.anomalies import AnomalyFound, AnomalyTrace
 from trifocal.runlog.traces.base import Clock, Moment, Trace
@@ -24,6 +23,9 @@ from trifocal.runlog.traces.memory_trace import MemoryTrace
 from trifocal.runlog.traces.modules import ModuleTrace
 from trifocal.runlog.traces.profiler import ProfilerTrace
 from trifocal.runlog.traces.ranges import RangeTrace
+
+if TYPE_CHECKING:
+    from trifocal.distributed import Parallel
 
 TRACES = ("gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx", "anomalies")
 HOOKED = ("gradients", "modules", "exchange", "dtypes", "memory", "anomalies")
@@ -62,7 +64,7 @@ class Tracer:
         *,
         interval_steps: int = 0,
         model: nn.Module,
-        parallel: Parallel,
+        parallel: "Parallel",
         optimizer: torch.optim.Optimizer,
         device: torch.device,
         rank: int,

@@ -1,4 +1,4 @@
-"""Masks keys, tokens and passwords in a run's files and in its report."""
+"""Masks keys, tokens and passwords in a run's files, in messages and in reports."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -15,6 +15,11 @@ _SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*{_SECRET}[^=&#\s]*=)[^&#\s\"']+",
 def mask_text(text: str) -> str:
     """A text, with users, passwords and secret query parameters of its URLs masked."""
     return _SECRET_IN_QUERY.sub(rf"\1{MASK}", _USER_IN_URL.sub(f"{MASK}@", text))
+
+
+def is_masked(url: str) -> bool:
+    """Whether `mask_text` has masked a part of a URL."""
+    return f"://{MASK}@" in url or f"={MASK}" in url
 
 
 def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:

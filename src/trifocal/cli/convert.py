@@ -1,0 +1,106 @@
+"""`trifocal convert`: a sparse model from a dense one."""
+
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import tyro
+from torch import Tensor
+
+from trifocal.data import load_tokenizer
+from trifocal.data.tokenizers import TOKENIZER_FILES
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weights
+from trifocal.models.conversion import Target, convert_tensors, converted_config
+from trifocal.models.hf_reader import is_hf_folder, read_hf_model
+from trifocal.ops import Geometry
+from trifocal.paths import shell_path, user_path
+from trifocal.train.arguments import parse_arguments
+from trifocal.train.pretrained import open_pretrained
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConvertArguments:
+    """Make a sparse model of a dense one: a Llama, Mistral, Qwen2 or Qwen3 in a Hugging Face folder, or a dense run."""
+
+    source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+    """The Hugging Face folder, with safetensors; or a run, one of its checkpoints, or a folder of weights."""
+    output: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")]
+    """The folder to write: weights, configuration and tokenizer, for `trifocal train --model.from` and `generate`."""
+    to: Target
+    """"selected": one softmax over first, local and selected blocks, keys and values as they are; "nsa": compressed,
+    selected and window branches with gates, each with a copy of the keys and values."""
+    dense_layers: str = ""
+    """Layers that stay dense, by number, like 0,1,2."""
+    shared_kv: bool = False
+    """With "nsa": one projection of keys and values for all branches."""
+    geometry: Geometry = field(default_factory=Geometry)
+    """Block sizes of the sparse attention."""
+
+
+def run(args: Sequence[str]) -> int:
+    """Convert, and say what to do next.
+
+    Raises:
+        UserError: If the source is no dense model that can be converted, or the folder exists; nothing is left then.
+    """
+    options: ConvertArguments = parse_arguments(ConvertArguments, args, prog="trifocal convert")
+    source, output = user_path(options.source, "DIR"), user_path(options.output, "OUT")
+    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
+        raise UserError(f"{output} exists already; choose another OUT")
+    dense_layers = _numbers(options.dense_layers)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # Beside OUT, so that it can be renamed.
+    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:
+        partial = Path(beside) / output.name
+        partial.mkdir()
+        config, tensors = _read(source, partial)
+        wanted = converted_config(
+            config, options.to, options.geometry, dense_layers=dense_layers, shared_kv=options.shared_kv
+        )
+        with torch.device("meta"):
+            model = DecoderLM(wanted)
+        model.load_state_dict(convert_tensors(tensors, wanted), assign=True)
+        save_weights(model, partial)
+        partial.replace(output)
+    print(_summary(wanted, output))
+    return 0
+
+
+def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Configuration and tensors of the dense model; its tokenizer goes into the new folder."""
+    if is_hf_folder(source):
+        config, tensors = read_hf_model(source)
+        for name in TOKENIZER_FILES:
+            if (source / name).is_file():
+                shutil.copyfile(source / name, partial / name)
+        return config, tensors
+    with open_pretrained(source, command=f"trifocal convert {shell_path(source)}") as found:
+        config = found.config()
+        found.tokenizer().save(partial)
+        return config, found.model().state_dict()
+
+
+def _numbers(text: str) -> list[int]:
+    words = [word.strip() for word in text.split(",")] if text.strip() else []
+    if not all(word.isdecimal() for word in words):
+        raise UserError(f'--dense-layers must be numbers of layers like 0,1,2, got "{text}"')
+    return [int(word) for word in words]
+
+
+def _summary(config: ModelConfig, output: Path) -> str:
+    kinds = Counter(config.attention_of_layers)
+    layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    path = shell_path(output)
+    lines = [f"wrote {output}: {parameter_count(config):,} parameters, layers: {layers}"]
+    try:
+        load_tokenizer(output)
+    except UserError as error:
+        lines.append(f"no tokenizer for it: {error}; name one for training with --data.tokenizer")
+    lines += ["", "try next:", "  train on:", f"    trifocal train --model.from {path} --data.source text:PATH"]
+    return "\n".join(lines)

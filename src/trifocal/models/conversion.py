@@ -1,0 +1,91 @@
+"""Sparse models from dense ones: the same weights under another attention, and little that is new."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trifocal.errors import UserError
+from trifocal.models.decoder import DecoderLM
+from trifocal.models.model_config import ModelConfig
+from trifocal.nn.gate import NUM_BRANCHES
+from trifocal.ops import Geometry
+
+Target = Literal["nsa", "selected"]
+FIRST_GATE = 1 / NUM_BRANCHES
+"""Each gate of a converted layer begins here: no branch is shut, and together they weigh as much as dense attention."""
+
+
+def converted_config(
+    config: ModelConfig,
+    to: Target,
+    geometry: Geometry,
+    *,
+    dense_layers: Collection[int] = (),
+    shared_kv: bool = False,
+) -> ModelConfig:
+    """The configuration of a converted model.
+
+    Args:
+        config: Of the dense model. Its layers of type `"window"` stay as they are.
+        to: The attention of the layers that are converted.
+        geometry: Block sizes of the sparse attention, in tokens.
+        dense_layers: Layers that stay dense.
+        shared_kv: With `"nsa"`: one projection of keys and values for all branches, instead of a copy for each.
+
+    Raises:
+        UserError: If a layer is sparse already, a layer that stays dense does not exist, no layer is left to convert,
+            or an option does not go with the target.
+    """
+    kinds = config.attention_of_layers
+    sparse = [index for index, kind in enumerate(kinds) if kind in ("nsa", "selected")]
+    if sparse:
+        raise UserError(
+            f"layer {sparse[0]} is of the type {kinds[sparse[0]]!r} already; only dense models are converted"
+        )
+    unknown = sorted(index for index in dense_layers if not 0 <= index < len(kinds))
+    if unknown:
+        raise UserError(f"--dense-layers names layer {unknown[0]}, but the model has layers 0 to {len(kinds) - 1}")
+    layers = tuple(to if kind == "dense" and i not in dense_layers else kind for i, kind in enumerate(kinds))
+    if to not in layers:
+        raise UserError("no layer is left to convert: all of them stay dense or have a sliding window")
+    if shared_kv and to != "nsa":
+        raise UserError("--shared-kv goes with --to nsa; selected layers have one projection of keys and values anyway")
+    alike = set(layers) == {to}
+    return replace(
+        config,
+        attention=to,
+        layer_types=() if alike else layers,
+        geometry=geometry,
+        compressor="mean",
+        gate="sigmoid",
+        shared_kv=shared_kv,
+    )
+
+
+def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    """The tensors of a converted model.
+
+    Queries, outputs, norms, MLPs and embeddings stay. Each branch of an NSA layer gets the dense keys and values, or
+    all share them; its gates begin at FIRST_GATE for every input.
+
+    Args:
+        tensors: Of the dense model, by name.
+        config: From `converted_config`.
+    """
+    converted = dict(tensors)
+    with torch.device("meta"):
+        expected = DecoderLM(config).state_dict()
+    for name, parameter in expected.items():
+        if ".attention.gate." in name:
+            # Of the type of the model's other weights.
+            like = tensors["embedding.weight"]
+            value = torch.logit(torch.tensor(FIRST_GATE)).item() if name.endswith(".bias") else 0.0
+            converted[name] = torch.full(parameter.shape, value, dtype=like.dtype)
+        elif converted[name].shape != parameter.shape:
+            # Keys or values, side by side for the branches.
+            copies = parameter.shape[0] // converted[name].shape[0]
+            converted[name] = converted[name].repeat(copies, *[1] * (parameter.ndim - 1))
+    return converted

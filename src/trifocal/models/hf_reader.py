@@ -1,0 +1,272 @@
+"""Dense decoders in folders of Hugging Face, read without transformers: `config.json` and safetensors, sharded too.
+
+| model_type | qkv_bias | o_bias | mlp_bias | qk_norm |
+|---|---|---|---|---|
+| llama | attention_bias | attention_bias | mlp_bias | no |
+| mistral | no | no | no | no |
+| qwen2 | yes | no | no | no |
+| qwen3 | attention_bias | attention_bias | no | yes |
+
+A layer of sliding-window attention becomes a layer of type `"window"`. What these models have and a `DecoderLM` has not
+is refused by its name.
+"""
+
+import contextlib
+import json
+import math
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from trifocal.errors import UserError
+from trifocal.models.decoder import DecoderLM
+from trifocal.models.io import CONFIG_FILE, WEIGHTS_FILE
+from trifocal.models.model_config import Attention, ModelConfig
+from trifocal.nn import RopeScaling
+
+INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# Of transformers' configurations, where a folder leaves them out.
+_HEAD_DIM = {"qwen3": 128}
+_LONGEST = {"llama": 2048, "mistral": 131072}
+_LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
+# Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
+_ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
+_NAMES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "attention": "self_attn",
+}
+
+
+def is_hf_folder(folder: Path) -> bool:
+    """Whether the folder's `config.json` has the `model_type` by which Hugging Face knows a model."""
+    try:
+        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and "model_type" in content
+
+
+def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
+    """Read a dense model.
+
+    Args:
+        folder: With `config.json`, and `model.safetensors` or the shards that `model.safetensors.index.json` names.
+
+    Returns:
+        Its configuration and its tensors, in their own types, under the names of `DecoderLM`.
+
+    Raises:
+        UserError: If the architecture or an option of it is not known, or a file or tensor is missing, broken or does
+            not fit; the message names it.
+    """
+    config = read_hf_config(folder)
+    with torch.device("meta"):
+        expected = DecoderLM(config).state_dict()
+    return config, _read_tensors(folder, expected, config)
+
+
+def read_hf_config(folder: Path) -> ModelConfig:
+    """The configuration alone; errors as in `read_hf_model`."""
+    path = folder / CONFIG_FILE
+    found = _read_json(path)
+    kind = found.get("model_type")
+    if kind not in MODEL_TYPES:
+        raise UserError(
+            f"{path}: the architecture {kind!r} is not supported; it must be one of {', '.join(MODEL_TYPES)}"
+        )
+    if found.get("quantization_config"):
+        raise UserError(f"{path}: quantised weights (quantization_config) are not supported")
+    if found.get("hidden_act", "silu") != "silu":
+        raise UserError(
+            f"{path}: the activation {found['hidden_act']!r} (hidden_act) is not supported; it must be 'silu'"
+        )
+    try:
+        heads, dim = int(found["num_attention_heads"]), int(found["hidden_size"])
+        head_dim = found.get("head_dim") or _HEAD_DIM.get(kind) or dim // heads
+        attention_bias = bool(found.get("attention_bias", False)) and kind in ("llama", "qwen3")
+        layers, window = _layers(found, kind)
+        return ModelConfig(
+            vocab_size=found["vocab_size"],
+            dim=dim,
+            num_layers=len(layers),
+            num_heads=heads,
+            num_kv_heads=found.get("num_key_value_heads") or heads,
+            head_dim=head_dim,
+            value_dim=head_dim,
+            mlp_dim=found["intermediate_size"],
+            attention="dense",
+            layer_types=() if set(layers) == {"dense"} else layers,
+            sliding_window=window,
+            qk_norm=kind == "qwen3",
+            qkv_bias=attention_bias or kind == "qwen2",
+            o_bias=attention_bias,
+            mlp_bias=bool(found.get("mlp_bias", False)) and kind == "llama",
+            norm_eps=float(found.get("rms_norm_eps", 1e-6)),
+            tie_embeddings=bool(found.get("tie_word_embeddings", False)),
+            **_rope(found, kind, head_dim),
+        )
+    except KeyError as error:
+        raise UserError(f"{path} lacks the key {error.args[0]!r}") from error
+    except (TypeError, ValueError, ZeroDivisionError) as error:
+        # What a configuration refuses, and values of another kind than they must be.
+        raise UserError(f"{path}: {error}") from error
+
+
+def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...], int]:
+    """The attention of each layer, and the keys of a sliding window; 0 without one."""
+    count, window = int(found["num_hidden_layers"]), found.get("sliding_window")
+    if kind in ("qwen2", "qwen3") and not found.get("use_sliding_window", False):
+        window = None
+    named = found.get("layer_types")
+    if named is None or kind in ("llama", "mistral"):
+        first = {"mistral": 0}.get(kind, found.get("max_window_layers", 28)) if window and kind != "llama" else count
+        named = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(0, count - first)
+    unknown = [name for name in named if name not in _LAYER_TYPES]
+    if unknown:
+        raise ValueError(f"the layer type {unknown[0]!r} is not supported")
+    if "sliding_attention" in named and not window:
+        raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
+    kinds = tuple(_LAYER_TYPES[name] for name in named)
+    return kinds, int(window) if window and "window" in kinds else 0
+
+
+def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, with everything that transformers would infer written out."""
+    given = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
+    if any(isinstance(value, Mapping) for value in given.values()):
+        raise ValueError("rope parameters that differ between layers are not supported")
+    unknown = sorted(set(given) - _ROPE_KEYS)
+    if unknown:
+        raise ValueError(f"the rope parameter {unknown[0]!r} is not supported")
+    rope_type = given.get("rope_type") or given.get("type") or "default"
+    theta = float(given.get("rope_theta") or found.get("rope_theta") or 10000.0)
+    partial = given.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 1.0
+    if partial != 1.0 and rope_type != "proportional":
+        raise ValueError(f"the partial_rotary_factor {partial} is not supported with the rope type {rope_type!r}")
+    longest = found.get("max_position_embeddings") or _LONGEST.get(kind, 32768)
+    original = found.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
+    factor = given.get("factor")
+    if factor is None and rope_type in ("yarn", "longrope"):
+        factor = longest / original
+    values: dict[str, Any] = {
+        "factor": factor,
+        "original_max_position_embeddings": longest if rope_type == "dynamic" else original,
+        "attention_factor": _attention_factor(given, rope_type, factor),
+        "partial_rotary_factor": partial,
+    }
+    for name in ("beta_fast", "beta_slow", "truncate", "low_freq_factor", "high_freq_factor"):
+        values[name] = given.get(name)
+    for name in ("short_factor", "long_factor"):
+        values[name] = tuple(map(float, given.get(name) or ()))
+    if rope_type == "default":
+        return {"rope_theta": theta}
+    read = RopeScaling.fields_of(rope_type)
+    chosen = {name: value for name, value in values.items() if name in read and value is not None}
+    for name in chosen.keys() - {"short_factor", "long_factor", "truncate", "original_max_position_embeddings"}:
+        chosen[name] = float(chosen[name])
+    # The type is known: `fields_of` refuses others.
+    return {"rope_theta": theta, "rope_scaling": RopeScaling(rope_type=rope_type, **chosen)}  # type: ignore[arg-type]
+
+
+def _attention_factor(given: Mapping[str, Any], rope_type: str, factor: float | None) -> float | None:
+    """The factor that is given, or that of yarn's two mscales; None: by the type's formula."""
+    if given.get("attention_factor") is not None:
+        return float(given["attention_factor"])
+    scales = given.get("mscale"), given.get("mscale_all_dim")
+    if rope_type != "yarn" or not all(scales) or factor is None:
+        return None
+    above, below = (0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0 for scale in scales)  # type: ignore[operator]
+    return above / below
+
+
+def hf_name(name: str) -> str:
+    """Name of a tensor of a dense `DecoderLM` in Hugging Face's models."""
+    words = [_NAMES.get(word, word) for word in name.split(".")]
+    if words[0] == "blocks":
+        words[0] = "model.layers"
+    return ".".join(words)
+
+
+def _read_tensors(folder: Path, expected: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    shards = _shards(folder)
+    tensors: dict[str, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        opened = {}
+        for path in dict.fromkeys(shards.values()):
+            opened[path] = stack.enter_context(_opened(path))
+        unknown = set(shards)
+        for name, parameter in expected.items():
+            theirs = hf_name(name)
+            if theirs not in shards:
+                raise UserError(f"{folder} lacks the tensor {theirs}")
+            unknown.discard(theirs)
+            path = shards[theirs]
+            try:
+                tensor: Tensor = opened[path].get_tensor(theirs)
+            except SafetensorError as error:
+                raise UserError(f"{path} lacks the tensor {theirs}, or is broken: {error}") from error
+            if tensor.shape != parameter.shape:
+                raise UserError(
+                    f"{path}: the tensor {theirs} has the shape {list(tensor.shape)}, but {CONFIG_FILE} makes it "
+                    f"{list(parameter.shape)}"
+                )
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise UserError(f"{path}: the tensor {theirs} is of the type {tensor.dtype}, which is not supported")
+            tensors[name] = tensor
+    # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
+    ignored = {name for name in unknown if name.endswith("rotary_emb.inv_freq")}
+    ignored |= {"lm_head.weight"} if config.tie_embeddings else set()
+    if unknown - ignored:
+        raise UserError(f"{folder} has a tensor that its architecture does not know: {min(unknown - ignored)}")
+    return tensors
+
+
+def _shards(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    index = folder / INDEX_FILE
+    whole = folder / WEIGHTS_FILE
+    if whole.is_file():
+        with _opened(whole) as file:
+            return dict.fromkeys(file.keys(), whole)
+    if not index.is_file():
+        raise UserError(f"{folder} has no safetensors: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    named = _read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise UserError(f"{index} has no weight_map, which names the file of each tensor")
+    for name in sorted(set(named.values())):
+        if not re.fullmatch(r"[\w.-]+", name) or not (folder / name).is_file():
+            raise UserError(f"{folder} lacks the shard {name}, which {INDEX_FILE} names")
+    return {tensor: folder / name for tensor, name in named.items()}
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {os.strerror(error.errno) if error.errno else error}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {os.strerror(error.errno or 0)}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must hold one JSON object, got {type(content).__name__}")
+    return content

@@ -1,0 +1,90 @@
+"""`trifocal convert` and `trifocal train --model.from`, as a person types them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cli.test_commands import Capture, refused
+from tests.data.test_tokenizers import tokenizer_file
+from tests.train.tiny import write_config, write_documents
+from trifocal.cli import main
+from trifocal.models import load_model
+from trifocal.train.run_directory import load_run
+
+__all__ = ["tokenizer_file"]
+SMALL = ["--geometry.compression-block-size", "4", "--geometry.compression-stride", "2"]
+SMALL += ["--geometry.selection-block-size", "8", "--geometry.num-selected-blocks", "3"]
+TRAIN = ["--train.steps", "2", "--train.sequence-length", "64", "--train.global-batch-size", "2"]
+TRAIN += ["--train.micro-batch-size", "2", "--evaluate.interval-steps", "0", "--data.validation-fraction", "0.3"]
+
+
+@pytest.fixture(scope="module")
+def dense_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished tiny run of a dense model."""
+    folder = tmp_path_factory.mktemp("dense")
+    assert main(["train", str(write_config(folder)), "--model.attention", "dense", "--train.steps", "2"]) == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("tokenizer_file", ["ByteLevel"], indirect=True)
+def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
+    tmp_path: Path, tokenizer_file: Path, capsys: Capture
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder, out = tmp_path / "theirs", tmp_path / "new" / "ours"
+    config = transformers.LlamaConfig(
+        vocab_size=700, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder, max_shard_size="30KB")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>")
+    tokenizer.save_pretrained(folder)
+    assert main(["convert", str(folder), str(out), "--to", "selected", "--dense-layers", "0", *SMALL]) == 0
+    assert "layers: 1 dense, 1 selected" in capsys.readouterr().out
+    assert load_model(out).config.layer_types == ("dense", "selected")
+    assert main(["generate", str(out), "--prompt", "Hello", "--max-new-tokens", "4"]) == 0
+    assert capsys.readouterr().out.startswith("Hello")
+
+    run, text = tmp_path / "run", write_documents(tmp_path / "text")
+    arguments = ["--model.from", str(out), "--data.source", f"text:{text}", "--run.directory", str(run), *TRAIN]
+    assert main(["train", *arguments]) == 0
+    trained = load_run(run)
+    assert trained.model == load_model(out).config and trained.model.from_ == str(out)
+    assert (trained.data.tokenizer, trained.data.separator) == (str(out), "<|endoftext|>")
+    assert main(["generate", str(run), "--prompt", "Hello", "--max-new-tokens", "4"]) == 0
+
+
+@pytest.mark.parametrize("part", ["", "checkpoints/step_00000002", "weights"])
+def test_a_dense_run_of_ours_becomes_sparse(dense_run: Path, tmp_path: Path, part: str, capsys: Capture) -> None:
+    out = tmp_path / "out"
+    # An empty folder of that name may be there.
+    out.mkdir()
+    assert main(["convert", str(dense_run / part), str(out), "--to", "nsa", *SMALL]) == 0
+    before, after = load_model(dense_run), load_model(out)
+    assert after.config.attention_of_layers == ("nsa", "nsa")
+    assert torch.equal(after.blocks[0].mlp.up_proj.weight, before.blocks[0].mlp.up_proj.weight)
+    assert main(["generate", str(out), "--prompt", "the dog", "--max-new-tokens", "4"]) == 0
+    capsys.readouterr()
+    assert "'nsa' already" in refused(capsys, "convert", str(out), str(tmp_path / "twice"), "--to", "selected")
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Path, capsys: Capture) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine.txt").touch()
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
+    before = sorted(tmp_path.rglob("*"))
+    out = str(tmp_path / "out")
+    for arguments, message in (
+        ([str(dense_run), str(tmp_path / "full"), "--to", "nsa"], "full exists already; choose another OUT"),
+        ([str(tmp_path / "gpt2"), out, "--to", "nsa"], "the architecture 'gpt2' is not supported"),
+        ([str(tmp_path / "none"), out, "--to", "nsa"], "no such folder"),
+        ([str(dense_run), out, "--to", "sparse"], "--to must be one of 'nsa', 'selected', got 'sparse'"),
+        ([str(dense_run), out, "--to", "nsa", "--dense-layers", "first"], "numbers of layers like 0,1,2"),
+        ([str(dense_run), out, "--to", "nsa", "--dense-layers", "2"], "--dense-layers names layer 2"),
+        ([str(dense_run), out, "--to", "selected", "--shared-kv", "true"], "--shared-kv goes with --to nsa"),
+        ([str(dense_run), out, "--to", "nsa", "--geometry.window-size", "0"], "window_size must be at least 1"),
+    ):
+        assert message in refused(capsys, "convert", *arguments)
+        assert sorted(tmp_path.rglob("*")) == before

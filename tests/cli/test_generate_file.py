@@ -1,0 +1,151 @@
+"""`trifocal generate --prompts`: the order of the prompts, going on after an interruption, and bad files."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.cli.test_commands import Capture, refused, run
+from tests.cli.test_generate import generated
+from trifocal.cli import generate_file as command
+from trifocal.cli import main
+from trifocal.generate import CachedModel, Completion, Request
+from trifocal.generate.prompt_file import OrderedWriter, count_finished, read_prompts
+
+__all__ = ["run"]
+PROMPTS = ["the dog", "☃ jumps over\n", "x", "seven lazy wizards jump", "quick"]
+FLAGS = ("--max-new-tokens", "9", "--stop-at-document-end", "false", "--device", "cpu")
+
+
+def write(path: Path, lines: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    return write(tmp_path / "prompts.jsonl", [{"prompt": prompt, "id": i} for i, prompt in enumerate(PROMPTS)])
+
+
+def test_lines_come_in_the_order_of_the_prompts(run: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = tmp_path / "made" / "out.jsonl"
+    arguments = ["generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS, "--logprobs"]
+    assert main([*arguments, "--max-sequences", "2"]) == 0
+    assert "5 of 5 sequences, 45 tokens, " in capsys.readouterr().err
+    lines = read(output)
+    assert [line["prompt"] for line in lines] == PROMPTS and [line["id"] for line in lines] == list(range(5))
+    for number, line in enumerate(lines):
+        assert line.keys() == {"prompt", "id", "text", "tokens", "finish_reason", "log_probabilities"}
+        assert line["finish_reason"] == "length" and len(line["tokens"]) == len(line["log_probabilities"]) == 9
+        # As each gives alone, with the seed of its place.
+        alone = generated(capsys, str(run), "--prompt", line["prompt"], *FLAGS, "--seed", str(number))
+        assert alone == line["prompt"] + line["text"] + "\n"
+    # Everything is there: nothing is loaded and nothing changes.
+    before = output.read_bytes()
+    assert main(arguments) == 0
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize("samples", [1, 2])
+def test_an_interrupted_output_goes_on_where_it_stopped(
+    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, samples: int
+) -> None:
+    output, whole = tmp_path / "out.jsonl", tmp_path / "whole.jsonl"
+    arguments = ["generate", str(run), "--prompts", str(prompts), *FLAGS, "--samples", str(samples), "--output"]
+    assert main([*arguments, str(whole)]) == 0
+    lines = whole.read_bytes().splitlines(keepends=True)
+    assert len(lines) == 5 * samples
+    # Killed in the middle of its fourth line.
+    output.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    submitted = []
+    healthy = Request.__post_init__
+    monkeypatch.setattr(Request, "__post_init__", lambda self: submitted.append(self.name) or healthy(self))
+    assert main([*arguments, str(output)]) == 0
+    assert "out.jsonl has 3 lines; going on behind them" in capsys.readouterr().err
+    assert output.read_bytes() == whole.read_bytes()
+    assert len(submitted) == 5 - 3 // samples
+
+
+def test_broken_logits_end_a_line_and_the_command_says_so(
+    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    healthy = CachedModel.prefill_chunk
+
+    def prefill(self: CachedModel, sequence: Any, tokens: torch.Tensor, **options: Any) -> torch.Tensor:
+        logits = healthy(self, sequence, tokens, **options)
+        return logits * torch.nan if len(tokens) == 1 else logits
+
+    monkeypatch.setattr(CachedModel, "prefill_chunk", prefill)
+    output = tmp_path / "out.jsonl"
+    assert main(["generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS]) == 1
+    assert f"{prompts} line 3: the model's output is not finite" in capsys.readouterr().err
+    lines = read(output)
+    assert [line["finish_reason"] for line in lines] == ["length", "length", "error", "length", "length"]
+    assert lines[2]["tokens"] == [] and lines[2]["text"] == ""
+
+
+def test_progress_is_said_now_and_then(
+    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr(command, "_INTERVAL_SECONDS", 0.0)
+    output = tmp_path / "out.jsonl"
+    assert main(["generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS]) == 0
+    said = capsys.readouterr().err.splitlines()
+    assert any(line.startswith("0 of 5 sequences, 1 tokens, ") for line in said)
+    assert any(line.startswith("5 of 5 sequences, 45 tokens, ") for line in said)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"{", "line 2 is not JSON: '{'"),
+        (b"", "line 2 is not JSON: ''"),
+        (b"[1]", "line 2 must hold a JSON object, got '[1]'"),
+        (b'{"text": "x"}', 'line 2 has no "prompt" with a text'),
+        (b'{"prompt": ""}', 'line 2 has no "prompt" with a text'),
+        (b'{"prompt": 5}', 'line 2 has no "prompt" with a text'),
+        (b'{"prompt": "\xff"}', "line 2 is not UTF-8 text"),
+    ],
+)
+def test_a_broken_line_is_named(run: Path, tmp_path: Path, capsys: Capture, line: bytes, message: str) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_bytes(b'{"prompt": "a"}\n' + line + b'\n{"prompt": "b"}\n')
+    output = tmp_path / "out.jsonl"
+    assert message in refused(capsys, "generate", str(run), "--prompts", str(prompts), "--output", str(output))
+    assert not output.exists()
+
+
+def test_an_output_of_other_prompts_is_not_touched(run: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = write(tmp_path / "out.jsonl", [{"prompt": "another"}])
+    arguments = ("generate", str(run), "--prompts", str(prompts), "--output", str(output))
+    assert "out.jsonl line 1 is of another prompt than" in refused(capsys, *arguments)
+    assert read(output) == [{"prompt": "another"}]
+    write(output, [{"prompt": prompt} for prompt in PROMPTS * 2])
+    assert "has 10 lines, more than the prompts give" in refused(capsys, *arguments)
+    output.write_text("not JSON\n")
+    assert "out.jsonl line 1 is not JSON" in refused(capsys, *arguments)
+    output.unlink()
+    output.mkdir()
+    assert "out.jsonl: Is a directory" in refused(capsys, *arguments)
+
+
+def test_lines_wait_for_those_before_them(tmp_path: Path) -> None:
+    path = write(tmp_path / "prompts.jsonl", [{"prompt": str(i)} for i in range(4)])
+    prompts, output = read_prompts(path), tmp_path / "out.jsonl"
+    request = Request(prompt=[1], max_new_tokens=1)
+    with output.open("w") as file:
+        writer = OrderedWriter(file, prompts, 1, 0, log_probabilities=False)
+        lengths = []
+        for number in (2, 1, 0, 3):
+            writer.add(number, Completion(request, 0, [number], [0.0], "", "stop"))
+            lengths.append(len(read(output)))
+    assert lengths == [0, 0, 3, 4]
+    assert [line["tokens"] for line in read(output)] == [[0], [1], [2], [3]]
+    assert count_finished(output, prompts, 1) == 4

@@ -1,0 +1,259 @@
+"""Dense models of transformers become sparse ones of ours: the same logits where all blocks are read."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trifocal.errors import UserError
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models.conversion import convert_tensors, converted_config
+from trifocal.models.hf_reader import read_hf_config, read_hf_model
+from trifocal.ops import Geometry
+
+transformers = pytest.importorskip("transformers")
+
+LENGTH = 45
+COVERING = Geometry(4, 2, 8, num_selected_blocks=6, num_initial_blocks=1, num_local_blocks=1, window_size=8)
+SIZES: dict[str, Any] = {
+    "vocab_size": 53,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ROPES: dict[str, dict[str, Any]] = {
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.2, "mscale_all_dim": 0.8},
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "short_factor": [1.0 + pair for pair in range(4)],
+        "long_factor": [2.0 + pair for pair in range(4)],
+        "original_max_position_embeddings": 32,
+    },
+    "linear": {"factor": 2.0},
+}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama, biases, tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    "llama, wide heads": ("Llama", {"head_dim": 24, "num_key_value_heads": 1}),
+    **{
+        f"llama, {kind}": ("Llama", {"rope_parameters": {"rope_type": kind, "rope_theta": 5000.0, **values}})
+        for kind, values in ROPES.items()
+    },
+    "llama, dynamic, long": (
+        "Llama",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e3, "factor": 2.0}, "max_position_embeddings": 20},
+    ),
+    "qwen3": ("Qwen3", {"head_dim": 16}),
+    "qwen3, biases, tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
+    "qwen2": ("Qwen2", {}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+}
+
+
+def theirs(kind: str, folder: Path, **changes: Any) -> Any:
+    """A random model of transformers, also as a folder; all weights drawn, those of norms and biases too."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **changes})
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.normal_(mean=0.5, std=0.5)
+            else:
+                parameter.normal_(std=parameter.shape[1] ** -0.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def ours(config: ModelConfig, tensors: dict[str, torch.Tensor]) -> DecoderLM:
+    with torch.device("meta"):
+        model = DecoderLM(config)
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(tokens)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_are_those_of_transformers(tmp_path: Path, case: str) -> None:
+    kind, changes = CASES[case]
+    model = theirs(kind, tmp_path, **changes)
+    tokens = torch.randint(53, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    expected = logits(model, tokens)
+    config, tensors = read_hf_model(tmp_path)
+    size = expected.abs().max().item()
+    assert size > 1
+    for dense_layers in ((), (1,), (0, 1, 2)):
+        wanted = (
+            config
+            if len(dense_layers) == 3
+            else converted_config(config, "selected", COVERING, dense_layers=dense_layers)
+        )
+        given = logits(ours(wanted, convert_tensors(tensors, wanted)), tokens)
+        # Both add up in fp32, in another order; angles are in fp64 here and in fp32 there.
+        torch.testing.assert_close(given, expected, rtol=0, atol=2e-5 * size)
+
+
+def test_fewer_blocks_make_another_model(tmp_path: Path) -> None:
+    model = theirs("Qwen3", tmp_path, head_dim=16)
+    tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    config, tensors = read_hf_model(tmp_path)
+    few = Geometry(4, 2, 8, num_selected_blocks=3, num_initial_blocks=1, num_local_blocks=1, window_size=8)
+    difference = (
+        logits(ours(converted_config(config, "selected", few), tensors), tokens) - logits(model, tokens)
+    ).abs()
+    # The first three blocks see all of their past.
+    assert difference[:, :24].max() < 1e-4 and difference[:, 24:].max() > 1e-2
+
+
+@pytest.mark.parametrize("shared_kv", [False, True])
+def test_nsa_has_the_dense_keys_and_values_in_open_branches(tmp_path: Path, shared_kv: bool) -> None:
+    model = theirs("Qwen2", tmp_path)
+    tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    config, tensors = read_hf_model(tmp_path)
+    # Blocks of one token: each branch reads all of the past.
+    everything = Geometry(1, 1, 1, num_selected_blocks=LENGTH, window_size=LENGTH)
+    wanted = converted_config(config, "nsa", everything, dense_layers=[0], shared_kv=shared_kv)
+    assert wanted.layer_types == ("dense", "nsa", "nsa") and wanted.qkv_bias
+    converted = ours(wanted, convert_tensors(tensors, wanted))
+    # Three equal branches with gates of one third are dense attention.
+    expected = logits(model, tokens)
+    torch.testing.assert_close(logits(converted, tokens), expected, rtol=0, atol=2e-5 * expected.abs().max().item())
+    copies = converted.blocks[1].attention.k_proj.weight.chunk(1 if shared_kv else 3)
+    assert all(torch.equal(copy, tensors["blocks.1.attention.k_proj.weight"]) for copy in copies)
+    converted(tokens, tokens).backward()
+    for name, parameter in converted.named_parameters():
+        assert parameter.grad is not None and parameter.grad.any(), name
+
+
+def test_layers_with_a_sliding_window_keep_it(tmp_path: Path) -> None:
+    options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "head_dim": 16}
+    model = theirs("Qwen3", tmp_path, **options, attn_implementation="eager")
+    tokens = torch.randint(53, (1, LENGTH), generator=torch.Generator().manual_seed(1))
+    config, tensors = read_hf_model(tmp_path)
+    wanted = converted_config(config, "selected", COVERING)
+    assert wanted.layer_types == ("selected", "window", "window") and wanted.sliding_window == 7
+    expected = logits(model, tokens)
+    torch.testing.assert_close(
+        logits(ours(wanted, tensors), tokens), expected, rtol=0, atol=2e-5 * expected.abs().max().item()
+    )
+    theirs("Mistral", tmp_path / "mistral", sliding_window=7)
+    with pytest.raises(UserError, match="no layer is left to convert"):
+        converted_config(read_hf_config(tmp_path / "mistral"), "selected", COVERING)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in several files."""
+    path = tmp_path_factory.mktemp("llama")
+    theirs("Llama", path).save_pretrained(path, max_shard_size="20KB")
+    (path / "model.safetensors").unlink()
+    assert len(list(path.glob("*.safetensors"))) > 2
+    return path
+
+
+def test_shards_are_read_as_one_file(folder: Path, tmp_path: Path) -> None:
+    theirs("Llama", tmp_path)
+    whole, sharded = read_hf_model(tmp_path)[1], read_hf_model(folder)[1]
+    assert whole.keys() == sharded.keys()
+    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+
+
+def test_the_type_of_the_weights_stays(tmp_path: Path) -> None:
+    theirs("Llama", tmp_path).bfloat16().save_pretrained(tmp_path)
+    config, tensors = read_hf_model(tmp_path)
+    converted = convert_tensors(tensors, converted_config(config, "nsa", Geometry()))
+    assert {tensor.dtype for tensor in converted.values()} == {torch.bfloat16}
+
+
+def _edit(**changes: Any) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "config.json"
+        content = json.loads(path.read_text())
+        for name, value in changes.items():
+            content.pop(name) if value is ... else content.update({name: value})
+        path.write_text(json.dumps(content))
+
+    return edit
+
+
+def _second(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[1]
+
+
+def _edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        tensors = {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return edit
+
+
+BAD: list[tuple[Callable[[Path], Any], str]] = [
+    (_edit(model_type="gpt2"), "the architecture 'gpt2' is not supported; it must be one of llama, mistral"),
+    (_edit(num_key_value_heads=3), "model.num_heads must be a multiple of model.num_kv_heads, got 4 and 3"),
+    (_edit(hidden_act="gelu"), "the activation 'gelu'"),
+    (_edit(vocab_size=...), "lacks the key 'vocab_size'"),
+    (_edit(hidden_size="wide"), "config.json: invalid literal"),
+    (_edit(quantization_config={"bits": 4}), "quantised weights"),
+    (_edit(rope_parameters={"rope_type": "mrope"}), "rope_type must be one of default, .*, got 'mrope'"),
+    (_edit(rope_parameters={"rope_type": "default", "mrope_section": [1]}), "the rope parameter 'mrope_section'"),
+    (_edit(rope_parameters={"full_attention": {}}), "rope parameters that differ between layers"),
+    (_edit(partial_rotary_factor=0.5), "the partial_rotary_factor 0.5 is not supported"),
+    (_edit(rope_parameters={"rope_type": "linear", "factor": 0.0}), "rope_scaling.factor must be a positive number"),
+    (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no safetensors: neither"),
+    (
+        lambda folder: _second(folder).unlink(),
+        r"lacks the shard model-00002-of-\d+.safetensors, which model.safetensors.index.json names",
+    ),
+    (lambda folder: _second(folder).write_bytes(b"x"), "is not a whole safetensors file"),
+    (lambda folder: (folder / "config.json").write_text("{"), "config.json is not valid JSON"),
+    (_edit_tensors(lambda tensors: tensors.pop("model.norm.weight")), "lacks the tensor model.norm.weight"),
+    (
+        _edit_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)})),
+        r"model.norm.weight has the shape \[7\], but config.json makes it \[32\]",
+    ),
+    (_edit_tensors(lambda tensors: tensors.update(extra=torch.ones(1))), "its architecture does not know: extra"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("damage", "message"), BAD, ids=[message[:30] for _, message in BAD])
+def test_bad_folders_are_named_in_a_line(
+    folder: Path, tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    damage(copy)
+    with pytest.raises(UserError, match=message) as caught:
+        read_hf_model(copy)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dense_layers": [3]}, "--dense-layers names layer 3, but the model has layers 0 to 2"),
+        ({"dense_layers": [0, 1, 2]}, "no layer is left to convert"),
+        ({"shared_kv": True}, "--shared-kv goes with --to nsa"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: str) -> None:
+    config = ModelConfig(num_layers=3, attention="dense")
+    with pytest.raises(UserError, match=message):
+        converted_config(config, "selected", COVERING, **options)
+    with pytest.raises(UserError, match="layer 0 is of the type 'nsa' already"):
+        converted_config(ModelConfig(), "selected", COVERING)
