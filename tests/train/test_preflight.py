@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
         (("--model.backend", "triton"), r"model\.backend is \"triton\": .*use \"auto\" or \"reference\""),
         (("--log.sample_interval_steps", "1", "--log.sample_prompt", "x" * 32), "sample_prompt has 32 tokens"),
         (("--log.sample_interval_steps", "1", "--data.source", "synthetic"), "there is no text to sample"),
+        (("--log.sample_interval_steps", "1", "--model.selection", "random"), "there is nothing to sample"),
         (
             ("--log.sample_interval_steps", "1", "--log.sample_tokens", "10" * 7),
             r"log\.sample_tokens (10)+ takes at least",

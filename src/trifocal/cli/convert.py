@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -17,10 +17,11 @@ from trifocal.data.tokenizers import TOKENIZER_FILES
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weights
 from trifocal.models.conversion import Target, convert_tensors, converted_config
-from trifocal.models.hf_reader import is_hf_folder, read_hf_model
+from trifocal.models.hf_reader import is_hf_folder, read_hf_model, read_hf_settings
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import parse_arguments
+from trifocal.train.exporting import GENERATION_FILE
 from trifocal.train.pretrained import open_pretrained
 
 
@@ -59,31 +60,31 @@ def run(args: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:
         partial = Path(beside) / output.name
         partial.mkdir()
-        config, tensors = _read(source, partial)
+        config, tensors, settings = _read(source, partial)
         wanted = converted_config(
             config, options.to, options.geometry, dense_layers=dense_layers, shared_kv=options.shared_kv
         )
         with torch.device("meta"):
             model = DecoderLM(wanted)
         model.load_state_dict(convert_tensors(tensors, wanted), assign=True)
-        save_weights(model, partial)
+        save_weights(model, partial, **settings)
         partial.replace(output)
     print(_summary(wanted, output))
     return 0
 
 
-def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """Configuration and tensors of the dense model; its tokenizer goes into the new folder."""
+def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], dict[str, Any]]:
+    """The dense model, and further keys of its configuration; its tokenizer goes into the new folder."""
     if is_hf_folder(source):
         config, tensors = read_hf_model(source)
-        for name in TOKENIZER_FILES:
+        for name in (*TOKENIZER_FILES, GENERATION_FILE):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
-        return config, tensors
+        return config, tensors, read_hf_settings(source)
     with open_pretrained(source, command=f"trifocal convert {shell_path(source)}") as found:
         config = found.config()
         found.tokenizer().save(partial)
-        return config, found.model().state_dict()
+        return config, found.model().state_dict(), {}
 
 
 def _numbers(text: str) -> list[int]:

@@ -27,11 +27,10 @@ from torch import Tensor
 
 from trifocal.errors import UserError
 from trifocal.models.decoder import DecoderLM
-from trifocal.models.io import CONFIG_FILE, WEIGHTS_FILE
+from trifocal.models.io import CONFIG_FILE, INDEX_FILE, MODEL_TYPE, WEIGHTS_FILE, read_json
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn import RopeScaling
 
-INDEX_FILE = f"{WEIGHTS_FILE}.index.json"
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Of transformers' configurations, where a folder leaves them out.
 _HEAD_DIM = {"qwen3": 128}
@@ -39,6 +38,7 @@ _LONGEST = {"llama": 2048, "mistral": 131072}
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
 # Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
 _ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
+_SETTINGS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -50,12 +50,12 @@ _NAMES = {
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether the folder's `config.json` has the `model_type` by which Hugging Face knows a model."""
+    """Whether the folder's `config.json` has the `model_type` of a model that is not ours."""
     try:
         content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    return isinstance(content, dict) and "model_type" in content
+    return isinstance(content, dict) and content.get("model_type", MODEL_TYPE) != MODEL_TYPE
 
 
 def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -77,10 +77,16 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     return config, _read_tensors(folder, expected, config)
 
 
+def read_hf_settings(folder: Path) -> dict[str, Any]:
+    """What a `DecoderLM` has no use for and transformers has: the longest sequence, and special tokens."""
+    found = read_json(folder / CONFIG_FILE, "the model's configuration")
+    return {name: found[name] for name in _SETTINGS if found.get(name) is not None}
+
+
 def read_hf_config(folder: Path) -> ModelConfig:
     """The configuration alone; errors as in `read_hf_model`."""
     path = folder / CONFIG_FILE
-    found = _read_json(path)
+    found = read_json(path, "the model's configuration")
     kind = found.get("model_type")
     if kind not in MODEL_TYPES:
         raise UserError(
@@ -242,7 +248,7 @@ def _shards(folder: Path) -> dict[str, Path]:
             return dict.fromkeys(file.keys(), whole)
     if not index.is_file():
         raise UserError(f"{folder} has no safetensors: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    named = _read_json(index).get("weight_map")
+    named = read_json(index, "the index of the weights").get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
         raise UserError(f"{index} has no weight_map, which names the file of each tensor")
     for name in sorted(set(named.values())):
@@ -258,15 +264,3 @@ def _opened(path: Path) -> Any:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {os.strerror(error.errno) if error.errno else error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {os.strerror(error.errno or 0)}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path} must hold one JSON object, got {type(content).__name__}")
-    return content

@@ -142,7 +142,7 @@ def load_weights(folder: Path) -> DecoderLM:
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of a folder's model; errors as in `load_model`."""
     path = folder / CONFIG_FILE
-    values = _read_json(path, "the model's configuration")
+    values = read_json(path, "the model's configuration")
     # Older folders hold the keys of the model alone.
     if "model_type" not in values:
         return ModelConfig.from_dict(values)
@@ -156,7 +156,12 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_dict(values["model"])
 
 
-def _read_json(path: Path, what: str) -> dict[str, Any]:
+def read_json(path: Path, what: str) -> dict[str, Any]:
+    """One JSON object of a file; `what` names the file in messages.
+
+    Raises:
+        UserError: If it cannot be read, or holds something else.
+    """
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -229,7 +234,7 @@ def _weight_files(folder: Path) -> list[Path]:
     whole, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
     if whole.is_file() or not index.is_file():
         return [whole]
-    weight_map = _read_json(index, "the index of the weights").get("weight_map")
+    weight_map = read_json(index, "the index of the weights").get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f'{index} lacks the table "weight_map", the file of each tensor')
     return [folder / file for file in sorted(set(map(str, weight_map.values())))]

@@ -129,6 +129,11 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
             "data.validation_fraction is 0, so there is nothing to evaluate on; raise it, or set "
             "evaluate.interval_steps to 0"
         )
+    if config.log.sample_interval_steps and config.model.selection != "importance":
+        raise UserError(
+            f'model.selection is "{config.model.selection}", a control that cannot decode: there is nothing to sample; '
+            "set log.sample_interval_steps to 0"
+        )
     if config.log.sample_interval_steps:
         prompt_tokens = len(tokenizer.encode(config.log.sample_prompt))
         if prompt_tokens == 0:
