@@ -141,7 +141,10 @@ class LayerPast:
             raw, selected, own = zip(parts[::2], parts[1::2], strict=True)
             seen = extend_sparse(cache, chunk, raw, selected, None if shared else own, geometry, compress)
             chunk.write_rings()
-            outputs.append(nsa_attention(chunk.rotate(q_row), *seen, gates_row, geometry, backend=attention.backend))
+            assert seen.v_cmp is not None
+            q_row = chunk.rotate(q_row)
+            o = nsa_attention(q_row, *seen, gates_row, geometry, backend=attention.backend)  # type: ignore[arg-type]
+            outputs.append(o)
         return torch.cat(outputs, dim=1)
 
     def _selected(self, attention: SelectedAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
