@@ -43,7 +43,7 @@ class Check:
 
     Attributes:
         name: As `--only` takes it.
-        guards: Numbers of the failures above.
+        guards: Numbers of the failures above; none for a promise that no earlier system made.
         what: The property that it proves, in a few words.
         measure: Takes the device; through its other arguments a test puts in a fault.
     """
