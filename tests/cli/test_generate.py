@@ -173,7 +173,8 @@ def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: Capt
     assert "manifest.json is a folder" in refused(capsys, "generate", str(copy), "--prompt", "x")
     assert "manifest.json is a folder" in refused(capsys, "generate", str(manifest.parent), "--prompt", "x")
     config = json.loads((run / "weights" / "config.json").read_text())
-    (copy / "weights" / "config.json").write_text(json.dumps({**config, "dim": -1}))
+    config["model"]["dim"] = -1
+    (copy / "weights" / "config.json").write_text(json.dumps(config))
     assert "model.dim must be a positive integer" in refused(capsys, "generate", str(copy / "weights"), "--prompt", "x")
     assert refused(capsys, "generate", str(tmp_path), "--prompt", "x").startswith("trifocal: there is no run at")
 

@@ -42,8 +42,8 @@ class DataConfig:
     """Orders the documents; each epoch has an order of its own."""
 
     validation_fraction: float = 0.05
-    """Share of documents held out, chosen by a hash of their text alone; of documents that are cut into several, by
-    their place. 0 holds out none."""
+    """Share of documents held out, chosen by a hash of their text alone; of a text file that is cut into several,
+    by their place in it. 0 holds out none."""
 
     shuffle_documents: int = 1024
     """Documents that are shuffled among each other at a time. Files are shuffled, then blocks of this many."""

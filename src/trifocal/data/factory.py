@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from trifocal.data.activity import Activity
 from trifocal.data.data_config import DataConfig
-from trifocal.data.sources import BadDocuments, Source, is_local, parse_source
+from trifocal.data.sources import BadDocuments, Source, parse_source
 from trifocal.masking import mask_text
 
 
@@ -38,20 +38,16 @@ def make_source(config: DataConfig, activity: Activity) -> tuple[Source, DataCon
             path, config.text_document_bytes, validation_fraction=config.validation_fraction, bad=bad
         ), config
     if kind == "jsonl":
-        from trifocal.data.pieces import cut_if_none_is_held_out
         from trifocal.data.text import JsonlSource
 
-        return cut_if_none_is_held_out(JsonlSource(path, field, bad=bad), config.validation_fraction), config
+        return JsonlSource(path, field, bad=bad), config
     if kind == "fineweb-edu" and not path:
         from trifocal.data.hub import open_fineweb
 
         source, revision = open_fineweb(config, field, activity, bad)
         return source, replace(config, fineweb_revision=revision)
     from trifocal.data.parquet import ParquetSource
-    from trifocal.data.pieces import cut_if_none_is_held_out
     from trifocal.data.remote import HttpClient
 
     source = ParquetSource.from_path(mask_text(config.source), path, field, HttpClient(config, activity), bad)
-    if not is_local(config.source):
-        return source, config
-    return cut_if_none_is_held_out(source, config.validation_fraction), config
+    return source, config

@@ -9,17 +9,22 @@ from pathlib import Path
 
 from trifocal.data.local_files import COMPRESSED, DAMAGED, content_hash, find_files, open_file, sizes
 from trifocal.data.messages import one_line
-from trifocal.data.pieces import FEWEST_HELD_OUT, end_of_piece, has_mark, length_of_pieces
 from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
 from trifocal.errors import UserError
+
+# The least number of held-out pieces to expect; text that is too short for it is cut into smaller documents.
+_HELD_OUT_PIECES = 4
+_SMALLEST_PIECE = 64
 
 
 class TextSource:
     """UTF-8 text files: a file is a document, a long file several.
 
     A longer file is cut at line ends (or anywhere, if a line is longer than a document), so that one book can be
-    shuffled and held out in part, as `trifocal.data.pieces` says. If fewer than four documents would be held out, the
-    text is cut into smaller ones.
+    shuffled and held out in part. If fewer than four documents would be held out, the text is cut into smaller ones.
+    One byte in `document_bytes / validation_fraction` is marked, counted through all files; a piece of a file is held
+    out if it contains a marked byte. So the held-out pieces are evenly spread, also if pieces are equal, and depend on
+    the files' sizes alone.
 
     Args:
         path: File, folder (its `.txt` and `.md` files, also compressed as .gz, .bz2 or .xz) or glob.
@@ -45,9 +50,10 @@ class TextSource:
         if document_bytes:
             total, fraction = self._starts[-1], validation_fraction
             documents = sum(-(-size // document_bytes) for _, size in found)
-            self._all_marked = 0 < documents * fraction < FEWEST_HELD_OUT
+            self._all_marked = 0 < documents * fraction < _HELD_OUT_PIECES
             if self._all_marked:
-                self._document_bytes = min(document_bytes, length_of_pieces(total, fraction))
+                smaller = max(_SMALLEST_PIECE, int(total * fraction) // _HELD_OUT_PIECES)
+                self._document_bytes = min(document_bytes, smaller)
             if fraction > 0:
                 self._marked_every = int(self._document_bytes / fraction)
             # The length of a compressed file's content is unknown: it may be cut.
@@ -73,7 +79,8 @@ class TextSource:
                     rest = b""
                     last = not limit or len(data) <= limit
                     if not last:
-                        end = end_of_piece(data, limit)
+                        # At the last line end, or within a line longer than a document.
+                        end = data.rfind(b"\n", 0, limit) + 1 or _character_start(data, limit)
                         data, rest = data[:end], data[end:]
                     document = self._document(shard, path, data, offset, last=last)
                     offset += len(data)
@@ -100,8 +107,21 @@ class TextSource:
         held_out = None
         if self._marked_every and (self._all_marked or not whole):
             first = self._starts[shard] + offset
-            held_out = has_mark(first, first + len(data), self._marked_every)
+            held_out = self._marks_before(first + len(data)) > self._marks_before(first)
         return Document(name if whole else f"{name}@{offset}", text, held_out)
+
+    def _marks_before(self, byte: int) -> int:
+        """Number of marked bytes before a byte. The first mark is in the middle of the first stretch."""
+        every = self._marked_every
+        return (byte + every - 1 - every // 2) // every
+
+
+def _character_start(data: bytes, end: int) -> int:
+    """The end, or the start of the character that a cut at the end would split."""
+    for start in range(end, end - 4, -1):
+        if data[start] & 0xC0 != 0x80:
+            return start
+    return end  # No UTF-8.
 
 
 class JsonlSource:
