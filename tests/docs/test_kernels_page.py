@@ -4,7 +4,7 @@ import pytest
 
 from tests.docs.pages import ROOT, text_of
 from trifocal import Geometry
-from trifocal.ops import dispatch
+from trifocal.ops import dispatch, support
 
 PAGE = text_of(ROOT / "docs/kernels.md")
 TOKENS, HEADS, GROUPS, DIM = 65536, 64, 4, 128
@@ -78,9 +78,9 @@ def test_rules_and_buffers_are_those_of_the_code():
     assert dispatch.IMPORTANCE_BUFFER_BYTES == 2**30 // 4
     assert "a quarter of a GiB" in spread
     assert dispatch.ENOUGH_DECODE_PROGRAMS == 2 and "if there are two programs a multiprocessor" in spread
-    assert f"`D` and `V` up to {dispatch.WIDEST_HEAD}" in spread
-    assert f"up to {dispatch.MOST_HEADS_OF_A_GROUP} heads a group" in spread
-    assert f"a multiple of {dispatch.BLOCK_MULTIPLE};" in spread
+    assert f"`D` and `V` up to {support.WIDEST_HEAD}" in spread
+    assert f"up to {support.MOST_HEADS_OF_A_GROUP} heads a group" in spread
+    assert f"a multiple of {support.BLOCK_MULTIPLE};" in spread
 
 
 def test_rules_that_the_page_names_exist():

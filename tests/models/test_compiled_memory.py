@@ -11,7 +11,7 @@ import torch
 from trifocal.models import DecoderLM, ModelConfig, TrainingSetup
 from trifocal.models.layer_memory import LayerMemory
 from trifocal.models.layers import run_block
-from trifocal.ops import Documents, Geometry, dispatch
+from trifocal.ops import Documents, Geometry, support
 
 # PyTorch's own tracer warns about its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -28,7 +28,7 @@ def kernels_without_gpu(monkeypatch):
     """Lets the kernels' operators be chosen; they give shapes alone here. Nothing of it may be found in a cache."""
     import torch._inductor.config as inductor_config
 
-    monkeypatch.setattr(dispatch, "_device_obstacle", lambda *arguments: None)
+    monkeypatch.setattr(support, "_device_obstacle", lambda *arguments: None)
     with inductor_config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()

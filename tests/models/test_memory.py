@@ -7,7 +7,7 @@ import torch
 
 from tests.models.measured_memory import allocated_peak, shaped_peak
 from trifocal.models import ModelConfig, TrainingSetup, parameter_count, training_memory
-from trifocal.ops import Geometry, dispatch
+from trifocal.ops import Geometry, support
 
 SMALL = ModelConfig(
     vocab_size=257, dim=64, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16, value_dim=16, mlp_dim=160,
@@ -79,7 +79,7 @@ def test_reference_against_allocations(case, precision):
 @pytest.fixture
 def kernels_without_gpu(monkeypatch):
     """Lets the kernels' operators be chosen; they give shapes alone here."""
-    monkeypatch.setattr(dispatch, "_device_obstacle", lambda *arguments: None)
+    monkeypatch.setattr(support, "_device_obstacle", lambda *arguments: None)
 
 
 PAPER = ModelConfig(

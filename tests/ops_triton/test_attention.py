@@ -9,7 +9,7 @@ from tests.ops_triton.interval_cases import compare, documents_of
 from trifocal import nsa_attention, ops
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import dispatch, operators
-from trifocal.ops.dispatch import unsupported_reason
+from trifocal.ops.support import unsupported_reason
 from trifocal.testing.inputs import cotangent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from trifocal.doctor.findings import Finding, one_line
-from trifocal.ops.dispatch import OLDEST_CAPABILITY
+from trifocal.ops.support import OLDEST_CAPABILITY
 from trifocal.runlog import environment
 from trifocal.runlog.native_stacks import find_py_spy
 from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, crash_of_debug_level

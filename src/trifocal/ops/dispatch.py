@@ -3,7 +3,7 @@
 Everything is decided before it runs, by device, types, shapes and strides; nothing is measured at run time, and nothing
 is replaced behind a caller's back. The rules of `auto`, in order:
 1. tensors that are not on a CUDA device take the reference;
-2. the kernels take what they support (`unsupported_reason`);
+2. the kernels take what they support (`ops.support.unsupported_reason`);
 3. everything else takes the reference.
 
 Every stage has a portable kernel in `triton/`, and some have one in `hopper/` under the same file name. The rules below
@@ -11,11 +11,8 @@ choose between them, and the sizes of tiles from `triton/tiles.py` and `hopper/t
 configuration, change a rule and run `trifocal bench kernels`. Importing this module imports no Triton.
 """
 
-import functools
 import importlib
 import importlib.util
-import math
-import os
 from collections import Counter
 from types import ModuleType
 from typing import Any, Literal
@@ -26,18 +23,12 @@ from torch import Tensor
 from trifocal.ops import devices
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.hopper import tiles as hopper_tiles
+from trifocal.ops.support import unsupported_reason
 from trifocal.ops.triton import tiles
 from trifocal.ops.triton.tiles import cdiv
 
 Backend = Literal["auto", "reference", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
-
-OLDEST_CAPABILITY = (8, 0)
-WIDEST_HEAD = 256
-MOST_HEADS_OF_A_GROUP = 64
-BLOCK_MULTIPLE = 16
-MOST_STRIDES_OF_BLOCK = 64
-FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Bytes of partial results of selected attention that are kept at a time, and of importance.
 SELECTED_BUFFER_BYTES = 2**31
@@ -130,73 +121,6 @@ def count_choice(operation: str, chosen: str, reason: str) -> None:
 # Not a side effect of the compiled graph, which activation checkpointing inside one would refuse. This is all that
 # `torch.compiler.assume_constant_result` does, after importing the compiler, and Triton with it.
 count_choice._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def unsupported_reason(
-    q: Tensor, v: Tensor | None, geometry: Geometry | None, scale: float | None = None, *, decoding: bool = False
-) -> str | None:
-    """Why the kernels cannot take these inputs; None when they can.
-
-    They take tensors on a CUDA device of compute capability 8.0 or newer, where Triton is installed, and on the
-    CPU where TRITON_INTERPRET is 1; of bfloat16 (not interpreted), float16 or float32; D and V up to 256; up to 64
-    query heads a group; a compression stride that is a power of two and a selection block that is a multiple of 16
-    tokens, in decoding of at most 64 strides; and a positive scale.
-
-    Args:
-        q: Queries, [B, T, H, D]; only device, type and shape are looked at.
-        v: Values, [B, *, G, V]; None for an operation without heads.
-        geometry: Block sizes; None for an operation that has none.
-        scale: Factor on the scores; None for the default one.
-        decoding: Whether the kernels are those for decoding.
-    """
-    if scale is not None and not 0.0 < scale < math.inf:
-        return f"the scale must be positive and finite, got {scale}"
-    obstacle = _device_reason(q.device.type, q.device.index, q.dtype)
-    if obstacle or v is None:
-        return obstacle
-    # In a graph that is compiled for any size these are symbols, and each comparison is a guard.
-    num_heads, dim, num_groups, value_dim = q.shape[2], q.shape[3], v.shape[2], v.shape[3]
-    if dim > WIDEST_HEAD or value_dim > WIDEST_HEAD:
-        return f"D and V may be at most {WIDEST_HEAD}, got {dim} and {value_dim}"
-    if num_heads > MOST_HEADS_OF_A_GROUP * num_groups:
-        return f"a group may have at most {MOST_HEADS_OF_A_GROUP} query heads, got {num_heads // num_groups}"
-    if geometry is None:
-        return None
-    stride, selection_block = geometry.compression_stride, geometry.selection_block_size
-    if stride & (stride - 1):
-        return f"the compression stride must be a power of two, got {stride}"
-    if selection_block % BLOCK_MULTIPLE:
-        return f"the selection block must be a multiple of {BLOCK_MULTIPLE} tokens, got {selection_block}"
-    if decoding and selection_block > MOST_STRIDES_OF_BLOCK * stride:
-        return f"decoding takes selection blocks of at most {MOST_STRIDES_OF_BLOCK} strides, got {geometry}"
-    return None
-
-
-def _device_reason(device_type: str, device_index: int | None, dtype: torch.dtype) -> str | None:
-    return _device_obstacle(device_type, device_index, dtype, os.environ.get("TRITON_INTERPRET") == "1")
-
-
-# Compiled graphs take the answer as a constant: it depends on the device and the type alone. Setting this attribute is
-# all that `torch.compiler.assume_constant_result` does, after importing the compiler.
-_device_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _device_obstacle(device_type: str, device_index: int | None, dtype: torch.dtype, interpreted: bool) -> str | None:
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if device_type == "cpu" and interpreted:
-        if dtype not in (torch.float32, torch.float16):
-            return f"Triton's interpreter takes float32 and float16, got {dtype}"
-        return None
-    if device_type != "cuda" or torch.version.hip is not None:
-        return f"the tensors are not on a CUDA device but on {device_type!r}"
-    capability = torch.cuda.get_device_capability(device_index)
-    if capability < OLDEST_CAPABILITY:
-        return f"the device must have compute capability 8.0 or newer, it has {capability[0]}.{capability[1]}"
-    if dtype not in FLOAT_TYPES:
-        return f"the type must be bfloat16, float16 or float32, got {dtype}"
-    return None
 
 
 # Which kernel runs a stage. The launchers ask these rules for every call, by `dispatch.RULE(...)`.
