@@ -33,7 +33,9 @@ def test_it_beats_while_the_main_thread_is_inside_one_long_operation(tmp_path: P
     # Rows have their time in whole milliseconds.
     during = [row for row in rows_of(tmp_path, 3) if round(began, 3) < row["unix_time_seconds"] < began + took]
     assert len(during) >= 5
-    assert {row["phase"] for row in during} == {"forward"}
+    # A row's time is taken before its phase: the operation may end in between, which the last row then shows.
+    assert {row["phase"] for row in during[:-1]} == {"forward"}
+    during = [row for row in during if row["phase"] == "forward"]
     ages = [row["phase_seconds"] for row in during]
     assert ages == sorted(ages) and ages[-1] > took / 2
     assert during[-1]["where"].startswith("test_it_beats_while_the_main_thread")
