@@ -28,7 +28,7 @@ def test_logits_after_conversion_and_export(tmp_path: Path, case: str) -> None:
     expected = logits(model, tokens)
     for folder in (sparse, exported):
         again = transformers.AutoModelForCausalLM.from_pretrained(folder)
-        assert again.config.layer_types == ["trifocal_selected", "trifocal_dense", "trifocal_selected"]
+        assert again.config.model["layer_types"] == ["selected", "dense", "selected"]
         found = logits(again, tokens)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
     assert (
