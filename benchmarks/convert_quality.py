@@ -1,0 +1,172 @@
+"""What a dense model is worth when it is made sparse, and trained on for a tenth of its tokens.
+
+    trifocal train configs/m7c_125m.toml --model.attention dense --train.sequence_length 8192 \\
+        --train.global_batch_size 4 --train.micro_batch_size 2 --train.steps 3000 --log.sample_interval_steps 0 \\
+        --data.include_site_packages true --run.directory runs/dense
+    python benchmarks/convert_quality.py runs/dense --directory runs/converted
+    python benchmarks/convert_quality.py runs/dense --directory runs/converted --to selected --dense-layers 0,1 \\
+        --geometry.num_selected_blocks 24 --optimizer.learning_rate 1e-4
+
+For each target: `trifocal convert`, then `trifocal train --model.from`, by the configuration of the dense run, on text
+in another order. The dense model is trained on in the same way: without it, more training would look like a gain of
+the conversion. The validation loss of all of them, and of the converted model before training, is measured on the same
+text at each length.
+
+Flags with `geometry.` go to `trifocal convert`, other flags of a section to `trifocal train`. Started again, the script
+goes on where it was: what is converted, trained or measured is kept in the directory.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trifocal.bench.results import ResultFile
+from trifocal.evaluation import Subject
+from trifocal.evaluation.position_loss import measure_loss, read_batches
+from trifocal.models import load_model
+from trifocal.train.checkpoint_folders import checkpoint_step, list_checkpoints
+from trifocal.train.pretrained import open_pretrained
+from trifocal.train.run_config import RunConfig
+from trifocal.train.run_directory import load_run
+
+DENSE, DENSE_ON = "dense", "dense, trained on"
+Flags = dict[str, str]
+
+
+def command(*arguments: str) -> None:
+    """Run a command of trifocal; raises if it fails."""
+    print("trifocal", *arguments, flush=True)
+    subprocess.run([sys.executable, "-m", "trifocal", *arguments], check=True)
+
+
+def last_step(run: Path) -> int:
+    """The last step that a run has saved."""
+    return max((checkpoint_step(path) for path in list_checkpoints(run / "checkpoints")), default=0)
+
+
+def train_on(source: Path, run: Path, dense: Path, config: RunConfig, steps: int, extra: Flags) -> None:
+    """Train on from weights for some steps by the configuration of the dense run, or go on with that."""
+    done = last_step(run)
+    if done:
+        if done < steps:
+            command("train", "--resume", str(run))
+        return
+    flags = {
+        "model.from": str(source),
+        "run.directory": str(run),
+        "train.steps": str(steps),
+        "schedule.warmup_steps": str(max(1, steps // 10)),
+        "schedule.rewarmup_start": "0",
+        "schedule.rewarmup_steps": "0",
+        # The peak of the dense run would undo what its end has learned.
+        "optimizer.learning_rate": str(config.optimizer.learning_rate / 3),
+        # Another order; which documents are held out does not depend on it.
+        "data.seed": str(config.data.seed + 1),
+        "checkpoint.interval_steps": str(max(1, steps // 4)),
+        "checkpoint.keep_last": "1",
+        "checkpoint.keep_every_steps": "0",
+        "evaluate.interval_steps": str(max(1, steps // 4)),
+        "log.sample_interval_steps": "0",
+        **extra,
+    }
+    overwrite = ["--overwrite"] if (run / "config.toml").exists() else []
+    command("train", str(dense / "config.toml"), *(f"--{name}={value}" for name, value in flags.items()), *overwrite)
+
+
+def losses(models: dict[str, Path], dense: Path, lengths: list[int], cache: Path) -> list[dict[str, Any]]:
+    """The validation loss of each model at each length, on the same text; figures in the cache are not made again."""
+    rows = json.loads(cache.read_text()) if cache.exists() else []
+    with open_pretrained(dense) as found:
+        config, tokenizer = load_run(dense), found.tokenizer()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    subject = Subject(load_model(dense), tokenizer, config.data, config, device, config.train.precision)
+    for length in lengths:
+        missing = [name for name in models if not any((r["model"], r["length"]) == (name, length) for r in rows)]
+        if not missing:
+            continue
+        trained = (config.train.sequence_length, config.train.micro_batch_size)
+        section = replace(config.evaluate, batches=4 * config.evaluate.batches)
+        batches = read_batches(
+            config.data, section, tokenizer=tokenizer, vocab_size=config.model.vocab_size, trained=trained,
+            length=length, sequences=0,
+        )  # fmt: skip
+        for name in missing:
+            measured = replace(subject, model=load_model(models[name]).to(device).eval())
+            [whole, *_] = measure_loss(measured, batches, lambda done: None)
+            row = {"model": name, "length": length, "loss": whole["loss"], "bits_per_byte": whole["bits_per_byte"]}
+            print(row, flush=True)
+            rows.append(row | {"targets": whole["targets"]})
+            cache.write_text(json.dumps(rows))
+    return [row for row in rows if row["model"] in models and row["length"] in lengths]
+
+
+def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows in the order of models, with the loss above that of the dense one, as it is and trained on, in percent."""
+    of = {(row["model"], row["length"]): row["loss"] for row in rows}
+
+    def above(row: dict[str, Any], other: str) -> float:
+        return 100 * (row["loss"] / of[other, row["length"]] - 1)
+
+    return [
+        row | {"above_dense_percent": above(row, DENSE), "above_dense_trained_on_percent": above(row, DENSE_ON)}
+        for row in sorted(rows, key=lambda row: row["length"])
+    ]
+
+
+def main() -> int:
+    """Convert, train on, measure, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dense", type=Path, help="a finished run of a dense model")
+    parser.add_argument("--directory", type=Path, default=Path("runs/converted"))
+    parser.add_argument("--to", nargs="+", choices=("selected", "nsa"), default=["selected", "nsa"])
+    parser.add_argument("--dense-layers", default="")
+    parser.add_argument("--share", type=float, default=0.1, help="of the dense run's steps")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--commit", default="")
+    parser.add_argument("--output", type=Path, default=None)
+    options, others = parser.parse_known_args()
+    if len(others) % 2 or not all(flag.startswith("--") for flag in others[::2]):
+        parser.error(f"further flags are --section.field value, got {' '.join(others)}")
+    flags = {name.removeprefix("--"): value for name, value in zip(others[::2], others[1::2], strict=True)}
+    geometry = {name: value for name, value in flags.items() if name.startswith("geometry.")}
+    extra = {name: value for name, value in flags.items() if name not in geometry}
+
+    directory, config = options.directory, load_run(options.dense)
+    steps = max(1, int(config.train.steps * options.share))
+    directory.mkdir(parents=True, exist_ok=True)
+    models = {DENSE: options.dense, DENSE_ON: directory / "dense"}
+    train_on(options.dense, models[DENSE_ON], options.dense, config, steps, extra)
+    for target in options.to:
+        converted, run = directory / f"{target}-start", directory / target
+        if not converted.exists():
+            choices = [
+                *(f"--{name}={value}" for name, value in geometry.items()),
+                f"--dense-layers={options.dense_layers}",
+            ]
+            command("convert", str(options.dense), str(converted), "--to", target, *choices)
+        train_on(converted, run, options.dense, config, steps, extra)
+        models |= {f"{target}, converted": converted, f"{target}, trained on": run}
+    rows = compared(losses(models, options.dense, options.lengths, directory / "losses.json"))
+    tokens = config.train.sequence_length * config.train.global_batch_size
+    notes = [
+        f"Dense run: {config.train.steps:,} steps of {tokens:,} tokens, {config.train.sequence_length:,} a sequence.",
+        f"Trained on: {steps:,} steps more.",
+        f"Layers that stay dense: {options.dense_layers or 'none'}. Geometry: "
+        f"{load_model(directory / f'{options.to[0]}-start').config.geometry}.",
+        f"Further flags: {' '.join(f'{name}={value}' for name, value in extra.items()) or 'none'}.",
+    ]
+    file = ResultFile(
+        "convert_quality", "Dense models made sparse, and trained on", folder=options.output, commit=options.commit
+    )
+    print(file.write(rows, notes=notes).read_text(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

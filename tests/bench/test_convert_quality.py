@@ -1,0 +1,53 @@
+"""The script that converts a dense run and trains it on: every model is measured on the same text, once."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.children import ROOT
+from tests.train.tiny import write_config
+from trifocal.cli import main
+
+SMALL = ["--geometry.compression_block_size", "4", "--geometry.compression_stride", "2"]
+SMALL += ["--geometry.selection_block_size", "8", "--geometry.num_selected_blocks", "3"]
+MODELS = ["dense", "dense, trained on"]
+MODELS += [f"{target}, {state}" for target in ("selected", "nsa") for state in ("converted", "trained on")]
+
+
+def test_models_are_converted_trained_on_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("convert_quality", ROOT / "benchmarks" / "convert_quality.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    commands = []
+
+    def command(*arguments: str) -> None:
+        commands.append(arguments[0])
+        assert main(arguments) == 0
+
+    monkeypatch.setattr(script, "command", command)
+    dense, directory, results = tmp_path / "run", tmp_path / "converted", tmp_path / "results"
+    assert main(["train", str(write_config(tmp_path)), "--model.attention", "dense", "--train.steps", "3"]) == 0
+    arguments = [str(dense), "--directory", str(directory), "--lengths", "16", "32", "--share", "0.34", *SMALL]
+    # So small a learning rate leaves models as they are.
+    arguments += ["--output", str(results), "--optimizer.learning_rate", "1e-30"]
+    monkeypatch.setattr(sys, "argv", ["convert_quality.py", *arguments])
+    assert script.main() == 0
+    [path] = results.glob("convert_quality_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    loss = {(row["model"], row["length"]): row["loss"] for row in rows}
+    assert sorted(loss) == sorted((name, length) for name in MODELS for length in (16, 32))
+    for length in (16, 32):
+        assert loss["dense, trained on", length] == loss["dense", length]
+        assert loss["selected, trained on", length] == loss["selected, converted", length]
+        assert abs(loss["nsa, converted", length] - loss["dense", length]) > 1e-6
+    # Three blocks of eight tokens cover the shorter rows.
+    assert abs(loss["selected, converted", 16] - loss["dense", 16]) < 1e-5
+    assert all(row["above_dense_percent"] == 0 for row in rows if row["model"] == "dense")
+    assert commands == ["train", "convert", "train", "convert", "train"]
+    # Started again, nothing is done twice.
+    assert script.main() == 0
+    assert len(commands) == 5
