@@ -54,6 +54,7 @@ def test_what_is_printed(tmp_path, terminal):
     found = examine({"tiny": config}, tmp_path)
     broken = Finding("disk", "broken", "it is full [really]", "du -xhd1 /")
     text = printed(Examination((broken, *found.findings[:2]), found.needs), terminal)
+    assert "bytes a token: " in text and "sequences of 8,192 tokens or " in text
     for part in ("disk", "it is full [really]", "du -xhd1 /", "tiny", "estimates", "One thing stops training"):
         assert part in text
     assert ("\x1b[" in text) == terminal

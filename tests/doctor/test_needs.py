@@ -10,6 +10,7 @@ import torch
 from tests.train.tiny import make_config
 from trifocal.doctor import needs
 from trifocal.doctor.needs import USABLE_SHARE, Machine, advice, need_of, setup_of
+from trifocal.generate.paged_cache import memory_for_caches, plan_cache
 from trifocal.models import parameter_count, training_memory
 from trifocal.train import load_config
 from trifocal.train.arguments import override
@@ -58,6 +59,34 @@ def test_every_preset_on_a_large_gpu(gpus, name):
     assert need.memory.total > 16 * need.parameters
     assert need.step_seconds is not None and need.step_seconds > 0
     assert need.run_seconds == need.step_seconds * config.train.steps
+
+
+def test_caches_of_generate(gpus):
+    """The production model, bf16: selected keys and values of a token, and its share of a compressed block, by hand."""
+    pytest.importorskip("triton")
+    config = load_config(CONFIGS / "m7c_125m.toml")
+    token = 12 * 2 * (64 + 64) * 2 * (1 + 1 / 16)
+    need = need_of("m7c", config, gpus(80))
+    assert need.cache_token_bytes == token
+    # The rings: 511 + 8 window tokens, and 31 + 8 raw ones.
+    ring = 12 * 2 * (64 + 64) * 2 * (519 + 39)
+    free = int(80 * GIB * 0.92) - 6 * need.parameters - 3 * GIB
+    assert need.cached_sequences == tuple(free // int(length * token + ring) for length in (8192, 65536))
+    dense = need_of("m7c", override(config, ["--model.attention", "dense"]), gpus(80))
+    assert dense.cache_token_bytes == 12 * 2 * (64 + 64) * 2
+    assert need_of("m7c", config, gpus(1)).cached_sequences == (0, 0)
+
+
+def test_generate_takes_what_the_doctor_counts(gpus):
+    """One more sequence has no pages of its own: they are shared out among fewer, or fewer run."""
+    pytest.importorskip("triton")
+    config = load_config(CONFIGS / "m7c_125m.toml")
+    (count, _) = need_of("m7c", config, gpus(10)).cached_sequences
+    free = memory_for_caches(config.model, torch.bfloat16, torch.device("cuda"), 10 * GIB)
+    pages = 8192 // 256
+    for sequences, enough in ((count, True), (count + 1, False)):
+        plan = plan_cache(config.model, torch.bfloat16, 8192, free_bytes=free, sequences=sequences)
+        assert (plan.num_pages >= sequences * pages) == enough
 
 
 def test_advice_is_the_smallest_change_that_fits(gpus):
@@ -135,6 +164,7 @@ def test_nothing_helps(tmp_path):
 
 def test_unknown_memory_and_speed(tmp_path):
     need = need_of("tiny", make_config(tmp_path), cpu(None, {}))
+    assert need.cached_sequences is None and need.cache_token_bytes > 0
     assert (need.fits, need.step_seconds, need.run_seconds, need.advice) == (None, None, None, "")
 
 

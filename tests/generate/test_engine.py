@@ -180,6 +180,18 @@ def test_what_does_not_fit_now_waits_in_order(model: DecoderLM) -> None:
     assert order == requests
 
 
+def test_who_needs_no_more_pages_keeps_nobody_waiting(model: DecoderLM) -> None:
+    cached = CachedModel(model, max_sequences=2, max_length=30)
+    assert cached.pages.num_pages == 2
+    engine = Engine(cached)
+    for _ in range(2):
+        engine.submit(Request(prompt=[1, 2, 3], max_new_tokens=20))
+    for _ in range(2):
+        engine.step()
+    assert engine.num_waiting == 0
+    assert len(engine.step()) == 2
+
+
 def test_broken_logits_end_their_sequence_alone(make_model: Make) -> None:
     model = make_model().float()
     requests = [Request(prompt=[i, i], max_new_tokens=4, sampling=Sampling(temperature=0)) for i in range(6)]

@@ -16,6 +16,7 @@ from trifocal.ops import (
     decode_dense_attention,
     dispatch,
 )
+from trifocal.ops.triton import tiles
 from trifocal.testing.tolerances import allowed, error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -124,7 +125,7 @@ def test_equal_bits_with_any_table_and_parts(shape, dense, dtype, monkeypatch):
     layer = Layer(shape, dtype, lengths=(40, 3001, 16384, 70000))
     step = layer.dense_step if dense else layer.step
     results = []
-    for units, spare in ((1, 0), (4, 0), (1, 300)):
+    for units, spare in ((1, 0), (tiles.DECODE_GROUP, 0), (1, 300)):
         monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes, units=units: units)
         table = layer.batch.block_table
         wide = torch.cat((table, table.new_full((len(table), spare), -(2**30))), 1)
@@ -161,3 +162,26 @@ def test_a_recorded_step_is_replayed_while_sequences_grow(shape):
         expected = attend(layer, plain, replace(layer.batch, lengths=grown), "triton")
         grown += 1
         assert torch.equal(o, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
+def test_replays_have_the_bits_of_launches_that_wait_for_one_another(shape, monkeypatch):
+    """A kernel that reads before the one before it has written would show up in one of many replays."""
+    from trifocal.ops.triton import decode_append, decode_attention
+
+    layer = Layer(shape, torch.bfloat16, lengths=(63, 1500, 9000, 40000))
+    cache = copied(layer.cache)
+    with monkeypatch.context() as patch:
+        for module in (decode_append, decode_attention):
+            patch.setattr(module, "dependent_launch", lambda device: {"DEPENDENT": False})
+        expected = attend(layer, copied(layer.cache), layer.batch, "triton")
+    attend(layer, cache, layer.batch, "triton")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [attend(layer, cache, layer.batch, "triton") for _ in range(4)]
+    for _ in range(200):
+        for o in outputs:
+            o.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(o, expected) for o in outputs)

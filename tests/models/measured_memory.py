@@ -12,7 +12,7 @@ from trifocal.ops import Documents, Geometry
 from trifocal.train.optimizer import gradient_norm, guarded_step, make_optimizer
 from trifocal.train.run_config import OptimizerSection
 
-_SMALL_BYTES = 10_000_000
+_PROFILED_STEPS = 4
 
 
 class Trained:
@@ -49,18 +49,11 @@ class Trained:
 
 
 def allocated_peak(config, setup):
-    """Bytes at the fullest moment of the second and third step, by the profiler.
+    """Bytes at the fullest moment of some steps after the first, by the profiler.
 
-    The largest of two measurements, in a small model of six: what is freed meanwhile, by whatever thread and at
-    whatever time, makes one smaller than it is, by up to half a megabyte, and none larger.
+    A thread that frees a tensor late or early makes one step's peak smaller than it is, by up to half a megabyte, and
+    none larger: the largest of several steps is right.
     """
-    found = [_allocated_peak(config, setup) for _ in range(2)]
-    if max(found) < _SMALL_BYTES:
-        found += [_allocated_peak(config, setup) for _ in range(4)]
-    return max(found)
-
-
-def _allocated_peak(config, setup):
     trained = Trained(config, setup)
     trained.step()
     held = sum(parameter.nbytes + parameter.grad.nbytes for parameter in trained.parameters)
@@ -69,9 +62,9 @@ def _allocated_peak(config, setup):
     held += sum(value.nbytes for state in trained.optimizer.state.values() for value in state.values())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         # The profiler does not see that tensors made before it are freed: the first step's gradients.
-        trained.step()
         stale = sum(parameter.nbytes for parameter in trained.parameters)
-        trained.step()
+        for _ in range(_PROFILED_STEPS):
+            trained.step()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     now, peak = held - stale, 0
     for event in sorted(events, key=lambda event: event.start_ns()):

@@ -102,17 +102,12 @@ ON_REFERENCE = replace(SMALL, backend="reference")
 CASES = {
     "production": (PRODUCTION, setup()),
     "production, checkpointed": (PRODUCTION, setup(**AGAIN)),
-    "fp32": (SMALL, setup(precision="fp32")),
     "packed": (SMALL, setup(micro_batch_size=2, packed=True)),
-    "packed, checkpointed": (SMALL, setup(micro_batch_size=2, packed=True, **AGAIN)),
-    "shared keys": (replace(SMALL, shared_kv=True), setup(micro_batch_size=3)),
     "dense": (replace(SMALL, attention="dense", backend="auto"), setup(backend="reference")),
     "norms and biases": (replace(SMALL, qk_norm=True, qkv_bias=True, o_bias=True, mlp_bias=True), setup()),
     "window": (replace(SMALL, attention="window"), setup()),
-    "window, checkpointed": (replace(SMALL, attention="window"), setup(**AGAIN)),
     "selected": (replace(SMALL, attention="selected"), setup()),
     "selected, checkpointed": (replace(SMALL, attention="selected"), setup(**AGAIN)),
-    "reference, checkpointed": (ON_REFERENCE, setup(backend="reference", **AGAIN)),
 }
 
 
@@ -126,9 +121,7 @@ def test_bytes(case):
 # Beside the tensors of the formula they keep a mean before it is rotated, or a few numbers of a token.
 NEARLY = {
     "mlp compressor": (replace(PRODUCTION, compressor="mlp"), setup()),
-    "softmax gate": (replace(PRODUCTION, gate="softmax"), setup()),
     "reference": (ON_REFERENCE, setup(backend="reference")),
-    "reference, packed": (ON_REFERENCE, setup(backend="reference", micro_batch_size=2, packed=True)),
     "reference, window": (replace(ON_REFERENCE, attention="window"), setup(backend="reference")),
     "reference, selected": (replace(ON_REFERENCE, attention="selected"), setup(backend="reference")),
 }

@@ -75,14 +75,15 @@ def _record(architecture: str, call: Callable[[], Any]) -> list[tuple[Any, dict[
     launches = []
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
-        options = {key: kwargs.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in kwargs}
+        names = ("num_warps", "num_stages", "maxnreg", "launch_pdl", "enable_fp_fusion")
+        options = {key: kwargs.pop(key) for key in names if key in kwargs}
         arguments = inspect.signature(self.fn).bind(*args, **kwargs).arguments
         launches.append((self, dict(arguments), options))
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(JITFunction, "run", run))
         stack.enter_context(mock.patch.object(devices, "architecture", lambda device: architecture))
-        for name in ("has_copy_engine", "is_hopper"):
+        for name in ("has_copy_engine", "has_dependent_launch", "is_hopper"):
             stack.enter_context(mock.patch.object(devices, name, lambda device: architecture == "hopper"))
         call()
     return launches
@@ -118,6 +119,7 @@ def _type_of(value: Any) -> str:
         torch.bfloat16: "bf16",
         torch.float16: "fp16",
         torch.float32: "fp32",
+        torch.float64: "fp64",
         torch.int16: "i16",
         torch.int32: "i32",
         torch.int64: "i64",

@@ -25,6 +25,7 @@ def calls():
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
     from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
     from trifocal.ops.triton.decode_linear import embedding, linear
+    from trifocal.ops.triton.draw_tokens import draw_tokens
     from trifocal.ops.triton.mean_compression import mean_compress_backward, mean_compress_forward
     from trifocal.ops.triton.scoring import select_blocks_forward
     from trifocal.ops.triton.selected_backward import selected_backward
@@ -88,12 +89,24 @@ def calls():
         mean_compress_forward(empty(2, length, 4, dim, dtype=dtype), geometry, size, documents)
         mean_compress_backward(empty(2, size, 4, dim, dtype=dtype), geometry, length, documents)
 
+    def drawing(vocab_size):
+        floats, whole_numbers = empty(3, dtype=torch.float32), empty(3, dtype=torch.int32)
+        seen, seeds = empty(3, vocab_size, dtype=torch.bool), empty(3, dtype=torch.int64)
+        draw_tokens(
+            empty(3, vocab_size, dtype=torch.float32), None, floats, whole_numbers, floats, seeds, seen, whole_numbers,
+            whole_numbers, seeds, empty(3, 2, dtype=torch.float64),
+        )  # fmt: skip
+
     def decoding(dim, hidden):
         residual, squares = embedding(empty(3, dtype=torch.int64), empty(257, dim))
         norm = (empty(dim), squares, 1e-6)
         linear(residual, empty(2 * dim, dim), empty(2 * dim), norm=norm, num_sigmoids=36)
+        linear(residual, empty(257, dim), None, norm=norm, out_dtype=torch.float32)
         gated, _ = linear(residual, empty(2 * hidden, dim), None, norm=norm, swiglu=True)
         linear(gated, empty(dim, hidden), None, residual=residual)
+        many, squares = empty(64, dim, dtype=torch.float32), empty(64, dim // 16, dtype=torch.float32)
+        linear(many, empty(2 * hidden, dim), None, norm=(empty(dim), squares, 1e-6), swiglu=True)
+        drawing(257)
 
     def combination():
         o = [empty(2, 64, 12, 128) for _ in range(4)]
@@ -136,12 +149,18 @@ def calls():
         Call("slc 64, masked, parts", "ampere", lambda: selected(12, 2, 64, 64, "masked", part_queries=192)),
         Call("slc 128, query-major", "ampere", lambda: selected(64, 4, 128, 128, "query_major")),
         Call("scoring", "ampere", lambda: scoring(64, 4, 128)),
-        Call("decoding 256", "ampere", lambda: decode_step(16, 2, 256, 256, new=8, learned=True), every_kernel=True),
+        Call(
+            "decoding 256, many blocks",
+            "ampere",
+            lambda: decode_step(16, 2, 256, 256, new=8, pages=512, learned=True),
+            every_kernel=True,
+        ),
     ]
     result = hopper + ampere
     for architecture in ("hopper", "ampere"):
         result += [
             Call("products of a decode step", architecture, lambda: decoding(768, 2048), every_kernel=True),
+            Call("draw from a large vocabulary", architecture, lambda: drawing(32000)),
             Call("compression 128 packed", architecture, lambda: compression(128, packed=True)),
             Call("compression 256 fp32", architecture, lambda: compression(256, torch.float32), every_kernel=True),
             Call("compression 192, no overlap", architecture, lambda: compression(192, geometry=Geometry(16, 16, 32))),
@@ -174,10 +193,11 @@ def test_every_kernel_is_compiled(rows, compiled):
         "importance_kernel",
         "choice_kernel",
     )
-    names += ("append_kernel", "decode_scores_kernel", "decode_choice_kernel", "decode_attend_kernel")
-    names += ("decode_dense_kernel", "decode_combine_kernel")
+    names += ("append_kernel", "decode_scores_kernel", "decode_attend_kernel", "decode_dense_kernel")
+    names += ("decode_choice_kernel", "decode_combine_kernel")
     names += ("mean_compress_kernel", "mean_compress_backward_kernel", "place_slots_kernel")
     names += ("decode_linear_kernel", "decode_embedding_kernel")
+    names += ("draw_maxima_kernel", "draw_sums_kernel", "draw_tokens_kernel")
     names += ("reduce_slots_kernel", "reduce_pieces_kernel", "sum_parts_of_blocks_kernel")
     assert {(name, architecture) for name in names for architecture in ("hopper", "ampere")} <= kernels
     written_for_hopper = (

@@ -13,6 +13,7 @@ from tests.ops.cases import geometry
 from tests.ops.decode_cases import Decoder, draw, whole, whole_dense
 from trifocal.nn.rope import rotate
 from trifocal.ops import compressed_attention, dispatch, select_blocks
+from trifocal.ops.triton import tiles
 from trifocal.testing.tolerances import error
 
 pytest.importorskip("triton")
@@ -64,7 +65,7 @@ def unwritten_memory_is_poison(monkeypatch):
 @pytest.fixture(autouse=True)
 def four_units_to_a_part(monkeypatch):
     """Fewer programs to interpret; one test takes both ways."""
-    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 4)
+    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: tiles.DECODE_GROUP)
 
 
 def run(step, backend, tokens, dense=False, window_size=None):
@@ -136,7 +137,7 @@ def test_dense_and_window_attention_over_pages(window_size, monkeypatch):
 
 @pytest.mark.parametrize(("dense", "past"), [(False, 330), (True, 1300)], ids=["sparse", "dense"])
 def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
-    """A sequence of several units alone, elsewhere in other caches, with a wider table and four units to a part."""
+    """Several units alone, elsewhere in other caches, with a wider table and longer parts."""
     rules = geometry(2, 1, 16, 18, 1, 1, 300)
     step = Step(shapes("bits", rules, value_dim=64, page_blocks=2), (20, past), (1, 1))
     tokens = tokens_of(step)
@@ -149,6 +150,18 @@ def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
     decoder.fill([past])
     o = (decoder.step_dense if dense else decoder.step)([1])
     assert torch.equal(o[0], together[1])
+
+
+@pytest.mark.parametrize("window", ["own", "shared"])
+def test_parts_of_one_tile(window, monkeypatch):
+    """No loop: keys are asked for before the rows are ready. Two parts of chosen blocks, and of the window."""
+    monkeypatch.setattr(dispatch, "decode_tile", lambda q, v, rows: tiles.Tile(16, 256, 4, 2))
+    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
+    step = Step(shapes("one tile", geometry(4, 4, 16, 20, 1, 1, 270), 6, 2, window=window), (20, 700), (2, 2))
+    tokens = tokens_of(step)
+    o, _ = run(step, "triton", tokens)
+    expected, _ = run(step, "reference", tokens)
+    assert error(o, expected) <= BOUND
 
 
 def choices(step, tokens, monkeypatch, rotated=True):

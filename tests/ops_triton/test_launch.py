@@ -129,6 +129,7 @@ OTHERS = {
     "no tiles": ((MEMORY, None, 64, 1000, 0.5), CONSTANTS),
     "another constant": (arguments(), {**CONSTANTS, "SIZE": 128}),
     "more warps": (arguments(), {**CONSTANTS, "num_warps": 8}),
+    "a dependent launch": (arguments(), {**CONSTANTS, "launch_pdl": True}),
 }
 
 

@@ -11,7 +11,7 @@ from trifocal._version import __version__
 from trifocal.doctor import machine as looks
 from trifocal.doctor import probes
 from trifocal.doctor.findings import Finding
-from trifocal.doctor.needs import EFFICIENCY, USABLE_SHARE, Machine, Need, need_of
+from trifocal.doctor.needs import DECODED_LENGTHS, EFFICIENCY, USABLE_SHARE, Machine, Need, need_of
 from trifocal.runlog import hardware
 from trifocal.train.run_config import RunConfig
 
@@ -56,6 +56,7 @@ class Examination:
             "findings": [asdict(finding) for finding in self.findings],
             "needs": [{**asdict(need), "memory_bytes": need.memory.total} for need in self.needs],
             "usable_share_of_memory": USABLE_SHARE,
+            "cached_sequences_are_of_tokens": DECODED_LENGTHS,
             "step_seconds_are": f"an estimate: computed FLOPs over {EFFICIENCY} of the measured speed of products",
         }
 

@@ -25,7 +25,7 @@ _DRIVERS = {"12": 525, "13": 580}
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (
         ("datasets", "huggingface_hub", "pyarrow", "tokenizers"),
-        "FineWeb-Edu, parquet files and other tokenizers than bytes",
+        "data sets of the hub, parquet files and other tokenizers than bytes",
     ),
     "hf": (("transformers", "tokenizers"), "trifocal.hf: models in transformers"),
     "tensorboard": (("tensorboard",), "log.sinks tensorboard"),

@@ -11,6 +11,7 @@ from trifocal.distributed import Processes, choose_mode
 from trifocal.doctor.findings import one_line
 from trifocal.doctor.machine import available_memory, installed
 from trifocal.errors import UserError
+from trifocal.generate.paged_cache import cache_bytes, memory_for_caches, sequences_that_fit
 from trifocal.models import Memory, TrainingSetup, computed_flops_per_token, parameter_count, training_memory
 from trifocal.runlog.hardware import matmul_rate
 from trifocal.runlog.memory_statistics import resident_bytes
@@ -27,6 +28,8 @@ EFFICIENCY = {"cuda": 0.13, "cpu": 0.3}
 _CUBLAS_BYTES = {True: 2 * 32 * 2**20, False: 2 * 8 * 2**20}
 _MOST_PROCESSES = 1024
 _SHORTEST_ADVISED = 128
+DECODED_LENGTHS = (8192, 65536)
+"""Lengths of the sequences whose caches are counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,9 @@ class Need:
         tokens_per_step: Of all processes together.
         run_seconds: The estimate for all steps.
         disk_bytes: Of checkpoints, at most at a time.
+        cache_token_bytes: Of the caches in `trifocal generate`, for a token of a sequence, all layers together.
+        cached_sequences: How many sequences of each of `DECODED_LENGTHS` fit into one device beside the model; None if
+            the machine does not tell its memory.
         problem: Why the run would be refused; empty if it would not.
         remedy: What mends that.
         advice: What makes it fit; empty if it does.
@@ -112,6 +118,8 @@ class Need:
     tokens_per_step: int
     run_seconds: float | None
     disk_bytes: int
+    cache_token_bytes: int
+    cached_sequences: tuple[int, ...] | None
     problem: str = ""
     remedy: str = ""
     advice: str = ""
@@ -135,6 +143,8 @@ def need_of(name: str, config: RunConfig, machine: Machine) -> Need:
     fits = None if usable is None else memory.total <= usable
     seconds = _step_seconds(config, setup, machine)
     problem, remedy = _refusal(config, machine, processes)
+    dtype = torch.bfloat16 if config.train.precision == "bf16" else torch.float32
+    caches = cache_bytes(config.model, dtype, max(DECODED_LENGTHS))
     return Need(
         name=name,
         parameters=parameter_count(config.model),
@@ -148,10 +158,20 @@ def need_of(name: str, config: RunConfig, machine: Machine) -> Need:
         tokens_per_step=config.train.global_batch_size * config.train.sequence_length,
         run_seconds=None if seconds is None else seconds * config.train.steps,
         disk_bytes=disk_bytes(config),
+        cache_token_bytes=caches.page // caches.page_size,
+        cached_sequences=_cached_sequences(config, dtype, machine),
         problem=problem,
         remedy=remedy,
         advice=advice(config, machine, usable) if usable is not None and not fits else "",
     )
+
+
+def _cached_sequences(config: RunConfig, dtype: torch.dtype, machine: Machine) -> tuple[int, ...] | None:
+    """As `trifocal generate` works it out, which runs on one device."""
+    if machine.available_bytes is None:
+        return None
+    free = memory_for_caches(config.model, dtype, machine.device, machine.available_bytes)
+    return tuple(sequences_that_fit(config.model, dtype, length, free) for length in DECODED_LENGTHS)
 
 
 def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = "") -> TrainingSetup:
@@ -281,7 +301,7 @@ def _step_seconds(config: RunConfig, setup: TrainingSetup, machine: Machine) -> 
 def _refusal(config: RunConfig, machine: Machine, processes: int) -> tuple[str, str]:
     """The reason why the run would not start, and the remedy."""
     kind = config.data.source.partition(":")[0]
-    if kind in ("fineweb-edu", "parquet") and not installed("pyarrow"):
+    if kind in ("hf", "fineweb-edu", "parquet") and not installed("pyarrow"):
         return f"data.source {kind} needs packages that are not installed", "pip install 'trifocal[data]'"
     try:
         choose_device(config.run.device)

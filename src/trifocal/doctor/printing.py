@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from trifocal.doctor.examination import Examination
-from trifocal.doctor.needs import EFFICIENCY, USABLE_SHARE, Need
+from trifocal.doctor.needs import DECODED_LENGTHS, EFFICIENCY, USABLE_SHARE, Need
 
 _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red"}
 
@@ -24,6 +24,7 @@ def show(examination: Examination, console: Console) -> None:
         if examination.needs:
             console.print(_needs(examination))
             for need in examination.needs:
+                _plain(console, f"  {need.name}: {_decoding(need)}")
                 for change in _changes(need):
                     _plain(console, f"  {need.name}: {change}")
     else:
@@ -73,6 +74,7 @@ def _lines(examination: Examination) -> Iterator[str]:
             f"{size(need.memory.total)} of memory, fullest in the {need.memory.moment}: fits: {_verdict(need)}",
             f"about {duration(need.step_seconds)} a step, {duration(need.run_seconds)} in all",
             f"{size(need.disk_bytes)} of disk",
+            _decoding(need),
             *_changes(need),
         ]
         yield f"needs  {need.name}: {'; '.join(parts)}"
@@ -93,6 +95,15 @@ def _closing(examination: Examination) -> Iterator[str]:
     yield "One thing stops training:" if len(broken) == 1 else f"{len(broken)} things stop training:"
     for line in broken:
         yield f"  {line}"
+
+
+def _decoding(need: Need) -> str:
+    """The caches of `trifocal generate`."""
+    text = f"generate caches {need.cache_token_bytes:,} bytes a token"
+    if need.cached_sequences is None:
+        return text
+    pairs = zip(need.cached_sequences, DECODED_LENGTHS, strict=True)
+    return f"{text}: " + " or ".join(f"{count:,} sequences of {length:,} tokens" for count, length in pairs) + " fit"
 
 
 def _changes(need: Need) -> list[str]:

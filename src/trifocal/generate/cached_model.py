@@ -21,13 +21,24 @@ from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.generate.prefill import Chunk
 from trifocal.generate.products import MatrixProducts, RowProducts
 from trifocal.models.decoder import DecoderLM
+from trifocal.models.model_config import ModelConfig
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import DecodeBatch
 from trifocal.ops.decode_caches import MOST_NEW_TOKENS
 from trifocal.ops.decode_linear import Norm, Residual
 
-PREFILL_CHUNK = 8192
-"""Tokens of a prompt that go through the model at a time."""
+_MOST_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
+# Of the widest activations of a chunk.
+_PREFILL_BYTES = 2**30
+
+
+def default_prefill_chunk(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    """Tokens of a prompt at a time: long chunks spare launches, shorter ones memory.
+
+    A power of two up to 65,536, on a CPU up to 8,192, whose widest activations take at most 1 GiB.
+    """
+    most = _PREFILL_BYTES // (2 * max(config.mlp_dim, config.dim) * dtype.itemsize)
+    return min(1 << max(0, most.bit_length() - 1), _MOST_PREFILL_TOKENS[device.type])
 
 
 class OutOfRows(Exception):
@@ -73,7 +84,7 @@ class CachedModel:
         num_pages: Pages that the sequences share; enough for all at their longest unless given.
         page_size: Tokens of a page, rounded up to whole selection blocks; 256 unless given.
         dtype: Type of the products and of the caches; autocast's where it is on, else that of the weights.
-        prefill_chunk_size: Tokens of a prompt that go through the model at a time.
+        prefill_chunk_size: Tokens of a prompt that go through the model at a time; 0: as `default_prefill_chunk`.
         batch_invariant: Whether decoding uses products whose sums do not depend on the number of sequences.
 
     Attributes:
@@ -96,13 +107,13 @@ class CachedModel:
         num_pages: int = 0,
         page_size: int = 0,
         dtype: torch.dtype | None = None,
-        prefill_chunk_size: int = PREFILL_CHUNK,
+        prefill_chunk_size: int = 0,
         batch_invariant: bool = True,
     ) -> None:
         for name, value in (
             ("max_sequences", max_sequences),
             ("max_length", max_length),
-            ("prefill_chunk_size", prefill_chunk_size),
+            ("prefill_chunk_size", prefill_chunk_size or 1),
         ):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
@@ -114,7 +125,7 @@ class CachedModel:
         self.config, self.max_sequences, self.max_length = config, max_sequences, max_length
         self.device = model.embedding.weight.device
         self.dtype = dtype or product_type(model)
-        self.prefill_chunk_size = prefill_chunk_size
+        self.prefill_chunk_size = prefill_chunk_size or default_prefill_chunk(config, self.dtype, self.device)
         page_size = page_size_of(config, page_size) if page_size else page_size_of(config)
         self.most_pages = -(-max_length // page_size)
         self.pages = PageAllocator(num_pages or max_sequences * self.most_pages, page_size)
@@ -309,8 +320,8 @@ class CachedModel:
         return sequence
 
     def _logits(self, residual: Residual, products: RowProducts) -> Tensor:
-        logits, _ = products.normed_linear(residual, self._norm, self._output)
-        return logits.to(torch.promote_types(self.dtype, torch.float32))
+        exact = torch.promote_types(self.dtype, torch.float32)
+        return products.normed_linear(residual, self._norm, self._output, out_dtype=exact)[0]
 
     def _check_length(self, sequence: CachedSequence, num_new: int) -> None:
         if sequence.length + num_new > self.max_length:

@@ -158,7 +158,7 @@ class Engine:
             place = each.place = self._runner.place(each.cached, each.sampling, prompt)
             each.launched = 1
             self._scheduler.run(each)
-            self._outstanding.append((self._runner.draw_first(place, logits, len(prompt)), [(0, each)]))
+            self._outstanding.append((self._runner.draw_first(place, logits), [(0, each)]))
             self._leave_batch_if_launched(each)
         return True
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trifocal.generate.cached_model import PREFILL_CHUNK, CachedModel
+from trifocal.generate.cached_model import CachedModel
 from trifocal.generate.engine import Engine
 from trifocal.generate.request import Request, Update
 from trifocal.generate.sampler import Sampling
@@ -36,7 +36,8 @@ def generate(
         temperature, top_k, top_p, min_p, repetition_penalty: See `Sampling`.
         seed: Makes the draw repeatable, row `i` draws with `seed + i`; None takes it from PyTorch's global generator.
         stop_token: A row that draws it is done and filled up with it; None never stops.
-        prefill_chunk_size: Tokens of a prompt that go through the model at a time, which bounds memory; 0: 8,192.
+        prefill_chunk_size: Tokens of a prompt that go through the model at a time, which bounds memory; 0: up to
+            65,536, on a CPU up to 8,192.
 
     Returns:
         Prompts and their continuations, [B, T + max_new_tokens].
@@ -113,7 +114,7 @@ def stream(
         model,
         max_sequences=len(tokens),
         max_length=tokens.shape[1] + max_new_tokens - 1,
-        prefill_chunk_size=prefill_chunk_size or PREFILL_CHUNK,
+        prefill_chunk_size=prefill_chunk_size,
     )
     requests = [
         Request(

@@ -10,12 +10,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trifocal.models import parameter_count
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.ops import DenseCache, Geometry, SparseCache
 from trifocal.ops.decode_caches import MOST_NEW_TOKENS
+from trifocal.runlog import host_memory_bytes
 
 PAGE_SIZE = 256
 """Tokens of a page, or the next multiple of the selection block."""
+
+# Of the free memory: the driver, fragmentation, and on a CPU all other programs take the rest.
+_USABLE_SHARE = {"cuda": 0.92, "cpu": 0.5}
+# What a prompt's chunk and the kernels take beside weights and caches, by measurement on an H200: up to 3 GiB.
+_WORKING_BYTES = {"cuda": 3 * 2**30, "cpu": 0}
 
 Shape = tuple[int, int, int]
 
@@ -136,6 +143,29 @@ def plan_cache(
     while sequences > 1 and sequences * weight.row + longest * weight.page > free_bytes:
         sequences -= 1
     return CachePlan(sequences, min(sequences * longest, (free_bytes - sequences * weight.row) // weight.page))
+
+
+def memory_for_caches(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, free_bytes: int | None = None
+) -> int:
+    """Bytes for caches on a device beside the model's weights; 0 or less if there are none.
+
+    Args:
+        config: The model, not loaded yet.
+        dtype: Type of the products.
+        device: Where.
+        free_bytes: Free memory of the device; asked for unless given.
+    """
+    if free_bytes is None:
+        free_bytes = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_bytes() or 2**40
+    # The weights as they are loaded, and the copy for the products.
+    weights = parameter_count(config) * (4 + dtype.itemsize)
+    return int(free_bytes * _USABLE_SHARE[device.type]) - weights - _WORKING_BYTES[device.type]
+
+
+def sequences_that_fit(config: ModelConfig, dtype: torch.dtype, num_tokens: int, free_bytes: int) -> int:
+    """Sequences of so many tokens whose caches take no more than these bytes."""
+    return max(0, free_bytes) // cache_bytes(config, dtype, num_tokens).of_sequence(num_tokens)
 
 
 def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) -> int:

@@ -22,10 +22,16 @@ class RowProducts:
         return decode_linear.embedding(tokens, table)
 
     def normed_linear(
-        self, residual: Residual, norm: Norm, weight: Tensor, bias: Tensor | None = None, num_sigmoids: int = 0
+        self,
+        residual: Residual,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        num_sigmoids: int = 0,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """See `decode_linear.normed_linear`."""
-        return decode_linear.normed_linear(residual, norm, weight, bias, num_sigmoids=num_sigmoids)
+        return decode_linear.normed_linear(residual, norm, weight, bias, num_sigmoids=num_sigmoids, out_dtype=out_dtype)
 
     def normed_swiglu(self, residual: Residual, norm: Norm, weight: Tensor) -> Tensor:
         """See `decode_linear.normed_swiglu`."""
@@ -52,14 +58,21 @@ class MatrixProducts(RowProducts):
         return self._residual(functional.embedding(tokens, table))
 
     def normed_linear(
-        self, residual: Residual, norm: Norm, weight: Tensor, bias: Tensor | None = None, num_sigmoids: int = 0
+        self,
+        residual: Residual,
+        norm: Norm,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        num_sigmoids: int = 0,
+        out_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As `RowProducts.normed_linear`."""
         out = functional.linear(self._normed(residual, norm, weight.dtype), weight, bias)
-        if not num_sigmoids:
-            return out, None
-        exact = torch.promote_types(out.dtype, torch.float32)
-        return out[:, :-num_sigmoids], out[:, -num_sigmoids:].to(exact).sigmoid()
+        gates = None
+        if num_sigmoids:
+            gates = out[:, -num_sigmoids:].to(torch.promote_types(out.dtype, torch.float32)).sigmoid()
+            out = out[:, :-num_sigmoids]
+        return out.to(out_dtype or out.dtype), gates
 
     def normed_swiglu(self, residual: Residual, norm: Norm, weight: Tensor) -> Tensor:
         """As `RowProducts.normed_swiglu`."""

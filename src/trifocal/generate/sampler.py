@@ -1,7 +1,8 @@
 """Drawing the next token of every sequence on the device, without a host look.
 
 A draw depends on the sequence's logits, settings, seed and position alone. Probabilities become whole numbers before
-they are added: such sums are exact, so that their order, which depends on the batch, does not matter.
+they are added: such sums are exact, so that their order, which depends on the batch, does not matter. `draw` says in
+PyTorch what is drawn; `draw_step` is the end of a decode step, on a GPU one kernel, or three.
 """
 
 import math
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trifocal.ops import dispatch
 from trifocal.ops.validation import check_whole_number
 
 ONE = 2.0**34
@@ -119,6 +121,51 @@ class SamplingTensors:
             self.seen[row].zero_().index_fill_(0, tokens, True)
 
 
+def draw_step(
+    logits: Tensor,
+    settings: SamplingTensors,
+    lengths: Tensor,
+    num_new: Tensor | None,
+    tokens: Tensor,
+    drawn: Tensor,
+    *,
+    filtered: bool,
+    backend: dispatch.Backend = "auto",
+) -> None:
+    """Draw one token a sequence as `draw` does, in place and with the books of a step.
+
+    The kernel draws the same tokens as `draw` unless a probability, in whole numbers, rounds otherwise, one in about a
+    million; it draws them for every sequence, so that a sequence with filters does not change another's bits.
+
+    Args:
+        logits: [B, vocab_size].
+        settings: Of the B sequences; `seen` gets the drawn tokens.
+        lengths: [B], int32; tokens of each sequence, which grow by `num_new` first; the drawn one stands behind them.
+        num_new: [B], int32; None if the lengths stay.
+        tokens: [B], int64; gets the drawn tokens, 0 for `NO_TOKEN`.
+        drawn: [B, 2], fp64; gets tokens and log-probabilities.
+        filtered: As of `draw`.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+    """
+    if dispatch.resolve("draw", backend, logits, None, None) == "triton":
+        # Importing it imports Triton.
+        from trifocal.ops.triton.draw_tokens import draw_tokens
+
+        keep = kept(logits, settings) if filtered else None
+        draw_tokens(
+            logits, keep, settings.temperature, settings.top_k, settings.repetition_penalty, settings.seed,
+            settings.seen, lengths, num_new, tokens, drawn,
+        )  # fmt: skip
+        return
+    position = lengths if num_new is None else lengths + num_new
+    found, log_p = draw(logits, settings, position, filtered=filtered)
+    # A sequence whose logits are broken goes on with any token until the host knows.
+    tokens.copy_(found.clamp(min=0))
+    drawn[:, 0], drawn[:, 1] = found, log_p
+    # Last: a step that fails has not been.
+    lengths.copy_(position)
+
+
 def draw(logits: Tensor, settings: SamplingTensors, position: Tensor, *, filtered: bool) -> tuple[Tensor, Tensor]:
     """Draw one token a sequence.
 
@@ -159,6 +206,14 @@ def penalised(logits: Tensor, settings: SamplingTensors) -> Tensor:
     penalty = settings.repetition_penalty[:, None].to(logits.dtype)
     lower = torch.where(logits > 0, logits / penalty, logits * penalty)
     return lower.where(settings.seen & (penalty != 1), logits)
+
+
+def kept(logits: Tensor, settings: SamplingTensors) -> Tensor:
+    """The tokens that the filters leave, [B, vocab_size], bool; all for a sequence without filters."""
+    finite = (logits - logits == 0).all(-1, keepdim=True)
+    scored = penalised(logits.float().where(finite, 0.0), settings)
+    has_filters = (settings.top_k > 1) | (settings.top_p < 1) | (settings.min_p > 0)
+    return (weights_of(scored, settings, filtered=True) > 0) | ~has_filters[:, None]
 
 
 def weights_of(scored: Tensor, settings: SamplingTensors, *, filtered: bool) -> Tensor:
@@ -202,7 +257,7 @@ def uniform(seed: Tensor, position: Tensor) -> Tensor:
 
 def _whole(logits: Tensor) -> Tensor:
     """exp of logits that are at most 0, as whole numbers; `ONE` is 1."""
-    return (logits.exp().double() * ONE).round().long()
+    return (logits.double().exp() * ONE).round().long()
 
 
 def _mix(x: Tensor) -> Tensor:

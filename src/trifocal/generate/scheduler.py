@@ -80,15 +80,15 @@ class Scheduler:
     def enter(self) -> Iterator[Job]:
         """Jobs that may enter now, oldest first; each is taken out of its queue, and entered before the next is asked.
 
-        A job enters if its pages are free and every running one can still get one, so that it need not leave again
-        at once.
+        A job enters if its pages are free and every running one that needs more can still get one, so that it need not
+        leave again at once.
         """
         while self.prefilling is None:
             queue: list[Job] | deque[Job] = self.swapped or self.waiting
             if not queue or queue[0].rows > self._model.num_free_rows:
                 return
             missing = self._model.pages.pages_of(self._places(queue[0]))
-            spare = len(self.running)
+            spare = sum(map(_needs_pages, self.running))
             if missing + spare > self._model.pages.num_free:
                 return
             job = queue[0]
@@ -130,3 +130,10 @@ class Scheduler:
             assert job.swapped is not None
             return job.swapped.length + 1
         return len(job.request.prompt)
+
+
+def _needs_pages(job: Job) -> bool:
+    """Whether a job in the caches may need more pages before it ends."""
+    assert job.cached is not None
+    table = job.cached.table
+    return table.missing(job.request.longest - table.length) > 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trifocal.generate.cached_model import CachedModel, CachedSequence
-from trifocal.generate.sampler import Sampling, SamplingTensors, draw
+from trifocal.generate.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import DecodeBatch
 
 
@@ -115,14 +115,10 @@ class StepRunner:
         return moved
 
     @torch.inference_mode()
-    def draw_first(self, place: int, logits: Tensor, length: int) -> Drawn:
-        """Draw a sequence's first token from the logits of its prompt's last one, [1, vocab_size].
-
-        `length`: tokens of the prompt.
-        """
+    def draw_first(self, place: int, logits: Tensor) -> Drawn:
+        """Draw a sequence's first token from the logits of its prompt's last one, [1, vocab_size]."""
         here = slice(place, place + 1)
-        position = torch.full((1,), length, device=self._device)
-        self._draw(here, logits, position, self._filtered[place])
+        self._draw(here, logits, None, self._filtered[place])
         return self._fetch(here)
 
     @torch.inference_mode()
@@ -141,17 +137,14 @@ class StepRunner:
         here = slice(size)
         batch = DecodeBatch(self._rows[here], self._lengths[here], self._num_new[here], self._block_table[here])
         logits = self._model.step(self._tokens[here, None], batch)[:, 0]
-        lengths = self._lengths[here] + self._num_new[here]
-        self._draw(here, logits, lengths, filtered)
-        # Last: a step that fails has not been.
-        self._lengths[here] = lengths
+        # The lengths grow with the draw: a step that fails before has not been.
+        self._draw(here, logits, self._num_new[here], filtered)
 
-    def _draw(self, here: slice, logits: Tensor, position: Tensor, filtered: bool) -> None:
-        tokens, log_p = draw(logits, self._settings.rows(here), position, filtered=filtered)
-        # A sequence whose logits are broken goes on with any token until the host knows.
-        self._tokens[here] = tokens.clamp(min=0)
-        self._drawn[here, 0] = tokens.double()
-        self._drawn[here, 1] = log_p.double()
+    def _draw(self, here: slice, logits: Tensor, num_new: Tensor | None, filtered: bool) -> None:
+        draw_step(
+            logits, self._settings.rows(here), self._lengths[here], num_new, self._tokens[here], self._drawn[here],
+            filtered=filtered,
+        )  # fmt: skip
 
     def _fetch(self, here: slice) -> Drawn:
         if self._device.type == "cpu":

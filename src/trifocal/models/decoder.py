@@ -196,8 +196,12 @@ def run_end(norm: nn.Module, output_weight: Tensor, x: Tensor, targets: Tensor) 
 
 def _mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
     """Mean cross-entropy over the targets that count, in fp32 at least."""
+    return summed_loss(logits, targets) / (targets != IGNORED_TARGET).sum().clamp(min=1)
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy summed over the targets that count, in fp32 at least."""
     exact = torch.promote_types(logits.dtype, torch.float32)
     # Not `cross_entropy`: under autocast it would first make a full-precision copy of the logits.
     log_p = nn.functional.log_softmax(logits.flatten(0, 1), dim=-1, dtype=exact)
-    total = nn.functional.nll_loss(log_p, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")
-    return total / (targets != IGNORED_TARGET).sum().clamp(min=1)
+    return nn.functional.nll_loss(log_p, targets.flatten(), ignore_index=IGNORED_TARGET, reduction="sum")

@@ -57,6 +57,7 @@ def normed_linear(
     bias: Tensor | None = None,
     *,
     num_sigmoids: int = 0,
+    out_dtype: torch.dtype | None = None,
     backend: dispatch.Backend = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """`norm(x) W^T + bias`.
@@ -67,20 +68,23 @@ def normed_linear(
         weight: [N, E].
         bias: [N], or None.
         num_sigmoids: Last columns that are gates: they go through a sigmoid in fp32.
+        out_dtype: Type of the result, which is rounded to the weights' type first; that type unless given.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
-        [M, N - num_sigmoids] in the weights' type, and the gates [M, num_sigmoids] in fp32, or None.
+        [M, N - num_sigmoids], and the gates [M, num_sigmoids] in fp32, or None.
     """
     if _runs_kernels(weight, backend):
-        return _kernels().linear(
-            residual.x, weight, bias, norm=(norm.weight, residual.squares, norm.eps), num_sigmoids=num_sigmoids
-        )  # type: ignore[no-any-return]
+        norm_inputs = norm.weight, residual.squares, norm.eps
+        return _kernels().linear(  # type: ignore[no-any-return]
+            residual.x, weight, bias, norm=norm_inputs, num_sigmoids=num_sigmoids, out_dtype=out_dtype
+        )
     out = _linear(_normed(residual, norm, weight.dtype), weight, bias)
-    if not num_sigmoids:
-        return out, None
-    logits = out[:, -num_sigmoids:].to(_exact(out.dtype))
-    return out[:, :-num_sigmoids].contiguous(), by_row(torch.sigmoid, logits)
+    gates = None
+    if num_sigmoids:
+        gates = by_row(torch.sigmoid, out[:, -num_sigmoids:].to(_exact(out.dtype)))
+        out = out[:, :-num_sigmoids].contiguous()
+    return out.to(out_dtype or out.dtype), gates
 
 
 def normed_swiglu(residual: Residual, norm: Norm, weight: Tensor, backend: dispatch.Backend = "auto") -> Tensor:

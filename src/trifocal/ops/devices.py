@@ -64,6 +64,11 @@ def has_copy_engine(device: torch.device) -> bool:
     return _generation(device) >= 9
 
 
+def has_dependent_launch(device: torch.device) -> bool:
+    """Whether a kernel can start while the one before it still runs (programmatic dependent launch)."""
+    return _generation(device) >= 9
+
+
 def is_hopper(device: torch.device) -> bool:
     """Whether a device is of the one generation with Hopper's matrix units."""
     return _generation(device) == 9

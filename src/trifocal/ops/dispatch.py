@@ -51,7 +51,8 @@ FEWEST_PROGRAMS_OF_WINDOW_DKDV = 0.75
 # Queries, of all batch entries, up to which the portable importance kernel runs on Hopper too: with so many the other
 # gains nothing on an H200 (0.108 ms instead of 0.109 at shape B), while its descriptors cost the host 0.1 ms.
 MOST_QUERIES_OF_PORTABLE_IMPORTANCE = 8192
-# Programs a multiprocessor from which on a program of decoding takes four units; most that share a sequence's parts.
+# Programs a multiprocessor from which on a program of decoding takes a group of units; most that share the parts of a
+# sequence.
 ENOUGH_DECODE_PROGRAMS = 2
 MOST_DECODE_PROGRAMS = 16
 # Selection blocks up to which the Hopper kernel of the choice runs.
@@ -287,13 +288,13 @@ def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper
     return tiles.selected_tile(kernel, q.dtype, q_per_kv, dim, value_dim, devices.architecture(q.device))
 
 
-def decode_tile(q: Tensor, v: Tensor, rows: int) -> tiles.Tile:
+def decode_tile(q: Tensor, v: Tensor, rows: int, *, dense: bool = False) -> tiles.Tile:
     """The tile of a decoding kernel for so many rows that share keys; `BLOCK_N` is the same for all of them."""
-    return tiles.decode_tile(q.dtype, rows, max(_columns(q, v)), devices.architecture(q.device))
+    return tiles.decode_tile(q.dtype, rows, max(_columns(q, v)), devices.architecture(q.device), dense=dense)
 
 
 def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:
-    """How many units of 256 keys a program of decoding adds up before it writes: 1, or 4 where programs suffice.
+    """How many units of keys a program of decoding adds up before it writes: 1, or a group where programs suffice.
 
     The bits are the same (`triton.decode_common`). Fewer parts are less to write and read; more fill the device.
 
@@ -302,7 +303,8 @@ def decode_units_of_part(programs: int, units: int, device: torch.device) -> int
         units: Of the longest past.
         device: Its multiprocessors decide.
     """
-    return 4 if programs * cdiv(units, 4) >= ENOUGH_DECODE_PROGRAMS * devices.multiprocessors(device) else 1
+    group = tiles.DECODE_GROUP
+    return group if programs * cdiv(units, group) >= ENOUGH_DECODE_PROGRAMS * devices.multiprocessors(device) else 1
 
 
 def decode_programs(programs: int, parts: int, device: torch.device) -> int:

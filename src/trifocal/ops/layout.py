@@ -8,6 +8,10 @@ from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
 
+# Room for documents is counted in powers of two, and begins with that for documents of this many tokens.
+_TOKENS_OF_DOCUMENT = 256
+_FEWEST_DOCUMENTS = 16
+
 
 class Documents(NamedTuple):
     """Packed documents, checked once and then passed to every layer.
@@ -93,6 +97,20 @@ def check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
     for document, (start, end) in enumerate(itertools.pairwise(borders)):
         if end <= start:
             raise ValueError(f"cu_seqlens must increase, but document {document} goes from {start} to {end}")
+
+
+def pad_borders(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> Tensor:
+    """Append empty documents, so that compiled code and recorded graphs fit the next batch too; reads no values.
+
+    Args:
+        cu_seqlens: [documents + 1].
+        num_tokens: Tokens in all documents together.
+        documents: Pad up to so many at least.
+    """
+    room = max(_FEWEST_DOCUMENTS, num_tokens // _TOKENS_OF_DOCUMENT)
+    while room < max(cu_seqlens.numel() - 1, documents):
+        room *= 2
+    return torch.nn.functional.pad(cu_seqlens, (0, room + 1 - cu_seqlens.numel()), value=num_tokens)
 
 
 def _row_length(borders: list[int]) -> tuple[int, bool]:

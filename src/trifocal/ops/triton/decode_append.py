@@ -14,6 +14,7 @@ from torch import Tensor
 from trifocal.ops.decode_caches import Compress, DecodeBatch, DenseCache, Rotary, SparseCache
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.triton.common import unit_stride
+from trifocal.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
@@ -33,25 +34,33 @@ def rotate_halves(first, second, cos, sin, position, keep, HALF: tl.constexpr, C
 
 
 @triton.jit
-def copy_rows(
-    x, x_offsets, cache, places, keep, position, cos, sin,
-    SIZE: tl.constexpr, COLUMNS: tl.constexpr, ROTATED: tl.constexpr,
-):  # fmt: skip
-    """Write rows of x into a cache, rotated or as they are; COLUMNS cover half of SIZE."""
+def load_halves(x, offsets, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Both halves of rows of x, [rows, COLUMNS] each; COLUMNS cover half of SIZE."""
     HALF: tl.constexpr = (SIZE + 1) // 2
     column = tl.arange(0, COLUMNS)
-    in_first = keep[:, None] & (column < HALF)[None, :]
-    in_second = keep[:, None] & (HALF + column < SIZE)[None, :]
-    source = x + x_offsets[:, None] + column[None, :]
-    first = tl.load(source, mask=in_first, other=0.0)
-    second = tl.load(source + HALF, mask=in_second, other=0.0)
-    if ROTATED:
-        first, second = rotate_halves(
-            first.to(tl.float32), second.to(tl.float32), cos, sin, position, keep, HALF, COLUMNS
-        )
+    source = x + offsets[:, None] + column[None, :]
+    first = tl.load(source, mask=keep[:, None] & (column < HALF)[None, :], other=0.0)
+    second = tl.load(source + HALF, mask=keep[:, None] & (HALF + column < SIZE)[None, :], other=0.0)
+    return first, second
+
+
+@triton.jit
+def load_rotated_halves(x, offsets, keep, position, cos, sin, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """As `load_halves`, rotated; in fp32."""
+    first, second = load_halves(x, offsets, keep, SIZE, COLUMNS)
+    return rotate_halves(
+        first.to(tl.float32), second.to(tl.float32), cos, sin, position, keep, (SIZE + 1) // 2, COLUMNS
+    )
+
+
+@triton.jit
+def store_rows(first, second, cache, places, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """Write rows, given as two halves, into a cache."""
+    HALF: tl.constexpr = (SIZE + 1) // 2
+    column = tl.arange(0, COLUMNS)
     target = cache + places[:, None] + column[None, :]
-    tl.store(target, first.to(cache.dtype.element_ty), mask=in_first)
-    tl.store(target + HALF, second.to(cache.dtype.element_ty), mask=in_second)
+    tl.store(target, first.to(cache.dtype.element_ty), mask=keep[:, None] & (column < HALF)[None, :])
+    tl.store(target + HALF, second.to(cache.dtype.element_ty), mask=keep[:, None] & (HALF + column < SIZE)[None, :])
 
 
 @triton.jit
@@ -75,17 +84,16 @@ def mean_of_columns(
 
 
 @triton.jit
-def append_mean(
-    ring, ring_stride, x, x_stride, cache, place, start, length, cos, sin, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr, ROTATED: tl.constexpr,
+def mean_of_block(
+    ring, ring_stride, x, x_stride, cache, start, length, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Write the mean of one block, rotated by the position of its first token or as it is."""
+    """The mean of one block as two halves, [1, COLUMNS] each, in the type of the cache."""
     HALF: tl.constexpr = (SIZE + 1) // 2
     first = mean_of_columns(ring, ring_stride, x, x_stride, start, length, 0, HALF, COLUMNS, BLOCK, RING, CHUNK)
     second = mean_of_columns(ring, ring_stride, x, x_stride, start, length, HALF, SIZE, COLUMNS, BLOCK, RING, CHUNK)
     # Rounded before the rotation, as the mean of a whole sequence is.
-    first, second = first[None, :].to(cache.dtype.element_ty), second[None, :].to(cache.dtype.element_ty)
-    store_halves(first, second, cache, place, start, cos, sin, SIZE, COLUMNS, ROTATED)
+    return first[None, :].to(cache.dtype.element_ty), second[None, :].to(cache.dtype.element_ty)
 
 
 @triton.jit
@@ -127,8 +135,10 @@ def append_kernel(
     GROUPS: tl.constexpr, D: tl.constexpr, D_HALF: tl.constexpr, V: tl.constexpr, V_HALF: tl.constexpr,
     PAGE_ROWS: tl.constexpr, RAW_RING: tl.constexpr, WINDOW_RING: tl.constexpr, HAS_V_CMP: tl.constexpr,
     BLOCK: tl.constexpr, CHUNK: tl.constexpr, STRIDE: tl.constexpr, TOKENS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Job 0: write the new tokens. Job 1 and on: one compressed block each. RINGs: their tokens; 0 where is none."""
+    wait_for_inputs(DEPENDENT)
     job = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -148,53 +158,55 @@ def append_kernel(
         position = length + token
         page = tl.load(block_table + position // PAGE_ROWS, mask=exists, other=0).to(tl.int64)
         page_row = position % PAGE_ROWS
-        copy_rows(
-            k + batch * k_batch + group * k_head, token * k_time, k_cache + group * k_cache_head,
-            page * k_page + page_row * k_cache_time, exists, position, cos, sin, D, D_HALF, True,
-        )  # fmt: skip
-        copy_rows(
-            v + batch * v_batch + group * v_head, token * v_time, v_cache + group * v_cache_head,
-            page * v_page + page_row * v_cache_time, exists, position, cos, sin, V, V_HALF, False,
-        )  # fmt: skip
+        # Everything is read before anything is written: a load never waits for a store that might be to its place.
+        k_1, k_2 = load_rotated_halves(
+            k + batch * k_batch + group * k_head, token * k_time, exists, position, cos, sin, D, D_HALF
+        )
+        v_1, v_2 = load_halves(v + batch * v_batch + group * v_head, token * v_time, exists, V, V_HALF)
         if WINDOW_RING > 0:
-            copy_rows(
-                k_win + batch * k_win_batch + group * k_win_head, token * k_win_time,
-                k_win_ring + ring_row * k_win_ring_row + group * k_win_ring_head,
-                position % WINDOW_RING * k_win_ring_time, exists, position, cos, sin, D, D_HALF, True,
+            k_win_1, k_win_2 = load_rotated_halves(
+                k_win + batch * k_win_batch + group * k_win_head, token * k_win_time, exists, position, cos, sin,
+                D, D_HALF,
             )  # fmt: skip
-            copy_rows(
-                v_win + batch * v_win_batch + group * v_win_head, token * v_win_time,
-                v_win_ring + ring_row * v_win_ring_row + group * v_win_ring_head,
-                position % WINDOW_RING * v_win_ring_time, exists, position, cos, sin, V, V_HALF, False,
-            )  # fmt: skip
+            v_win_1, v_win_2 = load_halves(
+                v_win + batch * v_win_batch + group * v_win_head, token * v_win_time, exists, V, V_HALF
+            )
         if RAW_RING > 0:
-            place = position % RAW_RING
-            copy_rows(
-                k_raw, token * k_raw_time, k_raw_ring, place * k_raw_ring_time, exists, position, cos, sin,
-                D, D_HALF, False,
-            )  # fmt: skip
-            if HAS_V_CMP:
-                copy_rows(
-                    v_raw, token * v_raw_time, v_raw_ring, place * v_raw_ring_time, exists, position, cos, sin,
-                    V, V_HALF, False,
-                )  # fmt: skip
+            k_raw_1, k_raw_2 = load_halves(k_raw, token * k_raw_time, exists, D, D_HALF)
+        if HAS_V_CMP:
+            v_raw_1, v_raw_2 = load_halves(v_raw, token * v_raw_time, exists, V, V_HALF)
+        store_rows(k_1, k_2, k_cache + group * k_cache_head, page * k_page + page_row * k_cache_time, exists, D, D_HALF)
+        store_rows(v_1, v_2, v_cache + group * v_cache_head, page * v_page + page_row * v_cache_time, exists, V, V_HALF)
+        if WINDOW_RING > 0:
+            place = position % WINDOW_RING
+            k_win_ring += ring_row * k_win_ring_row + group * k_win_ring_head
+            v_win_ring += ring_row * v_win_ring_row + group * v_win_ring_head
+            store_rows(k_win_1, k_win_2, k_win_ring, place * k_win_ring_time, exists, D, D_HALF)
+            store_rows(v_win_1, v_win_2, v_win_ring, place * v_win_ring_time, exists, V, V_HALF)
+        if RAW_RING > 0:
+            store_rows(k_raw_1, k_raw_2, k_raw_ring, position % RAW_RING * k_raw_ring_time, exists, D, D_HALF)
+        if HAS_V_CMP:
+            store_rows(v_raw_1, v_raw_2, v_raw_ring, position % RAW_RING * v_raw_ring_time, exists, V, V_HALF)
     elif RAW_RING > 0:
         block, is_due = due_block(length, new, job - 1, BLOCK, STRIDE)
         if is_due:
             stripe = block + (BLOCK // STRIDE - 1)
             page = tl.load(block_table + stripe // (PAGE_ROWS // STRIDE)).to(tl.int64)
             page_row = stripe % (PAGE_ROWS // STRIDE)
-            append_mean(
-                k_raw_ring, k_raw_ring_time, k_raw, k_raw_time, k_cmp + group * k_cmp_head,
-                page * k_cmp_page + page_row * k_cmp_time, block * STRIDE, length, cos, sin,
-                D, D_HALF, BLOCK, RAW_RING, CHUNK, True,
-            )  # fmt: skip
+            start = block * STRIDE
+            k_1, k_2 = mean_of_block(
+                k_raw_ring, k_raw_ring_time, k_raw, k_raw_time, k_cmp, start, length, D, D_HALF, BLOCK, RAW_RING, CHUNK
+            )
             if HAS_V_CMP:
-                append_mean(
-                    v_raw_ring, v_raw_ring_time, v_raw, v_raw_time, v_cmp + group * v_cmp_head,
-                    page * v_cmp_page + page_row * v_cmp_time, block * STRIDE, length, cos, sin,
-                    V, V_HALF, BLOCK, RAW_RING, CHUNK, False,
+                v_1, v_2 = mean_of_block(
+                    v_raw_ring, v_raw_ring_time, v_raw, v_raw_time, v_cmp, start, length, V, V_HALF,
+                    BLOCK, RAW_RING, CHUNK,
                 )  # fmt: skip
+            place = page * k_cmp_page + page_row * k_cmp_time
+            store_halves(k_1, k_2, k_cmp + group * k_cmp_head, place, start, cos, sin, D, D_HALF, True)
+            if HAS_V_CMP:
+                place = page * v_cmp_page + page_row * v_cmp_time
+                store_halves(v_1, v_2, v_cmp + group * v_cmp_head, place, start, cos, sin, V, V_HALF, False)
 
 
 @Kernel
@@ -202,9 +214,10 @@ def append_kernel(
 def compression_windows_kernel(
     ring, windows, rows, lengths, ring_row_stride, ring_head_stride, ring_time_stride,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, MOST: tl.constexpr, RING: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Some rows of the tokens of one block that may be due, [B * MOST, BLOCK, GROUPS, SIZE]."""
+    wait_for_inputs(DEPENDENT)
     batch, number = tl.program_id(1) // MOST, tl.program_id(1) % MOST
     block, _ = due_block(tl.load(lengths + batch), 1, number, BLOCK, STRIDE)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -224,9 +237,10 @@ def compression_windows_kernel(
 def write_compressed_kernel(
     x, cache, cos, sin, lengths, num_new, block_table, page_stride, head_stride, time_stride, table_columns,
     GROUPS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, MOST: tl.constexpr, PAGE_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROTATED: tl.constexpr,
+    BLOCK: tl.constexpr, STRIDE: tl.constexpr, ROTATED: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write one group of φ's result for one block, x [B * MOST, GROUPS, SIZE], if the block is due."""
+    wait_for_inputs(DEPENDENT)
     HALF: tl.constexpr = (SIZE + 1) // 2
     batch, number = tl.program_id(1) // MOST, tl.program_id(1) % MOST
     group = tl.program_id(0).to(tl.int64)
@@ -270,6 +284,7 @@ def append_sparse(
         WINDOW_RING=0 if cache.k_win is None else cache.k_win.shape[2], HAS_V_CMP=cache.v_cmp is not None,
         BLOCK=geometry.compression_block_size, STRIDE=geometry.compression_stride,
         CHUNK=min(MOST_ROWS, next_power_of_2(geometry.compression_block_size)), num_warps=2,
+        **dependent_launch(k.device),
     )  # fmt: skip
     if compress:
         _append_learned(cache.k_raw, cache.k_cmp, compress[0], batch, geometry, rotary, most_due, rotated=True)
@@ -285,7 +300,7 @@ def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, ro
         *sources, *caches, *rotary, batch.rows, batch.lengths, batch.num_new, batch.block_table,
         *(stride for x in (*sources, *caches) for stride in x.stride()[:3]), batch.block_table.stride(0),
         **_sizes(k, v), PAGE_ROWS=cache.k.shape[2], RAW_RING=0, WINDOW_RING=0, HAS_V_CMP=False,
-        BLOCK=1, CHUNK=1, STRIDE=1, num_warps=2,
+        BLOCK=1, CHUNK=1, STRIDE=1, num_warps=2, **dependent_launch(k.device),
     )  # fmt: skip
 
 
@@ -309,12 +324,13 @@ def _append_learned(
     windows = torch.empty(num_blocks, block, groups, size, dtype=ring.dtype, device=ring.device)
     compression_windows_kernel[cdiv(block * groups, rows), num_blocks](
         ring, windows, batch.rows, batch.lengths, *ring.stride()[:3],
-        **sizes, COLUMNS=columns, RING=ring.shape[2], ROWS=rows,
+        **sizes, COLUMNS=columns, RING=ring.shape[2], ROWS=rows, **dependent_launch(ring.device),
     )  # fmt: skip
     write_compressed_kernel[groups, num_blocks](
         compress(windows).contiguous(), cache, *rotary, batch.lengths, batch.num_new, batch.block_table,
         *cache.stride()[:3], batch.block_table.stride(0),
         **sizes, COLUMNS=next_power_of_2((size + 1) // 2), PAGE_ROWS=cache.shape[2], ROTATED=rotated, num_warps=1,
+        **dependent_launch(ring.device),
     )  # fmt: skip
 
 

@@ -16,18 +16,24 @@ from torch import Tensor
 from trifocal.ops import dispatch
 from trifocal.ops.decode_caches import DecodeBatch, DenseCache, Rotary, SparseCache
 from trifocal.ops.geometry import Geometry
+from trifocal.ops.triton import tiles
 from trifocal.ops.triton.common import LOG2_E, unit_stride
 from trifocal.ops.triton.decode_attend import MOST_UNITS, decode_attend_kernel, decode_dense_kernel
 from trifocal.ops.triton.decode_choice import decode_choice_kernel
 from trifocal.ops.triton.decode_combine import decode_combine_kernel
-from trifocal.ops.triton.decode_common import GROUP, UNIT
 from trifocal.ops.triton.decode_scores import decode_scores_kernel
+from trifocal.ops.triton.dependent_launch import dependent_launch
 from trifocal.ops.triton.scoring import LINE
 from trifocal.ops.triton.tiles import Tile, cdiv, next_power_of_2, split_width
 
-# Heads that a program of combine holds, and heads whose sums a program of the choice asks for together.
+# Heads that a program of combine holds.
 _COMBINED_HEADS = 4
-_UNROLLED_HEADS = 4
+# Columns that a thread of the choice holds; how many numbers of each kind it asks for together, and of how many heads.
+_CHOICE_COLUMNS = 4
+_CHOICE_NUMBERS = 32
+_MOST_CHOICE_HEADS = 8
+# Parts of a branch that combine asks for together, at most.
+_PARTS_AT_ONCE = 16
 
 
 def decode_attention(
@@ -52,7 +58,7 @@ def decode_attention(
     # Compressed blocks: tiles hold whole selection blocks, each padded to a power of two.
     taps = next_power_of_2(g.selection_block_size // g.compression_stride)
     blocks = max(1, tile.BLOCK_N // taps)
-    unit_tiles = max(1, UNIT // (blocks * taps))
+    unit_tiles = max(1, tiles.DECODE_UNIT // (blocks * taps))
     starts = cdiv(g.num_compressed_blocks(most_tokens), g.selection_block_size // g.compression_stride)
     num_tiles = cdiv(starts, blocks)
     # The last tile's last overflow lies in the block behind it.
@@ -62,16 +68,19 @@ def decode_attention(
     cmp_units = dispatch.decode_units_of_part(programs, cdiv(num_tiles, unit_tiles), q.device)
     cmp_parts = cdiv(num_tiles, unit_tiles * cmp_units) if gates is not None else 0
 
-    chosen_units = cdiv(g.num_selected_blocks * g.selection_block_size, UNIT)
+    chosen_units = cdiv(g.num_selected_blocks * g.selection_block_size, tiles.DECODE_UNIT)
     units = dispatch.decode_units_of_part(num_sequences * groups * new, chosen_units, q.device)
     chosen_parts = cdiv(chosen_units, units)
-    window_parts = cdiv(min(g.window_size, most_tokens), UNIT * units) if window else 0
+    window_parts = cdiv(min(g.window_size, most_tokens), tiles.DECODE_UNIT * units) if window else 0
     num_parts = cmp_parts + chosen_parts + window_parts
     parts = _empty_parts(q, num_parts, value_dim)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
 
+    choice_columns = max(16, next_power_of_2(g.num_selection_blocks(most_tokens)))
+    choice_warps = min(16, max(4, choice_columns // (32 * _CHOICE_COLUMNS)))
+    choice_heads = max(1, _CHOICE_NUMBERS // cdiv(choice_columns, 32 * choice_warps))
     sums = empty(2, num_rows, block_lines * LINE.value)
     tile_maximum, tile_total = empty(num_rows, num_tiles), empty(num_rows, num_tiles)
     selected_blocks, places = (
@@ -91,16 +100,15 @@ def decode_attention(
         *q.stride()[:3], *cache.k_cmp.stride()[:3], *v_cmp.stride()[:3],
         columns, block_lines, num_tiles, num_parts, num_rows, scale * LOG2_E,
         **sizes, **widths, **block_sizes, HAS_V=gates is not None, PAGE_ROWS=cache.k_cmp.shape[2], TAPS=taps,
-        BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, **_options(tile),
+        BLOCKS=blocks, UNIT_TILES=unit_tiles, UNITS=cmp_units, **_options(q, tile),
     )  # fmt: skip
-    choice_columns = max(16, next_power_of_2(g.num_selection_blocks(most_tokens)))
     decode_choice_kernel[groups * new, num_sequences](
         sums, tile_maximum, tile_total, *where, selected_blocks, places, columns, block_lines, num_tiles, num_rows,
         **sizes, **block_sizes, NUM_SELECTED=g.num_selected_blocks,
         NUM_SELECTED_PAD=next_power_of_2(g.num_selected_blocks), INITIAL=g.num_initial_blocks,
         LOCAL=g.num_local_blocks, PAGE_BLOCKS=page_size // g.selection_block_size, BLOCKS=blocks,
-        UNIT_TILES=unit_tiles, HEADS=next_power_of_2(q_per_kv), UNROLL=min(_UNROLLED_HEADS, q_per_kv),
-        COLUMNS=choice_columns, num_warps=4 if choice_columns <= 512 else 8,
+        UNIT_TILES=unit_tiles, UNROLL=min(choice_heads, q_per_kv, _MOST_CHOICE_HEADS), COLUMNS=choice_columns,
+        num_warps=choice_warps, **dependent_launch(q.device),
     )  # fmt: skip
     k_win, v_win, ring = cache.k_slc, cache.v_slc, 0
     if window and cache.k_win is not None and cache.v_win is not None:
@@ -109,9 +117,9 @@ def decode_attention(
         q, cache.k_slc, cache.v_slc, k_win, v_win, *rotary, batch.rows, *where, selected_blocks, places, *parts,
         *q.stride()[:3], *(stride for x in (cache.k_slc, cache.v_slc, k_win, v_win) for stride in x.stride()[:3]),
         columns, num_parts, cmp_parts, chosen_parts, g.window_size, scale * LOG2_E,
-        **sizes, **widths, SELECTION=g.selection_block_size, NUM_SELECTED=g.num_selected_blocks,
-        PAGE_ROWS=page_size, RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=UNIT // head_tile.BLOCK_N, UNITS=units,
-        WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages), **_options(head_tile),
+        **sizes, **widths, SELECTION=g.selection_block_size, NUM_SELECTED=g.num_selected_blocks, PAGE_ROWS=page_size,
+        RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=tiles.DECODE_UNIT // head_tile.BLOCK_N, UNITS=units,
+        WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages), **_options(q, head_tile),
     )  # fmt: skip
     o = q.new_empty(num_sequences, new, heads, value_dim)
     gate_strides = (0, 0, 0, 0) if gates is None else gates.stride()
@@ -120,9 +128,11 @@ def decode_attention(
         num_parts, cmp_parts, cmp_parts + chosen_parts, g.window_size,
         NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=False, GATED=gates is not None,
         WINDOW=window, **block_sizes, NUM_SELECTED=g.num_selected_blocks, BLOCKS=blocks, UNIT_TILES=unit_tiles,
-        COMPRESSED_UNITS=cmp_units, UNITS=units, COMPRESSED_AT_ONCE=_at_once(cmp_parts, cmp_units),
+        **_units(), COMPRESSED_UNITS=cmp_units, UNITS=units, COMPRESSED_AT_ONCE=_at_once(cmp_parts, cmp_units),
         CHOSEN_AT_ONCE=_at_once(chosen_parts, units), WINDOW_AT_ONCE=_at_once(window_parts, units),
-        ROWS=_COMBINED_HEADS, num_warps=4,
+        MORE_COMPRESSED=_more_parts(cmp_parts, cmp_units), MORE_CHOSEN=_more_parts(chosen_parts, units),
+        MORE_WINDOW=_more_parts(window_parts, units),
+        ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
     )  # fmt: skip
     return o
 
@@ -137,10 +147,10 @@ def decode_dense_attention(
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
     q_per_kv = heads // groups
-    tile = dispatch.decode_tile(q, cache.v, new * q_per_kv)
+    tile = dispatch.decode_tile(q, cache.v, new * q_per_kv, dense=True)
     row_tiles = cdiv(new * q_per_kv, tile.BLOCK_M)
     programs = num_sequences * groups * row_tiles
-    most_units = min(MOST_UNITS.value, cdiv(batch.block_table.shape[1] * page_size, UNIT))
+    most_units = min(MOST_UNITS.value, cdiv(batch.block_table.shape[1] * page_size, tiles.DECODE_UNIT))
     units = dispatch.decode_units_of_part(programs, most_units, q.device)
     num_parts = cdiv(most_units, units)
     parts = _empty_parts(q, num_parts, value_dim)
@@ -150,7 +160,7 @@ def decode_dense_attention(
         *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
         batch.block_table.stride(0), num_parts, scale * LOG2_E,
         NEW=new, GROUPS=groups, Q_PER_KV=q_per_kv, **_widths(dim, value_dim), PAGE_ROWS=page_size,
-        KEYS=tile.BLOCK_N, UNITS=units, **_options(tile),
+        KEYS=tile.BLOCK_N, UNIT_KEYS=tiles.DECODE_UNIT, UNITS=units, **_options(q, tile),
     )  # fmt: skip
     return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, None)
 
@@ -162,7 +172,7 @@ def _decode_window(
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
     tile = dispatch.decode_tile(q, cache.v, heads // groups)
-    most_units = cdiv(min(window_size, batch.block_table.shape[1] * page_size), UNIT)
+    most_units = cdiv(min(window_size, batch.block_table.shape[1] * page_size), tiles.DECODE_UNIT)
     units = dispatch.decode_units_of_part(num_sequences * groups * new, most_units, q.device)
     num_parts = cdiv(most_units, units)
     parts = _empty_parts(q, num_parts, value_dim)
@@ -173,8 +183,9 @@ def _decode_window(
         q, cache.k, cache.v, cache.k, cache.v, *rotary, batch.rows, batch.lengths, batch.num_new, table, table, table,
         *parts, *q.stride()[:3], *strides, *strides, table.stride(0), num_parts, 0, 0, window_size, scale * LOG2_E,
         NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **_widths(dim, value_dim), SELECTION=page_size,
-        NUM_SELECTED=1, PAGE_ROWS=page_size, RING=0, KEYS=tile.BLOCK_N, UNIT_TILES=UNIT // tile.BLOCK_N, UNITS=units,
-        WINDOW_STAGES=_stages_of_pages(tile.stages), **_options(tile),
+        NUM_SELECTED=1, PAGE_ROWS=page_size, RING=0, KEYS=tile.BLOCK_N,
+        UNIT_TILES=tiles.DECODE_UNIT // tile.BLOCK_N, UNITS=units,
+        WINDOW_STAGES=_stages_of_pages(tile.stages), **_options(q, tile),
     )  # fmt: skip
     return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, window_size)
 
@@ -195,15 +206,17 @@ def _combine_one_branch(
         *parts, o, o, batch.lengths, batch.num_new, 0, 0, 0, 0, num_parts, 0, 0, window_size or 0,
         NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=True, GATED=False,
         WINDOW=window_size is not None,
-        COMPRESSION=1, STRIDE=1, SELECTION=1, NUM_SELECTED=1, BLOCKS=1, UNIT_TILES=1, COMPRESSED_UNITS=1,
-        UNITS=units, COMPRESSED_AT_ONCE=1, CHOSEN_AT_ONCE=_at_once(num_parts, units), WINDOW_AT_ONCE=1,
-        ROWS=_COMBINED_HEADS, num_warps=4,
+        COMPRESSION=1, STRIDE=1, SELECTION=1, NUM_SELECTED=1, BLOCKS=1, UNIT_TILES=1, **_units(),
+        COMPRESSED_UNITS=1, UNITS=units, COMPRESSED_AT_ONCE=1, CHOSEN_AT_ONCE=_at_once(num_parts, units),
+        WINDOW_AT_ONCE=1, MORE_COMPRESSED=False, MORE_CHOSEN=_more_parts(num_parts, units), MORE_WINDOW=False,
+        ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
     )  # fmt: skip
     return o
 
 
-def _options(tile: Tile) -> dict[str, int | None]:
+def _options(q: Tensor, tile: Tile) -> dict[str, int | None]:
     return {
+        **dependent_launch(q.device),
         "ROWS": tile.BLOCK_M, "STAGES": _stages_of_pages(tile.stages), "num_warps": tile.warps,
         "maxnreg": tile.registers,
     }  # fmt: skip
@@ -214,9 +227,19 @@ def _stages_of_pages(stages: int) -> int:
     return 2 * stages
 
 
+def _units() -> dict[str, int]:
+    return {"UNIT_KEYS": tiles.DECODE_UNIT, "GROUP_UNITS": tiles.DECODE_GROUP}
+
+
 def _at_once(parts: int, units: int) -> int:
-    """Groups whose parts combine asks for together: all up to four, a power of two."""
-    return min(4, next_power_of_2(max(1, cdiv(parts * units, GROUP))))
+    """Groups whose parts combine asks for together: all up to 16 parts, a power of two."""
+    most = max(1, _PARTS_AT_ONCE * units // tiles.DECODE_GROUP)
+    return min(most, next_power_of_2(max(1, cdiv(parts * units, tiles.DECODE_GROUP))))
+
+
+def _more_parts(parts: int, units: int) -> bool:
+    """Whether there are more parts than combine asks for together."""
+    return parts * units > _at_once(parts, units) * tiles.DECODE_GROUP
 
 
 def _widths(dim: int, value_dim: int) -> dict[str, int]:

@@ -2,6 +2,10 @@
 
 A program holds the importance of all blocks of one token and group, and adds the heads of the group one after the
 other. A head's sums of a tile are relative to the tile's maximum; over the head's total they are probabilities.
+
+Its time is that of steps that wait for one another. So everything that it needs of several heads is asked for at the
+same time, before any of it is used, and the threads exchange little: each of them adds up a head's total, and a step of
+the search for the least important chosen block tries several thresholds.
 """
 
 import triton
@@ -9,12 +13,50 @@ import triton.language as tl
 
 from trifocal.ops.triton.common import LOWEST
 from trifocal.ops.triton.decode_common import power_of_2
-from trifocal.ops.triton.decode_scores import count_compressed
+from trifocal.ops.triton.decode_scores import count_tiles
+from trifocal.ops.triton.dependent_launch import wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.scoring import LINE, most_important
+from trifocal.ops.triton.scoring import INFINITY_BITS, LINE
 
-# Units whose sums are added up at a time.
-CHUNK = tl.constexpr(16)
+# What 1 is while units' sums are added up: one is at most its keys, and the largest at least a half.
+FIXED_POINT = tl.constexpr(2.0**40)
+# Thresholds that a step of the search tries at the same time.
+THRESHOLDS = tl.constexpr(8)
+# A number's bits are this much more than those of its half.
+DOUBLE = tl.constexpr(1 << 23)
+
+
+@triton.jit
+def most_important_of_row(importance, free, num_free, wanted):
+    """The `wanted` most important of the free blocks; as `scoring.most_important` of one row, in a third of the steps.
+
+    A program has nothing else to do: a step takes as long as its exchange between threads, however many thresholds.
+    """
+    bits = tl.minimum(tl.maximum(importance.to(tl.int32, bitcast=True), 0), INFINITY_BITS)
+    bits = tl.where(free, bits, -1)
+    # Invariant: at least `wanted` values reach `low`, `reached` of them; fewer reach `high`, or none is wanted.
+    low = num_free * 0
+    reached = num_free
+    high = tl.max(bits, 0) + 1
+    number = tl.arange(0, THRESHOLDS)
+    columns = bits[:, None]
+    # The first thresholds are halves of the maximum: almost always one lies under the wanted value.
+    step = tl.minimum(tl.cdiv(high, THRESHOLDS), DOUBLE)
+    while (reached != wanted) & (high - low > 1):
+        threshold = tl.where(number > 0, tl.maximum(high - (THRESHOLDS - number) * step, low), low)
+        reach = tl.sum((columns >= threshold[None, :]).to(tl.int32), 0)
+        enough = reach >= wanted
+        reached = tl.min(tl.where(enough, reach, num_free), 0)
+        low = tl.max(tl.where(enough, threshold, low), 0)
+        high = tl.min(tl.where(enough, high, threshold), 0)
+        step = tl.cdiv(high - low, THRESHOLDS)
+    chosen = bits >= low
+    if reached != wanted:
+        # Of values that are equal, the lower indices are taken.
+        above = bits > low
+        equal = bits == low
+        chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= wanted - tl.sum(above.to(tl.int32), 0)))
+    return chosen
 
 
 @Kernel
@@ -25,74 +67,72 @@ def decode_choice_kernel(
     NEW: tl.constexpr, GROUPS: tl.constexpr, Q_PER_KV: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, NUM_SELECTED_PAD: tl.constexpr, INITIAL: tl.constexpr,
     LOCAL: tl.constexpr, PAGE_BLOCKS: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
-    HEADS: tl.constexpr, UNROLL: tl.constexpr, COLUMNS: tl.constexpr,
+    UNROLL: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """The chosen blocks of one token and group, ascending, then -1; and where their pages are, in blocks."""
+    """Write the choice of one token and group, ascending, then -1; and where the blocks' pages are, in blocks."""
+    wait_for_inputs(DEPENDENT)
     group, token = tl.program_id(0) % GROUPS, tl.program_id(0) // GROUPS
     batch = tl.program_id(1).to(tl.int64)
     length, new = tl.load(lengths + batch), tl.load(num_new + batch)
-    candidates = tl.where(token < new, (length + token) // SELECTION + 1, 0)
-    _, tiles = count_compressed(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
-    scored = tiles * BLOCKS
-    block = tl.arange(0, COLUMNS)
-    is_candidate = block < candidates
-    forced = is_candidate & ((block < INITIAL) | (block >= candidates - LOCAL))
-    free = is_candidate & (forced == 0)
-
-    importance = tl.zeros([COLUMNS], tl.float32)
-    first_row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + group * Q_PER_KV
-    # Where all candidates are taken, importance does not matter.
-    if candidates > NUM_SELECTED:
-        head = tl.arange(0, HEADS)
-        maximum = tl.full([HEADS], LOWEST, tl.float32)
-        total = tl.zeros([HEADS], tl.float32)
-        for first_unit in range(0, tl.cdiv(tiles, UNIT_TILES), CHUNK):
-            # A unit's sum is that of its last tile.
-            unit = first_unit + tl.arange(0, CHUNK)
+    if token < new:
+        candidates = (length + token) // SELECTION + 1
+        tiles = count_tiles(length + new, COMPRESSION, STRIDE, SELECTION, BLOCKS)
+        scored = tiles * BLOCKS
+        block = tl.arange(0, COLUMNS)
+        is_candidate = block < candidates
+        forced = is_candidate & ((block < INITIAL) | (block >= candidates - LOCAL))
+        chosen = is_candidate
+        table = block_table + batch * table_columns
+        page = tl.load(table + block // PAGE_BLOCKS, mask=is_candidate, other=0)
+        # Where all candidates are taken, importance does not matter.
+        if candidates > NUM_SELECTED:
+            free = is_candidate & (forced == 0)
+            importance = tl.zeros([COLUMNS], tl.float32)
+            first_row = (batch * NEW + token) * (GROUPS * Q_PER_KV) + group * Q_PER_KV
+            has_direct = free & (block < scored)
+            has_overflow = free & (block > 0) & (block <= scored)
+            # A unit's sum is that of its last tile. As many units as there can be: at least one, a power of two.
+            MOST_UNITS: tl.constexpr = (COLUMNS + BLOCKS * UNIT_TILES - 1) // (BLOCKS * UNIT_TILES)
+            unit = tl.arange(0, MOST_UNITS)
             last_tile = tl.minimum(unit * UNIT_TILES + (UNIT_TILES - 1), tiles - 1)
-            of_unit = (first_row + head)[:, None] * num_tiles + last_tile[None, :]
-            is_unit = (head < Q_PER_KV)[:, None] & (unit * UNIT_TILES < tiles)[None, :]
-            unit_maximum = tl.load(tile_maximum + of_unit, mask=is_unit, other=LOWEST)
-            unit_total = tl.load(tile_total + of_unit, mask=is_unit, other=0.0)
-            new_maximum = tl.maximum(maximum, tl.max(unit_maximum, 1))
-            added = tl.sum(unit_total * power_of_2(unit_maximum - new_maximum[:, None]), 1)
-            total = total * power_of_2(maximum - new_maximum) + added
-            maximum = new_maximum
-        # Heads that there are not add nothing.
-        inverse = tl.where(head < Q_PER_KV, 1.0 / tl.where(head < Q_PER_KV, total, 1.0), 0.0)
-        row_blocks = block_lines * LINE
-        has_direct = free & (block < scored)
-        has_overflow = free & (block > 0) & (block <= scored)
-        for first_head in range(0, Q_PER_KV, UNROLL):
-            # Asked for together, the sums of several heads come together.
-            for step in tl.static_range(UNROLL):
-                number = first_head + step
-                is_head = number < Q_PER_KV
-                row = first_row + number
-                of_head = tl.sum(tl.where(head == number, maximum, 0.0), 0)
-                share = tl.sum(tl.where(head == number, inverse, 0.0), 0)
-                here = tile_maximum + row * num_tiles + block // BLOCKS
-                direct = tl.load(sums + row * row_blocks + block, mask=has_direct & is_head, other=0.0)
-                weight = tl.load(here, mask=has_direct & is_head, other=LOWEST)
-                importance += direct * (power_of_2(weight - of_head) * share)
-                if COMPRESSION > STRIDE:
-                    before = tile_maximum + row * num_tiles + (block - 1) // BLOCKS
-                    overflow = tl.load(
-                        sums + (num_rows + row) * row_blocks + block, mask=has_overflow & is_head, other=0.0
-                    )
-                    weight = tl.load(before, mask=has_overflow & is_head, other=LOWEST)
-                    importance += overflow * (power_of_2(weight - of_head) * share)
-
-    taken = tl.minimum(candidates, NUM_SELECTED)
-    wanted = tl.zeros([1], tl.int32) + (taken - tl.sum(forced.to(tl.int32), 0))
-    chosen = forced[None, :] | most_important(importance[None, :], free[None, :], wanted, 1)
-    slot = tl.cumsum(chosen.to(tl.int32), 1) - 1
-    out = ((batch * NEW + token) * GROUPS + group) * NUM_SELECTED
-    tl.store(selected_blocks + out + slot, block[None, :], mask=chosen)
-    page = tl.load(block_table + batch * table_columns + block[None, :] // PAGE_BLOCKS, mask=chosen, other=0)
-    tl.store(places + out + slot, page.to(tl.int64) * PAGE_BLOCKS + block[None, :] % PAGE_BLOCKS, mask=chosen)
-    pad = tl.arange(0, NUM_SELECTED_PAD)
-    tl.store(
-        selected_blocks + out + pad, tl.full([NUM_SELECTED_PAD], -1, tl.int32),
-        mask=(pad >= taken) & (pad < NUM_SELECTED),
-    )  # fmt: skip
+            is_unit = unit * UNIT_TILES < tiles
+            for first_head in range(0, Q_PER_KV, UNROLL):
+                loaded = ()
+                for step in tl.static_range(UNROLL):
+                    row = first_row + first_head + step
+                    # Heads that there are not add nothing.
+                    is_head = first_head + step < Q_PER_KV
+                    of_row = tile_maximum + row * num_tiles
+                    unit_maximum = tl.load(of_row + last_tile, mask=is_unit & is_head, other=LOWEST)
+                    unit_total = tl.load(tile_total + row * num_tiles + last_tile, mask=is_unit & is_head, other=0.0)
+                    mask = has_direct & is_head
+                    direct = tl.load(sums + row * (block_lines * LINE) + block, mask=mask, other=0.0)
+                    direct_maximum = tl.load(of_row + block // BLOCKS, mask=mask, other=LOWEST)
+                    overflow, overflow_maximum = direct, direct_maximum
+                    if COMPRESSION > STRIDE:
+                        mask = has_overflow & is_head
+                        overflow = tl.load(sums + (num_rows + row) * (block_lines * LINE) + block, mask=mask, other=0.0)
+                        overflow_maximum = tl.load(of_row + (block - 1) // BLOCKS, mask=mask, other=LOWEST)
+                    loaded += ((unit_maximum, unit_total, direct, direct_maximum, overflow, overflow_maximum),)
+                for step in tl.static_range(UNROLL):
+                    unit_maximum, unit_total, direct, direct_maximum, overflow, overflow_maximum = loaded[step]
+                    maximum = tl.max(unit_maximum, 0)
+                    # Of whole numbers: in whatever order threads add them up, the sum has the same bits.
+                    weighed = unit_total * power_of_2(unit_maximum - maximum) * FIXED_POINT
+                    total = tl.sum(weighed.to(tl.int64), 0).to(tl.float32) * (1.0 / FIXED_POINT)
+                    share = tl.where(total != 0.0, 1.0 / tl.where(total != 0.0, total, 1.0), 0.0)
+                    importance = tl.fma(direct, power_of_2(direct_maximum - maximum) * share, importance)
+                    if COMPRESSION > STRIDE:
+                        importance = tl.fma(overflow, power_of_2(overflow_maximum - maximum) * share, importance)
+            chosen = forced | most_important_of_row(
+                importance, free, candidates - (INITIAL + LOCAL), NUM_SELECTED - (INITIAL + LOCAL)
+            )
+        slot = tl.cumsum(chosen.to(tl.int32), 0) - 1
+        out = ((batch * NEW + token) * GROUPS + group) * NUM_SELECTED
+        tl.store(selected_blocks + out + slot, block, mask=chosen)
+        tl.store(places + out + slot, page.to(tl.int64) * PAGE_BLOCKS + block % PAGE_BLOCKS, mask=chosen)
+        pad = tl.arange(0, NUM_SELECTED_PAD)
+        tl.store(
+            selected_blocks + out + pad, tl.full([NUM_SELECTED_PAD], -1, tl.int32),
+            mask=(pad >= candidates) & (pad < NUM_SELECTED),
+        )  # fmt: skip

@@ -1,9 +1,10 @@
 """Shared by the decoding kernels: rows, pages, and a softmax over keys whose bits do not depend on who adds it up.
 
-Keys are taken in tiles, tiles in units of 256 keys from the first key on, units in groups of four. Within a unit a
-running softmax goes from tile to tile; a group adds its units one after the other; a row adds its groups one after the
-other. With few sequences a program takes one unit, so that many multiprocessors work on a row; with many, it takes a
-whole group and writes a quarter of the partial results. Both give the same bits, and so do a batch of one and of any.
+Keys are taken in tiles, tiles in units of 256 keys from the first key on, units in groups of four (`tiles`). Within a
+unit a running softmax goes from tile to tile; a group adds its units one after the other; a row adds its groups one
+after the other. With few sequences a program takes one unit, so that many multiprocessors work on a row; with many, it
+takes a whole group and writes a quarter of the partial results. Both give the same bits, and so do a batch of one and
+of any.
 
 For that the running maximum is rounded up to a whole number. Then weights between partial results are powers of two,
 and nothing but the additions themselves rounds, whether they are made in registers or between kernels. The probability
@@ -17,9 +18,6 @@ import triton
 import triton.language as tl
 
 from trifocal.ops.triton.common import LOWEST, store_tile
-
-UNIT = 256
-GROUP = 4
 
 
 @triton.jit
@@ -64,16 +62,45 @@ def load_once(base, offsets, keep, FIRST: tl.constexpr, PART: tl.constexpr, SIZE
 
 
 @triton.jit
-def attend_tile(
-    q_1, q_2, k, v, k_offsets, v_offsets, exists, visible, score_scale, maximum, total, o_1, o_2,
+def load_rotated_parts(
+    q, offsets, position, keep, cos, sin, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr
+):  # fmt: skip
+    """As `load_rotated`, all columns in one or two parts."""
+    q_1 = load_rotated(q, offsets, position, keep, cos, sin, 0, D_1, D)
+    q_2 = q_1
+    if D_2 > 0:
+        q_2 = load_rotated(q, offsets, position, keep, cos, sin, D_1, D_2, D)
+    return q_1, q_2
+
+
+@triton.jit
+def load_keys(
+    k, v, k_offsets, v_offsets, exists,
     D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr, V: tl.constexpr, V_1: tl.constexpr, V_2: tl.constexpr,
     HAS_V: tl.constexpr,
 ):  # fmt: skip
-    """Take a tile of keys into a running softmax; also the tile's probabilities, relative to the new maximum."""
+    """A tile of keys and their values, in one or two parts each. All of it is asked for before any is used."""
     k_1 = load_once(k, k_offsets, exists, 0, D_1, D)
-    scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+    k_2 = k_1
     if D_2 > 0:
         k_2 = load_once(k, k_offsets, exists, D_1, D_2, D)
+    v_1 = k_1
+    v_2 = k_1
+    if HAS_V:
+        v_1 = load_once(v, v_offsets, exists, 0, V_1, V)
+        if V_2 > 0:
+            v_2 = load_once(v, v_offsets, exists, V_1, V_2, V)
+    return k_1, k_2, v_1, v_2
+
+
+@triton.jit
+def attend_tile(
+    q_1, q_2, k_1, k_2, v_1, v_2, visible, score_scale, maximum, total, o_1, o_2,
+    D_2: tl.constexpr, V_2: tl.constexpr, HAS_V: tl.constexpr,
+):  # fmt: skip
+    """Take a tile of keys into a running softmax; also the tile's probabilities, relative to the new maximum."""
+    scores = tl.dot(q_1, tl.trans(k_1), input_precision="ieee")
+    if D_2 > 0:
         scores = tl.dot(q_2, tl.trans(k_2), scores, input_precision="ieee")
     # Rounded here: drawn into the subtraction below, the product would not be.
     scores = tl.where(visible, tl.fma(scores, score_scale, 0.0), LOWEST)
@@ -84,13 +111,23 @@ def attend_tile(
     decay = power_of_2(maximum - new_maximum)
     total = total * decay + tl.sum(p, 1)
     if HAS_V:
-        v_1 = load_once(v, v_offsets, exists, 0, V_1, V)
         weights = p.to(v_1.dtype)
         o_1 = tl.dot(weights, v_1, o_1 * decay[:, None], input_precision="ieee")
         if V_2 > 0:
-            v_2 = load_once(v, v_offsets, exists, V_1, V_2, V)
             o_2 = tl.dot(weights, v_2, o_2 * decay[:, None], input_precision="ieee")
     return new_maximum, total, o_1, o_2, p
+
+
+@triton.jit
+def prefetch_rows(base, offsets, SIZE: tl.constexpr):
+    """Bring rows into the L2 cache: a hint that no result depends on. Every offset must be that of a row."""
+    LINE: tl.constexpr = 512 // base.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2(triton.cdiv(SIZE, LINE))
+    column = tl.minimum(tl.arange(0, LINES) * LINE, SIZE - 1)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [base + offsets[:, None] + column[None, :]],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @triton.jit

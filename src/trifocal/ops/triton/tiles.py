@@ -192,9 +192,17 @@ def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: s
 
 
 # As `_TILES`, for decoding: rows are few, and what counts is how many keys are on their way from memory. `stages` less
-# one tiles of keys and values fit beside one another, three times on a multiprocessor.
+# one tiles of keys and values fit beside one another, three times on a multiprocessor; where a tile is a whole unit, a
+# program asks for all of it at once.
 _DECODE_TILES: dict[str, dict[int, Tile]] = {
     "hopper": {
+        64: Tile(16, 256, 8, 2),
+        128: Tile(16, 64, 4, 3, 168),
+        192: Tile(16, 64, 4, 3),
+        256: Tile(16, 32, 4, 3),
+    },
+    # A long past keeps a pipeline busy.
+    "hopper dense": {
         64: Tile(16, 128, 4, 3, 168),
         128: Tile(16, 64, 4, 3, 168),
         192: Tile(16, 64, 4, 3),
@@ -204,10 +212,14 @@ _DECODE_TILES: dict[str, dict[int, Tile]] = {
     "small": {64: Tile(16, 64, 4, 3, 168), 128: Tile(16, 32, 4, 3, 168), 256: Tile(16, 32, 4, 2)},
     "fp32": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
 }
-_DECODE_MOST_ROWS = 64
+# Most rows of a tile, and most of its scores, so that they fit the registers of eight warps.
+_DECODE_MOST_ROWS, _DECODE_MOST_SCORES = 64, 64 * 128
+# Keys that decoding adds up one after the other in any case, and such units of a group; see `decode_common`.
+DECODE_UNIT = 256
+DECODE_GROUP = 4
 
 
-def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str) -> Tile:
+def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, *, dense: bool = False) -> Tile:
     """The tile of a decoding kernel.
 
     Args:
@@ -215,11 +227,15 @@ def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str) 
         rows: Rows that share keys: heads of a group, for one or all new tokens.
         columns: Columns of the wider of q and v, as a tile holds them.
         architecture: See `devices.architecture`.
+        dense: Whether it attends to the whole past.
     """
     row = "fp32" if dtype == torch.float32 else architecture
+    row = f"{row} dense" if dense and f"{row} dense" in _DECODE_TILES else row
     tile = next(tile for most, tile in _DECODE_TILES[row].items() if columns <= most)
     if rows <= tile.BLOCK_M:
         return tile
     # More accumulators need more registers.
-    most_rows = min(_DECODE_MOST_ROWS, next_power_of_2(rows))
-    return tile._replace(BLOCK_M=most_rows, warps=8 if most_rows == _DECODE_MOST_ROWS else 4, registers=None)
+    most_rows = min(_DECODE_MOST_ROWS, _DECODE_MOST_SCORES // tile.BLOCK_N, next_power_of_2(rows))
+    return tile._replace(
+        BLOCK_M=most_rows, warps=8 if most_rows == _DECODE_MOST_ROWS else max(4, tile.warps), registers=None
+    )

@@ -1,0 +1,104 @@
+"""The kernels that end a decode step, interpreted: the tokens, log-probabilities and books of the PyTorch draw."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trifocal.generate.sampler import Sampling, SamplingTensors, draw_step
+from trifocal.ops.triton import draw_tokens as kernel
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU"),
+    # A low temperature makes unlikely logits infinite, and the generator of numbers counts in 64 bits.
+    pytest.mark.filterwarnings("ignore:overflow encountered"),
+]
+
+PLAIN = (
+    Sampling(seed=1),
+    Sampling(temperature=0),
+    Sampling(temperature=0.7, seed=-5, repetition_penalty=1.3),
+    Sampling(temperature=1e-30, seed=2**64 - 1),
+    Sampling(top_k=1, repetition_penalty=3.0),
+)
+FILTERED = (Sampling(top_k=3, seed=3), Sampling(top_p=0.6, seed=4), Sampling(min_p=0.2, temperature=2.0, seed=5))
+VOCAB_SIZE = 19
+
+
+def settings_of(samplings: tuple[Sampling, ...], vocab_size: int = VOCAB_SIZE) -> SamplingTensors:
+    settings = SamplingTensors.empty(len(samplings), vocab_size, torch.device("cpu"))
+    for row, sampling in enumerate(samplings):
+        settings.set_row(row, sampling, torch.arange(row, vocab_size, 3))
+    return settings
+
+
+def logits_of(rows: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    return 3 * torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0))
+
+
+def run(backend, logits, settings, lengths, *, filtered=False, grows=True):
+    rows = len(logits)
+    books = {
+        "lengths": lengths.clone(),
+        "seen": settings.seen.clone(),
+        "tokens": torch.full((rows,), 77),
+        "drawn": torch.zeros(rows, 2, dtype=torch.float64),
+    }
+    num_new = torch.arange(rows, dtype=torch.int32) % 2 if grows else None
+    draw_step(
+        logits, replace(settings, seen=books["seen"]), books["lengths"], num_new, books["tokens"], books["drawn"],
+        filtered=filtered, backend=backend,
+    )  # fmt: skip
+    return books
+
+
+def assert_same(found, expected):
+    for name, value in expected.items():
+        assert torch.equal(found[name].nan_to_num(99.0), value.nan_to_num(99.0)), name
+
+
+@pytest.fixture(params=["whole", "in parts"])
+def parts(request, monkeypatch):
+    if request.param == "in parts":
+        monkeypatch.setattr(kernel, "_MOST_TOKENS", 8)
+        monkeypatch.setattr(kernel, "_PART", 8)
+
+
+@pytest.mark.parametrize("samplings", [PLAIN, (*PLAIN, *FILTERED)], ids=["plain", "filtered"])
+def test_the_kernels_draw_as_pytorch(parts, samplings):
+    settings, logits = settings_of(samplings), logits_of(len(samplings))
+    # The likeliest two are equal: the first counts.
+    logits[1, [7, 17]] = 50.0
+    filtered = len(samplings) > len(PLAIN)
+    # Filtered sequences stand at their prompt's end.
+    arguments = {"filtered": filtered, "grows": not filtered}
+    lengths = torch.arange(3, 3 + len(samplings), dtype=torch.int32)
+    expected = run("reference", logits, settings, lengths, **arguments)
+    assert_same(run("triton", logits, settings, lengths, **arguments), expected)
+    assert expected["tokens"][1] == 7
+
+
+def test_broken_logits_stop_their_row_alone(parts):
+    settings, logits = settings_of(PLAIN), logits_of(len(PLAIN))
+    lengths = torch.full((len(PLAIN),), 5, dtype=torch.int32)
+    whole = run("triton", logits, settings, lengths)
+    broken = logits.clone()
+    broken[1, 13], broken[2, 3], broken[3, 18] = torch.nan, torch.inf, -torch.inf
+    found = run("triton", broken, settings, lengths)
+    assert not found["tokens"][1:4].any()
+    assert found["drawn"][1:4, 0].eq(-1).all()
+    assert found["drawn"][1:4, 1].isnan().all()
+    for name in ("tokens", "drawn", "seen"):
+        assert torch.equal(found[name][[0, 4]], whole[name][[0, 4]]), name
+    assert torch.equal(found["lengths"], whole["lengths"])
+
+
+def test_a_row_is_drawn_alike_in_any_company():
+    samplings = (*PLAIN, *FILTERED)
+    settings, logits = settings_of(samplings), logits_of(len(samplings))
+    lengths = torch.arange(len(samplings), dtype=torch.int32)
+    together = run("triton", logits, settings, lengths, filtered=True, grows=False)
+    alone = run("triton", logits[: len(PLAIN)], settings.rows(slice(len(PLAIN))), lengths[: len(PLAIN)], grows=False)
+    assert_same(alone, {name: value[: len(PLAIN)] for name, value in together.items()})
