@@ -29,6 +29,14 @@ def test_both_files_hold_the_rows_and_where_they_come_from(tmp_path):
     assert "failed" not in text, "not among the columns"
 
 
+def test_parts_have_tables_of_their_own(tmp_path):
+    rows = [{"part": "one", "a": 1}, {"part": "two", "b": 2}, {"part": "one", "a": 3}]
+    file = ResultFile("what", "A title", folder=tmp_path, device="A CPU", commit="abc")
+    text = file.write(rows).read_text()
+    assert "## One\n\n| a |\n|---|\n| 1 |\n| 3 |\n\n## Two\n\n| b |\n|---|\n| 2 |\n" in text
+    assert json.loads(file.json.read_text())["rows"] == rows
+
+
 def test_a_file_is_written_again_under_the_same_name(tmp_path):
     file = ResultFile("what", "A title", folder=tmp_path, device="NVIDIA H200", commit="abc")
     file.write(ROWS[:1])

@@ -37,6 +37,30 @@ def test_a_run_from_flags_to_files(tmp_path, capsys):
     assert picture.exists()
 
 
+def test_parts_have_tables_of_their_own(tmp_path, capsys):
+    flags = [
+        "--parts",
+        "layer",
+        "model",
+        "--sizes",
+        "1x9",
+        "--plain",
+        "false",
+        "--layer-sizes",
+        "1x20",
+        "--row-seconds",
+    ]
+    sizes = ["--model.num_layers", "1", "--model.dim", "32", "--model.mlp_dim", "16", "--new-tokens", "2"]
+    words = ["bench", "decode", *flags, "1e-3", *sizes, "--device", "cpu", "--precision", "fp32"]
+    assert main([*words, "--output", str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    model, layer = (
+        re.search(rf"\n{part} +\n.*?\n( *attention .*?)\n", text, re.DOTALL)[1] for part in ("model", "layer")
+    )
+    assert "ms/token" in model and "floor ms" not in model
+    assert "floor ms" in layer and "ms/token" not in layer
+
+
 def test_without_matplotlib_a_line_says_how_to_draw_later(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("trifocal.cli.bench.can_plot", lambda: False)
     assert main([*ATTENTION, "--output", str(tmp_path)]) == 0

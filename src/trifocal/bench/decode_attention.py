@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trifocal.bench.recorder import Recorder, Refused, Unavailable
-from trifocal.bench.timing import device_ms, time_call
+from trifocal.bench.timing import device_ms, recorded, time_call
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import (
     DecodeBatch,
@@ -72,7 +72,12 @@ def bench_layers(
     copy_tb_s = _copy_bandwidth(device)
     for shape in shapes:
         for attention in ("nsa", "dense"):
-            labels = {"attention": attention, **shape._asdict(), "dtype": str(dtype).removeprefix("torch.")}
+            labels = {
+                "part": "layer",
+                "attention": attention,
+                **shape._asdict(),
+                "dtype": str(dtype).removeprefix("torch."),
+            }
             figures = partial(_figures, attention, shape, geometry, device, dtype, seconds, copy_tb_s)
             row = recorder.measure(labels, figures)
             figure = f"{row['layer_ms']:.3g} ms" if "layer_ms" in row else row["status"]
@@ -94,8 +99,8 @@ def _figures(
     seconds: float,
     copy_tb_s: float,
 ) -> dict[str, Any]:
-    _check(attention, shape, geometry, device, dtype)
-    step = _recorded(_step(attention, shape, geometry, device, dtype, "auto"), device)
+    check_step(attention, shape, geometry, device, dtype)
+    step = recorded(_step(attention, shape, geometry, device, dtype, "auto"), device)
     milliseconds = device_ms(step, device, budget_seconds=seconds, calls=50)
     if milliseconds is None:
         milliseconds = time_call(step, device, budget_seconds=seconds).median_ms
@@ -118,7 +123,7 @@ def _step(
     window, block = geometry.window_size, geometry.compression_block_size
     # Every token once for the selected branch, a stride's share for the compressed one, rings.
     rows = sequences * groups * (columns * size * (1 + 1 / geometry.compression_stride) + window + block)
-    _check_memory(int(rows * (dim + value_dim)) * dtype.itemsize, device)
+    check_memory(int(rows * (dim + value_dim)) * dtype.itemsize, device)
     generator = torch.Generator(device).manual_seed(0)
 
     def draw(*sizes: int) -> Tensor:
@@ -163,7 +168,7 @@ def _step(
     return attend
 
 
-def _check(attention: str, shape: LayerShape, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> None:
+def check_step(attention: str, shape: LayerShape, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> None:
     """Compare a small step with the reference; all blocks are chosen, so that no choice depends on rounding.
 
     Raises:
@@ -177,32 +182,17 @@ def _check(attention: str, shape: LayerShape, geometry: Geometry, device: torch.
         raise Refused(f"a step is off by {found:.3g} at {tokens} tokens, allowed is {bound:.3g}")
 
 
-def _check_memory(needed: int, device: torch.device) -> None:
+def check_memory(needed: int, device: torch.device) -> None:
+    """Refuse caches that do not fit beside what is there.
+
+    Raises:
+        Unavailable: Names what they take and what is free.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if needed + _SPARE_BYTES > free:
             raise Unavailable(f"the caches take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
-
-
-def _recorded(step: Callable[[], Tensor], device: torch.device) -> Callable[[], Any]:
-    """The step as a CUDA graph; on a CPU the step itself."""
-    if device.type != "cuda":
-        return step
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        # Compiles what the recording must find ready.
-        step()
-    torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-
-    def replay() -> None:
-        graph.replay()
-
-    return replay
 
 
 def _copy_bandwidth(device: torch.device) -> float:

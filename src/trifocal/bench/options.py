@@ -58,3 +58,20 @@ class TwinOptions(BenchOptions):
             raise UserError(
                 f"--model.{name} does not go with a bench, whose models have one attention and random weights"
             )
+
+
+def parse_size(size: str, instead: str = "") -> tuple[int, int]:
+    """Sequences and tokens of a size like 4x8192.
+
+    Args:
+        size: The text.
+        instead: A word that would do too, for the message.
+
+    Raises:
+        UserError: If it is not two numbers from 1 on.
+    """
+    sequences, cross, tokens = size.partition("x")
+    if not (cross and sequences.isdecimal() and tokens.isdecimal() and int(sequences) and int(tokens)):
+        also = f", or {instead}" if instead else ""
+        raise UserError(f'a size is sequences x tokens, like 4x8192{also}; got "{size}"')
+    return int(sequences), int(tokens)

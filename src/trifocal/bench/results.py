@@ -88,7 +88,8 @@ class ResultFile:
         """Write both files.
 
         Args:
-            rows: One measurement each, with the same keys; units belong into the keys.
+            rows: One measurement each, with the same keys; units belong into the keys. Rows with a `part` have a table
+                for each of them on the page.
             notes: Sentences under the table.
             columns: Keys that the page shows; all unless given. The JSON has all.
             tables: Further tables by name, which stand below the first.
@@ -108,14 +109,25 @@ class ResultFile:
             "",
             f"Command: `{head['command']}`",
             "",
-            *_table(rows, columns),
         ]
+        for part, members in by_part(rows).items():
+            lines += [*([f"## {part.capitalize()}", ""] if part else []), *_table(members, columns), ""]
+        lines.pop()
         for name, table in tables.items():
             if table:
                 lines += ["", f"## {name.replace('_', ' ').capitalize()}", "", *_table(table)]
         lines += ["", *(f"- {note}" for note in notes)]
         self.page.write_text("\n".join(lines).rstrip() + "\n", encoding="utf-8")
         return self.page
+
+
+def by_part(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Rows by their part, without it, in order; those of a bench without parts are one."""
+    parts: dict[str, list[Row]] = {}
+    for row in rows:
+        rest = {key: value for key, value in row.items() if key != "part"}
+        parts.setdefault(row.get("part", ""), []).append(rest)
+    return parts or {"": []}
 
 
 def _commit(state: Mapping[str, Any]) -> str:

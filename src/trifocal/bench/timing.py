@@ -89,6 +89,38 @@ def extra_peak_bytes(call: Call, device: torch.device) -> int | None:
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def synchronized_seconds(device: torch.device) -> float:
+    """The clock once the device has nothing left to do."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def peak_gib(device: torch.device) -> float | None:
+    """Most memory that was allocated at a time since the last reset; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None
+
+
+def recorded(step: Call, device: torch.device) -> Call:
+    """The step as a CUDA graph; on a CPU the step itself."""
+    if device.type != "cuda":
+        return step
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        # Compiles what the recording must find ready.
+        step()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+
+    def replay() -> None:
+        graph.replay()
+
+    return replay
+
+
 def _times_ms(call: Call, device: torch.device, calls: int, hold_seconds: float = 0.0) -> list[float]:
     times = []
     if device.type != "cuda":

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from trifocal.bench.options import TwinOptions
+from trifocal.bench.options import TwinOptions, parse_size
 from trifocal.bench.parity import check_model_parity
 from trifocal.bench.recorder import OK, Recorder, Refused, failure
 from trifocal.bench.shapes import DTYPES
@@ -87,18 +87,11 @@ class TrainOptions(TwinOptions):
         for size, recorded, data in settings:
             if size == PRODUCTION and not recorded and (PRODUCTION, True, data) in settings:
                 continue
-            sequences, cross, tokens = size.partition("x")
             if size == PRODUCTION:
                 batch = {"sequences": 4, "micro_batch": 2, "tokens": 2048, "checkpointing": "all"}
-            elif cross and sequences.isdecimal() and tokens.isdecimal() and int(sequences) and int(tokens):
-                batch = {
-                    "sequences": int(sequences),
-                    "micro_batch": int(sequences),
-                    "tokens": int(tokens),
-                    "checkpointing": "none",
-                }
             else:
-                raise UserError(f'a size is sequences x tokens, like 4x8192, or {PRODUCTION}; got "{size}"')
+                sequences, tokens = parse_size(size, PRODUCTION)
+                batch = {"sequences": sequences, "micro_batch": sequences, "tokens": tokens, "checkpointing": "none"}
             for attention in self.attention:
                 case = TrainCase(
                     size=size,

@@ -12,11 +12,18 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from trifocal.bench import attention_speed, comparison, decoding_speed, kernel_times, training_speed
+from trifocal.bench import (
+    attention_speed,
+    comparison,
+    decoding_options,
+    decoding_speed,
+    kernel_times,
+    training_speed,
+)
 from trifocal.bench.options import BenchOptions
 from trifocal.bench.plot import MISSING, can_plot, plot_results
 from trifocal.bench.recorder import OK, Recorder
-from trifocal.bench.results import ResultFile, cell, cpu_name
+from trifocal.bench.results import ResultFile, by_part, cell, cpu_name
 from trifocal.errors import UserError, unknown
 from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments
@@ -92,14 +99,20 @@ BENCHES: dict[str, Bench] = {
         tables={"over_dense": training_speed.speedups},
     ),
     "decode": Bench(
-        decoding_speed.DecodeOptions,
-        "decoding over the length of the past, beside the dense twin's",
+        decoding_options.DecodeOptions,
+        "decoding: the model, prefill, one layer, a mix of requests, the shell",
         decoding_speed.bench_decode,
         decoding_speed.NOTES,
         {
-            "attention": "attention", "context_tokens": "past", "token_ms": "ms/token", "keys_per_step": "keys/step",
-            "cache_mib": "cache MiB/step", "prefill_seconds": "prefill s", "status": "status",
+            "attention": "attention", "sequences": "sequences", "tokens": "tokens", "requests": "requests",
+            "token_ms": "ms/token", "keys_per_step": "keys/step", "cache_mib": "cache MiB/step",
+            "prefill_seconds": "prefill s", "training_forward_seconds": "training forward s",
+            "prefill_ratio": "ratio", "first_token_seconds": "first token s", "layer_ms": "ms",
+            "floor_ms": "floor ms", "run": "run", "seconds": "s", "first_text_seconds": "first text s",
+            "tokens_out_per_second": "tokens/s out", "tokens_in_per_second": "tokens/s in", "peak_gib": "peak GiB",
+            "status": "status",
         },
+        tables={"times_faster": decoding_speed.speedups},
     ),
     "kernels": Bench(
         kernel_times.KernelsOptions,
@@ -187,7 +200,8 @@ def _show(bench: Bench, rows: Sequence[Any], tables: Mapping[str, Sequence[Any]]
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else _FILE_WIDTH)
     # The reason why a row was not measured is too long for a cell.
     brief = [{**row, "status": row["status"].partition(":")[0]} for row in rows]
-    console.print(_table("", brief, bench.screen_columns))
+    for part, members in by_part(brief).items():
+        console.print(_table(part, members, bench.screen_columns))
     for reason in dict.fromkeys(row["status"] for row in rows if row["status"] != OK):
         print(reason)
     for title, table in tables.items():

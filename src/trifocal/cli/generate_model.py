@@ -12,17 +12,12 @@ from trifocal.cli.generate_options import GenerateArguments
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
 from trifocal.generate import CachedModel, Request
-from trifocal.generate.cached_model import PREFILL_CHUNK
-from trifocal.generate.paged_cache import CachePlan, longest_that_fits, plan_cache
-from trifocal.models import ModelConfig, parameter_count
-from trifocal.runlog import host_memory_bytes
+from trifocal.generate.paged_cache import CachePlan, longest_that_fits, memory_for_caches, plan_cache
+from trifocal.models import ModelConfig
 from trifocal.train.preflight import choose_device
 from trifocal.train.pretrained import open_pretrained
 
 _MOST_SEQUENCES = {"cuda": 256, "cpu": 16}
-# What a prompt's chunk and the kernels take beside weights and caches, by measurement on an H200: up to 3 GiB.
-_WORKING_BYTES = 3 * 2**30
-_USABLE_SHARE = {"cuda": 0.92, "cpu": 0.5}
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ def load(options: GenerateArguments, path: Path, command: str, prompts: Sequence
                 max_length=longest - 1,
                 num_pages=plan.num_pages,
                 dtype=dtype,
-                prefill_chunk_size=options.prefill_chunk_size or PREFILL_CHUNK,
+                prefill_chunk_size=options.prefill_chunk_size,
             )
     if found.run is not None and longest > found.run.train.sequence_length:
         print(
@@ -133,11 +128,7 @@ def _plan(
     Raises:
         UserError: If a prompt's samples do not fit; names the longest sequence that would.
     """
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else host_memory_bytes() or 2**40
-    # The weights as they are loaded, and the copy for the products.
-    free = int(free * _USABLE_SHARE[device.type]) - parameter_count(config) * (4 + dtype.itemsize)
-    if device.type == "cuda":
-        free -= _WORKING_BYTES
+    free = memory_for_caches(config, dtype, device)
     most = options.max_sequences or max(_MOST_SEQUENCES[device.type], options.samples)
     wanted = min(most, num_prompts * options.samples)
     plan = plan_cache(config, dtype, max_length, free_bytes=free, sequences=wanted)

@@ -46,7 +46,7 @@ class GenerateArguments:
     logprobs: bool = False
     """Give the log-probability of each new token by the model, without temperature and filters."""
     prefill_chunk_size: int = 0
-    """Tokens of a prompt that go through the model at a time, to bound memory; 0: 8,192."""
+    """Tokens of a prompt that go through the model at a time, to bound memory; 0: up to 65,536, on a CPU 8,192."""
     max_sequences: int = 0
     """Sequences at a time; 0: as memory allows, up to 256."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
