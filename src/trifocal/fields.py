@@ -16,8 +16,21 @@ LONGEST_SECONDS = 1e9
 """About 32 years: well below the 292 years that a clock of 64-bit nanoseconds can count."""
 
 _NAMES = {int: "an integer", float: "a finite number", bool: "true or false", str: "a string"}
-_SHOWN = reprlib.Repr()
-_SHOWN.maxstring = _SHOWN.maxother = 200
+
+
+class _Shown(reprlib.Repr):
+    """Values in messages: short, and integers of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        # Python refuses to write longer ones in decimal.
+        return super().repr_int(x, level) if x.bit_length() < 1024 else f"an integer of {x.bit_length()} bits"
+
+
+_SHOWN = _Shown()
 
 
 def key_of(attribute: str) -> str:

@@ -20,9 +20,8 @@ import pytest
 from tests.data.server import FaultyServer
 from trifocal.data import DataConfig, DataError, Loader, make_loader, make_tokenizer
 from trifocal.data.activity import Activity
-from trifocal.data.hub import open_fineweb
-from trifocal.data.parquet import ParquetSource
-from trifocal.data.sources import BadDocuments
+from trifocal.data.hub import open_dataset
+from trifocal.data.sources import BadDocuments, Source
 from trifocal.errors import UserError
 
 datasets = pytest.importorskip("datasets")
@@ -59,9 +58,9 @@ def repository(write_parquet: Callable[..., Path], texts: Callable[..., list[str
     return tmp_path / "repository"
 
 
-def open_source(**settings: Any) -> ParquetSource:
-    config = DataConfig(source="fineweb-edu", retry_attempts=2, retry_base_seconds=0.01, **settings)
-    return open_fineweb(config, "text", Activity(), BadDocuments())[0]
+def open_source(source: str = "fineweb-edu", *, reads: str = "train", **settings: Any) -> Source:
+    config = DataConfig(source=source, retry_attempts=2, retry_base_seconds=0.01, **settings)
+    return open_dataset(config, reads, Activity(), BadDocuments())[0]
 
 
 def first_batches(config: DataConfig) -> list[list[list[int]]]:
@@ -72,16 +71,16 @@ def first_batches(config: DataConfig) -> list[list[list[int]]]:
 
 
 def test_a_local_copy_of_the_repository(repository: Path) -> None:
-    source = open_source(fineweb_repository=str(repository))
+    source = open_source(f"hf:{repository}:sample-10BT")
     assert source.shards == ["sample/10BT/000.parquet", "sample/10BT/001.parquet"]
-    assert open_source(fineweb_repository=str(repository), fineweb_split="held").shards == ["sample/held/0.parquet"]
-    default = open_source(fineweb_repository=str(repository), fineweb_name="default")
+    assert open_source(f"hf:{repository}:sample-10BT", split="held").shards == ["sample/held/0.parquet"]
+    default = open_source(f"hf:{repository}")
     assert default.shards == ["data/CC-MAIN-2024-10/000.parquet"]
     assert len({source.fingerprint, default.fingerprint}) == 2
 
 
 def test_it_reads_what_datasets_streams(repository: Path) -> None:
-    source = open_source(fineweb_repository=str(repository))
+    source = open_source(f"hf:{repository}:sample-10BT")
     streamed = datasets.load_dataset(str(repository), name="sample-10BT", split="train", streaming=True)
     ours = [document.text for shard in range(2) for document, _ in source.read(shard, None)]
     assert ours == [row["text"] for row in streamed]
@@ -89,19 +88,24 @@ def test_it_reads_what_datasets_streams(repository: Path) -> None:
 
 
 def test_a_folder_of_its_files_gives_the_same_rows(repository: Path) -> None:
-    config = DataConfig(source="fineweb-edu", fineweb_repository=str(repository), shuffle_sequences=8)
+    config = DataConfig(source=f"hf:{repository}:sample-10BT", shuffle_sequences=8)
     folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT", shuffle_sequences=8)
     assert first_batches(config) == first_batches(folder)
 
 
 def test_unknown_names(repository: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"fineweb_name 'sample-10B' is not in .*; the nearest is sample-10BT"):
-        open_source(fineweb_repository=str(repository), fineweb_name="sample-10B")
-    with pytest.raises(UserError, match=r"fineweb_split 'test' .* the nearest is \w+ \(it has train, held\)"):
-        open_source(fineweb_repository=str(repository), fineweb_split="test")
+    with pytest.raises(UserError, match=r"the configuration 'sample-10B' is not there; the nearest is sample-10BT"):
+        open_source(f"hf:{repository}:sample-10B")
+    for key in ("split", "validation_split"):
+        with pytest.raises(UserError, match=rf"{key[-5:]} 'test' .* the nearest is \w+ \(it has train, held\)"):
+            open_source(f"hf:{repository}:sample-10BT", **{key: "test"})
+    with pytest.raises(UserError, match="are both 'held'; validate on other data"):
+        open_source(f"hf:{repository}:sample-10BT", split="held", validation_split="held")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match=r"^fineweb-edu: .*empty sample-10BT cannot be opened: "):
-        open_source(fineweb_repository=str(tmp_path / "empty"))
+    with pytest.raises(UserError, match=r"^hf:.*empty cannot be opened: "):
+        open_source(f"hf:{tmp_path / 'empty'}")
+    with pytest.raises(UserError, match=r"no such folder: .*nowhere$"):
+        open_source(f"hf:{tmp_path / 'nowhere'}")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +124,7 @@ def test_a_hub_that_does_not_answer(monkeypatch: pytest.MonkeyPatch, error: Exce
         raise error
 
     monkeypatch.setattr(datasets, "load_dataset_builder", unreachable)
-    with pytest.raises(DataError, match=r"^fineweb-edu \(.*\): the hub cannot be reached .*: Couldn't reach"):
+    with pytest.raises(DataError, match=r"^hf:HuggingFaceFW/.*: the hub cannot be reached .*: Couldn't reach"):
         open_source()
     assert len(calls) == 2
 
@@ -137,6 +141,13 @@ def test_what_the_hub_answers(monkeypatch: pytest.MonkeyPatch, status: int, kind
     with pytest.raises(UserError, match="an answer of two lines") as info:
         open_source()
     assert type(info.value) is kind
+    assert ("log in with hf auth login, or set HF_TOKEN" in str(info.value)) == (status == 401)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"^data\.source hf:a/b needs an extra: pip install 'trifocal\[data\]'$"):
+        open_source("hf:a/b")
 
 
 def test_a_run_goes_on_with_the_commit_that_it_began_with(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +165,7 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(monkeypatch: pytest.Mo
     config = DataConfig(source="fineweb-edu")
     with loader_of(config) as first:
         state = first.state_dict()
-    assert first.config == replace(config, fineweb_revision="a" * 40)
+    assert first.config == replace(config, revision="a" * 40)
     commits["main"] = "b" * 40
     with loader_of(first.config) as resumed:
         resumed.load_state_dict(state)
@@ -162,15 +173,15 @@ def test_a_run_goes_on_with_the_commit_that_it_began_with(monkeypatch: pytest.Mo
     # The branch by name is other data now.
     with (
         loader_of(config) as other,
-        pytest.raises(UserError, match=r"belongs to .*@a{40}, .* this run reads .*@b{40},"),
+        pytest.raises(UserError, match=r"belongs to .*@a{40}, this run reads .*@b{40}: "),
     ):
         other.load_state_dict(state)
 
 
 def test_other_kinds_of_files(repository: Path) -> None:
     (repository / "sample" / "10BT" / "002.jsonl").write_text('{"text": "x"}\n')
-    with pytest.raises(UserError, match=r"002\.jsonl is not a parquet file|cannot be opened"):
-        open_source(fineweb_repository=str(repository))
+    with pytest.raises(UserError, match=r"sample/10BT/002\.jsonl is no parquet file, as the others are"):
+        open_source(f"hf:{repository}:sample-10BT")
 
 
 def test_the_hub_switched_off_is_a_clear_error(tmp_path: Path) -> None:
@@ -182,7 +193,8 @@ def test_the_hub_switched_off_is_a_clear_error(tmp_path: Path) -> None:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     last = done.stderr.strip().splitlines()[-1]
-    assert "UserError: fineweb-edu: the hub is switched off (HF_HUB_OFFLINE is set); unset it, or read" in last
+    assert "UserError: hf:HuggingFaceFW/fineweb-edu:sample-10BT: the hub is switched off" in last
+    assert "(HF_HUB_OFFLINE is set); unset it, or read a local folder with hf:PATH" in last
     assert done.returncode == 1
 
 
@@ -244,7 +256,7 @@ with make_loader(config, **sizes) as loader:
 with make_loader(loader.config, **sizes) as again:
     again.load_state_dict(state)
     assert next(again).tokens.tolist() == following
-    print(json.dumps([batches, state, again.config.fineweb_revision]))
+    print(json.dumps([batches, state, again.config.revision]))
 """
 
 
@@ -272,7 +284,7 @@ def test_a_hub_that_lists_redirects_refuses_and_breaks_off(
     folder = DataConfig(source=f"fineweb-edu:{repository}/sample/10BT", shuffle_sequences=8)
     assert batches == first_batches(folder)
     assert revision == REVISION
-    assert state["source"] == f"fineweb-edu ({NAME}@{REVISION}, sample-10BT)"
+    assert state["source"] == f"hf:{NAME}:sample-10BT@{REVISION}"
     assert len(hub.requests) > 6 and set(hub.authorizations) == {"Bearer example"}
     assert len(store.requests) > 5 and set(store.authorizations) == {None}
     # Each retry is said while it happens.

@@ -165,11 +165,11 @@ def test_a_process_opens_the_files_of_its_own_streams_alone(source: str, monkeyp
 def test_streams_share_out_every_document(source: str, streams: int) -> None:
     """In each epoch of its own a stream has its part: together they have all, each once."""
     names: Counter[str] = Counter()
-    opened, _ = make_source(DataConfig(source=source), Activity())
+    opened, _ = make_source(DataConfig(source=source), Activity(), "train")
     for part in range(streams):
         documents = DocumentStream(
-            opened, TOKENIZER, validation=False, validation_fraction=0.1, seed=3, block_documents=8,
-            activity=Activity(), part=part, parts=streams,
+            opened, TOKENIZER, longest_chat=1, validation=False, validation_fraction=0.1, seed=3,
+            block_documents=8, activity=Activity(), part=part, parts=streams,
         )  # fmt: skip
         for document in documents.read(Position()):
             if document.position.epoch:

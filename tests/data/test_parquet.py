@@ -80,7 +80,7 @@ def test_other_string_types(tmp_path: Path) -> None:
 def test_a_missing_field_names_those_there_are(write_parquet: Write) -> None:
     path = write_parquet("a.parquet", ["x"], field="content")
     assert f"{path} has no field 'text'; its fields are id, content" in error_of(path)
-    assert f"{path}: field 'id' must hold strings, it holds int64" in error_of(path, "id")
+    assert f"{path}: field 'id' must hold strings or lists of messages, it holds int64" in error_of(path, "id")
 
 
 def test_a_field_that_is_there_twice(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.data.test_loader import same, take
 from trifocal.data import DataConfig, Loader, has_text, make_loader, make_tokenizer
-from trifocal.data.synthetic import haystack, needle_row, recall_row
+from trifocal.data.synthetic import associations, haystack, needle_row, recall_row
 from trifocal.errors import UserError
 
 
@@ -22,19 +22,19 @@ def open_task(source: str, **settings: int | str) -> Loader:
 def test_recall_asks_for_the_value_of_every_key(length: int, pairs: int, vocab_size: int) -> None:
     places = []
     for number in range(20):
-        row = recall_row(vocab_size, length, pairs, (0, 0, number), "row")
-        assert row.tokens.shape == row.targets.shape == (length,)
-        assert row.tokens.dtype == row.targets.dtype == np.int32
-        values = dict(zip(row.tokens[0 : 2 * pairs : 2].tolist(), row.tokens[1 : 2 * pairs : 2].tolist(), strict=True))
+        tokens, targets = associations(vocab_size, length, pairs, (0, 0, number))
+        assert tokens.shape == targets.shape == (length,)
+        assert tokens.dtype == targets.dtype == np.int32
+        values = dict(zip(tokens[0 : 2 * pairs : 2].tolist(), tokens[1 : 2 * pairs : 2].tolist(), strict=True))
         assert len(values) == pairs
         assert max(values) < vocab_size // 2 <= min(values.values()) and max(values.values()) < vocab_size
-        (asked,) = np.nonzero(row.targets >= 0)
-        assert (row.tokens < vocab_size // 2).sum() == 2 * pairs, "a key stands for nothing"
-        assert min(asked) >= 2 * pairs and sorted(row.tokens[asked]) == sorted(values)
-        assert [values[key] for key in row.tokens[asked].tolist()] == row.targets[asked].tolist()
+        (asked,) = np.nonzero(targets >= 0)
+        assert (tokens < vocab_size // 2).sum() == 2 * pairs, "a key stands for nothing"
+        assert min(asked) >= 2 * pairs and sorted(tokens[asked]) == sorted(values)
+        assert [values[key] for key in tokens[asked].tolist()] == targets[asked].tolist()
         # As text would have it, the answer follows; the last one may lie behind the row.
         inside = asked[asked + 1 < length]
-        assert (row.tokens[inside + 1] == row.targets[inside]).all()
+        assert (tokens[inside + 1] == targets[inside]).all()
         places += asked.tolist()
     # All the rest of the row is used, the near and the far.
     if length > 8 * pairs - 8:
@@ -75,15 +75,23 @@ def test_depth_places_the_needle_that_is_asked_for_first(needles: int, depth: fl
         assert places[0] == pytest.approx(depth * (124 - 6 * needles - 6), abs=5 * (needles - 1) + 0.5)
 
 
-def test_rows_of_needles_have_haystacks_of_all_lengths() -> None:
+@pytest.mark.parametrize("task", ["recall", "needle"])
+def test_rows_have_documents_of_all_lengths(task: str) -> None:
     counts, lengths = Counter[int](), []
     for number in range(200):
-        row = needle_row(64, 1024, 2, (0, 0, number), "needle:2")
+        row = (
+            recall_row(257, 1024, 32, (0, 0, number), "")
+            if task == "recall"
+            else needle_row(64, 1024, 4, (0, 0, number), "")
+        )
         assert len(row.tokens) == len(row.targets) == 1024 and len(row.starts) == len(row.document_ids)
         ends = [*row.starts[1:], 1024]
         for start, end in zip(row.starts, ends, strict=True):
-            assert (row.targets[start:end] >= 0).sum() == 8
-            assert (row.tokens[start:end] == 63).sum() == 4
+            tokens, asked = row.tokens[start:end], (row.targets[start:end] >= 0).sum()
+            if task == "needle":
+                assert asked == 16 and (tokens == 63).sum() == 8
+            else:
+                assert asked == 32 * (end - start) // 1024 and (tokens < 128).sum() == 2 * asked
         counts[len(row.starts)] += 1
         lengths += [end - start for start, end in zip(row.starts, ends, strict=True)]
     # 50 of each, with a standard deviation of 6.
@@ -106,7 +114,7 @@ def test_rows_depend_on_their_number_alone(source: str) -> None:
         assert torch.equal(next(loader).tokens, batches[0].tokens[1::2])
     with open_task(source, split="validation") as loader:
         assert not torch.equal(next(loader).tokens, batches[0].tokens)
-    assert (batches[0].cu_seqlens is not None) == source.startswith("needle")
+    assert any(batch.cu_seqlens is not None for batch in batches) == (source != "recall:5")
     other = "recall:4" if source.startswith("recall") else "needle:1"
     with open_task(other) as loader, pytest.raises(UserError, match=r"data\.source"):
         loader.load_state_dict(state)
@@ -119,7 +127,7 @@ def test_rows_depend_on_their_number_alone(source: str) -> None:
             "recall:33",
             "33 pairs need 131 tokens in a row and a model.vocab_size of 66, got 256 and 64; write recall:32",
         ),
-        ("needle:9", "9 needles need 288 tokens in a row and a model.vocab_size of 91, got 256 and 64"),
+        ("needle:9", "9 needles need 144 tokens in a row and a model.vocab_size of 91, got 256 and 64"),
         ("recall:many", "'recall:many': recall takes a whole number above 0, such as recall:8"),
         ("needle:0", "needle takes a whole number above 0"),
     ],

@@ -147,6 +147,24 @@ def test_paths_that_are_none(name: str) -> None:
         make_tokenizer(name)
 
 
+def test_an_id_of_the_hub(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder that the hub's library gives for an id is read as any other, with its end token and template."""
+    hub = pytest.importorskip("huggingface_hub")
+    asked = []
+
+    def download(name: str, *, allow_patterns: list[str]) -> str:
+        asked.append((name, set(allow_patterns)))
+        return str(tokenizer_file.parent)
+
+    monkeypatch.setattr(hub, "snapshot_download", download)
+    (tokenizer_file.parent / "tokenizer_config.json").write_text('{"eos_token": "e"}')
+    (tokenizer_file.parent / "chat_template.jinja").write_text("{{ messages }}")
+    found, folder = make_tokenizer("owner/name"), make_tokenizer(str(tokenizer_file.parent))
+    assert asked == [("owner/name", {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja"})]
+    assert (found.name, found.separator_token, found.fingerprint) == ("owner/name", "e", folder.fingerprint)
+    assert found.fingerprint != make_tokenizer(str(tokenizer_file), separator="e").fingerprint
+
+
 def test_gpt2_without_a_hub_is_a_clear_error(tmp_path: Path) -> None:
     code = "from trifocal.data import make_tokenizer; make_tokenizer('gpt2')"
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}

@@ -21,6 +21,7 @@ from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.train import checkpoint as module
+from trifocal.train import checkpoint_folders
 from trifocal.train.checkpoint import load_checkpoint, load_model_weights, save_checkpoint
 from trifocal.train.checkpoint_folders import (
     checkpoint_path,
@@ -269,6 +270,17 @@ def test_what_was_deleted_all_the_same_is_said(tmp_path: Path) -> None:
     ):
         shutil.rmtree(path)
         (path / "rank0.json").read_text()
+
+
+def test_a_list_that_missed_the_newest_checkpoint_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The only one in the list was pruned; the one that is newer came behind the place that was listed."""
+    path = save(tmp_path, 1)
+    lists = iter([[], [], [path]])
+    monkeypatch.setattr(checkpoint_folders, "list_checkpoints", lambda root: next(lists))
+    with open_checkpoint(tmp_path / "checkpoints", command="") as found:
+        assert found == path
 
 
 # Opens the newest checkpoint again and again, and reads all of it.

@@ -239,3 +239,9 @@ def test_the_nearest_name_is_of_the_same_leaf_or_alike() -> None:
 def test_layers_to_checkpoint(tmp_path: Path, text: str, expected: Any) -> None:
     config = make_config(tmp_path, "--train.activation_checkpointing", text)
     assert config.train.checkpointed_layers(4) == expected
+
+
+def test_an_integer_of_any_size_is_named_in_a_message(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text(f"[model]\nattention = 0x{'f' * 5000}\n")
+    with pytest.raises(UserError, match="got an integer of 20000 bits"):
+        load_config(tmp_path / "a.toml", [])

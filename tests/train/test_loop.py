@@ -91,15 +91,15 @@ def test_the_saved_config_names_the_commit_that_the_loader_found(
     original = train_setup.make_loader
 
     def pinning(data: DataConfig, **arguments: Any) -> Loader:
-        asked.append(data.fineweb_revision)
+        asked.append(data.revision)
         loader = original(data, **arguments)
-        loader.config = replace(loader.config, fineweb_revision=commit)
+        loader.config = replace(loader.config, revision=commit)
         return loader
 
     monkeypatch.setattr(train_setup, "make_loader", pinning)
     config = make_config(tmp_path)
     train(config)
-    assert load_config(tmp_path / "run" / "config.toml").data == replace(config.data, fineweb_revision=commit)
+    assert load_config(tmp_path / "run" / "config.toml").data == replace(config.data, revision=commit)
     resume(tmp_path / "run")
     assert asked == ["main", commit]
 

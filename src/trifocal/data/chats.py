@@ -10,14 +10,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from trifocal.data.messages import one_line
-from trifocal.errors import UserError
+from trifocal.errors import UserError, nearest
 
 Chat = Sequence[Mapping[str, Any]]
 """The messages of a chat, each with a `role` and a `content`."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of messages."""
+
 _ANSWER_ROLE = "assistant"
 # The keywords by which a template marks answers itself.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class BadChat(ValueError):
+    """A chat that cannot be learned from; the text is the reason."""
 
 
 class RenderedChat(NamedTuple):
@@ -32,23 +39,49 @@ class RenderedChat(NamedTuple):
     answers: list[tuple[int, int]]
 
 
-def check_chat(messages: Any) -> str:
-    """The reason why a value is no chat to learn from; empty if it is one."""
+def read_chat(messages: Any) -> Chat:
+    """A chat from the value of a record's field.
+
+    Args:
+        messages: A list of objects with `role` and `content`. Keys whose value is null are left out: parquet gives each
+            message the keys of all.
+
+    Raises:
+        BadChat: If it is no chat, or has no answer.
+    """
     if not isinstance(messages, list) or not messages:
-        return f"expected a list of messages, got {type(messages).__name__ if messages != [] else 'an empty one'}"
-    for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
-            return f"message {number} is no object with a role and a content"
-    if all(message["role"] != _ANSWER_ROLE for message in messages):
-        return f"no message has the role {_ANSWER_ROLE}"
-    return ""
+        got = type(messages).__name__ if messages != [] else "an empty one"
+        raise BadChat(f"expected a list of messages, got {got}")
+    chat = _without_nulls(messages)
+    for number, message in enumerate(chat):
+        if not isinstance(message, dict) or not isinstance(role := message.get("role"), str):
+            raise BadChat(f"message {number} is no object with a role and a content")
+        if role not in ROLES:
+            raise BadChat(
+                f"message {number} has the unknown role {role!r}; the nearest of {', '.join(ROLES)} is "
+                f"{nearest(role, ROLES)}"
+            )
+        content = message.get("content")
+        # A call of a tool needs no content.
+        if not isinstance(content, str) and (content is not None or not message.get("tool_calls")):
+            got = "none" if content is None else type(content).__name__
+            raise BadChat(f"the content of message {number} must be a string, got {got}")
+    if all(message["role"] != _ANSWER_ROLE for message in chat):
+        raise BadChat(f"no message has the role {_ANSWER_ROLE}")
+    return chat  # type: ignore[no-any-return]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str], name: str) -> RenderedChat:
     """Write a chat by a template.
 
-    Answers are what the template marks with `{% generation %}`. In one without these marks, an answer is what the chat
-    up to it has more than the chat before it with the assistant's prompt.
+    Answers are the parts that the template marks with `{% generation %}`. In a template without these marks, an answer
+    is the difference between the chat that ends with it and the chat before it with the assistant's prompt.
 
     Args:
         template: In Jinja.
@@ -57,35 +90,39 @@ def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str]
         name: Of the template, for messages.
 
     Raises:
-        UserError: If transformers is missing, the template refuses the chat, or it writes earlier messages anew where
-            later ones follow.
+        UserError: If transformers or Jinja is missing.
+        BadChat: If the template refuses the chat, or writes earlier messages anew where later ones follow.
     """
     try:
-        import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
     except ImportError:
         raise UserError("chats need an extra: pip install 'trifocal[hf]'") from None
 
-    def render(chat: Chat, **options: bool) -> tuple[list[str], list[list[tuple[int, int]]]]:
-        return render_jinja_template([list(chat)], chat_template=template, **options, **special_tokens)  # type: ignore[arg-type, return-value]
+    # Its annotations name one of the two results.
+    render_any: Any = render_jinja_template
 
-    try:
-        if _MARKED.search(template):
-            texts, marked = render(messages, return_assistant_tokens_mask=True)
-            return RenderedChat(texts[0], [(first, end) for first, end in marked[0]])
-        text = render(messages)[0][0]
-        answers = []
-        for number, message in enumerate(messages):
-            if message["role"] != _ANSWER_ROLE:
-                continue
-            prompt = render(messages[:number], add_generation_prompt=True)[0][0]
-            answered = render(messages[: number + 1])[0][0]
-            if not text.startswith(answered) or not answered.startswith(prompt):
-                raise UserError(
-                    f"the chat template of {name} writes message {number} otherwise where other messages follow or "
-                    "precede: its answers cannot be found; give it {% generation %} marks around them"
-                )
-            answers.append((len(prompt), len(answered)))
-    except jinja2.TemplateError as error:
-        raise UserError(f"the chat template of {name} refuses the chat: {one_line(error)}") from error
+    def render(chat: Chat, **options: bool) -> tuple[str, list[tuple[int, int]]]:
+        try:
+            texts, marked = render_any([list(chat)], chat_template=template, **options, **special_tokens)
+        except ImportError as error:
+            raise UserError(f"chats need another package: {one_line(error)}") from None
+        except Exception as error:  # A template is a program, which may fail in any way.
+            raise BadChat(f"the chat template of {name} refuses the chat: {one_line(error)}") from error
+        return texts[0], marked[0] if marked else []
+
+    if _MARKED.search(template):
+        return RenderedChat(*render(messages, return_assistant_tokens_mask=True))
+    text = render(messages)[0]
+    answers = []
+    for number, message in enumerate(messages):
+        if message["role"] != _ANSWER_ROLE:
+            continue
+        prompt = render(messages[:number], add_generation_prompt=True)[0]
+        answered = render(messages[: number + 1])[0]
+        if not text.startswith(answered) or not answered.startswith(prompt):
+            raise BadChat(
+                f"the chat template of {name} writes message {number} otherwise where other messages follow or "
+                "precede: its answers cannot be found; give it {% generation %} marks around them"
+            )
+        answers.append((len(prompt), len(answered)))
     return RenderedChat(text, answers)

@@ -11,7 +11,7 @@ from trifocal.masking import MASK, is_masked
 SYNTHETIC = ("synthetic", "recall", "needle")
 """Kinds of source without text: their tokens are drawn."""
 
-SOURCES = (*SYNTHETIC, "builtin", "text", "jsonl", "parquet", "fineweb-edu")
+SOURCES = (*SYNTHETIC, "builtin", "text", "jsonl", "parquet", "hf", "fineweb-edu")
 """Kinds of source; the part of `DataConfig.source` before the first colon."""
 
 ON_BAD_DOCUMENT = ("stop", "skip")
@@ -28,12 +28,25 @@ class DataConfig:
     source: str = "builtin"
     """synthetic (random tokens), recall:PAIRS and needle:COUNT (tasks of random tokens; the number may be left out),
     builtin (text of Python's standard library), text:PATH, jsonl:PATH#field, parquet:PATH#field (file, folder or glob;
-    parquet also http(s) URLs, separated by commas), fineweb-edu (from the hub), fineweb-edu:PATH (a folder of its
-    parquet files). The field is text unless given. Passwords and signatures in URLs are not saved: give them again to
-    go on with a run."""
+    parquet also http(s) URLs, separated by commas), hf:NAME#field or hf:NAME:CONFIG#field (a data set of the Hugging
+    Face hub, or a folder that load_dataset takes), fineweb-edu (hf:HuggingFaceFW/fineweb-edu:sample-10BT),
+    fineweb-edu:PATH (a folder of its parquet files). The field is text unless given. A field of strings gives texts, a
+    field of lists of messages gives chats. Passwords and signatures in URLs are not saved: give them again to go on
+    with a run."""
+
+    split: str = "train"
+    """hf, fineweb-edu: the split to train on."""
+
+    validation_split: str = ""
+    """hf, fineweb-edu: the split to validate on; empty: the one named validation, or if there is none,
+    validation_fraction of the split to train on."""
+
+    revision: str = "main"
+    """hf, fineweb-edu: branch or commit on the hub. A run saves the commit that it found and goes on with it."""
 
     tokenizer: str = "bytes"
-    """bytes, gpt2, or the path of a Hugging Face tokenizer.json."""
+    """bytes; the path of a Hugging Face tokenizer.json, or of its folder; or an id of the hub, such as gpt2 or
+    Qwen/Qwen3-0.6B. A run that begins with model.from takes the tokenizer there, unless a flag gives another."""
 
     separator: str = ""
     """The tokenizer's token that ends a document, such as <|endoftext|>; empty: found by its usual names."""
@@ -63,23 +76,12 @@ class DataConfig:
     cut into smaller ones, so that some of them are held out for validation."""
 
     on_bad_document: str = "stop"
-    """The rule for a document without readable text (a null, a missing field, no UTF-8, no JSON): stop the run with a
-    line that names it, or skip it and count it. An empty text is passed over. It may change within a run."""
+    """The rule for a document without readable text (a null, a missing field, no UTF-8, no JSON), and for a chat that
+    is broken or refused by the template: stop the run with a line that names it, or skip it and count it. An empty text
+    is passed over. It may change within a run."""
 
     include_site_packages: bool = False
     """builtin reads the installed packages' Python files too: a few hundred MB on a usual machine."""
-
-    fineweb_repository: str = "HuggingFaceFW/fineweb-edu"
-    """The hub repository that fineweb-edu reads, or a local copy of it."""
-
-    fineweb_name: str = "sample-10BT"
-    """The configuration of that repository, such as sample-10BT or CC-MAIN-2024-10."""
-
-    fineweb_revision: str = "main"
-    """Branch or commit of that repository. A run saves the commit that it found and goes on with it."""
-
-    fineweb_split: str = "train"
-    """The split of that configuration."""
 
     prefetch_batches: int = 4
     """Batches made ahead of the trainer, at most."""

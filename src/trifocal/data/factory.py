@@ -10,12 +10,13 @@ from trifocal.data.sources import BadDocuments, Source, parse_source
 from trifocal.masking import mask_text
 
 
-def make_source(config: DataConfig, activity: Activity) -> tuple[Source, DataConfig]:
+def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Source, DataConfig]:
     """Open the source of documents that a config names, except the synthetic ones, which have no text.
 
     Args:
         config: Names the source.
         activity: The loader's, for messages and the signal to stop.
+        split: `train` or `validation`; most sources hold both, and a document tells which it is of.
 
     Returns:
         The source, and the config with the hub's branch replaced by its present commit.
@@ -41,13 +42,13 @@ def make_source(config: DataConfig, activity: Activity) -> tuple[Source, DataCon
         from trifocal.data.text import JsonlSource
 
         return JsonlSource(path, field, bad=bad), config
-    if kind == "fineweb-edu" and not path:
-        from trifocal.data.hub import open_fineweb
+    if kind == "hf" or (kind == "fineweb-edu" and not path):
+        from trifocal.data.hub import open_dataset
 
-        source, revision = open_fineweb(config, field, activity, bad)
-        return source, replace(config, fineweb_revision=revision)
+        source, revision = open_dataset(config, split, activity, bad)
+        return source, replace(config, revision=revision)
     from trifocal.data.parquet import ParquetSource
     from trifocal.data.remote import HttpClient
 
-    source = ParquetSource.from_path(mask_text(config.source), path, field, HttpClient(config, activity), bad)
-    return source, config
+    client = HttpClient(config, activity)
+    return ParquetSource.from_path(mask_text(config.source), path, field, client, bad), config

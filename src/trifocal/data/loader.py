@@ -39,7 +39,7 @@ class Batch(NamedTuple):
 
     Args:
         tokens: [B, T] int64.
-        targets: Next tokens, -100 where the next token is another document's, [B, T] int64.
+        targets: Next tokens, -100 where the next token is another document's, or no answer of a chat, [B, T] int64.
         cu_seqlens: Borders of the documents in the flattened `B * T` tokens (the start of every row is one),
             [docs + 1] int32; None if no row has a border inside.
         document_ids: One for each document of `cu_seqlens`, or for each row where that is None.
@@ -78,6 +78,8 @@ class Loader:
     Attributes:
         config: The settings, with the hub's branch replaced by its commit: a loader made from them reads the same data
             after the branch has moved.
+        name: The data in messages: the source, with its commit on the hub.
+        fingerprint: Hash of the files' names and sizes, or of the commit; empty without text.
     """
 
     def __init__(
@@ -100,7 +102,8 @@ class Loader:
         self._streams = {i: stream for i, stream in enumerate(streams) if i % common == rank % common}
         self._epochs: dict[int, int] = {}
         self.config = config
-        self._name = name
+        self.name = name
+        self.fingerprint = "" if source is None else source.fingerprint
         self._settings = settings
         self._source = source
         self._batch_size = batch_size
@@ -166,7 +169,7 @@ class Loader:
         try:
             return "" if self._source is None else "".join(self._source.content_hashes())
         except OSError as error:
-            raise UserError(f"{self._name} cannot be read: {error}") from error
+            raise UserError(f"{self.name} cannot be read: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to a position that `state_dict` gave, of this loader or of another over the same data.
@@ -175,7 +178,7 @@ class Loader:
             UserError: If the state belongs to other data, other settings or another version.
         """
         shards = [] if self._source is None else self._source.shards
-        check_position(state, name=self._name, settings=self._settings, content=self._content, shards=shards)
+        check_position(state, name=self.name, settings=self._settings, content=self._content, shards=shards)
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
@@ -229,7 +232,7 @@ class Loader:
     def _describe(self, sample_index: int) -> dict[str, Any]:
         return {
             "version": POSITION_VERSION,
-            "source": self._name,
+            "source": self.name,
             "settings": self._settings,
             "sample_index": sample_index,
             "position": self._streams[0].state()
@@ -325,7 +328,7 @@ def make_loader(
                 f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, the model's vocab_size is "
                 f"{vocab_size}; set model.vocab_size to at least {tokenizer.vocab_size}"
             )
-        source, config = make_source(config, activity)
+        source, config = make_source(config, activity, split)
         streams = _text_streams(source, tokenizer, config, activity, sequence_length, split)
         name = source.name
         settings |= {
@@ -361,6 +364,7 @@ def _text_streams(
         documents = DocumentStream(
             source,
             tokenizer,
+            longest_chat=sequence_length,
             validation=split == "validation",
             validation_fraction=config.validation_fraction,
             seed=config.seed,

@@ -19,7 +19,7 @@ class Row(NamedTuple):
 
     Args:
         tokens: [T] int32.
-        targets: The next token of the same document, -100 at its last, [T] int32.
+        targets: The next token of the same document, -100 at its last; of a chat, -100 for all but answers, [T] int32.
         starts: Index of each document's first token in the row; ascending, from 0.
         document_ids: The document at each start.
         epoch: Complete passes over the source before the row's first token.
@@ -60,6 +60,10 @@ class PackedStream:
     A document that does not fit continues in the next row, where it starts anew: its position is 0 there, and it sees
     nothing of the row before.
 
+    A chat is never divided, as its answers would lose their questions: if it does not fit, it begins the next row, and
+    separators without targets fill the rest of this one, behind the last document. The targets of a chat are the
+    tokens of its answers alone.
+
     Args:
         documents: The documents.
         sequence_length: Tokens of a row.
@@ -98,13 +102,18 @@ class PackedStream:
             document = self._current()
             if filled == 0:
                 epoch = document.position.epoch
-            begin = self._offset
+            begin, learned = self._offset, document.learned
+            if learned is not None and len(document.tokens) > self._length - filled:
+                tokens[filled:], targets[filled:] = self._documents.separator, IGNORED
+                break
             self._offset = min(begin + self._length - filled, len(document.tokens))
             starts.append(filled)
             ids.append(document.id)
             following = document.tokens[begin + 1 : self._offset + 1]
             end = filled + self._offset - begin
             tokens[filled:end] = document.tokens[begin : self._offset]
+            if learned is not None:
+                following = np.where(learned[1:], following, np.int32(IGNORED))
             targets[filled : filled + len(following)] = following
             targets[filled + len(following) : end] = IGNORED
             filled = end

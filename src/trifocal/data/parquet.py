@@ -10,7 +10,7 @@ from trifocal.data.activity import Stopped
 from trifocal.data.local_files import content_hash, find_files, sizes
 from trifocal.data.messages import one_line
 from trifocal.data.remote import HttpClient, HttpFile
-from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
+from trifocal.data.sources import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document
 from trifocal.errors import UserError
 from trifocal.masking import mask_text
 
@@ -30,7 +30,7 @@ class _Footer(NamedTuple):
 
 
 class ParquetSource:
-    """A column of texts; a file is a shard, a row a document. A file that cannot be read stops the run.
+    """A column of texts or chats; a file is a shard, a row a document. A file that cannot be read stops the run.
 
     Args:
         name: The source in messages.
@@ -39,6 +39,7 @@ class ParquetSource:
         fingerprint: Hash of the files' names and sizes.
         client: For URLs.
         bad: The rule for rows without text.
+        held_out: As in `Document`, for all rows.
 
     Raises:
         UserError: If pyarrow is missing, or the first file is local and no parquet file with that column.
@@ -52,9 +53,11 @@ class ParquetSource:
         fingerprint: str,
         client: HttpClient,
         bad: BadDocuments | None = None,
+        held_out: bool | None = None,
     ) -> None:
         self.name = name
         self.bad = bad or BadDocuments()
+        self._held_out = held_out
         self.shards = list(files)
         self.fingerprint = fingerprint
         self._paths = list(files.values())
@@ -105,9 +108,9 @@ class ParquetSource:
             counts = self._count_rows(parquet, shard)
             for group in range(first_group, len(counts)):
                 before = sum(counts[:group])
-                for row, text in self._rows(parquet, shard, group, first_row, before):
+                for row, document in self._rows(parquet, shard, group, first_row, before):
                     after = (group, row + 1) if row + 1 < counts[group] else (group + 1, 0)
-                    yield Document(f"{self.shards[shard]}#{before + row}", text), after
+                    yield document, after
                 first_row = 0
 
     def _open(self, shard: int) -> Any:
@@ -152,29 +155,34 @@ class ParquetSource:
         types = self._arrow.types
         if types.is_dictionary(kind):
             kind = kind.value_type
-        if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-            raise UserError(f"{path}: field {self._field!r} must hold strings, it holds {kind}")
+        chats = (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type)
+        if not (chats or types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
+            raise UserError(f"{path}: field {self._field!r} must hold strings or lists of messages, it holds {kind}")
 
     def content_hashes(self) -> list[str]:
         """`content_hash` of each file; empty for URLs."""
         local = [path for path in self._paths if isinstance(path, Path)]
         return [content_hash(path) for path in local] if len(local) == len(self._paths) else []
 
-    def _rows(self, parquet: Any, shard: int, group: int, first_row: int, before: int) -> Iterator[tuple[int, str]]:
-        """Number and text of a row group's rows from `first_row` on; the file has `before` rows before the group."""
+    def _rows(
+        self, parquet: Any, shard: int, group: int, first_row: int, before: int
+    ) -> Iterator[tuple[int, Document]]:
+        """Number and document of a group's rows from `first_row` on; the file has `before` rows before the group."""
         row = 0
         try:
             for batch in parquet.iter_batches(
                 _ROWS_DECODED, row_groups=[group], columns=[self._field], use_threads=False
             ):
                 skipped = min(max(first_row - row, 0), len(batch))
-                for number, text in enumerate(_texts(batch.column(0).slice(skipped)), start=row + skipped):
-                    if isinstance(text, str):
-                        if text:
-                            yield number, text
+                for number, value in enumerate(_values(batch.column(0).slice(skipped)), start=row + skipped):
+                    if value == "":
+                        continue
+                    try:
+                        document = make_document(f"{self.shards[shard]}#{before + number}", value, self._held_out)
+                    except BadDocument as error:
+                        self.bad.found(f"{self._shown[shard]}: row {before + number}: field {self._field!r} {error}")
                     else:
-                        reason = "is null" if text is None else f"is not UTF-8 at byte {text.start}"
-                        self.bad.found(f"{self._shown[shard]}: row {before + number}: field {self._field!r} {reason}")
+                        yield number, document
                 row += len(batch)
         except (UserError, Stopped):
             raise
@@ -182,17 +190,17 @@ class ParquetSource:
             raise UserError(f"{self._shown[shard]}: row group {group} cannot be read: {one_line(error)}") from error
 
 
-def _texts(column: Any) -> list[str | UnicodeDecodeError | None]:
+def _values(column: Any) -> list[str | list[Any] | UnicodeDecodeError | None]:
     """The values of a column, with the error in place of a value that is not UTF-8."""
     try:
         return list(column.to_pylist())
     except UnicodeDecodeError:
-        return [_text(value) for value in column]
+        return [_value(value) for value in column]
 
 
-def _text(value: Any) -> str | UnicodeDecodeError | None:
+def _value(value: Any) -> str | list[Any] | UnicodeDecodeError | None:
     try:
-        text: str | None = value.as_py()
+        content: str | list[Any] | None = value.as_py()
     except UnicodeDecodeError as error:
         return error
-    return text
+    return content

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from trifocal.data.chats import BadChat, Chat, read_chat
 from trifocal.data.data_config import SOURCES, SYNTHETIC
 from trifocal.errors import UserError, nearest
 from trifocal.paths import check_path_text, user_path
@@ -17,17 +18,60 @@ Cursor = tuple[int, ...]
 
 
 class Document(NamedTuple):
-    """A text with its name.
+    """A text or a chat, with its name.
 
     Attributes:
         id: Name, such as `a.jsonl:7`.
-        text: Its text.
+        text: Its text; of a chat, the messages as JSON, the same from every kind of file.
         held_out: Whether it belongs to the validation split; None: a hash of the text decides.
+        messages: Of a chat; None for a text.
     """
 
     id: str
     text: str
     held_out: bool | None = None
+    messages: Chat | None = None
+
+
+class BadDocument(ValueError):
+    """A field's value that is no document; the text is the reason, to follow the name of the field."""
+
+
+def make_document(name: str, value: Any, held_out: bool | None = None) -> Document:
+    """The document of a field's value: a string is a text, a list the messages of a chat.
+
+    Args:
+        name: Of the document.
+        value: The value, or the error of its decoding.
+        held_out: As in `Document`.
+
+    Raises:
+        BadDocument: If it is neither.
+    """
+    if value is None:
+        raise BadDocument("is null")
+    if isinstance(value, UnicodeDecodeError):
+        raise BadDocument(f"is not UTF-8 at byte {value.start}")
+    if not isinstance(value, str | list):
+        raise BadDocument(f"must be a string or a list of messages, got {type(value).__name__}")
+    try:
+        messages = None if isinstance(value, str) else read_chat(value)
+        text = (
+            value if isinstance(value, str) else json.dumps(messages, ensure_ascii=False, sort_keys=True, default=str)
+        )
+        text.encode("utf-8")
+    except BadChat as error:
+        raise BadDocument(f"holds no chat: {error}") from error
+    except UnicodeEncodeError as error:
+        raise BadDocument(f"holds half a surrogate pair at character {error.start}") from error
+    return Document(name, text, held_out, messages)
+
+
+def no_field(field: str, names: Collection[str]) -> str:
+    """The message that records lack a field; names the fields that they have."""
+    listed = ", ".join(map(repr, names)) or "none"
+    hint = "; write #messages behind the source for chats" if "messages" in names else ""
+    return f"no field {field!r}; it has {listed if len(listed) < 200 else listed[:200] + '…'}{hint}"
 
 
 class BadDocuments:
@@ -35,8 +79,9 @@ class BadDocuments:
 
     One rule for all sources, except that `builtin` always skips: its files come with Python.
 
-    A document is bad if its text is missing (a null, no such field), no string, no UTF-8, or no JSON. An empty text is
-    not bad: it has no tokens, and is left out. A file that cannot be read at all always stops a run.
+    A document is bad if its text is missing (a null, no such field), no string, no UTF-8, or no JSON, and a chat if its
+    messages are broken or the template refuses them. An empty text is not bad: it has no tokens, and is left out. A
+    file that cannot be read at all always stops a run.
 
     Args:
         action: `stop` or `skip`.
@@ -44,12 +89,14 @@ class BadDocuments:
     Attributes:
         skipped: A hash of each skipped document, so that each counts once.
         first: The message about the first one; empty if there is none.
+        cut: A hash of each chat that was cut to the length of a row.
     """
 
     def __init__(self, action: str = "stop") -> None:
         self._action = action
         self.skipped: set[int] = set()
         self.first = ""
+        self.cut: set[int] = set()
 
     def found(self, message: str) -> None:
         """Handle a bad document: stop, or skip it.
@@ -67,7 +114,15 @@ class BadDocuments:
     def skip(self, message: str) -> None:
         """Leave a bad document out and count it, whatever the action is."""
         self.first = self.first or message
-        self.skipped.add(int.from_bytes(hashlib.blake2b(message.encode(), digest_size=8).digest(), "big"))
+        self.skipped.add(_number(message))
+
+    def count_cut(self, name: str) -> None:
+        """Count a chat that was cut."""
+        self.cut.add(_number(name))
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
 
 
 class Source(Protocol):
@@ -117,11 +172,11 @@ def parse_source(source: str) -> SourceName:
     """Split a source string into its parts.
 
     Args:
-        source: Such as `builtin`, `text:book.txt`, `parquet:folder#text`.
+        source: Such as `builtin`, `text:book.txt`, `parquet:folder#text`, `hf:owner/name:config#messages`.
 
     Returns:
-        Kind, path (empty where none is given; the number of `recall` and `needle`) and field (`text` where none is
-        given).
+        Kind, path (empty where none is given; the number of `recall` and `needle`; name and configuration of `hf`) and
+        field (`text` where none is given).
 
     Raises:
         UserError: If the kind is unknown (names the nearest), lacks its path, or takes none.
@@ -134,10 +189,10 @@ def parse_source(source: str) -> SourceName:
             hint = f"for this path write {_kind_of_path(source)}:{source}"
         raise UserError(f"unknown data.source {source!r}; {hint} (known: {', '.join(SOURCES)})")
     path, field = rest, "text"
-    if kind in ("jsonl", "parquet", "fineweb-edu") and "#" in rest:
+    if kind in ("jsonl", "parquet", "hf", "fineweb-edu") and "#" in rest:
         path, _, field = rest.rpartition("#")
-    if kind in ("text", "jsonl", "parquet") and not path:
-        raise UserError(f"data.source {source!r} lacks its path; write {kind}:PATH")
+    if kind in ("text", "jsonl", "parquet", "hf") and not path:
+        raise UserError(f"data.source {source!r} lacks its path; write {kind}:{'NAME' if kind == 'hf' else 'PATH'}")
     if kind in ("synthetic", "builtin") and path:
         raise UserError(f"data.source {source!r}: {kind} takes no path; write {kind}, or text:{path} to read it")
     if kind in ("recall", "needle") and path and not (path.isdecimal() and len(path) < 10 and int(path)):
@@ -163,7 +218,20 @@ def is_local(source: str) -> bool:
         source: A source string, as in `parse_source`.
     """
     kind, path, _ = parse_source(source)
+    if kind == "hf":
+        return dataset_name(path)[0].is_dir()
     return kind != "fineweb-edu" if not path else not path.startswith(("http://", "https://"))
+
+
+def dataset_name(path: str) -> tuple[Path, str]:
+    """Name and configuration of an `hf` source; the name is a folder's path or the hub's `OWNER/NAME`.
+
+    Args:
+        path: `NAME` or `NAME:CONFIG`. A folder with a colon in its name is found, too.
+    """
+    whole = user_path(path, "data.source")
+    name, _, config = path.rpartition(":")
+    return (whole, "") if not name or whole.is_dir() else (user_path(name, "data.source"), config)
 
 
 def _kind_of_path(path: str) -> str:

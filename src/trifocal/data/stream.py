@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.data.activity import Activity
+from trifocal.data.chats import BadChat, Chat
 from trifocal.data.messages import one_line
 from trifocal.data.sources import Cursor, Document, Source
 from trifocal.data.tokenizers import Tokenizer
@@ -22,6 +23,10 @@ _ENCODED_TOGETHER = 32
 _BLOCK_CHARACTERS = 1 << 25
 # A part is empty if it has no document in this many epochs in a row, times the number of parts.
 _EMPTY_EPOCHS = 8
+_NO_TOKENS = np.empty(0, dtype=np.int32)
+
+_Encoded = tuple[NDArray[np.int32], NDArray[np.bool_] | None]
+"""Tokens of a document and, of a chat, which of them are targets."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +58,19 @@ class Position:
 
 
 class TokenDocument(NamedTuple):
-    """A document in tokens: those of its text, then the separator, [n] int32."""
+    """A document in tokens.
+
+    Attributes:
+        position: Before it.
+        id: Its name.
+        tokens: Those of its text, then the separator; of a chat, those that the template gives, [n] int32.
+        learned: Of a chat, which tokens are targets: those that the assistant wrote, [n] bool. None for a text: all.
+    """
 
     position: Position
     id: str
     tokens: NDArray[np.int32]
+    learned: NDArray[np.bool_] | None = None
 
 
 def random_words(count: int, purpose: str, *key: int) -> NDArray[np.uint64]:
@@ -89,6 +102,7 @@ class DocumentStream:
     Args:
         source: The documents.
         tokenizer: Converts them to tokens.
+        longest_chat: A longer chat is cut to so many tokens.
         validation: Give the held-out documents instead of the others.
         validation_fraction: Share that is held out.
         seed: Orders shards and documents.
@@ -104,6 +118,7 @@ class DocumentStream:
         source: Source,
         tokenizer: Tokenizer,
         *,
+        longest_chat: int,
         validation: bool,
         validation_fraction: float,
         seed: int,
@@ -114,6 +129,8 @@ class DocumentStream:
     ) -> None:
         self._source = source
         self._tokenizer = tokenizer
+        self._longest_chat = longest_chat
+        self.separator = tokenizer.separator
         self._validation = validation
         self._fraction = validation_fraction
         self._seed = seed
@@ -190,11 +207,35 @@ class DocumentStream:
         for first in range(0, len(chosen), _ENCODED_TOGETHER):
             group = chosen[first : first + _ENCODED_TOGETHER]
             self._activity.check()
-            encoded = self._tokenizer.encode_batch([document.text for _, document in group])
-            for (index, document), tokens in zip(group, encoded, strict=True):
+            for (index, document), (tokens, learned) in zip(group, self._encode(group), strict=True):
                 if len(tokens):
                     position = Position(start.epoch, start.shard, start.block, index)
-                    yield TokenDocument(position, document.id, np.append(tokens, np.int32(self._tokenizer.separator)))
+                    yield TokenDocument(position, document.id, tokens, learned)
+
+    def _encode(self, group: Sequence[tuple[int, Document]]) -> Iterator[_Encoded]:
+        """The tokens of some documents; none of a document that is left out."""
+        texts = iter(self._tokenizer.encode_batch([document.text for _, document in group if not document.messages]))
+        for _, document in group:
+            if document.messages:
+                yield self._encode_chat(document, document.messages)
+            else:
+                tokens = next(texts)
+                yield (np.append(tokens, np.int32(self.separator)) if len(tokens) else tokens), None
+
+    def _encode_chat(self, document: Document, messages: Chat) -> _Encoded:
+        bad, length = self._source.bad, self._longest_chat
+        try:
+            tokens, answers = self._tokenizer.encode_chat(messages)
+        except BadChat as error:
+            bad.found(f"{document.id}: {error}")
+            return _NO_TOKENS, None
+        # The first token of a row is no target.
+        if not answers[1:length].any():
+            bad.skip(f"{document.id}: no answer begins within train.sequence_length, {length} tokens")
+            return _NO_TOKENS, None
+        if len(tokens) > length:
+            bad.count_cut(document.id)
+        return tokens[:length], answers[:length]
 
     def _held_out(self, document: Document) -> bool:
         return in_validation(document.text, self._fraction) if document.held_out is None else document.held_out

@@ -21,10 +21,12 @@ VALUE_TOKENS = 4
 """Tokens of a needle's value, the answer of its question."""
 _NEEDLE = 2 + VALUE_TOKENS
 """Tokens of a needle: the mark, the key, the value. A question and its answer have as many."""
-_SHORTEST_HAYSTACK = 32
+_SHORTEST_HAYSTACK = 16
 """The shortest haystack of a row, for each of its needles."""
 _PAIRS_PER_TOKEN = 8
 """`recall` without a number has a pair for so many tokens."""
+_FEWEST_PAIRS = 4
+"""A row of `recall` has no documents with fewer pairs, on average."""
 
 
 class SyntheticStream:
@@ -131,19 +133,71 @@ def check_needle(needles: int, *, vocab_size: int, sequence_length: int) -> None
 
 
 def recall_row(vocab_size: int, length: int, pairs: int, key: tuple[int, ...], name: str) -> Row:
-    """Multi-query associative recall: pairs of a key and its value, then each key again, followed by its value.
+    """Multi-query associative recall: a row of documents as of `associations`, each with pairs of its own.
+
+    A row is one document with all pairs, or two with half of them each, or four, …: see `_documents`.
+    """
+
+    def make(start: int, end: int) -> tuple[Tokens, Tokens]:
+        own = max(1, pairs * (end - start) // length)
+        return associations(vocab_size, end - start, own, (*key, start))
+
+    return _documents(length, pairs // _FEWEST_PAIRS, make, key, name)
+
+
+def needle_row(vocab_size: int, length: int, needles: int, key: tuple[int, ...], name: str) -> Row:
+    """Needles in haystacks: a row of haystacks as of `haystack`, 16 tokens or more for a needle; see `_documents`."""
+
+    def make(start: int, end: int) -> tuple[Tokens, Tokens]:
+        return haystack(vocab_size, end - start, needles, (*key, start))
+
+    return _documents(length, length // (2 * _SHORTEST_HAYSTACK * needles), make, key, name)
+
+
+def _documents(
+    length: int, most: int, make: Callable[[int, int], tuple[Tokens, Tokens]], key: tuple[int, ...], name: str
+) -> Row:
+    """A row of one document, or two, or four, … up to `most`, each number as often; lengths vary by up to a half.
+
+    So rows of any length teach a task on short documents, which are many, before it is learned on long ones.
+
+    Args:
+        length: Tokens of the row.
+        most: Documents, at most; 0 is 1.
+        make: Tokens and targets of a document from its first token and its end.
+        key: Of the random numbers.
+        name: Of the row.
+    """
+    most = max(1, most)
+    first, *others = (int(word) for word in random_words(most, "document lengths", *key))
+    count = 1 << first % most.bit_length()
+    reach = length // (4 * count)
+    starts = [0] + [
+        number * length // count + word % (2 * reach + 1) - reach for number, word in enumerate(others[: count - 1], 1)
+    ]
+    tokens, targets = (
+        np.concatenate(parts)
+        for parts in zip(*(make(*ends) for ends in zip(starts, [*starts[1:], length], strict=True)), strict=True)
+    )
+    return Row(tokens, targets, starts, [f"{name}@{start}" for start in starts], 0)
+
+
+def associations(vocab_size: int, length: int, pairs: int, key: tuple[int, ...]) -> tuple[Tokens, Tokens]:
+    """Pairs of a key and its value, then each key again, followed by its value.
 
     The lower half of the vocabulary are keys, the upper half values. Each key occurs in one pair and in one query, so
     that each question has one answer. After the pairs, every two tokens are a query with its value, or two random
-    values; the places of the queries are drawn alike from the whole rest of the row. The values of the queries are the
-    only targets.
+    values; the places of the queries are drawn alike from the whole rest. The values of the queries are the only
+    targets.
 
     Args:
         vocab_size: Of the model.
-        length: Tokens of the row, T.
+        length: Tokens, T.
         pairs: Pairs, and queries.
         key: Of the random numbers.
-        name: Of the row.
+
+    Returns:
+        Tokens and targets, each [T] int32.
 
     Source: the task of arXiv:2312.04927. It differs in two things: there the distance of a query follows a power law
     that prefers near ones, and the tokens in between may be keys.
@@ -162,26 +216,7 @@ def recall_row(vocab_size: int, length: int, pairs: int, key: tuple[int, ...], n
     drawn[queries], drawn[queries + 1] = keys, values
     targets = np.full(length, IGNORED, dtype=np.int32)
     targets[queries] = values
-    return Row(drawn[:-1], targets, [0], [name], 0)
-
-
-def needle_row(vocab_size: int, length: int, needles: int, key: tuple[int, ...], name: str) -> Row:
-    """Needles in haystacks: a row of haystacks as of `haystack`, each a document with an end of its own.
-
-    A row is one haystack, or two, or four, …, up to those of 64 tokens a needle, each number as often; their lengths
-    vary by up to a half. So rows of any length teach the task on short haystacks, which are many, then on long ones.
-    """
-    most = max(1, length // (2 * _SHORTEST_HAYSTACK * needles))
-    first, *others = (int(word) for word in random_words(most, "needle lengths", *key))
-    count = 1 << first % most.bit_length()
-    reach = length // (4 * count)
-    starts = [0] + [
-        number * length // count + word % (2 * reach + 1) - reach for number, word in enumerate(others[: count - 1], 1)
-    ]
-    ends = [*starts[1:], length]
-    found = [haystack(vocab_size, end - start, needles, (*key, start)) for start, end in zip(starts, ends, strict=True)]
-    tokens, targets = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    return Row(tokens, targets, starts, [f"{name}@{start}" for start in starts], 0)
+    return drawn[:-1], targets
 
 
 def haystack(

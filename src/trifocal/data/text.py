@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trifocal.data.local_files import COMPRESSED, DAMAGED, content_hash, find_files, open_file, sizes
 from trifocal.data.messages import one_line
-from trifocal.data.sources import BadDocuments, Cursor, Document, fingerprint
+from trifocal.data.sources import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document, no_field
 from trifocal.errors import UserError
 
 # The least number of held-out pieces to expect; text that is too short for it is cut into smaller documents.
@@ -125,11 +125,11 @@ def _character_start(data: bytes, end: int) -> int:
 
 
 class JsonlSource:
-    """JSON lines: each line is an object with a text field, and a document.
+    """JSON lines: each line is an object, and a document.
 
     Args:
         path: File, folder (its `.jsonl` files, also compressed as .gz, .bz2 or .xz) or glob.
-        field: The object's key for the text.
+        field: The object's key for the text, or for the list of messages of a chat.
         bad: The rule for lines without text.
 
     Raises:
@@ -158,8 +158,8 @@ class JsonlSource:
                 file.seek(offset)
                 for line in file:
                     offset, number = offset + len(line), number + 1
-                    if line.strip() and (text := self._text_of(line, f"{path}:{number}")):
-                        yield Document(f"{name}:{number}", text), (offset, number)
+                    if line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
+                        yield document, (offset, number)
         except DAMAGED as error:
             raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error
 
@@ -167,23 +167,21 @@ class JsonlSource:
         """`content_hash` of each file."""
         return [content_hash(path) for path in self._files.values()]
 
-    def _text_of(self, line: bytes, where: str) -> str:
-        """The text of a line; empty if the line is bad and `bad` skips it."""
+    def _document(self, name: str, line: bytes, where: str) -> Document | None:
+        """The document of a line; None if it is empty, or bad and skipped."""
         try:
-            record = json.loads(line.decode("utf-8"))
-            text = record[self._field]
-            text.encode("utf-8")
-            return str(text)
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
+            value = json.loads(line.decode("utf-8"))[self._field]
+            return make_document(name, value) if value != "" else None
+        except (ValueError, RecursionError, LookupError, TypeError) as error:
             self.bad.found(f"{where}: {self._reason(error, line)}")
-            return ""
+            return None
 
     def _reason(self, error: Exception, line: bytes) -> str:
-        """Why a line has no text."""
+        """Why a line has no document."""
+        if isinstance(error, BadDocument):
+            return f"field {self._field!r} {error}"
         if isinstance(error, UnicodeDecodeError):
             return f"not UTF-8 at byte {error.start} of the line"
-        if isinstance(error, UnicodeEncodeError):
-            return f"field {self._field!r} holds half a surrogate pair at character {error.start}"
         if isinstance(error, json.JSONDecodeError):
             return f"not JSON: {error.msg} at column {error.colno}"
         if isinstance(error, RecursionError):
@@ -193,9 +191,4 @@ class JsonlSource:
         record = json.loads(line)
         if not isinstance(record, dict):
             return f"expected an object with {self._field!r}, got {type(record).__name__}"
-        if self._field not in record:
-            names = ", ".join(map(repr, record)) or "none"
-            return f"no field {self._field!r}; it has {names if len(names) < 200 else names[:200] + '…'}"
-        if record[self._field] is None:
-            return f"field {self._field!r} is null"
-        return f"field {self._field!r} must be a string, got {type(record[self._field]).__name__}"
+        return no_field(self._field, record)

@@ -63,7 +63,8 @@ class Tokenizer(Protocol):
         """The tokens of a chat, by the tokenizer's template, with the template's special tokens.
 
         Raises:
-            UserError: If the tokenizer has no template, or it refuses the chat.
+            UserError: If the tokenizer has no template.
+            BadChat: If the template refuses the chat.
         """
         ...
 
@@ -199,10 +200,11 @@ class HuggingFaceTokenizer:
             encoding = self._tokenizer.encode(chat.text, add_special_tokens=False)
         except Exception as error:  # As above.
             raise self._cannot_encode(error) from error
-        starts = np.asarray([start for start, _ in encoding.offsets], dtype=np.int64)
+        starts, ends = np.asarray(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
         answers = np.zeros(len(starts), dtype=np.bool_)
         for first, end in chat.answers:
-            answers |= (starts >= first) & (starts < end)
+            # A token with characters of both is an answer's, as in transformers.
+            answers |= (ends > first) & (starts < end)
         return ChatTokens(np.asarray(encoding.ids, dtype=np.int32), answers)
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -4,7 +4,7 @@ Every row is a JSON object with `kind`, `step` (optimizer steps done) and `unix_
 
 | kind | fields |
 |---|---|
-| `train` | loss (nats per token), learning_rate, gradient_norm, tokens_per_second, step_seconds, data_wait_seconds_p50, data_wait_seconds_p95, skipped_documents, tokens_seen, epoch, memory_allocated_bytes, memory_reserved_bytes, memory_peak_bytes, executed_mfu, dense_equivalent_mfu |
+| `train` | loss (nats per token), learning_rate, gradient_norm, tokens_per_second, step_seconds, data_wait_seconds_p50, data_wait_seconds_p95, skipped_documents, cut_chats, tokens_seen, epoch, memory_allocated_bytes, memory_reserved_bytes, memory_peak_bytes, executed_mfu, dense_equivalent_mfu |
 | `evaluation` | validation_loss (nats per token), perplexity, bits_per_byte |
 | `event` | name, severity (info, warning, error), message, and fields of the event; docs/diagnostics.md has all names |
 | `telemetry` | layer, and the figures of telemetry/attention_telemetry.py |

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import tyro
 
+from trifocal.data import has_text
 from trifocal.errors import UserError, unknown
 from trifocal.fields import checked, dotted_fields, from_table, value_of
 from trifocal.models import ModelConfig
@@ -45,7 +46,10 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     if not source:
         return override(config, given)
     found = pretrained_values(source, tokenizer="data.tokenizer" not in given)
-    return override(config, found | {"model.from": source} | given)
+    config = override(config, found | {"model.from": source} | given)
+    if path is None and "data.tokenizer" not in found | given and has_text(config.data.source):
+        raise UserError(f"{source} has no tokenizer; name one with --data.tokenizer")
+    return config
 
 
 def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) -> RunConfig:

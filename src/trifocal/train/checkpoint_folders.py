@@ -14,6 +14,7 @@ from trifocal.train.replaced_run import where_replaced
 from trifocal.train.run_files import PARTIAL, rename_to_remove
 
 _PREFIX = "step_"
+_LISTINGS = 5
 
 
 def checkpoint_path(root: Path, step: int) -> Path:
@@ -119,7 +120,10 @@ def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Pat
 
 def _choose_checkpoint(root: Path, name: str) -> Path:
     run_directory = root.parent
-    found = list_checkpoints(root)
+    for _ in range(_LISTINGS):
+        # While a folder is listed, its one checkpoint may be pruned, and a newer one come too late for the list.
+        if found := list_checkpoints(root):
+            break
     if name and Path(name).name == name and (root / name / MANIFEST).exists():
         return root / name
     if not found:

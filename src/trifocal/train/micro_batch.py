@@ -8,13 +8,9 @@ from torch import Tensor
 
 from trifocal.data import Batch
 from trifocal.ops import Documents
-from trifocal.ops.layout import check_borders
+from trifocal.ops.layout import check_borders, pad_borders
 
 LossFunction = Callable[..., Tensor]
-
-# Room for documents is counted in powers of two, and begins with that for documents of this many tokens.
-_TOKENS_OF_DOCUMENT = 256
-_FEWEST_DOCUMENTS = 16
 
 
 def autocast(device: torch.device, precision: str) -> contextlib.AbstractContextManager[None]:
@@ -47,7 +43,7 @@ def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 
     if not torch.isin(torch.arange(0, num_tokens, batch.tokens.shape[1]), cu_seqlens).all():
         raise ValueError(f"each row of {batch.tokens.shape[1]} tokens must begin a document, got {cu_seqlens.tolist()}")
     if pad_documents:
-        cu_seqlens = _padded(cu_seqlens, num_tokens, documents)
+        cu_seqlens = pad_borders(cu_seqlens, num_tokens, documents)
     return [batch.tokens, batch.targets, cu_seqlens]
 
 
@@ -65,10 +61,3 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cpu":
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def _padded(cu_seqlens: Tensor, num_tokens: int, documents: int) -> Tensor:
-    room = max(_FEWEST_DOCUMENTS, num_tokens // _TOKENS_OF_DOCUMENT)
-    while room < max(cu_seqlens.numel() - 1, documents):
-        room *= 2
-    return torch.nn.functional.pad(cu_seqlens, (0, room + 1 - cu_seqlens.numel()), value=num_tokens)

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from trifocal.data import Tokenizer, has_text, make_tokenizer
+from trifocal.data.sources import parse_source
 from trifocal.errors import UserError
 from trifocal.models import parameter_count
 from trifocal.ops.dispatch import resolve
@@ -124,7 +125,9 @@ def _check_text(config: RunConfig, tokenizer: Tokenizer) -> None:
             f"model.vocab_size {config.model.vocab_size} is smaller than the {tokenizer.vocab_size} tokens of "
             f'data.tokenizer "{config.data.tokenizer}"; set it to at least {tokenizer.vocab_size}'
         )
-    if config.evaluate.interval_steps and config.data.validation_fraction == 0:
+    # A data set may have a split for it.
+    has_splits = parse_source(config.data.source).kind == "hf"
+    if config.evaluate.interval_steps and config.data.validation_fraction == 0 and not has_splits:
         raise UserError(
             "data.validation_fraction is 0, so there is nothing to evaluate on; raise it, or set "
             "evaluate.interval_steps to 0"

@@ -10,7 +10,7 @@ import torch
 
 from trifocal.data import Tokenizer, load_tokenizer, make_tokenizer
 from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
-from trifocal.data.tokenizers import ByteTokenizer
+from trifocal.data.tokenizers import TOKENIZER_FILE, ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.models import DecoderLM, ModelConfig
@@ -105,8 +105,12 @@ def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
         values = {f"model.{name}": value_of(config, name) for name in dotted_fields(ModelConfig) if name != "from"}
         if not tokenizer:
             return values
-        if (found.path / TOKENIZER_CONFIG_FILE).is_file():
-            loaded = load_tokenizer(found.path)
+        files = [name for name in (TOKENIZER_CONFIG_FILE, TOKENIZER_FILE) if (found.path / name).is_file()]
+        if files:
+            # A folder with the second alone names no class.
+            loaded = (
+                load_tokenizer(found.path) if files[0] == TOKENIZER_CONFIG_FILE else make_tokenizer(str(found.path))
+            )
             name = "bytes" if isinstance(loaded, ByteTokenizer) else str(found.path)
             return values | {"data.tokenizer": name, "data.separator": loaded.separator_token}
         if found.run is not None:

@@ -42,7 +42,7 @@ class RunLogger:
         self.open_directory, self._streams = open_directory, streams
         self.metrics, self.heartbeat, self.progress = metrics, heartbeat, progress
         self.meter = Meter(setup.config, setup.device, setup.processes.size, setup.state.step)
-        self._skipped_reported = False
+        self._skipped_reported = self._cut_reported = False
 
     def event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
         """Write an event of the current step into the metrics.
@@ -74,10 +74,15 @@ class RunLogger:
         loss = self._state.loss = result.loss.item()
         graph_bytes = 0 if self._graphs is None else self._graphs.memory_bytes
         row = self.meter.row(step, result, self._loader.latency(), graph_bytes)
-        self.metrics.write("train", step, loss=loss, skipped_documents=len(bad.skipped), **row)
+        self.metrics.write("train", step, loss=loss, skipped_documents=len(bad.skipped), cut_chats=len(bad.cut), **row)
         if bad.first and not self._skipped_reported:
             self._skipped_reported = True
             self.log_event("documents_skipped", f"bad documents are skipped; the first: {bad.first}", "warning")
+        if bad.cut and not self._cut_reported:
+            self._cut_reported = True
+            self.log_event(
+                "chats_cut", "chats longer than train.sequence_length are cut; the metrics count them (cut_chats)"
+            )
         self.heartbeat.update(step=step, loss=loss, tokens_per_second=row["tokens_per_second"])
         self.progress.update(step, loss=loss, tokens_per_second=row["tokens_per_second"])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from trifocal.data import Loader, Tokenizer, make_loader
+from trifocal.data.sources import parse_source
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
@@ -67,6 +68,8 @@ class TrainSetup:
         self.loader: Loader = processes.run_on_all(self._make_loader)
         self.state.data_position = self.loader.state_dict()
         self.config = replace(config, data=self.loader.config)
+        if parse_source(config.data.source).kind in ("hf", "fineweb-edu"):
+            self.notes.append(f"reads {self.loader.name} (fingerprint {self.loader.fingerprint})")
         self._random_state: dict[str, object] | None = None
 
     def restore(self, checkpoint: Path) -> None:

@@ -39,21 +39,23 @@ class Evaluation:
 def check_validation_text(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Refuse local data without validation text, if the run evaluates.
 
-    Otherwise the first evaluation would fail, after hours of training. Data on a server are not checked: it takes
-    time, and they are seldom so few.
+    Otherwise the first evaluation would fail, after hours of training. Data on a server are checked only if no share of
+    them is held out, so that they need a split of their own: it takes time, and they are seldom too few.
 
     Raises:
         UserError: If the validation split is empty.
     """
     source = config.data.source
-    if not config.evaluate.interval_steps or not is_local(source) or not has_text(source):
+    if not config.evaluate.interval_steps or not has_text(source):
         return
-    # One token of the first document that is held out, and nothing around it.
+    if config.data.validation_fraction and not is_local(source):
+        return
+    # One row from the first document that is held out on, and nothing around it: a shorter row would cut chats.
     data = replace(config.data, shuffle_documents=1, shuffle_sequences=1, prefetch_batches=1)
     with make_loader(
         data,
         tokenizer=tokenizer,
-        sequence_length=1,
+        sequence_length=config.train.sequence_length,
         batch_size=1,
         vocab_size=config.model.vocab_size,
         split="validation",

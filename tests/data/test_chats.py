@@ -1,0 +1,270 @@
+"""Chats: the answers that a template marks, rows that never divide a chat, and the same from every kind of file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tests.chat_data import MARKED, PLAIN, make_chats, write_tokenizer
+from trifocal.data import Batch, DataConfig, Loader, Tokenizer, make_loader, make_tokenizer
+from trifocal.data.chats import BadChat, read_chat
+from trifocal.data.tokenizers import ByteTokenizer
+from trifocal.errors import UserError
+
+LENGTH = 320
+CHATS = make_chats(60)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return make_tokenizer(str(write_tokenizer(tmp_path_factory.mktemp("tokenizer"))))
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The chats in four files of JSON lines."""
+    return f"jsonl:{write_lines(tmp_path_factory.mktemp('lines'))}#messages"
+
+
+def write_lines(folder: Path, chats: list[Any] = CHATS) -> Path:
+    for part in range(4):
+        text = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats[part::4])
+        (folder / f"{part}.jsonl").write_text(text)
+    return folder
+
+
+def open_loader(
+    source: str, tokenizer: Tokenizer, *, batch_size: int = 2, length: int = LENGTH, **settings: Any
+) -> Loader:
+    own = {name: settings.pop(name) for name in ("rank", "world_size", "split") if name in settings}
+    config = DataConfig(source=source, **{"shuffle_sequences": 4, "shuffle_documents": 8} | settings)
+    return make_loader(
+        config,
+        tokenizer=tokenizer,
+        sequence_length=length,
+        batch_size=batch_size,
+        vocab_size=tokenizer.vocab_size,
+        **own,
+    )
+
+
+def take(loader: Loader, count: int) -> list[Batch]:
+    return [next(loader) for _ in range(count)]
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) and a.document_ids == b.document_ids
+
+
+# A template without special tokens, and a tokenizer that joins the space of the prompt to the answer's first letter.
+SPACED = MARKED.replace("assistant\n", "assistant ").replace("<|im_end|>", "\n").replace("<|im_start|>", "")
+
+
+@pytest.mark.parametrize(("template", "merges"), [(MARKED, ()), (SPACED, (("Ġ", "Ã"), ("Ċ", "Ċ")))])
+def test_tokens_and_answers_are_those_of_transformers(
+    tmp_path: Path, template: str, merges: tuple[tuple[str, str], ...]
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder = write_tokenizer(tmp_path, template, merges)
+    ours, theirs = make_tokenizer(str(folder)), AutoTokenizer.from_pretrained(folder)
+    for chat in CHATS[:8]:
+        encoded = theirs.apply_chat_template(
+            chat, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, add_special_tokens=False
+        )
+        tokens, answers = ours.encode_chat(chat)
+        assert tokens.tolist() == encoded["input_ids"]
+        assert answers.tolist() == [bool(mark) for mark in encoded["assistant_masks"]]
+        assert 0 < answers.sum() < len(answers)
+
+
+def test_answers_of_a_template_without_marks(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    plain = make_tokenizer(str(write_tokenizer(tmp_path, PLAIN)))
+    for chat in CHATS[:8]:
+        tokens, answers = plain.encode_chat(chat)
+        assert tokens.tolist() == tokenizer.encode_chat(chat).tokens.tolist()
+        # Up to the next message: the line's end behind <|im_end|> too.
+        said = "".join(message["content"] + "\n" for message in chat if message["role"] == "assistant")
+        assert plain.decode(tokens[answers]) == said
+
+
+def test_a_template_that_writes_answers_anew_is_refused(tmp_path: Path) -> None:
+    again = PLAIN.replace("message.content + '<|im_end|>'", "('?' if loop.last else '') + message.content")
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path, again)))
+    one, two = (next(chat for chat in CHATS if len(chat) == length) for length in (2, 4))
+    assert tokenizer.encode_chat(one).answers.any()
+    with pytest.raises(BadChat, match=r"writes message 1 otherwise where .* marks around them$"):
+        tokenizer.encode_chat(two)
+
+
+def test_tokenizers_without_a_template(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tokenizer bytes has no chat template"):
+        ByteTokenizer().encode_chat(CHATS[0])
+    tokenizer = make_tokenizer(str(write_tokenizer(tmp_path, "")))
+    with pytest.raises(UserError, match=r"has no chat template; set data\.tokenizer to a folder that has one"):
+        tokenizer.encode_chat(CHATS[0])
+
+
+def test_rows_hold_whole_chats_and_learn_their_answers(lines: str, tokenizer: Tokenizer) -> None:
+    """Each document of a row is a chat from its first token on, and each answer is learned once an epoch."""
+    chats = {f"{part}.jsonl:{i + 1}": chat for part in range(4) for i, chat in enumerate(CHATS[part::4])}
+    seen = dict.fromkeys(chats, 0)
+    with open_loader(lines, tokenizer, validation_fraction=0.0) as loader:
+        batches = take(loader, 12)
+    answer_bytes = 0
+    for tokens, targets, borders, ids, _, _ in batches:
+        # Two rows of one chat each have no border inside.
+        edges = [0, LENGTH, 2 * LENGTH] if borders is None else borders.tolist()
+        tokens, targets = tokens.flatten(), targets.flatten()
+        for first, end, name in zip(edges, edges[1:], ids, strict=False):
+            seen[name] += 1
+            expected, answers = map(torch.from_numpy, tokenizer.encode_chat(chats[name]))
+            length = len(expected)
+            assert torch.equal(tokens[first : first + length], expected.long())
+            learned = targets[first : first + length - 1]
+            assert torch.equal(learned, torch.where(answers[1:], expected[1:].long(), -100))
+            # The rest of a row.
+            assert (tokens[first + length : end] == tokenizer.separator).all()
+            assert (targets[first + length - 1 : end] == -100).all()
+            assert end - first == length or end % LENGTH == 0
+            contents = [m["content"] for m in chats[name] if m["role"] == "assistant"]
+            answer_bytes += sum(len(content.encode()) for content in contents)
+    assert min(seen.values()) >= 1 and max(seen.values()) - min(seen.values()) <= 1
+    # The divisor of bits per byte: the special token that ends an answer has no bytes.
+    assert sum(tokenizer.count_bytes(batch.targets[batch.targets >= 0].numpy()) for batch in batches) == answer_bytes
+
+
+def test_a_resume_repeats_the_uninterrupted_run(lines: str, tokenizer: Tokenizer) -> None:
+    with open_loader(lines, tokenizer) as loader:
+        whole, states = [], []
+        for _ in range(30):
+            states.append(json.loads(json.dumps(loader.state_dict())))
+            whole.append(next(loader))
+    assert whole[-1].epoch >= 1
+    for at in (1, 2, 5, 11, 18, 29):
+        with open_loader(lines, tokenizer) as loader:
+            loader.load_state_dict(states[at])
+            assert all(map(same, take(loader, min(3, 30 - at)), whole[at:]))
+
+
+@pytest.mark.parametrize("streams", [1, 2])
+def test_processes_share_what_one_would_see(lines: str, tokenizer: Tokenizer, streams: int) -> None:
+    with open_loader(lines, tokenizer, batch_size=4, streams=streams) as loader:
+        whole = take(loader, 6)
+    for rank in range(2):
+        with open_loader(lines, tokenizer, rank=rank, world_size=2, streams=streams) as loader:
+            for own, together in zip(take(loader, 6), whole, strict=True):
+                assert torch.equal(own.tokens, together.tokens[rank::2])
+                assert torch.equal(own.targets, together.targets[rank::2])
+
+
+def test_every_kind_of_file_gives_the_same_rows(tmp_path: Path, lines: str, tokenizer: Tokenizer) -> None:
+    """Parquet gives every message the keys of all, with nulls; datasets reads both kinds."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    import pyarrow
+
+    pytest.importorskip("datasets")
+    columns, copies = tmp_path / "parquet", tmp_path / "lines"
+    columns.mkdir()
+    copies.mkdir()
+    write_lines(copies)
+    kind = pyarrow.list_(pyarrow.struct([(name, pyarrow.string()) for name in ("role", "content", "name")]))
+    for part in range(4):
+        table = pyarrow.table({"id": list(range(15)), "messages": pyarrow.array(CHATS[part::4], kind)})
+        parquet.write_table(table, columns / f"{part}.parquet", row_group_size=4)
+    found = []
+    for source in (lines, f"parquet:{columns}#messages", f"hf:{columns}#messages", f"hf:{copies}#messages"):
+        with (
+            # A block of documents is the whole file: cursors, which order blocks, differ.
+            open_loader(source, tokenizer, shuffle_documents=15) as loader,
+            open_loader(source, tokenizer, split="validation", shuffle_documents=15) as held_out,
+        ):
+            found.append([b[:2] for b in [*take(loader, 5), *take(held_out, 2)]])
+    for other in found[1:]:
+        for mine, theirs in zip(found[0], other, strict=True):
+            assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+
+
+def test_long_chats_are_cut_and_those_without_an_answer_left_out(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    ask, answer = ({"role": role, "content": "x" * 20} for role in ("user", "assistant"))
+    long_answer, late_answer = {"role": "assistant", "content": "y" * 100}, {"role": "user", "content": "x" * 100}
+    chats = [[ask, answer], [ask, long_answer], [late_answer, answer], [ask, {"role": "assistant", "content": "z"}]]
+    write_lines(tmp_path, chats)
+    source = f"jsonl:{tmp_path}#messages"
+    with open_loader(source, tokenizer, length=96, validation_fraction=0.0, shuffle_sequences=1) as loader:
+        batches = take(loader, 4)
+        bad = loader.bad_documents
+    names = {name for batch in batches for name in batch.document_ids}
+    assert names == {"0.jsonl:1", "1.jsonl:1", "3.jsonl:1"}
+    rows = [row for batch in batches for row in batch.tokens]
+    whole = torch.from_numpy(tokenizer.encode_chat(chats[1]).tokens).long()
+    assert any(torch.equal(row, whole[:96]) for row in rows)
+    assert (len(bad.cut), len(bad.skipped)) == (1, 1)
+    assert bad.first == "2.jsonl:1: no answer begins within train.sequence_length, 96 tokens"
+
+
+QUESTION = {"role": "user", "content": "x"}
+BROKEN = [
+    ("hello", r"expected a list of messages, got str"),
+    ([], r"expected a list of messages, got an empty one"),
+    ([1], r"message 0 is no object with a role and a content"),
+    ([QUESTION], r"no message has the role assistant"),
+    ([QUESTION, {"role": "asistant", "content": "x"}], r"message 1 has the unknown role 'asistant'; .* is assistant$"),
+    ([QUESTION, {"role": "assistant"}], r"the content of message 1 must be a string, got none"),
+    ([{"role": "user", "content": 5}], r"the content of message 0 must be a string, got int"),
+]
+
+
+@pytest.mark.parametrize(("messages", "reason"), BROKEN)
+def test_broken_chats(messages: Any, reason: str) -> None:
+    with pytest.raises(BadChat, match=reason):
+        read_chat(messages)
+
+
+def test_a_call_of_a_tool_needs_no_content_and_nulls_are_left_out() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f", "id": None}]}
+    assert read_chat([{**QUESTION, "name": None}, call])[1] == {"role": "assistant", "tool_calls": [{"name": "f"}]}
+
+
+def test_broken_chats_stop_the_run_or_are_counted(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """By the record's check, and by the template's."""
+    refusing = tmp_path / "tokenizer"
+    strict = "{% if messages[0].role == 'tool' %}{{ raise_exception('no tool first') }}{% endif %}" + MARKED
+    tokenizer = make_tokenizer(str(write_tokenizer(refusing, strict)))
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    chats = [*CHATS[:8], [QUESTION], [{"role": "tool", "content": "x"}, *CHATS[1]]]
+    write_lines(folder, chats)
+    source = f"jsonl:{folder}#messages"
+    messages = []
+    for kept in ([QUESTION], chats[-1]):
+        alone = tmp_path / "alone.jsonl"
+        alone.write_text(json.dumps({"messages": kept}) + "\n")
+        with open_loader(f"jsonl:{alone}#messages", tokenizer, validation_fraction=0.0) as loader:
+            with pytest.raises(UserError) as caught:
+                next(loader)
+            messages.append(str(caught.value))
+    assert (
+        "alone.jsonl:1: field 'messages' holds no chat: no message has the role assistant; data.on_bad" in messages[0]
+    )
+    assert "refuses the chat: no tool first; data.on_bad_document" in messages[1]
+    assert all("\n" not in message for message in messages)
+    with open_loader(source, tokenizer, on_bad_document="skip", validation_fraction=0.0) as loader:
+        take(loader, 6)
+        assert len(loader.bad_documents.skipped) == 2
+
+
+def test_a_source_of_chats_without_their_field_says_so(lines: str, tokenizer: Tokenizer) -> None:
+    with (
+        open_loader(lines.removesuffix("#messages"), tokenizer) as loader,
+        pytest.raises(
+            UserError, match=r"no field 'text'; it has 'messages'; write #messages behind the source for chats"
+        ),
+    ):
+        next(loader)
