@@ -52,6 +52,7 @@ def run(args: Sequence[str]) -> int:
         f"{found.path} is in {folder}; in Python:\n"
         "  import trifocal.hf, transformers\n"
         f"  model = transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
-        f"  tokenizer = transformers.AutoTokenizer.from_pretrained({str(folder)!r})"
+        f"  tokenizer = transformers.AutoTokenizer.from_pretrained({str(folder)!r})\n"
+        f"in lm-eval:\n  lm_eval --model hf --model_args pretrained={shell_path(folder)} --trust_remote_code --tasks …"
     )
     return 0

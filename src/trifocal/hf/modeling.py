@@ -16,8 +16,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from trifocal.hf.cached_forward import cached_tokens
 from trifocal.hf.configuration import TrifocalConfig
-from trifocal.hf.row_layout import RowLayout, row_layout
+from trifocal.hf.row_layout import RowLayout, filling_of, row_layout
 from trifocal.models import DecoderLM
+from trifocal.models.decoder import IGNORED_TARGET, summed_loss
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import Past
@@ -61,8 +62,8 @@ class TrifocalPreTrainedModel(PreTrainedModel):
             )
         decoder = self.base_model
         assert isinstance(decoder, TrifocalModel)
-        wrap_blocks(decoder.blocks, range(len(decoder.blocks) if enable else 0), run_block)
-        self.gradient_checkpointing = enable
+        decoder.gradient_checkpointing = enable
+        decoder.wrap_layers()
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
@@ -84,7 +85,21 @@ class TrifocalModel(TrifocalPreTrainedModel):
         self._model_config = model_config
         self.norm = RMSNorm(model_config.dim, model_config.norm_eps)
         self.gradient_checkpointing = False
+        self._run_block: Callable[..., Tensor] = run_block
         self.post_init()
+
+    def compile_training(self) -> None:
+        """Compile one function for all layers, when training first runs them; passes without gradients stay eager.
+
+        Rows with padding or documents are filled up to a few lengths, so that batches of many sizes share the code.
+        """
+        # Where batches have too many sizes, PyTorch goes on without compiling.
+        self._run_block = torch.compile(run_block, dynamic=False)
+        self.wrap_layers()
+
+    def wrap_layers(self) -> None:
+        """Wrap the layers anew, compiled and checkpointed as asked for."""
+        wrap_blocks(self.blocks, range(len(self.blocks) if self.gradient_checkpointing else 0), self._run_block)
 
     def forward(
         self,
@@ -113,7 +128,8 @@ class TrifocalModel(TrifocalPreTrainedModel):
             output_hidden_states: Return the residual stream: before the first layer, after each but the last, and the
                 last after the norm.
             return_dict: False returns a tuple.
-            kwargs: Of packed documents, as collators add them for FlashAttention; anything else must be None.
+            kwargs: Of packed documents, as collators add them for FlashAttention; anything else must be None. With
+                `cu_seq_lens_q` on a GPU, `position_ids` are not read, and the host need not wait for the GPU.
 
         Returns:
             The normed output of the last layer, [B, T, E]; zero at padding.
@@ -132,8 +148,16 @@ class TrifocalModel(TrifocalPreTrainedModel):
             with cached_tokens(past_key_values, self._model_config, x, attention_mask, position_ids) as new:
                 states = self._run(x, new.layout, new.pasts, keep_all)
         else:
-            borders = kwargs.get("cu_seq_lens_q")
-            layout = row_layout((x.shape[0], x.shape[1]), x.device, attention_mask, position_ids, borders)
+            longest = kwargs.get("max_length_q")
+            layout = row_layout(
+                (x.shape[0], x.shape[1]),
+                x.device,
+                attention_mask,
+                position_ids,
+                kwargs.get("cu_seq_lens_q"),
+                longest if isinstance(longest, int) else None,
+                compiled=self._run_block is not run_block and torch.is_grad_enabled(),
+            )
             states = self._run(x, layout, [], keep_all)
         output = BaseModelOutputWithPast(
             last_hidden_state=states[-1],
@@ -182,6 +206,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = TrifocalModel(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._run_loss: Callable[..., Tensor] | None = None
         self.post_init()
 
     @classmethod
@@ -215,6 +240,15 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
 
         with open_pretrained(Path(path), checkpoint) as found:
             return cls.from_decoder(found.model())
+
+    def compile_training(self) -> None:
+        """Compile the layers and the loss, for training by the trainers of transformers and TRL; call it before them.
+
+        One function is compiled for all layers, when training first runs them. In training with labels, `logits` are
+        then None: the loss makes no copy of them in fp32. Passes without gradients stay as they are.
+        """
+        self.model.compile_training()
+        self._run_loss = torch.compile(_loss_of_hidden, dynamic=False)
 
     def to_decoder(self) -> DecoderLM:
         """The same model of ours; it shares the weights."""
@@ -259,7 +293,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             kwargs: As in `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
 
         Returns:
-            Logits, [B, T, vocab_size], and the loss.
+            Logits, [B, T, vocab_size], and the loss; the loss alone in training after `compile_training`.
 
         Raises:
             ValueError: As `TrifocalModel.forward`.
@@ -278,10 +312,13 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             return_dict=True,
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.head(outputs.last_hidden_state[:, kept])
-        loss = None
-        if labels is not None or shift_labels is not None:
+        logits = loss = None
+        if (labels is None and shift_labels is None) or not self._loss_is_compiled(logits_to_keep):
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.head(outputs.last_hidden_state[:, kept])
+        if logits is None:
+            loss = self._compiled_loss(outputs.last_hidden_state, labels, shift_labels, num_items_in_batch)
+        elif labels is not None or shift_labels is not None:
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
@@ -293,6 +330,35 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
         )
         return _returned(output, self.config, return_dict)
+
+    def _loss_is_compiled(self, logits_to_keep: int | Tensor) -> bool:
+        """Whether labels are for the compiled loss; not if somebody has set a loss of his own."""
+        if self._run_loss is None or not (self.training and torch.is_grad_enabled()):
+            return False
+        return isinstance(logits_to_keep, int) and not logits_to_keep and not hasattr(self, "_loss_function")
+
+    def _compiled_loss(
+        self, hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, count: Tensor | int | None
+    ) -> Tensor:
+        targets = shift_labels
+        if targets is None:
+            assert labels is not None
+            targets = nn.functional.pad(labels, (0, 1), value=IGNORED_TARGET)[:, 1:].contiguous()
+        if count is None:
+            count = (targets != IGNORED_TARGET).sum().clamp(min=1)
+        elif isinstance(count, Tensor):
+            count = count.to(targets.device)
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if filling := filling_of(targets.numel()):
+            hidden = nn.functional.pad(hidden, (0, 0, 0, filling))
+            targets = nn.functional.pad(targets, (0, filling), value=IGNORED_TARGET)
+        assert self._run_loss is not None
+        loss: Tensor = self._run_loss(self.head, hidden[None], targets) / count
+        return loss
+
+
+def _loss_of_hidden(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return summed_loss(head(hidden), targets)
 
 
 def _hf_name(name: str) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import Documents
+from trifocal.ops.layout import pad_borders
 
 
 class RowLayout(NamedTuple):
@@ -19,21 +20,27 @@ class RowLayout(NamedTuple):
         places: Of the real tokens in the flattened batch, [N]; None: every token is real.
         documents: The documents that they make when laid one behind the other; None: where caches say that.
         shape: B and T.
+        filling: Tokens behind the real ones, in a document of their own, that give many batches one length.
     """
 
     places: Tensor | None
     documents: Documents | None
     shape: tuple[int, int]
+    filling: int = 0
 
     def pack(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> the real tokens, [1, N, ...]."""
+        """[B, T, ...] -> the real tokens, and the filling, [1, N, ...]."""
         flat = x.flatten(0, 1)
-        return (flat if self.places is None else flat[self.places])[None]
+        flat = flat if self.places is None else flat[self.places]
+        if self.filling:
+            flat = torch.nn.functional.pad(flat, (0, 0) * (flat.ndim - 1) + (0, self.filling))
+        return flat[None]
 
     def unpack(self, x: Tensor) -> Tensor:
         """[1, N, ...] -> [B, T, ...], zero at padding."""
+        x = x[:, : x.shape[1] - self.filling]
         if self.places is None:
-            return x.view(*self.shape, *x.shape[2:])
+            return x.reshape(*self.shape, *x.shape[2:])
         batch, length = self.shape
         flat = x.new_zeros(batch * length, *x.shape[2:])
         return flat.index_copy(0, self.places, x[0]).view(batch, length, *x.shape[2:])
@@ -45,8 +52,14 @@ def row_layout(
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
     borders: Tensor | None = None,
+    longest: int | None = None,
+    *,
+    compiled: bool = False,
 ) -> RowLayout | None:
     """Find padding and documents, which reads the arguments on the host.
+
+    Borders on a GPU are taken as they are, as FlashAttention takes them: reading them would make the host wait for all
+    work that it has started, at every step.
 
     Args:
         shape: B and T.
@@ -55,7 +68,9 @@ def row_layout(
         position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
             begins. None: every row is one document.
         borders: First token of each document and, last, the number of tokens, [documents + 1], of a batch of one row;
-            read where there are no position_ids.
+            read where there are no position_ids, or on a GPU where there is no mask.
+        longest: No document between `borders` has more tokens.
+        compiled: Add filling, and round lengths up, so that compiled code fits many batches.
 
     Returns:
         None if every row is one document without padding.
@@ -63,21 +78,54 @@ def row_layout(
     Raises:
         ValueError: If the mask has holes or a row without tokens, or positions do not count from 0 in each document.
     """
+    if borders is not None and shape[0] != 1:
+        raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {shape[0]} rows")
+    if borders is not None and borders.is_cuda and attention_mask is None:
+        documents = Documents.from_checked(borders, shape[1])._replace(max_length=longest)
+        layout = RowLayout(None, documents, shape)
+        return _filled(layout) if compiled else layout
     mask = real_tokens(attention_mask, shape)
     starts = _row_starts(mask)
     if position_ids is not None:
         starts = starts | _document_starts(position_ids, mask, starts)
     elif borders is not None:
-        if shape[0] != 1:
-            raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {shape[0]} rows")
         starts = starts.index_fill(1, borders.cpu()[:-1].long(), True) & mask
     if bool(mask.all()) and int(starts.sum()) == shape[0]:
         return None
     places = mask.flatten().nonzero()[:, 0]
     first_tokens = starts.flatten()[places].nonzero()[:, 0]
     cu_seqlens = torch.cat((first_tokens, torch.tensor([len(places)]))).to(torch.int32)
-    documents = Documents.from_cu_seqlens(cu_seqlens, len(places)).to(device)
-    return RowLayout(None if len(places) == mask.numel() else places.to(device), documents, shape)
+    documents = Documents.from_cu_seqlens(cu_seqlens, len(places))
+    layout = RowLayout(None if len(places) == mask.numel() else places.to(device), documents, shape)
+    if compiled:
+        layout = _filled(layout)
+    assert layout.documents is not None
+    return layout._replace(documents=layout.documents.to(device))
+
+
+def _filled(layout: RowLayout) -> RowLayout:
+    """The same with filling, and with room for more documents."""
+    documents = layout.documents
+    assert documents is not None
+    num_tokens = len(documents.ids)
+    longest, filling = documents.max_length or num_tokens, filling_of(num_tokens)
+    borders = documents.cu_seqlens
+    if filling:
+        borders = torch.nn.functional.pad(borders, (0, 1), value=num_tokens + filling)
+        longest = max(longest, filling)
+        num_tokens += filling
+    filled = Documents.from_checked(pad_borders(borders, num_tokens), num_tokens)
+    return layout._replace(documents=filled._replace(max_length=_power_of_two(longest)), filling=filling)
+
+
+def filling_of(num_tokens: int) -> int:
+    """Tokens to add, so that there are at most eight numbers of tokens between a power of two and the next one."""
+    return -num_tokens % max(64, _power_of_two(num_tokens) // 16)
+
+
+def _power_of_two(number: int) -> int:
+    """The least one that is not smaller."""
+    return 1 << (number - 1).bit_length()
 
 
 def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be_empty: bool = False) -> Tensor:

@@ -1,0 +1,27 @@
+"""The script that times transformers' Trainer beside our own: the same documents in both, and a row for each."""
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from tests.children import ROOT
+
+
+def test_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = importlib.util.spec_from_file_location("finetune_speed", ROOT / "benchmarks" / "finetune_speed.py")
+    assert spec is not None and spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    arguments = ["--config", "minimal.toml", "--sequences", "2", "--tokens", "128", "--warmup", "1", "--steps", "1"]
+    arguments += ["--no-compile", "--output", str(tmp_path), "--model.num_layers", "1", "--model.dim", "32"]
+    monkeypatch.setattr(sys, "argv", ["finetune_speed.py", *arguments])
+    assert script.main() == 0
+    [path] = tmp_path.glob("finetune_speed_*.json")
+    rows = json.loads(path.read_text())["rows"]
+    assert [row["trainer"] for row in rows] == ["trifocal", "transformers.Trainer"]
+    assert rows[0]["share_of_trifocal"] == 1.0 and rows[1]["share_of_trifocal"] > 0

@@ -1,0 +1,48 @@
+"""Packed documents in transformers' model on a GPU: the host reads nothing, and the loss is that of checked borders."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from trifocal.hf import TrifocalForCausalLM
+from trifocal.testing.small_models import make_model, minimal_config
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Of the compiler itself, and of the mode that finds waits.
+    pytest.mark.filterwarnings("ignore"),
+]
+
+LENGTHS = [130, 1, 700, 57, 300]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_borders_on_the_device_are_not_read(compiled: bool) -> None:
+    device = torch.device("cuda")
+    model = TrifocalForCausalLM.from_decoder(make_model(minimal_config(2), device)).train()
+    tokens = torch.randint(256, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0)).to(device)
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].to(device)
+    labels = tokens.masked_fill(positions == 0, -100)
+    expected = model(tokens, position_ids=positions, labels=labels).loss
+    borders = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
+    if compiled:
+        model.compile_training()
+    given = {
+        "position_ids": positions,
+        "cu_seq_lens_q": borders,
+        "cu_seq_lens_k": borders,
+        "max_length_q": max(LENGTHS),
+        "labels": labels,
+        "num_items_in_batch": (labels != -100).sum(),
+    }
+    model(tokens, **given).loss.backward()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = model(tokens, **given).loss
+        loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.testing.assert_close(loss, expected, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,107 @@
+"""An exported model in lm-eval, on tasks made of local files, as `--model hf --model_args pretrained=DIR` loads it."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval")
+
+import transformers
+from lm_eval import simple_evaluate
+from lm_eval.tasks import TaskManager
+
+from trifocal.data import make_tokenizer
+from trifocal.hf import TrifocalConfig
+from trifocal.models import DecoderLM
+from trifocal.testing.small_models import make_model, small_config
+from trifocal.train.exporting import export_folder
+
+# Contexts of several lengths, so that a batch has padding.
+ROWS = [
+    {"context": "The first letters of the alphabet are a, b,", "choices": [" c", " seven"], "answer": 0},
+    {"context": "One, two,", "choices": [" blue and green", " three"], "answer": 1},
+    {"context": "It", "choices": [" is", " xylophone"], "answer": 0},
+]
+DATA = "dataset_path: json\ndataset_kwargs: {{data_files: {{test: {data}}}, cache_dir: {cache}}}\ntest_split: test\n"
+TASKS = {
+    "choose": """output_type: multiple_choice
+doc_to_text: context
+doc_to_target: answer
+doc_to_choice: choices
+target_delimiter: ""
+metric_list: [{metric: acc}]
+""",
+    "continue": """output_type: loglikelihood
+doc_to_text: context
+doc_to_target: "{{choices[answer]}}"
+target_delimiter: ""
+metric_list: [{metric: acc}]
+""",
+    "write": """output_type: generate_until
+doc_to_text: context
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs: {until: ["<never>"], max_gen_toks: 8, do_sample: false}
+metric_list: [{metric: exact_match}]
+""",
+}
+TOKENIZER = make_tokenizer("bytes")
+# datasets' and lm-eval's own.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(scope="module")
+def decoder() -> DecoderLM:
+    return make_model(small_config(vocab_size=257), torch.device("cpu")).eval()
+
+
+@pytest.fixture
+def folder(decoder: DecoderLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An exported model, where transformers does not know its class: the command lm_eval does not import it."""
+    monkeypatch.delitem(transformers.CONFIG_MAPPING._extra_content, "trifocal")
+    monkeypatch.delitem(transformers.MODEL_FOR_CAUSAL_LM_MAPPING._extra_content, TrifocalConfig)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    export_folder(decoder, TOKENIZER, tmp_path / "model", sequence_length=256)
+    return tmp_path / "model"
+
+
+def test_tasks_give_the_figures_of_our_own_model(decoder: DecoderLM, folder: Path, tmp_path: Path) -> None:
+    data, tasks = tmp_path / "rows.jsonl", tmp_path / "tasks"
+    data.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    tasks.mkdir()
+    for name, task in TASKS.items():
+        text = f"task: {name}\n" + DATA.format(data=data, cache=tmp_path / "cache") + task
+        (tasks / f"{name}.yaml").write_text(text)
+    # The command reads 14,000 files of its own tasks first.
+    manager = TaskManager(include_path=str(tasks), include_defaults=False)
+    arguments = f"pretrained={folder},trust_remote_code=True"
+    results = simple_evaluate(
+        "hf", arguments, list(TASKS), batch_size=3, device="cpu", task_manager=manager, bootstrap_iters=0
+    )
+    assert list((tmp_path / "modules").rglob("modeling_trifocal.py"))
+    samples = {name: sorted(results["samples"][name], key=lambda sample: sample["doc_id"]) for name in TASKS}
+    for index, row in enumerate(ROWS):
+        expected = [log_likelihood(decoder, row["context"], choice) for choice in row["choices"]]
+        chosen, continued, written = (samples[name][index] for name in TASKS)
+        assert [value for [[value, _]] in chosen["resps"]] == pytest.approx(expected, rel=1e-4)
+        assert chosen["acc"] == (expected.index(max(expected)) == row["answer"])
+        assert continued["resps"][0][0][0] == pytest.approx(expected[row["answer"]], rel=1e-4)
+        # Alone, without padding.
+        prompt = torch.from_numpy(TOKENIZER.encode(row["context"])).long()[None]
+        tokens = decoder.generate(prompt, max_new_tokens=8, temperature=0.0)[0, prompt.shape[1] :]
+        assert written["resps"] == [[TOKENIZER.decode(tokens.tolist())]]
+
+
+def log_likelihood(decoder: DecoderLM, context: str, continuation: str) -> float:
+    tokens = torch.from_numpy(TOKENIZER.encode(context + continuation)).long()[None]
+    with torch.no_grad():
+        log_p = decoder(tokens)[0, :-1].log_softmax(-1).gather(1, tokens[0, 1:, None])
+    return float(log_p[-len(continuation) :].sum())
+
+
+def test_a_folder_that_is_not_trusted_says_how(folder: Path) -> None:
+    with pytest.raises(ValueError, match="pass the argument `trust_remote_code=True`"):
+        transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
