@@ -1,8 +1,10 @@
 """What a dense model is worth when it is made sparse, and trained on for a tenth of its tokens.
 
-    trifocal train configs/m7c_125m.toml --model.attention dense --train.sequence_length 8192 \\
-        --train.global_batch_size 4 --train.micro_batch_size 2 --train.steps 3000 --log.sample_interval_steps 0 \\
-        --data.include_site_packages true --run.directory runs/dense
+    trifocal train configs/m7c_125m.toml --model.attention dense --run.directory runs/dense \\
+        --data.source builtin --data.include_site_packages true --train.sequence_length 8192 \\
+        --train.global_batch_size 4 --train.micro_batch_size 4 --train.activation_checkpointing none \\
+        --train.steps 2000 --schedule.warmup_steps 200 --optimizer.learning_rate 6e-4 \\
+        --checkpoint.interval_steps 500 --log.sample_interval_steps 0
     python benchmarks/convert_quality.py runs/dense --directory runs/converted
     python benchmarks/convert_quality.py runs/dense --directory runs/converted --to selected --dense-layers 0,1 \\
         --geometry.num_selected_blocks 24 --optimizer.learning_rate 1e-4

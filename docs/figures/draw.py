@@ -25,6 +25,7 @@ from trifocal.ops import compressed_attention, mean_compress, select_blocks
 
 # The modules beside this one, also where a test loads it by its path.
 sys.path.insert(0, str(Path(__file__).parent))
+import decoding
 import kernels
 import quality
 from palette import COMPRESSED, DARK, DENSE, INK, PAST, QUIET, SELECTED, STYLE, WINDOW
@@ -386,6 +387,7 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "kernels_index.svg": lambda: kernels.draw_index(make_scene().selected_blocks),
     "kernels_scoring.svg": kernels.draw_scoring,
     "kernels_roles.svg": kernels.draw_roles,
+    "decoding.svg": lambda: decoding.draw_decoding(SMALL, make_scene().selected_blocks, 234),
     **quality.figures(),
 }
 

@@ -35,7 +35,8 @@ def take_train(arguments, monkeypatch):
 
 
 def load_of_repository(path, overrides):
-    return override(load_config(ROOT / path), overrides)
+    # Without a file, the model of `model.from`, which is not there.
+    return override(load_config(ROOT / (path or "configs/showcase.toml")), overrides)
 
 
 def take_other(name, arguments):

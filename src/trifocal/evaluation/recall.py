@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trifocal.data.synthetic import check_recall, recall_row
+from trifocal.data.synthetic import associations, check_recall
 from trifocal.evaluation.subject import Subject
 
 # Random numbers of validation rows have a key of three numbers: this one differs from theirs.
@@ -33,17 +33,16 @@ def measure_recall(subject: Subject, length: int, pairs: int, samples: int) -> I
     assert subject.data is not None
     vocab_size = subject.model.config.vocab_size
     check_recall(pairs, vocab_size=vocab_size, sequence_length=length)
-    rows = [recall_row(vocab_size, length, pairs, (subject.data.seed, _SPLIT, sample), "") for sample in range(samples)]
+    rows = [associations(vocab_size, length, pairs, (subject.data.seed, _SPLIT, sample)) for sample in range(samples)]
     right, nats, distances = [], [], []
     at_once = subject.rows_at_once(length)
     for first in range(0, samples, at_once):
         part = rows[first : first + at_once]
-        tokens = np.stack([row.tokens for row in part]).astype(np.int64)
-        targets = np.stack([row.targets for row in part]).astype(np.int64)
+        tokens, targets = (np.stack(arrays).astype(np.int64) for arrays in zip(*part, strict=True))
         hit, loss = subject.score_answers(torch.from_numpy(tokens), torch.from_numpy(targets))
         right.append(hit)
         nats.append(loss)
-        distances += [_distances(row.tokens, row.targets, pairs) for row in part]
+        distances += [_distances(*row, pairs) for row in part]
     hits, distance = torch.cat(right).double(), torch.from_numpy(np.concatenate(distances))
     yield {
         "task": "recall",
