@@ -10,11 +10,13 @@ the phase has ended once), or on SIGUSR1, `dumps/` gets a folder with
 Training continues, also on a full disk. A stall gets one dump, whatever its length and the number of its ranks.
 """
 
+import contextlib
 import faulthandler
+import fcntl
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -37,6 +39,8 @@ _SAME_STALL_SECONDS = 60.0
 _ANSWER_INTERVALS = 2.0
 _ANSWER_SECONDS = 15.0
 _POLL_SECONDS = 0.2
+# A rank holds the lock of `dumps/` for milliseconds, unless it is frozen just then.
+_LOCK_SECONDS = 2.0
 
 
 class Watchdog:
@@ -91,12 +95,37 @@ class Watchdog:
             f"is stalled in {row['phase']} for {duration(row['phase_seconds'])} "
             f"(usually {expected:.2g} s, limit {limit:.0f} s)"
         )
-        folder = self._current_stall() or self._dump("stalled", what, row)
+        with self._locked_dumps():
+            # Another rank may have begun a dump since this one last looked.
+            self._answer_other_ranks(row)
+            folder = self._current_stall() or self._dump("stalled", what, row)
         sentence = f"rank {self._rank} {what}, at {row['where']}; see {folder / 'summary.md'}"
         if self._on_stall is None:
             logger.warning("%s", sentence)
         else:
             self._on_stall(sentence, folder)
+
+    @contextlib.contextmanager
+    def _locked_dumps(self) -> Iterator[None]:
+        """Keep the other ranks from beginning a dump of a stall; without locks in the file system, go on unlocked."""
+        try:
+            directory = os.open(self.directory / "dumps", os.O_RDONLY)
+        except OSError:
+            yield
+            return
+        try:
+            deadline = time.monotonic() + _LOCK_SECONDS
+            while time.monotonic() < deadline:
+                try:
+                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(_LOCK_SECONDS / 100)
+                except OSError:
+                    break
+            yield
+        finally:
+            os.close(directory)
 
     def _current_stall(self) -> Path | None:
         """The dump that another rank has just begun, and that already has this rank's answer."""
