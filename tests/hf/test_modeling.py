@@ -86,28 +86,36 @@ def test_new_weights_are_drawn_as_ours() -> None:
 
 
 def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
-    alone = [model(row[None], use_cache=False).logits[0] for row in rows]
+    """The same bits as far as the layers go; the head's product may sum otherwise where padding adds rows to it."""
+
+    def run(tokens: Tensor, **options: Tensor | int) -> tuple[Tensor, Tensor]:
+        output = model(tokens, output_hidden_states=True, **options)
+        return output.logits, output.hidden_states[-1]
+
+    def check(logits: Tensor, hidden: Tensor) -> None:
+        assert torch.equal(hidden, packed_hidden)
+        torch.testing.assert_close(logits, packed, rtol=1e-12, atol=1e-12)
+
+    alone = torch.cat([model(row[None], use_cache=False).logits[0] for row in rows])
     tokens = torch.cat(rows)[None]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    packed = model(tokens, position_ids=positions).logits[0].split([len(row) for row in rows])
-    for got, expected in zip(packed, alone, strict=True):
-        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
+    packed, packed_hidden = (x[0] for x in run(tokens, position_ids=positions))
+    torch.testing.assert_close(packed, alone, rtol=1e-11, atol=1e-11)
     borders = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0)], dtype=torch.int32)
-    by_borders = model(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=41).logits
-    assert torch.equal(by_borders[0], torch.cat(packed))
+    logits, hidden = run(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=41)
+    assert torch.equal(logits[0], packed) and torch.equal(hidden[0], packed_hidden)
     for side in ("left", "right"):
         tokens, mask = padded(rows, side, more=3)
-        logits = model(tokens, attention_mask=mask).logits
-        for got, real, expected in zip(logits, mask.bool(), packed, strict=True):
-            assert torch.equal(got[real], expected)
-            assert not got[~real].any()
+        logits, hidden = run(tokens, attention_mask=mask)
+        check(logits[mask.bool()], hidden[mask.bool()])
+        assert not logits[~mask.bool()].any()
     # Documents inside of rows with padding; the positions of padding do not count.
     tokens, mask = padded([torch.cat(rows[:3]), rows[3]], "left")
     positions = torch.zeros_like(tokens)
     positions[0] = torch.cat([torch.arange(len(row)) for row in rows[:3]])
     positions[1, -26:] = torch.arange(26)
-    logits = model(tokens, attention_mask=mask, position_ids=positions).logits
-    assert torch.equal(torch.cat((logits[0], logits[1, -26:])), torch.cat(packed))
+    logits, hidden = run(tokens, attention_mask=mask, position_ids=positions)
+    check(logits[mask.bool()], hidden[mask.bool()])
 
 
 def test_padding_in_bfloat16_is_within_its_rounding(rows: list[Tensor]) -> None:

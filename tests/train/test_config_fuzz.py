@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.train.tiny import TOML
@@ -69,6 +69,7 @@ def test_words_that_are_no_flags(words: list[str]) -> None:
 
 
 @QUICK
+@example(name="model.from", value="'~'")
 @given(
     st.sampled_from(sorted(FIELDS)),
     st.sampled_from(NUMBERS + OTHERS + ['"\\u0000"', '"\\uDCFF"', "'~'"]) | st.text(max_size=20),

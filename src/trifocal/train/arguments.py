@@ -45,7 +45,12 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     source = given.get("model.from", config.model.from_)
     if not source:
         return override(config, given)
-    found = pretrained_values(source, tokenizer="data.tokenizer" not in given)
+    try:
+        found = pretrained_values(source, tokenizer="data.tokenizer" not in given)
+    except UserError as error:
+        if "model.from" in given:
+            raise
+        raise UserError(f"{path}: model.from: {error}") from error
     config = override(config, found | {"model.from": source} | given)
     if path is None and "data.tokenizer" not in found | given and has_text(config.data.source):
         raise UserError(f"{source} has no tokenizer; name one with --data.tokenizer")
