@@ -38,7 +38,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -319,9 +318,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close("finished" if error is None else "failed")
 
 
@@ -336,9 +333,7 @@ class _Phase(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._entered = self._heartbeat._enter(self._name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._heartbeat._leave(self._name, self._entered)
 
 

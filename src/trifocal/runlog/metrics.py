@@ -18,7 +18,6 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self
 
 from trifocal.errors import UserError
@@ -109,9 +108,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Self, TextIO
 
 from trifocal.runlog.jsonl import logger
@@ -66,9 +66,7 @@ class StackDump:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -3,7 +3,6 @@
 import os
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 
@@ -31,9 +30,7 @@ class LastingStreams:
         sys.stdout, sys.stderr = (cast("TextIO", stream) for stream in self._streams)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for before, stream in zip(self._before, self._streams, strict=True):
             stream.flush()
             if before is None or before.closed:

@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -204,9 +203,7 @@ class Watchdog:
         self._heartbeat.observers.append(self.observe)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._heartbeat.observers.remove(self.observe)
         self._stacks.close()
         # Last: the heartbeat's thread may have set the timer again, and the closed file's number may be reused.
