@@ -15,6 +15,7 @@ import torch.distributed as dist
 from trifocal.distributed import PeerLost, Peers, Processes
 from trifocal.distributed import peers as module
 from trifocal.errors import UserError
+from trifocal.runlog.proc import process_state
 
 WHAT = {"step": 7, "phase": "forward", "phase_seconds": 1.0, "where": "forward (block.py:1)"}
 
@@ -128,7 +129,7 @@ def test_who_went_without_a_word_comes_before_those_who_failed_because_of_it(sto
         lost = peers.explain(RuntimeError("gloo: broken\npipe"))
         assert "rank 2 has failed: ValueError: early; rank 0 stops too (gloo: broken pipe)" in str(lost)
         sleeper.kill()
-        until(lambda: not module._exists(sleeper.pid))
+        until(lambda: process_state(sleeper.pid) == "Z")
         lost = peers.explain(RuntimeError("gloo"))
     assert isinstance(lost, PeerLost)
     assert "rank 3" in str(lost) and "is gone" in str(lost)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from trifocal.doctor.findings import Finding, one_line
+from trifocal.doctor.findings import Finding
+from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
 from trifocal.runlog import environment
 from trifocal.runlog.native_stacks import find_py_spy

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from trifocal.distributed import Processes, choose_mode
-from trifocal.doctor.findings import one_line
 from trifocal.doctor.machine import available_memory, installed
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.generate.paged_cache import cache_bytes, memory_for_caches, sequences_that_fit
 from trifocal.models import Memory, TrainingSetup, computed_flops_per_token, parameter_count, training_memory
 from trifocal.runlog.hardware import matmul_rate

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from trifocal.doctor.findings import Finding, Status, one_line
+from trifocal.doctor.findings import Finding, Status
 from trifocal.doctor.machine import COMPILER_COMMAND, GIB, compilers, installed
+from trifocal.errors import one_line
 from trifocal.train.preflight import existing_folder
 
 _WRITTEN_BYTES = 64 * 2**20

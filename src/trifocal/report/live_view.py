@@ -136,7 +136,7 @@ def render(
     """
     now = time.time() if now is None else now
     curve_lines = _CURVE_LINES if height is None or height >= _LOW_TERMINAL else 0
-    parts: list[RenderableType] = [_progress(run, width), _ranks(run, now, silences), _figures(run, width, curve_lines)]
+    parts: list[RenderableType] = [_progress(run), _ranks(run, now, silences), _figures(run, width, curve_lines)]
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
@@ -144,7 +144,7 @@ def render(
     return Group(*parts)
 
 
-def _progress(run: Run, width: int) -> RenderableType:
+def _progress(run: Run) -> RenderableType:
     step, total = run.last_step, run.total_steps
     left = remaining_seconds(run)
     grid = Table.grid(padding=(0, 2), expand=True)

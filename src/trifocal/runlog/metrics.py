@@ -13,7 +13,6 @@ A number that is not finite is written as NaN or Infinity, which Python's json r
 this machine (MFU on a CPU) is null or left out.
 """  # noqa: E501
 
-import logging
 import os
 import threading
 import time
@@ -21,11 +20,9 @@ from collections.abc import Iterable
 from typing import Any, Self
 
 from trifocal.errors import UserError
-from trifocal.runlog.jsonl import JsonLinesWriter, Row, read_lines
+from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger, read_lines
 from trifocal.runlog.readable import KIND_FIELDS
 from trifocal.runlog.sinks.thread import Sink, SinkThread
-
-logger = logging.getLogger("trifocal")
 
 
 class MetricsWriter:

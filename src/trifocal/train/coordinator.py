@@ -11,7 +11,7 @@ import torch
 
 from trifocal.data import Batch, Loader
 from trifocal.distributed import PeerLost, Peers, Processes
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.stall_summary import stall_summary
@@ -173,8 +173,7 @@ class StepCoordinator:
                 if self._processes.size == 1 or not _is_of_collective(error):
                     raise
                 lost = peers.explain(error) or PeerLost(
-                    f"an exchange with the other processes failed: {' '.join(str(error).split())[:300]}; "
-                    f"the others: {peers.table()}"
+                    f"an exchange with the other processes failed: {one_line(error)}; the others: {peers.table()}"
                 )
                 with contextlib.suppress(OSError):
                     leave_traces(str(lost))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from trifocal.data import Batch
 from trifocal.distributed import Parallel
+from trifocal.runlog.traces.base import local_shard
 from trifocal.train.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
-from trifocal.train.optimizer import own_part
 from trifocal.train.run_config import TrainSection
 
 Kind = tuple[int, ...]
@@ -133,7 +133,7 @@ class MicroBatchGraphs:
         if not self._gradients:
             self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
         else:
-            torch._foreach_zero_([own_part(gradient) for gradient in self._gradients])
+            torch._foreach_zero_([local_shard(gradient) for gradient in self._gradients])
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trifocal.distributed import Parallel, Processes, whole_model
 from trifocal.models import DecoderLM, save_weights
-from trifocal.train.optimizer import own_part
+from trifocal.runlog.traces.base import local_shard
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.step import StepResult
 from trifocal.train.train_setup import TrainSetup
@@ -68,7 +68,7 @@ class FiniteGuard:
         """
         if self._last is None:
             return
-        finite = torch.stack([torch.isfinite(own_part(parameter)).all() for parameter in self._model.parameters()])
+        finite = torch.stack([torch.isfinite(local_shard(parameter)).all() for parameter in self._model.parameters()])
         if not all(self._processes.gather(bool(finite.all()))):
             self._stop(self._last, of_weights=True)
 
@@ -118,8 +118,8 @@ def dump_non_finite(
     found = {name for part in parts for name in part.bad}
     bad = [name for name, _ in model.named_parameters() if name in found]
     guilty = [rank for rank, part in enumerate(parts) if not part.finite] if processes.size > 1 else [0]
-    shown_parts = [parts[rank] for rank in guilty] or parts
-    documents = list(dict.fromkeys(name for part in shown_parts for name in part.documents))
+    shlocal_shards = [parts[rank] for rank in guilty] or parts
+    documents = list(dict.fromkeys(name for part in shlocal_shards for name in part.documents))
     summary = {
         "step": result.step,
         "loss_nats_per_token": result.loss.item(),
@@ -127,7 +127,7 @@ def dump_non_finite(
         "learning_rate": result.learning_rate,
         f"parameters_with_non_finite_{'value' if of_weights else 'gradient'}": bad,
         "document_ids": documents,
-        "sample_indices": [index for part in shown_parts for index in part.sample_indices],
+        "sample_indices": [index for part in shlocal_shards for index in part.sample_indices],
     }
     if processes.size > 1 and not of_weights:
         summary["ranks"] = guilty
@@ -190,4 +190,4 @@ class _Part:
 
 
 def _is_finite(tensor: Tensor | None) -> bool:
-    return tensor is None or bool(torch.isfinite(own_part(tensor)).all())
+    return tensor is None or bool(torch.isfinite(local_shard(tensor)).all())

@@ -124,9 +124,7 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
     Raises:
         UserError: If there are none, they are damaged, or of another model; names what differs.
     """
-    with open_pretrained(
-        user_path(folder, "model.from"), command="trifocal train CONFIG.toml --model.from DIR"
-    ) as found:
+    with open_pretrained(user_path(folder, "model.from"), command=_COMMAND) as found:
         theirs, weights = found.config(), found.model().state_dict()
     mine = model.state_dict()
     misfits = sorted(weights.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != weights[n].shape]
