@@ -41,6 +41,8 @@ NOTES = (
     "graphs the memory that they hold.",
     "first_step_seconds holds the compilation, with the caches as they were and the preparations of other rows beside. "
     "It holds the recording of a graph only for production: what is recorded is the second micro-batch.",
+    "kernels and gaps: of --profiled-steps, as means of a step. gpu_busy_share is the share of those steps in which a "
+    "kernel ran.",
     "production: 2 sequences of 2,048 tokens at a time, 4 a step, all layers checkpointed.",
 )
 
@@ -62,6 +64,8 @@ class TrainOptions(TwinOptions):
     """Steps before the timed ones, the compiling one included."""
     timed_steps: int = 10
     """Steps that are timed."""
+    profiled_steps: int = 0
+    """Steps to profile after the timed ones, on a GPU: a table of their kernels, and one of the gaps between these."""
     workers: int = 1
     """Rows that are prepared at a time; each needs its memory."""
     seconds: float = 900.0
@@ -69,6 +73,8 @@ class TrainOptions(TwinOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_positive("warmup_steps", "timed_steps", "workers")
+        if self.profiled_steps < 0:
+            raise UserError(f"--profiled-steps must be at least 0, got {self.profiled_steps}")
 
     def cases(self) -> list[TrainCase]:
         """The rows asked for, the most wanted first: recorded ones, whose time is the device's. Twins are neighbours.
@@ -102,6 +108,7 @@ class TrainOptions(TwinOptions):
                     precision=self.precision,
                     warmup_steps=self.warmup_steps,
                     timed_steps=self.timed_steps,
+                    profiled_steps=self.profiled_steps,
                     device=device,
                     **batch,  # type: ignore[arg-type]
                 )
@@ -178,6 +185,9 @@ def _measure_together(cases: Sequence[TrainCase], workers: int, recorder: Record
             worker.go()
             answer = worker.answer()
         worker.close()
+        for table in ("kernels", "gaps"):
+            labels = {"row": worker.name}
+            recorder.tables.setdefault(table, []).extend(labels | found for found in answer.pop(table, ()))
         row = recorder.keep({**worker.case.labels(), **answer})
         recorder.say(f"{worker.name}: " + _line(row))
 

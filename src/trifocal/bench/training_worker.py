@@ -48,8 +48,7 @@ class TrainCase:
         precision: "bf16" or "fp32".
         warmup_steps, timed_steps: Numbers of steps.
         device: Where.
-        profiled_steps: Steps whose kernels are listed, after the timed ones; only on a GPU.
-        borders: Document borders inside each sequence, evenly spaced; 0 leaves the sequences whole.
+        profiled_steps: Steps to profile after the timed ones, on a GPU.
         data: "random", or "text" for packed documents: as long as `document_borders` draws them.
     """
 
@@ -66,7 +65,6 @@ class TrainCase:
     timed_steps: int
     device: str
     profiled_steps: int = 0
-    borders: int = 0
     data: str = "random"
 
     def labels(self) -> dict[str, Any]:
@@ -157,18 +155,11 @@ class TrainBench:
         self.batches = []
         for first in range(0, case.sequences, case.micro_batch):
             rows = tokens[first : first + case.micro_batch]
-            borders = self._cu_seqlens(len(rows)) if text is None else _of_rows(text, first, *rows[:, 1:].shape)
+            borders = None if text is None else _of_rows(text, first, *rows[:, 1:].shape)
             self.batches.append(Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), borders, (), 0, 0))
         self.result: StepResult | None = None
         self.first_step_seconds = 0.0
         self.first: dict[str, float] = {}
-
-    def _cu_seqlens(self, rows: int) -> torch.Tensor | None:
-        if not self.case.borders:
-            return None
-        documents, tokens = self.case.borders + 1, self.case.tokens
-        starts = [row * tokens + part * tokens // documents for row in range(rows) for part in range(documents)]
-        return torch.tensor([*starts, rows * tokens], dtype=torch.int32)
 
     def warm_up(self) -> None:
         """Take the steps that are not timed, then free the memory that they leave."""
