@@ -6,7 +6,6 @@ device are not counted; imports and compilations of the first call itself are.
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.recorder import failure
+from trifocal.bench.recorder import child_environment, failure
 from trifocal.bench.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry, nsa_attention
 
@@ -47,11 +46,7 @@ def first_calls(
     Returns:
         For each shape `forward_seconds` and `forward_backward_seconds`, or `error`.
     """
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = child_environment(TRITON_CACHE_DIR=str(cache))
     processes = []
     for shape in shapes:
         request = {

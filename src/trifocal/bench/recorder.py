@@ -1,7 +1,9 @@
 """Rows as they come in: each one shielded from the others, written at once, with a time limit for all."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,3 +96,9 @@ def failure(error: BaseException) -> str:
     """The status of a row that raised."""
     lines = str(error).strip().splitlines()
     return f"failed: {type(error).__name__}" + (f": {lines[0][:300]}" if lines else "")
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """The environment of a process that imports this package: the variables of this one, and others."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, **variables}

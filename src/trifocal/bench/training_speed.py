@@ -14,12 +14,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import IO, Any, Literal
 
 from trifocal.bench.options import TwinOptions, parse_size
 from trifocal.bench.parity import check_model_parity
-from trifocal.bench.recorder import OK, Recorder, Refused, failure
+from trifocal.bench.recorder import OK, Recorder, Refused, child_environment, failure
 from trifocal.bench.shapes import DTYPES
 from trifocal.bench.training_worker import TrainCase
 from trifocal.errors import UserError
@@ -212,10 +211,7 @@ class Worker:
         self.case = case
         self.name = f"{case.size} {case.model['attention']}" + (" recorded" if case.cuda_graphs else "")
         self.name += " text" if case.data == "text" else ""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-        }
+        environment = child_environment()
         if workers > 1:
             threads = max(1, (os.cpu_count() or 1) // workers)
             environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))

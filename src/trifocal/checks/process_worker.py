@@ -73,8 +73,8 @@ def whole(tensor: Tensor | None) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def spread(case: Case, processes: Processes) -> tuple[DecoderLM, Parallel]:
-    """The case's model and its parallel form."""
+def parallelize_case(case: Case, processes: Processes) -> tuple[DecoderLM, Parallel]:
+    """Make the case's model and parallelize it."""
     model = _model(case.num_layers, processes)
     if case.checkpointing:
         model.set_activation_checkpointing(0, case.num_layers)
@@ -119,7 +119,7 @@ def gradients_of_one(num_layers: int, processes: Processes) -> list[list[Tensor]
 
 def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]]) -> tuple[float, str]:
     """Largest difference of a gradient from one process's, relative to that gradient's largest entry; and whose."""
-    model, parallel = spread(case, processes)
+    model, parallel = parallelize_case(case, processes)
     worst, name = 0.0, ""
     for seed, expected in zip(_SEEDS, one, strict=True):
         model.zero_grad(set_to_none=True)
@@ -136,7 +136,7 @@ def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]
 
 def parameters_that_differ(case: Case, processes: Processes) -> tuple[float, str]:
     """How many parameters differ by a bit between processes after some steps, or were not moved; and the first."""
-    model, parallel = spread(case, processes)
+    model, parallel = parallelize_case(case, processes)
     before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-2))
     for step in range(case.steps):

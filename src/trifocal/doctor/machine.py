@@ -13,7 +13,7 @@ from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
 from trifocal.runlog import environment
 from trifocal.runlog.native_stacks import find_py_spy
-from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, crash_of_debug_level
+from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, compilers, crash_of_debug_level
 
 GIB = 2**30
 OLDEST_TORCH = (2, 11)
@@ -168,12 +168,6 @@ def check_shared_memory() -> list[Finding]:
         text = f"/dev/shm has {total / 2**20:.0f} MiB: NCCL may find no room"
         return [Finding("shared memory", "note", text, "docker run --shm-size=8g …")]
     return [Finding("shared memory", "ok", f"{total / GIB:.0f} GiB in /dev/shm")]
-
-
-def compilers() -> list[str]:
-    """C and C++ compilers that PyTorch's compiler and Triton would find."""
-    wanted = [os.environ.get("CXX", ""), os.environ.get("CC", ""), "g++", "gcc", "clang++", "clang"]
-    return [found for name in wanted if name and (found := shutil.which(name))]
 
 
 def check_compiler() -> Finding:

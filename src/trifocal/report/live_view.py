@@ -12,8 +12,8 @@ from rich.text import Text
 
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.progress import duration
-from trifocal.runlog.readable import is_number
 from trifocal.runlog.run import Run
+from trifocal.runlog.valid_rows import is_number
 from trifocal.runlog.verdict import Verdict, judge
 from trifocal.telemetry.statistics import BRANCHES
 
@@ -34,7 +34,7 @@ _ETA_ROWS = 30
 _SHOWN_EVENTS = 4
 
 
-class Silences:
+class SilenceClock:
     """Seconds of silence of every rank, by this machine's clock alone once a new row was seen.
 
     Clocks of other machines may be off, which would make live ranks look dead, or dead ones alive.
@@ -59,7 +59,7 @@ class Silences:
         return now - since if moved else max(now - written, now - since)
 
 
-def verdicts(run: Run, now: float | None = None, *, silences: Silences | None = None) -> dict[int, Verdict]:
+def verdicts(run: Run, now: float | None = None, *, silences: SilenceClock | None = None) -> dict[int, Verdict]:
     """The verdict on every rank that has written a heartbeat.
 
     Args:
@@ -68,7 +68,7 @@ def verdicts(run: Run, now: float | None = None, *, silences: Silences | None = 
         silences: State of earlier calls for the same run.
     """
     now = time.time() if now is None else now
-    silences = silences or Silences()
+    silences = silences or SilenceClock()
     found = {}
     for rank, (*_, row) in run.heartbeats.items():
         found[rank] = judge(row, row["unix_time_seconds"] + silences.of(rank, row, now))
@@ -120,7 +120,7 @@ def render(
     now: float | None = None,
     width: int = 80,
     height: int | None = None,
-    silences: Silences | None = None,
+    silences: SilenceClock | None = None,
 ) -> RenderableType:
     """Draw a run: the processes first, as a low terminal cuts off the end.
 
@@ -140,7 +140,7 @@ def render(
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
-    parts += [Text(sentence, style="yellow") for sentence in run.complaints()]
+    parts += [Text(sentence, style="yellow") for sentence in run.left_out_notes()]
     return Group(*parts)
 
 
@@ -205,7 +205,7 @@ def _gates(run: Run) -> Text | None:
     return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))
 
 
-def _ranks(run: Run, now: float, silences: Silences | None) -> RenderableType:
+def _ranks(run: Run, now: float, silences: SilenceClock | None) -> RenderableType:
     if not run.heartbeats:
         return Text("no rank has written a heartbeat yet", style="yellow")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)

@@ -8,8 +8,8 @@ from typing import Any
 
 from trifocal.masking import mask_arguments, mask_text, mask_variables
 from trifocal.runlog.progress import duration
-from trifocal.runlog.readable import is_number
 from trifocal.runlog.run import Run
+from trifocal.runlog.valid_rows import is_number
 from trifocal.runlog.verdict import judge
 
 _MOST_EVENTS = 200

@@ -106,7 +106,7 @@ def describe(collectives: Sequence[Collective]) -> str:
     return "\n".join([*lines, ""])
 
 
-def who_waits_for_whom(last: dict[int, list[Collective]]) -> list[str]:
+def describe_waiting_ranks(last: dict[int, list[Collective]]) -> list[str]:
     """Sentences about ranks that wait in a collective for ranks that have not called it.
 
     Args:

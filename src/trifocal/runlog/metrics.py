@@ -21,8 +21,8 @@ from typing import Any, Self
 
 from trifocal.errors import UserError
 from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger, read_lines
-from trifocal.runlog.readable import KIND_FIELDS
 from trifocal.runlog.sinks.thread import Sink, SinkThread
+from trifocal.runlog.valid_rows import KIND_FIELDS
 
 
 class MetricsWriter:

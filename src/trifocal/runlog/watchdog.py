@@ -49,8 +49,8 @@ class Watchdog:
         heartbeat: The heartbeat of this process; the watchdog runs in its thread.
         run_directory: Dumps go to `dumps` in it.
         device: Device of the process.
-        on_stall: Called in the heartbeat's thread with a sentence and the dump's folder, once for each stall. Without
-            it the sentence is logged as a warning.
+        on_stall: Called in the heartbeat's thread with a sentence that names the dump, once for each stall. Without it
+            the sentence is logged as a warning.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Watchdog:
         run_directory: str | os.PathLike[str],
         *,
         device: torch.device | str = "cpu",
-        on_stall: Callable[[str, Path], None] | None = None,
+        on_stall: Callable[[str], None] | None = None,
     ) -> None:
         self.directory = Path(run_directory)
         self._heartbeat = heartbeat
@@ -102,7 +102,7 @@ class Watchdog:
         if self._on_stall is None:
             logger.warning("%s", sentence)
         else:
-            self._on_stall(sentence, folder)
+            self._on_stall(sentence)
 
     @contextlib.contextmanager
     def _locked_dumps(self) -> Iterator[None]:

@@ -48,7 +48,7 @@ def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> N
                 shutil.rmtree(doomed)
 
 
-def set_aside_later(path: Path) -> None:
+def set_aside_later_checkpoints(path: Path) -> None:
     """Make this checkpoint the newest: rename later ones to `superseded_*`, and delete unfinished ones."""
     for unfinished in path.parent.glob(f"{PARTIAL}*"):
         shutil.rmtree(unfinished, ignore_errors=True)

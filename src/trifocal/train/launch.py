@@ -57,7 +57,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             note = create_run_directory(config, lock, overwrite=overwrite)
             if not has_replaced(directory):
                 # Otherwise after the first step: until then another run may be put back.
-                processes.begin()
+                processes.mark_run_created()
             return note
 
         created = False
@@ -68,7 +68,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         except BaseException as error:
             nothing_learnt = created and setup.state.step == 0 and isinstance(error, UserError | KeyboardInterrupt)
             if nothing_learnt:
-                processes.forget_begin()
+                processes.unmark_run_created()
             _tidy_after_failure(directory, lock, delete_start=nothing_learnt)
             raise
 

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trifocal.runlog import write_backends
-from trifocal.train.checkpoint_folders import set_aside_later
+from trifocal.train.checkpoint_folders import set_aside_later_checkpoints
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
@@ -183,7 +183,7 @@ class Trainer:
             self.guard.check_step()
             log.log_step(result)
             if self.processes.is_rank0:
-                for sentence in self.coordinator.slow_news(log.heartbeat):
+                for sentence in self.coordinator.slow_rank_messages(log.heartbeat):
                     log.log_event("rank_slow", sentence, "warning")
         with self.saver.ended_on_error():
             self._evaluate(result, last=last)
@@ -223,15 +223,15 @@ class Trainer:
             self.saver.check_directory()
             save_config(self.config, directory)
             if checkpoint is not None:
-                set_aside_later(checkpoint)
+                set_aside_later_checkpoints(checkpoint)
             return delete_replaced(directory, self.lock)
 
         with self.log.heartbeat.phase("wait"):
-            processes.agree(None)
+            processes.raise_on_all(None)
         with self.log.pause("checkpoint"):
             left = processes.run_on_rank0(replace_previous)
         if left and processes.is_rank0:
             self.log.log_event("not_deleted", left, "warning")
-        processes.begin()
+        processes.mark_run_created()
         if checkpoint is not None and (directory / WEIGHTS).is_dir() and self.state.step < self.config.train.steps:
             self.log.log_event("note", f"{directory / WEIGHTS} is of an earlier step until this run ends")
