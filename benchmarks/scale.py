@@ -1,4 +1,4 @@
-"""Train the production model on one GPU and on several, under DDP and FSDP2, and say what the others add.
+"""Train the production model on one GPU and on several, under DDP and FSDP2, and compare the speeds.
 
     python benchmarks/scale.py                                   # every part on all of this machine's GPUs
     python benchmarks/scale.py --gpus 4 --parts one speed wide --checkpointing all --budget 330
@@ -7,9 +7,9 @@
 
 | part | what runs |
 |---|---|
-| `one` | one GPU, 8 sequences: what the others are compared with |
+| `one` | one GPU, 8 sequences: the base of the comparison |
 | `speed` | the shake run: 8 sequences a GPU, 500 steps on random tokens, two checkpoints on the way |
-| `text` | the production run as its file says, 300 steps on real text |
+| `text` | the production run of its preset, 300 steps on real text |
 | `wide` | the model of 1.3 billion parameters on 8,192 tokens, sharded, with checkpoints written in the background |
 
 The most wanted rows come first: every part with the first of `--checkpointing`, then those with the others. One start
@@ -54,7 +54,7 @@ TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.seq
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One run: a configuration and what differs from it."""
+    """One run: a configuration and the flags that differ from it."""
 
     part: str
     mode: str
@@ -72,12 +72,12 @@ class Row:
 
     @property
     def checkpoint_config(self) -> str:
-        """Whose checkpoints count: the shake run is the production model."""
+        """The configuration with the checkpoints: the shake run is the production model."""
         return self.config.replace("m7c_shake", "m7c_125m")
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
-    """What was asked for, the most wanted first; rows of as many GPUs beside each other."""
+    """The rows, the most important first; rows with the same number of GPUs follow one another."""
     common = {
         "run.device": options.device,
         "log.sample_interval_steps": 0,
@@ -102,7 +102,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
 
 
 def part_settings(part: str, size: int, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The configuration of a part, and what differs from it."""
+    """The configuration of a part, and the flags that differ from it."""
     steps = {"one": min(options.steps, 60), "text": options.text_steps, "wide": options.wide_steps}.get(
         part, options.steps
     )
@@ -130,7 +130,7 @@ class Start:
 
     Args:
         cases: The rows, all with the same number of GPUs.
-        folder: Runs, outputs and what was measured go there.
+        folder: Of runs, outputs and figures.
     """
 
     def __init__(self, cases: list[Row], folder: Path) -> None:
@@ -149,7 +149,7 @@ class Start:
         self.processes = []
         for place in places:
             with (folder / "start").open("ab") as log:
-                # A group for each, so that what it started can be ended with it.
+                # A group for each, so that its own children can be ended with it.
                 process = subprocess.Popen(
                     [sys.executable, str(HERE / "scale_worker.py"), str(CONFIGS), str(plan)],
                     stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent,
@@ -158,7 +158,7 @@ class Start:
             self.processes.append(process)
 
     def answer(self, case: Row, seconds: float) -> dict[str, Any]:
-        """What a row came to, waited for as long as given, and a little longer if it must be stopped."""
+        """The figures of a row; waits for the given time, and a little longer if the row must be stopped."""
         found = self._wait(case, time.monotonic() + seconds)
         if found["outcome"] == "no end":
             for process in self.processes:
@@ -190,13 +190,13 @@ class Start:
             process.wait()
 
     def output(self, case: Row) -> str:
-        """What all processes printed in a row, and when they started."""
+        """The output of all processes in a row, and at their start."""
         files = [*sorted(self.folder.glob(f"{case.label}_rank*")), self.folder / "start"]
         return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in files)
 
 
 def measure(wanted: list[Row], options: argparse.Namespace, keep: Any) -> None:
-    """Run the rows and hand each with what it came to, and what it printed, to `keep`."""
+    """Run the rows and pass each with its figures and its output to `keep`."""
     deadline = time.monotonic() + options.budget
     left = list(wanted)
     with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
@@ -266,7 +266,7 @@ def main() -> int:
     notes = [
         "Medians over the second half of each run's rows of metrics; memory of the fullest GPU.",
         "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others.",
-        "formula gib: what `trifocal doctor` says, before anything is run (`trifocal.models.training_memory`).",
+        "formula gib: the estimate of `trifocal doctor`, before anything is run (`trifocal.models.training_memory`).",
         "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
         "production run's configuration, or in that of 1.3 billion parameters.",
     ]

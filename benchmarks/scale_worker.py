@@ -1,7 +1,7 @@
-"""What each process of `scale.py` does: the rows of a plan, each a whole run of the trainer, in one start.
+"""One process of `scale.py`: it trains the rows of a plan, each a whole run of the trainer, in one start.
 
-Started by `scale.py` with torchrun's variables: `scale_worker.py CONFIGS PLAN`. What a row prints goes to a file of its
-own for each rank; rank 0 writes what it measured.
+Started by `scale.py` with torchrun's variables: `scale_worker.py CONFIGS PLAN`. The output of a row goes to a file for
+each rank; rank 0 writes the figures.
 """
 
 import gc
@@ -43,13 +43,13 @@ def train(config: RunConfig, processes: Processes) -> tuple[int, float]:
     with RunLock() as lock:
         processes.run_on_rank0(lambda: create_run_directory(config, lock, overwrite=True))
         steps = run_training(setup, notes, None, lock).step
-    # What the allocator counts has nothing of the memory in which graphs keep activations.
+    # The allocator does not count the memory in which graphs keep activations.
     graphs = 0 if setup.graphs is None else setup.graphs.memory_bytes
     return steps, max(processes.gather(torch.cuda.max_memory_allocated() - before + graphs if on_gpu else 0))
 
 
 def measured(config: RunConfig, configured_interval: int, steps: int, peak: float, size: int) -> dict[str, Any]:
-    """What the run's own files say."""
+    """The figures of the run's own files."""
     folder = Path(config.run.directory)
     metrics = read_metrics(folder / "metrics.jsonl")
     rows = [row for row in metrics if row["kind"] == "train"]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """Bad input from a command line, a config or a file.
 
-    The message is one clear line: what was given, what was expected, what to do. The command line prints it
+    The message is one clear line: the given value, the expected one, the remedy. The command line prints it
     without a traceback and exits with status 2.
     """
 

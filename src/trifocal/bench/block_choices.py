@@ -21,7 +21,7 @@ def make_choice(choices: Choices, inputs: Inputs, geometry: Geometry, backend: s
     """Selected blocks, [B, T, G, N], int32, ascending, -1 pads.
 
     Args:
-        choices: "random": what scoring chooses on random inputs, so that neighbours share little but the forced
+        choices: "random": the choice of scoring on random inputs, so that neighbours share little but the forced
             blocks; "local": the last blocks; "smooth": the best by scores that drift slowly along the sequence, as
             in trained models, so that neighbours share most blocks.
         inputs: Their shape and device count, and for "random" their values.

@@ -1,6 +1,6 @@
-"""`trifocal bench kernels`: how long each kernel of one attention call takes on the GPU.
+"""`trifocal bench kernels`: the time of each kernel of one attention call on the GPU.
 
-It times what the dispatch rules choose. To try another kernel or configuration, change the rule and run it again.
+It times the kernels that the dispatch rules choose. To try another kernel or configuration, change the rule.
 """
 
 from collections.abc import Callable

@@ -55,7 +55,7 @@ def kernel_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[
 
     Args:
         kernels: Of all steps together.
-        steps: How many.
+        steps: Their number.
         rows: Names to keep.
     """
     times: defaultdict[str, list[int]] = defaultdict(list)
@@ -72,7 +72,7 @@ def gap_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[str
 
     Args:
         kernels: Of all steps together.
-        steps: How many.
+        steps: Their number.
         rows: Pairs to keep.
     """
     idle: defaultdict[tuple[str, str], list[int]] = defaultdict(list)

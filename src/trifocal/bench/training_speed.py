@@ -28,18 +28,18 @@ PRODUCTION = "production"
 SIZES = ("16x2048", "4x8192", "1x32768", "1x65536", PRODUCTION)
 
 NOTES = (
-    "data: random is random bytes, every sequence whole; text is random bytes in packed documents, whose lengths are "
+    "data: random is random bytes, every sequence whole; text is random bytes in packed documents of lengths that are "
     "log-normal with a median of 1,000 tokens: attention crosses no border. MFU is for whole sequences alone.",
-    "One optimizer step is what the trainer does: forward, backward, clipping, fused AdamW, fp32 "
+    "One optimizer step is the trainer's: forward, backward, clipping, fused AdamW, fp32 "
     "weights. Medians over the timed steps; p20 and p80 are the spread.",
     "executed_mfu counts the products that the model needs, dense_equivalent_mfu those of its dense twin, both over "
-    "the data sheet's dense bf16 peak; what checkpointing computes again is not counted.",
+    "the data sheet's dense bf16 peak; operations that checkpointing repeats are not counted.",
     "cuda_graphs: forward and backward are replayed as a CUDA graph, recorded before the timed steps; where this is "
     "False, Python starts every kernel, and where kernels are short a step takes as long as that does.",
     "peak_gib is the most that was allocated during the timed steps, weights and optimizer included, and with CUDA "
     "graphs the memory that they hold.",
-    "first_step_seconds holds the compilation, with the caches as they were and the preparations of other rows beside. "
-    "It holds the recording of a graph only for production: what is recorded is the second micro-batch.",
+    "first_step_seconds includes the compilation, with the present caches, while other rows may prepare. "
+    "It includes the recording of a graph only for production: the second micro-batch is recorded.",
     "kernels and gaps: of --profiled-steps, as means of a step. gpu_busy_share is the share of those steps in which a "
     "kernel ran.",
     "production: 2 sequences of 2,048 tokens at a time, 4 a step, all layers checkpointed.",
@@ -76,7 +76,7 @@ class TrainOptions(TwinOptions):
             raise UserError(f"--profiled-steps must be at least 0, got {self.profiled_steps}")
 
     def cases(self) -> list[TrainCase]:
-        """The rows asked for, the most wanted first: recorded ones, whose time is the device's. Twins are neighbours.
+        """The rows asked for. Recorded rows come first, as their time is the device's; twins are neighbours.
 
         Raises:
             UserError: If a size is not two numbers, or if graphs are asked for where there is no GPU.
@@ -199,11 +199,11 @@ def _line(row: dict[str, Any]) -> str:
 
 
 class Worker:
-    """A process that prepares a row, says so, and times it when it is told to.
+    """A process that prepares a row, answers, and times it after `go`.
 
     Args:
-        case: What to train.
-        workers: How many prepare at a time, and so share the cores.
+        case: The training.
+        workers: Number of processes that prepare at a time and share the cores.
         seconds: When to give up.
     """
 
@@ -244,7 +244,7 @@ class Worker:
         return {"status": f"failed: exit status {code}: {last[:300]}"}
 
     def go(self) -> None:
-        """Let it time its steps; if it is gone, `answer` says why."""
+        """Let it time its steps; if it is gone, `answer` has the reason."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")

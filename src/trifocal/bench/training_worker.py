@@ -1,6 +1,6 @@
 """One row of `trifocal bench train`: `python -m trifocal.bench.training_worker` with a `TrainCase` as JSON.
 
-It says that it is ready, waits for a line on standard input, and answers with the figures.
+It prints a line when it is ready, waits for a line on standard input, and prints the figures.
 """
 
 import gc
@@ -109,7 +109,7 @@ class TrainBench:
     """A model in training on random tokens.
 
     Args:
-        case: What to train.
+        case: The training.
     """
 
     def __init__(self, case: TrainCase) -> None:

@@ -101,7 +101,7 @@ def _by_oracle(
 
 
 def backend_parity(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement | Skipped:
-    """The Triton kernels give what the reference gives: output and every gradient, against float64, same choice."""
+    """The Triton kernels give the reference's output and gradients, against float64, with the same choice."""
     dtype = torch.bfloat16
     worst, details = 0.0, []
     for geometry, lengths in ((MINIMAL, (301,)), (MINIMAL, (170, 1, 15, 115))):

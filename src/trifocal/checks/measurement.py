@@ -47,10 +47,10 @@ class CheckResult:
         name: As `--only` takes it.
         guards: The failures, as `trifocal.checks.registry` numbers them, that the check guards against.
         what: The property that it proves, in a few words.
-        status: How it ended. A check that raises has failed.
+        status: "passed", "failed" or "skipped". A check that raises has failed.
         figure, bound, unit: See `Measurement`; None where there is none.
         details: Lines for a person; the reason of a skip or an error.
-        seconds: How long it took.
+        seconds: Its duration.
     """
 
     name: str
@@ -103,7 +103,7 @@ class Report:
         return table
 
     def summary(self) -> str:
-        """How many passed, failed and were skipped, in one line."""
+        """Numbers of passed, failed and skipped checks, in one line."""
         counts = {status: sum(result.status == status for result in self.results) for status in _STATUSES}
         seconds = sum(result.seconds for result in self.results)
         return ", ".join(f"{count} {status}" for status, count in counts.items()) + f" in {seconds:.0f} s"

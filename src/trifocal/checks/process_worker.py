@@ -25,7 +25,7 @@ from trifocal.train.run_config import OptimizerSection
 LENGTH = 40
 ROWS_PER_PROCESS = 2
 TIMEOUT_SECONDS = 60.0
-# The second step is the first in which DDP uses what it learnt: new buckets, and a static graph.
+# The second step is the first in which DDP uses its new buckets, and a static graph.
 _SEEDS = (1, 2)
 
 
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The mode, and what differs from the default."""
+        """The mode, and the fields that differ from the default."""
         parts: list[str] = [self.mode]
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
@@ -135,7 +135,7 @@ def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]
 
 
 def parameters_that_differ(case: Case, processes: Processes) -> tuple[float, str]:
-    """How many parameters differ by a bit between processes after some steps, or were not moved; and the first."""
+    """Number of parameters that differ by a bit between processes after some steps, or did not move; and the first."""
     model, parallel = parallelize_case(case, processes)
     before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-2))

@@ -32,7 +32,7 @@ def run(
         on_result: Called after each check.
 
     Returns:
-        The report; `exit_status` is what a command should exit with.
+        The report; a command should exit with its `exit_status`.
 
     Raises:
         UserError: If a name is unknown, or there is no such device.

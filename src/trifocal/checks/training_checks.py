@@ -45,7 +45,7 @@ RESUME_STEPS = 6
 
 
 def random_token_floor(device: torch.device, *, train: Train = train) -> Measurement:
-    """On fresh, uniformly random tokens no loss may fall under ln(vocab): a model that gets there looks ahead.
+    """On fresh, uniformly random tokens no loss may fall under ln(vocab): a lower loss needs later tokens.
 
     The figure is how far the mean loss of the second half of a short training lies under the floor, in its standard
     errors. Bound: 4, which chance passes once in 30,000 times.

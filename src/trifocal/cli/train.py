@@ -42,7 +42,7 @@ class TrainArguments(RunConfig):
 
 
 def run(args: Sequence[str]) -> int:
-    """Train, and say what to do next.
+    """Train, and print the next commands.
 
     Raises:
         UserError: If an argument, the config, the data or a checkpoint is bad.

@@ -37,7 +37,7 @@ def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple
     Args:
         wanted: "auto" or a mode.
         processes: Of the run.
-        config: The model, whose size decides under "auto".
+        config: The model; its size decides under "auto".
 
     Returns:
         The mode, and a sentence with the reason for the log; empty for a single process that asked for no other.

@@ -96,7 +96,7 @@ def examine(
     findings += machine.check_extras()
     on_start("torch.compile")
     compiled = compiling.result(COMPILE_SECONDS)
-    # After it, as both want all cores.
+    # After it, as both use all cores.
     on_start("the speed of products")
     rates, finding = _rates(findings)
     findings += [compiled, finding]
@@ -107,7 +107,7 @@ def examine(
 
 
 def _rates(findings: list[Finding]) -> tuple[dict[str, float], Finding]:
-    """Speed of products by precision, and a finding that says it."""
+    """Speed of products by precision, and the finding about it."""
     usable = torch.cuda.is_available()
     if usable and any(f.name.startswith("gpu") and f.status == "broken" for f in findings):
         return {}, Finding("speed", "note", "not measured: a GPU does not compute")

@@ -22,7 +22,7 @@ _SPARE_SHARED_MEMORY = GIB
 # The oldest Linux driver that runs programs of each major version of CUDA, by NVIDIA's table of compatibility.
 _DRIVERS = {"12": 525, "13": 580}
 
-# Extra of the package -> its modules, and what they are for.
+# Extra of the package -> its modules, and their use.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (
         ("datasets", "huggingface_hub", "pyarrow", "tokenizers"),
@@ -145,7 +145,7 @@ def check_cpu() -> Finding:
 
 
 def available_memory() -> int | None:
-    """Bytes that a process may still take, by the system and by the container; None where neither tells."""
+    """Bytes that a process may still take, by the system and by the container; None if neither is known."""
     bounds = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():

@@ -84,7 +84,7 @@ class NSAttention(AttentionBase):
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
-            past: Earlier tokens, which says where these ones lie; no other argument counts with it.
+            past: Earlier tokens, which give these their positions; the other arguments are ignored with it.
 
         Returns:
             [B, T, E].

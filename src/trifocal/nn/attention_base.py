@@ -32,7 +32,7 @@ class RotaryTables(NamedTuple):
 
 
 class Past(Protocol):
-    """Earlier tokens of a batch, from which an attention layer takes what its queries see."""
+    """Keys and values of the earlier tokens of a batch."""
 
     def attend(
         self, attention: nn.Module, q: Tensor, keys: list[Tensor], values: list[Tensor], gates: Tensor | None

@@ -9,9 +9,9 @@ from trifocal.telemetry.statistics import IGNORED_GATE
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 _GATE_MAP_CAPTIONS = {
-    "cmp": "Which layers look at the far past.",
-    "slc": "Which layers look at chosen blocks.",
-    "win": "Which layers look at the near past.",
+    "cmp": "Use of the far past by layer.",
+    "slc": "Use of chosen blocks by layer.",
+    "win": "Use of the near past by layer.",
 }
 
 _STEP = {"title": {"text": "step"}}

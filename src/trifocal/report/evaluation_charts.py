@@ -1,4 +1,4 @@
-"""The report's charts of what `trifocal evaluate` measured: loss by position, needles, recall."""
+"""The report's charts of the figures of `trifocal evaluate`: loss by position, needles, recall."""
 
 from typing import Any
 

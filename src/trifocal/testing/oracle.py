@@ -1,6 +1,6 @@
 """An independent oracle of the attention: float64, one query at a time, straight from the table in DESIGN.md.
 
-It imports nothing of the package. Every quantity is written as the definition says it, token by token, with no
+It imports nothing of the package. Every quantity is written as in its definition, token by token, with no
 thought for speed: the tokens of a block are a `range`, an overlap is the length of an intersection, and the keys that
 a query may see are a list of indices. Autograd differentiates through it.
 
@@ -174,7 +174,7 @@ def importance(
 
 
 def forced_blocks(local_position: int, geometry: Geometry) -> set[int]:
-    """The blocks that a query takes whatever their importance; `local_position` counts from its document."""
+    """The blocks that a query always takes; `local_position` counts from the start of its document."""
     own = local_position // geometry.selection_block_size
     first = set(range(geometry.num_initial_blocks))
     last = {own - back for back in range(geometry.num_local_blocks)}

@@ -86,7 +86,7 @@ class StepCoordinator:
             loader: Of this process.
             count: Micro-batches of a step.
             signals: Holds the signal that asks this process to stop.
-            heartbeat: Told the phases.
+            heartbeat: Gets the phases.
             last: No step follows this one.
 
         Returns:

@@ -1,7 +1,7 @@
 """Forward and backward of a micro-batch as one CUDA graph: recorded once, then started with a single call.
 
 Small micro-batches are bound by the host: a layer's forward and backward are about a hundred kernels, and each costs
-Python some 10 to 50 µs to start, whatever it does on the device. A graph starts all of them at once.
+Python some 10 to 50 µs to start, however short it is on the device. A graph starts all of them at once.
 
 A graph reads and writes fixed memory. So inputs are copied into tensors of its own, gradients are added up in buffers
 that stay, and each kind of micro-batch (plain rows, packed documents) has a graph of its own. Document borders are
@@ -92,7 +92,7 @@ class MicroBatchGraphs:
         parameters: Those that get gradients.
         device: Where they are.
         precision: "bf16" or "fp32", as in `TrainSection`.
-        parallel: How the model is parallelized. Under fsdp and hsdp a graph holds the collectives too, and the shards'
+        parallel: The parallelized model. Under fsdp and hsdp a graph holds the collectives too, and the shards'
             gradients are reduced after each micro-batch.
     """
 

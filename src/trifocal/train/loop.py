@@ -32,7 +32,7 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None, l
     Args:
         setup: The run. Its folder exists.
         notes: Sentences for the log's beginning.
-        checkpoint: Where it goes on from; None for a new run.
+        checkpoint: The one to resume from; None for a new run.
         lock: Of the run's folder, taken by rank 0.
 
     Raises:
@@ -63,7 +63,7 @@ class Trainer:
         coordinator: Keeps the processes in step.
         signals: Ask the run to stop.
         lock: Of the run's folder, taken by rank 0.
-        checkpoint: Where the run goes on from; None for a new one.
+        checkpoint: The one to resume from; None for a new run.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Trainer:
         )
 
     def _take_step(self) -> bool:
-        """Take a step and what is due after it; False if all processes are to stop before the step."""
+        """Take a step, and log, evaluate and save where due; False if all processes are to stop before the step."""
         step, setup = self.state.step + 1, self.setup
         last = step == self.config.train.steps
         if self.log.open_directory is not None and not self.log.open_directory.is_there():
@@ -192,7 +192,7 @@ class Trainer:
             self.saver.save(must_succeed=last)
 
     def _evaluate(self, result: StepResult, *, last: bool) -> None:
-        """Evaluate, look at the attention and sample, where it is due."""
+        """Evaluate, measure the attention and sample, where due."""
         config, step, log, evaluator = self.config, self.state.step, self.log, self.evaluator
         if is_due(step, config.evaluate.interval_steps, last):
             self.guard.check_step()

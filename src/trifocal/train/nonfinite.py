@@ -102,7 +102,7 @@ def dump_non_finite(
         model: The model.
         directory: The run's `dumps`.
         processes: This process among those of the run.
-        parallel: How the model is parallelized.
+        parallel: The parallelized model.
         of_weights: The step was finite and its update made weights that are not.
 
     Returns:
@@ -150,7 +150,7 @@ def dump_non_finite(
 def _write_dump(
     result: StepResult, model: DecoderLM, directory: Path, processes: Processes, summary: dict[str, Any]
 ) -> str:
-    """Write the files of a dump; returns the end of a sentence that says where they are, or why they are not."""
+    """Write the files of a dump; returns the end of a sentence with their folder, or with the error."""
     folder = directory / f"step_{result.step:08d}"
     whole = whole_model(model, processes)
     try:

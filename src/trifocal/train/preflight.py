@@ -169,7 +169,7 @@ def _cpu_has_bf16() -> bool:
         capabilities = torch.cpu.get_capabilities()
         names = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16")
         return any(capabilities.get(name, False) for name in names)
-    # Before it was public, PyTorch could tell this of x86 alone.
+    # Earlier versions of PyTorch have private functions for x86 alone.
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 

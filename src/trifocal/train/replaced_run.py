@@ -138,7 +138,7 @@ def delete_replaced(folder: Path, lock: RunLock) -> str:
         lock: Gives back the lock of the replaced run.
 
     Returns:
-        A sentence that names what could not be deleted; empty if all is deleted.
+        A sentence that names the folder that could not be deleted; empty if all is deleted.
 
     Raises:
         OSError: If the replaced run cannot even be renamed; it will be put back.
@@ -166,7 +166,7 @@ def _delete(doomed: Path, folder: Path) -> Path | None:
     """Rename a folder, then delete it, so that no half of it keeps its name.
 
     Returns:
-        What could not be deleted; None if all is gone.
+        The folder, if it could not be deleted; None if all is gone.
     """
     deleting = _deleting_path(folder)
     doomed.rename(deleting)

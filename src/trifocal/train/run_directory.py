@@ -131,7 +131,7 @@ class OpenDirectory:
             saved_step: Step of the last checkpoint; 0 if there is none.
 
         Raises:
-            UserError: If the folder is not at its path; names the new path, if the system knows it, and what is lost.
+            UserError: If the folder is not at its path; names the new path, if it is known, and the lost steps.
         """
         if self.is_there():
             return

@@ -92,8 +92,8 @@ class Saver:
             self._processes.run_on_rank0(export)
         except OSError as error:
             raise UserError(
-                f"step {self._state.step} is saved, but its weights could not be written to {folder}: {error}; what is "
-                "there is of an earlier step, or not whole"
+                f"step {self._state.step} is saved, but its weights could not be written to {folder}: {error}; "
+                "files there are of an earlier step, or not whole"
             ) from error
 
     @contextmanager
@@ -124,7 +124,7 @@ class Saver:
         """In rank 0, refuse to write into a folder that is not the run's any more; elsewhere nothing happens.
 
         Raises:
-            UserError: If the folder was moved, deleted or replaced; says where it is.
+            UserError: If the folder was moved, deleted or replaced; names the present place.
         """
         if self._log.open_directory is not None:
             self._log.open_directory.check(self._state.step, self._saved_step)
