@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from trifocal.report.charts import FULL, HALF, THIRD, Chart, Trace
+from trifocal.report.charts import FULL, HALF, THIRD, Chart, Trace, heat_map, line
 from trifocal.runlog.run import Run
 
 Row = dict[str, Any]
@@ -66,19 +66,14 @@ def _needle(run: Run, index: int, num_runs: int) -> Chart:
     lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
     found = {(row["length"], row["depth"]): row["accuracy"] for row in rows}
     values = [[found.get((length, depth)) for length in lengths] for depth in depths]
-    trace: Trace = {
-        "type": "heatmap",
-        "x": [f"{length:,}" for length in lengths],
-        "y": [f"{depth:.0%}" for depth in depths],
-        "z": values,
-        "zmin": 0,
-        "zmax": 1,
-        "xgap": 1,
-        "ygap": 1,
-        "colorscale": "@sequential",
-        "colorbar": {"thickness": 8, "outlinewidth": 0, "tickvals": [0, 0.5, 1], "tickformat": ".0%"},
-        "hovertemplate": "%{x} tokens, depth %{y}: %{z:.0%} found<extra></extra>",
-    }
+    trace = heat_map(
+        [f"{length:,}" for length in lengths],
+        [f"{depth:.0%}" for depth in depths],
+        values,
+        "%{x} tokens, depth %{y}: %{z:.0%} found<extra></extra>",
+    )
+    trace |= {"zmax": 1, "xgap": 1}
+    trace["colorbar"] |= {"tickvals": [0, 0.5, 1], "tickformat": ".0%"}
     layout = {
         "hovermode": "closest",
         "xaxis": {"title": {"text": "tokens"}, "type": "category"},
@@ -126,21 +121,15 @@ def _distance(runs: list[Run]) -> Chart:
     return Chart("recall_distance", "Recall by distance", caption, traces, layout)
 
 
-def _look(runs: list[Run], index: int, number: int) -> tuple[int, str]:
+def _look(runs: list[Run], index: int, number: int) -> tuple[str, str]:
     """Colour and dashes: a colour for each run; of a single run, for each of its lines."""
-    return (number, "solid") if len(runs) == 1 else (index, ("solid", "dot", "dash", "dashdot")[number % 4])
+    if len(runs) == 1:
+        return f"@run{number}", "solid"
+    return f"@run{index}", ("solid", "dot", "dash", "dashdot")[number % 4]
 
 
 _SHARE = {"range": [-0.02, 1.02], "tickformat": ".0%"}
 
 
-def _line(x: list[Any], y: list[float], name: str, colour: int, dash: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "x": x,
-        "y": [round(value, 5) for value in y],
-        "name": name,
-        "line": {"color": f"@run{colour}", "width": 2, "dash": dash},
-        "marker": {"size": 6},
-    }
+def _line(x: list[Any], y: list[float], name: str, colour: str, dash: str) -> Trace:
+    return line(x, y, name, colour, dash=dash) | {"mode": "lines+markers", "marker": {"size": 6}}
