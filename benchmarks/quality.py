@@ -69,12 +69,12 @@ class Part:
     geometry: Geometry = field(default_factory=Geometry)
 
 
-def _model(layers: int, dim: int, heads: int, kv_heads: int = 1) -> dict[str, str]:
+def _model(layers: int, dim: int, heads: int) -> dict[str, str]:
     sizes = {
         "num_layers": layers,
         "dim": dim,
         "num_heads": heads,
-        "num_kv_heads": kv_heads,
+        "num_kv_heads": 1,
         "mlp_dim": dim * 8 // 3 // 64 * 64,
     }
     return {f"model.{name}": str(size) for name, size in sizes.items()}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trifocal.bench.baselines import DENSE, dense_attention, fla_attention, flex_attention
-from trifocal.bench.block_choices import Choices, blocks_of_neighbours, make_choice
+from trifocal.bench.block_choices import Choices, blocks_of_4_neighbours, make_choice
 from trifocal.bench.candidate import Candidate, Result, measure_candidate
 from trifocal.bench.first_call import first_calls
 from trifocal.bench.formulas import Work, branch_work
@@ -182,7 +182,7 @@ class AttentionBench:
             try:
                 self._check(shape)
                 choice = make_choice(choices, inputs, geometry, options.backend)
-                union = blocks_of_neighbours(choice)
+                union = blocks_of_4_neighbours(choice)
             except Exception as error:
                 status = f"refused: {error}" if isinstance(error, Refused) else failure(error)
                 self._keep({**self._labels(shape, "whole", choices), "status": status})

@@ -42,10 +42,10 @@ def make_choice(choices: Choices, inputs: Inputs, geometry: Geometry, backend: s
         return _smooth(batch, tokens, groups, geometry, inputs.q.device)
 
 
-def blocks_of_neighbours(selected_blocks: Tensor, neighbours: int = 4) -> float:
-    """Different blocks that adjacent queries of one group choose together, on average."""
-    tokens = selected_blocks.shape[1] // neighbours * neighbours
-    tiles = selected_blocks[:, :tokens].unflatten(1, (-1, neighbours)).transpose(2, 3).flatten(3)
+def blocks_of_4_neighbours(selected_blocks: Tensor) -> float:
+    """Different blocks that four adjacent queries of one group choose together, on average."""
+    tokens = selected_blocks.shape[1] // 4 * 4
+    tiles = selected_blocks[:, :tokens].unflatten(1, (-1, 4)).transpose(2, 3).flatten(3)
     ranked = tiles.sort(-1).values
     different = torch.ones_like(ranked, dtype=torch.bool)
     different[..., 1:] = ranked[..., 1:] != ranked[..., :-1]

@@ -137,12 +137,12 @@ def operation_count(device: torch.device, *, make_model: MakeModel = DecoderLM) 
     return Measurement(spread, 0, "operations", (*details, *(_differing(list(counts.values())) if spread else ())))
 
 
-def _differing(counts: Sequence[Counter[str]], most: int = 8) -> list[str]:
-    """The operations whose number differs, those that differ most first, with the number at each length."""
+def _differing(counts: Sequence[Counter[str]]) -> list[str]:
+    """The eight operations whose numbers differ most, with the number at each length."""
     numbers = {name: [count[name] for count in counts] for name in sorted(set().union(*counts))}
     differing = {name: found for name, found in numbers.items() if len(set(found)) > 1}
     ranked = sorted(differing, key=lambda name: min(differing[name]) - max(differing[name]))
-    return [f"{name}: {', '.join(map(str, differing[name]))}" for name in ranked[:most]]
+    return [f"{name}: {', '.join(map(str, differing[name]))}" for name in ranked[:8]]
 
 
 def _step(model: DecoderLM, tokens: Tensor) -> None:

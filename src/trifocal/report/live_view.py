@@ -117,7 +117,6 @@ def curve(values: list[float], width: int, height: int) -> list[str]:
 def render(
     run: Run,
     *,
-    now: float | None = None,
     width: int = 80,
     height: int | None = None,
     silences: SilenceClock | None = None,
@@ -126,7 +125,6 @@ def render(
 
     Args:
         run: From `read_run(directory, whole_heartbeats=False)`.
-        now: Seconds since the epoch; now by default.
         width: Columns of the terminal.
         height: Rows of the terminal, None if unlimited: below 24 the loss has no curve.
         silences: State of earlier calls for the same run.
@@ -134,9 +132,8 @@ def render(
     Returns:
         A renderable of rich.
     """
-    now = time.time() if now is None else now
     curve_lines = _CURVE_LINES if height is None or height >= _LOW_TERMINAL else 0
-    parts: list[RenderableType] = [_progress(run), _ranks(run, now, silences), _figures(run, width, curve_lines)]
+    parts: list[RenderableType] = [_progress(run), _ranks(run, silences), _figures(run, width, curve_lines)]
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
@@ -205,14 +202,14 @@ def _gates(run: Run) -> Text | None:
     return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))
 
 
-def _ranks(run: Run, now: float, silences: SilenceClock | None) -> RenderableType:
+def _ranks(run: Run, silences: SilenceClock | None) -> RenderableType:
     if not run.heartbeats:
         return Text("no rank has written a heartbeat yet", style="yellow")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     for name in ("rank", "verdict", "step", "memory"):
         table.add_column(name, no_wrap=True, justify="left" if name == "verdict" else "right")
     table.add_column("reason", ratio=1, overflow="fold")
-    for rank, verdict in verdicts(run, now, silences=silences).items():
+    for rank, verdict in verdicts(run, silences=silences).items():
         row = run.heartbeats[rank][-1]
         memory = row["memory_allocated_bytes"]
         table.add_row(

@@ -63,6 +63,7 @@ PHASES = (
 )
 # A phase without a limit; a process that waits for another is not the one that is stuck.
 _UNLIMITED = ("start", "compile", "wait")
+STALL_FACTOR = 10.0
 _TYPICAL_TIMES = 200
 _RECENT_TIMES = 5
 
@@ -91,12 +92,12 @@ class Heartbeat:
         interval_seconds: Time between two rows.
         device: Device of the model, for the memory figures.
         parallel_mode: The resolved `parallel.mode`.
-        minimum_stall_seconds: No phase counts as stalled before this age.
-        stall_factor: Nor before this many times its median, nor before twice its longest recent time.
+        minimum_stall_seconds: No phase counts as stalled before this age, STALL_FACTOR times its median, or twice its
+            longest recent time.
         clock: Seconds since any moment; for tests.
 
     Raises:
-        ValueError: If interval_seconds, minimum_stall_seconds or stall_factor is not positive.
+        ValueError: If interval_seconds or minimum_stall_seconds is not positive.
     """
 
     def __init__(
@@ -108,13 +109,11 @@ class Heartbeat:
         device: torch.device | str = "cpu",
         parallel_mode: str = "none",
         minimum_stall_seconds: float = 120.0,
-        stall_factor: float = 10.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         for name, value in (
             ("interval_seconds", interval_seconds),
             ("minimum_stall_seconds", minimum_stall_seconds),
-            ("stall_factor", stall_factor),
         ):
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a positive number, got {value}")
@@ -122,7 +121,6 @@ class Heartbeat:
         self.rank = rank
         self.interval_seconds = interval_seconds
         self.minimum_stall_seconds = minimum_stall_seconds
-        self.stall_factor = stall_factor
         self.parallel_mode = parallel_mode
         self.observers: list[Callable[[Row], None]] = []
         """Functions called with every row in the heartbeat's thread, such as the watchdog's."""
@@ -277,8 +275,8 @@ class Heartbeat:
     def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
         if phase in _UNLIMITED or not own_times:
             return None
-        # The longest time may be one compilation among many short steps, so its factor is 2, not stall_factor.
-        learned = max(self.stall_factor * statistics.median(own_times), 2 * max(own_times))
+        # The longest time may be one compilation among many short steps, so its factor is 2.
+        learned = max(STALL_FACTOR * statistics.median(own_times), 2 * max(own_times))
         return _rounded(max(self.minimum_stall_seconds, learned))
 
     def _add_total(self, now: float) -> None:
