@@ -16,7 +16,7 @@ import torch
 
 from trifocal.bench.kernels import busy_share, gap_table, kernel_table, record_kernels
 from trifocal.bench.recorder import OK, failure
-from trifocal.bench.timing import Timing
+from trifocal.bench.timing import Timing, synchronized_seconds
 from trifocal.data import Batch
 from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_count
 from trifocal.runlog import Heartbeat, memory_statistics, peak_bf16_flops
@@ -166,9 +166,9 @@ class TrainBench:
         for index in range(self.case.warmup_steps):
             begin = time.perf_counter()
             self._step()
-            self._synchronize()
+            seconds = synchronized_seconds(self.device) - begin
             if index == 0 and self.result is not None:
-                self.first_step_seconds = time.perf_counter() - begin
+                self.first_step_seconds = seconds
                 self.first = {
                     "first_loss": self.result.loss.item(),
                     "first_gradient_norm": self.result.gradient_norm.item(),
@@ -265,12 +265,8 @@ class TrainBench:
         for border in borders[1:]:
             self._step()
             border.record()
-        self._synchronize()
+        synchronized_seconds(self.device)
         return [begin.elapsed_time(end) for begin, end in itertools.pairwise(borders)]
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def main(request: str) -> None:

@@ -95,8 +95,8 @@ class Report:
             table.add_row(
                 result.name,
                 ",".join(map(str, result.guards)),
-                "" if result.figure is None else shown(result.figure),
-                "" if result.bound is None else f"≤ {shown(result.bound)}",
+                "" if result.figure is None else format_number(result.figure),
+                "" if result.bound is None else f"≤ {format_number(result.bound)}",
                 result.unit,
                 _STATUS_MARKUP[result.status],
             )
@@ -130,7 +130,7 @@ _STATUS_MARKUP = {"passed": "[green]passed[/]", "failed": "[bold red]FAILED[/]",
 _STATUSES: tuple[Status, ...] = ("passed", "failed", "skipped")
 
 
-def shown(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as the table shows it: whole ones whole, others with three digits."""
     if not math.isfinite(value):
         return str(value)

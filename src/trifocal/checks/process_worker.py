@@ -67,7 +67,7 @@ class Case:
         return ", ".join(parts)
 
 
-def whole(tensor: Tensor | None) -> Tensor:
+def full_tensor(tensor: Tensor | None) -> Tensor:
     """The whole tensor, gathered from its shards where it has any."""
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -113,7 +113,7 @@ def gradients_of_one(num_layers: int, processes: Processes) -> list[list[Tensor]
         tokens = _tokens(processes, seed)
         model.zero_grad(set_to_none=True)
         model(tokens, tokens.roll(-1, 1)).backward()
-        found.append([whole(parameter.grad) for parameter in model.parameters()])
+        found.append([full_tensor(parameter.grad) for parameter in model.parameters()])
     return found
 
 
@@ -127,7 +127,7 @@ def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]
         for (key, parameter), exact in zip(model.named_parameters(), expected, strict=True):
             if parameter.grad is None:
                 return float("inf"), key
-            found = whole(parameter.grad)
+            found = full_tensor(parameter.grad)
             relative = ((found - exact).abs().max() / exact.abs().max()).item()
             if not relative <= worst:
                 worst, name = relative, key
@@ -137,7 +137,7 @@ def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]
 def parameters_that_differ(case: Case, processes: Processes) -> tuple[float, str]:
     """Number of parameters that differ by a bit between processes after some steps, or did not move; and the first."""
     model, parallel = parallelize_case(case, processes)
-    before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    before = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-2))
     for step in range(case.steps):
         optimizer.zero_grad(set_to_none=True)
@@ -145,7 +145,7 @@ def parameters_that_differ(case: Case, processes: Processes) -> tuple[float, str
         parameters = list(model.parameters())
         loss = torch.zeros((), device=processes.device)
         guarded_step(optimizer, parameters, gradient_norm(parameters), loss, 1.0)
-    after = [whole(parameter.detach()) for parameter in model.parameters()]
+    after = [full_tensor(parameter.detach()) for parameter in model.parameters()]
     copies = processes.gather([tensor.cpu().numpy() for tensor in after])
     wrong = [
         name

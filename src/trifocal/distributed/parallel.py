@@ -207,7 +207,7 @@ def _mesh(processes: Processes, mode: Mode, shards: int) -> dist.DeviceMesh:
     return init_device_mesh(kind, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def whole_model(model: DecoderLM, processes: Processes) -> DecoderLM | None:
+def gather_full_model(model: DecoderLM, processes: Processes) -> DecoderLM | None:
     """The model itself with whole parameters, in rank 0; None elsewhere.
 
     Every process must call this with a sharded model.

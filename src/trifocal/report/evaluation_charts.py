@@ -39,7 +39,7 @@ def _position(runs: list[Run]) -> Chart:
             name = f"{length:,} tokens" if len(runs) == 1 else run.name
             if len(runs) > 1 and len(lengths) > 1:
                 name += f", {length:,} tokens"
-            trace = _line([row["end"] for row in own], [row["loss"] for row in own], name, *_look(runs, index, number))
+            trace = _line([row["end"] for row in own], [row["loss"] for row in own], name, *_style(runs, index, number))
             ends |= {row["end"] for row in own}
             trace["text"] = [
                 f"{row['first']:,} to {row['end'] - 1:,}: {row['loss']:.4f} ({row['targets']:,} targets)" for row in own
@@ -95,7 +95,7 @@ def _recall(runs: list[Run]) -> Chart:
             own = sorted((row for row in rows if row["length"] == length), key=lambda row: row["pairs"])
             name = f"{run.name}, {length:,} tokens" if len(runs) > 1 else f"{length:,} tokens"
             points = [row["pairs"] for row in own], [row["accuracy"] for row in own]
-            traces.append(_line(*points, name, *_look(runs, index, number)))
+            traces.append(_line(*points, name, *_style(runs, index, number)))
     layout = {"xaxis": {"title": {"text": "pairs"}, "rangemode": "tozero"}, "yaxis": _SHARE, "showlegend": True}
     caption = "Share of queries that are answered with the value of their key, by the number of pairs."
     return Chart("recall_pairs", "Associative recall", caption, traces, layout)
@@ -111,7 +111,7 @@ def _distance(runs: list[Run]) -> Chart:
             own = sorted((row for row in rows if (row["length"], row["pairs"]) == kind), key=lambda row: row["first"])
             name = f"{run.name}, {kind[1]:,} pairs" if len(runs) > 1 else f"{kind[1]:,} pairs of {kind[0]:,} tokens"
             places = [f"{row['first']:,}-{row['end'] - 1:,}" for row in own]
-            traces.append(_line(places, [row["accuracy"] for row in own], name, *_look(runs, index, number)))
+            traces.append(_line(places, [row["accuracy"] for row in own], name, *_style(runs, index, number)))
     layout = {
         "xaxis": {"title": {"text": "tokens between query and pair"}, "type": "category"},
         "yaxis": _SHARE,
@@ -121,7 +121,7 @@ def _distance(runs: list[Run]) -> Chart:
     return Chart("recall_distance", "Recall by distance", caption, traces, layout)
 
 
-def _look(runs: list[Run], index: int, number: int) -> tuple[str, str]:
+def _style(runs: list[Run], index: int, number: int) -> tuple[str, str]:
     """Colour and dashes: a colour for each run; of a single run, for each of its lines."""
     if len(runs) == 1:
         return f"@run{number}", "solid"

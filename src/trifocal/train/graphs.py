@@ -31,7 +31,7 @@ class _Recording(NamedTuple):
     loss: Tensor
 
 
-class Recorder:
+class GraphRecorder:
     """Records work on a CUDA device; all recordings share one pool of memory.
 
     Args:
@@ -113,7 +113,7 @@ class MicroBatchGraphs:
         self._factor = parallel.size if parallel is not None and parallel.sharded else 1
         self._known: set[Kind] = set()
         self._recordings: dict[Kind, _Recording] = {}
-        self._recorder = Recorder(device)
+        self._recorder = GraphRecorder(device)
 
     @property
     def memory_bytes(self) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from trifocal.distributed import Parallel, Processes, whole_model
+from trifocal.distributed import Parallel, Processes, gather_full_model
 from trifocal.models import DecoderLM, save_weights
 from trifocal.runlog.traces.base import local_shard
 from trifocal.train.run_logger import RunLogger
@@ -152,7 +152,7 @@ def _write_dump(
 ) -> str:
     """Write the files of a dump; returns the end of a sentence with their folder, or with the error."""
     folder = directory / f"step_{result.step:08d}"
-    whole = whole_model(model, processes)
+    whole = gather_full_model(model, processes)
     try:
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True)

@@ -38,12 +38,12 @@ def has_replaced(folder: Path) -> bool:
     return is_run(replaced_path(folder))
 
 
-def whole_run(folder: Path) -> Path:
+def path_after_restore(folder: Path) -> Path:
     """Path of the run that `restore_replaced` would leave in the folder."""
     return replaced_path(folder) if has_replaced(folder) else folder
 
 
-def where_replaced(folder: Path) -> str:
+def replaced_note(folder: Path) -> str:
     """The end of a message about a folder without a run: where the replaced one is; empty if there is none."""
     if not has_replaced(folder):
         return ""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trifocal.data import merge_states
-from trifocal.distributed import whole_model
+from trifocal.distributed import gather_full_model
 from trifocal.errors import UserError
 from trifocal.train.background import BackgroundWriter, Written
 from trifocal.train.checkpoint import save_checkpoint
@@ -79,7 +79,7 @@ class Saver:
         self.report_written(wait=True)
         if self._saved_step != self._state.step:
             self.save(must_succeed=True)
-        folder, whole = self._directory / WEIGHTS, whole_model(self._model, self._processes)
+        folder, whole = self._directory / WEIGHTS, gather_full_model(self._model, self._processes)
 
         def export() -> None:
             self.check_directory()

@@ -175,7 +175,7 @@ class ModuleHooks:
             handle.remove()
 
 
-class Lines:
+class RowBuffer:
     """A list of rows for several threads: autograd and collectives call back from threads of their own."""
 
     def __init__(self) -> None:

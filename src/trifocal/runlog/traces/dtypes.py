@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifocal.runlog.traces.base import Lines, ModuleHooks, Moment, Trace, local_shard, write_table
+from trifocal.runlog.traces.base import ModuleHooks, Moment, RowBuffer, Trace, local_shard, write_table
 
 # Tensors that the optimizer changes by small amounts need one of these.
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -26,7 +26,7 @@ class DtypeTrace(Trace):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._hooks: ModuleHooks | None = None
-        self._seen = Lines()
+        self._seen = RowBuffer()
         self._rows: list[dict[str, Any]] = []
 
     def begin(self, moment: Moment) -> None:
