@@ -101,7 +101,7 @@ def test_graphs_need_a_gpu():
 @pytest.fixture
 def recorded_bench(monkeypatch):
     """Makes a bench whose recordings are repetitions; everything around them is the trainer's."""
-    monkeypatch.setattr(graphs, "Recorder", Repeater)
+    monkeypatch.setattr(graphs, "GraphRecorder", Repeater)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(Repeater, "recordings", 0)
     monkeypatch.setattr(Repeater, "passes", 0)

@@ -26,7 +26,7 @@ from trifocal.train.step import StepResult, TrainStep
 
 
 class Repeater:
-    """In place of `GraphRecorder`: a replay does the work again and writes over the first result, as a recording would."""
+    """In place of `GraphRecorder`: a replay repeats the work and overwrites the first result, as a recording would."""
 
     recordings = 0
     passes = 0
