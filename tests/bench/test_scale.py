@@ -1,24 +1,20 @@
 """The rows of `benchmarks/scale.py`, from the files of a run."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.children import load_script
 from tests.train.tiny import make_config
 from trifocal.train import train
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-import scale
-
-
-def row(gpus: int = 1) -> scale.Row:
-    return scale.Row("speed", "none", gpus, "none", "false", "m7c_shake.toml", {})
+scale = load_script("benchmarks/scale.py")
+ROW = scale.Row("speed", "none", 1, "none", "false", "m7c_shake.toml", {})
 
 
 def test_the_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
     train(make_config(tmp_path, "--evaluate.interval_steps", "0"))
-    found = scale.figures(row(), tmp_path / "run")
+    found = scale.figures(ROW, tmp_path / "run")
     assert found["outcome"] == "ended" and found["steps"] == 6
     assert found["tokens_per_second"] == pytest.approx(4 * 32 / found["step_ms"] * 1000, rel=0.5)
     assert found["host_ms"] > 0 and found["wait_ms"] == 0 and len(found["checkpoint_seconds"]) == 3
@@ -27,7 +23,7 @@ def test_the_figures_of_a_run_are_those_of_its_files(tmp_path: Path) -> None:
 
 
 def test_a_run_without_a_checkpoint_has_failed(tmp_path: Path) -> None:
-    assert scale.figures(row(), tmp_path / "run") == {"outcome": "failed"}
+    assert scale.figures(ROW, tmp_path / "run") == {"outcome": "failed"}
 
 
 def test_speeds_are_multiples_of_one_gpus() -> None:
