@@ -41,10 +41,6 @@ class StackDump:
         if self._registered:
             faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
 
-    def dump(self) -> None:
-        """Write the stacks now."""
-        faulthandler.dump_traceback(file=self.file, all_threads=True)
-
     def size(self) -> int:
         """Bytes in the file; 0 if there is none."""
         try:
