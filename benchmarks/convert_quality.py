@@ -1,4 +1,4 @@
-"""What a dense model is worth when it is made sparse, and trained on for a tenth of its tokens.
+"""The validation loss of a dense model that is made sparse and trained on for a tenth of its tokens.
 
     trifocal train configs/m7c_125m.toml --model.attention dense --run.directory runs/dense \\
         --data.source builtin --data.include_site_packages true --train.sequence_length 8192 \\
@@ -15,7 +15,7 @@ the conversion. The validation loss of all of them, and of the converted model b
 text at each length.
 
 Flags with `geometry.` go to `trifocal convert`, other flags of a section to `trifocal train`. Started again, the script
-goes on where it was: what is converted, trained or measured is kept in the directory.
+continues: converted models, trainings and figures are kept in the directory.
 """
 
 import argparse
@@ -66,7 +66,7 @@ def train_on(source: Path, run: Path, dense: Path, config: RunConfig, steps: int
         "schedule.warmup_steps": str(max(1, steps // 10)),
         "schedule.rewarmup_start": "0",
         "schedule.rewarmup_steps": "0",
-        # The peak of the dense run would undo what its end has learned.
+        # The peak of the dense run would undo the progress of its end.
         "optimizer.learning_rate": str(config.optimizer.learning_rate / 3),
         # Another order; which documents are held out does not depend on it.
         "data.seed": str(config.data.seed + 1),

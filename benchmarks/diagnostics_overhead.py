@@ -1,18 +1,16 @@
-"""What the diagnostics cost at their defaults: neighbouring turns of a run with and without them, thousands of times.
+"""The cost of the diagnostics at their defaults: neighbouring turns of a run with and without them, thousands of times.
 
     python benchmarks/diagnostics_overhead.py                                  # the showcase on a CPU
     python benchmarks/diagnostics_overhead.py --config m7c_125m.toml --device cuda --pairs 160 --steps 20
 
 A turn is a step, or `--steps` of them. Turns come in pairs of neighbours, one with the diagnostics and one without, in
-random order: what other programs do to the clock falls on both alike, and the difference of a pair is as often too
-large as too small if the diagnostics cost nothing. So the mean of the middle half of all differences is unbiased,
-however wild the others are.
+random order: other programs disturb both alike, and if the diagnostics cost nothing, the difference of a pair is as
+often too large as too small. So the mean of the middle half of all differences is unbiased, and outliers do not count.
 
-That mean would not see what happens rarely. So each kind of turn has pairs of its own, and happens as often as it takes
-to measure it: `step` (phases, progress), `row` (a row of metrics as well), `beat` (a row of the heartbeat as well).
-What row and beat take more than `step` is spread over the steps between two of them. In the pairs `null` both turns are
-without diagnostics: what they differ by is the error of the method. Telemetry and the attention picture are rarer
-still, and timed by themselves.
+That mean would miss rare work. So each kind of turn has pairs of its own, as many as its measurement needs: `step`
+(phases, progress), `row` (a row of metrics as well), `beat` (a row of the heartbeat as well). The time of row and beat
+beyond `step` is spread over the steps between two of them. In the pairs `null` both turns are without diagnostics, and
+their difference is the error of the method. Telemetry and the attention picture are timed by themselves.
 
 On a CPU, glibc gives freed memory back to the system and asks for it again, some 2,000 to 10,000 pages in a step of the
 showcase, as it happens to lie. That is a tenth of a step's time and most of its scatter, so here it keeps its memory.
@@ -54,7 +52,7 @@ REPEATS = 5
 WARM_UP = 20
 KINDS = ("step", "row", "beat", "null")
 MIX = ("step",) * 5 + ("row", "beat", "null")
-"""Kinds of pairs in equal parts of the run: what happens in every step counts in full, and so has the most."""
+"""Kinds of pairs in equal parts of the run: the work of every step counts in full, and so has the most pairs."""
 
 
 class Quiet:
@@ -84,7 +82,7 @@ class Counter:
         return timed
 
     def around_context(self, kind: str, make: Callable[[str], AbstractContextManager[None]]) -> Callable[[str], Any]:
-        """Times entering and leaving, not what is inside."""
+        """Times entering and leaving, not the block inside."""
 
         @contextmanager
         def timed(name: str) -> Iterator[None]:
@@ -103,7 +101,7 @@ class Counter:
 
 
 class Ticker(threading.Event):
-    """In place of the heartbeat's clock: the thread beats when it is told to, and says when it has."""
+    """In place of the heartbeat's clock: the thread beats after `beat`, and sets `beaten`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,16 +123,16 @@ class Ticker(threading.Event):
 
 
 class Turn(NamedTuple):
-    """One turn: its kind, or "" without diagnostics, and what it took."""
+    """One turn: its kind, or "" without diagnostics, and its times."""
 
     kind: str
     wall_seconds: float
     processor_seconds: float
 
 
-def schedule(pairs: int, seed: int = 0) -> list[tuple[str, str, str]]:
+def schedule(pairs: int) -> list[tuple[str, str, str]]:
     """Of every pair its kind, and the kinds of its two turns in order; "" is a turn without diagnostics."""
-    generator = random.Random(seed)
+    generator = random.Random(0)
     order: list[tuple[str, str, str]] = []
     while len(order) < pairs:
         for kind in generator.sample(MIX, len(MIX)):
@@ -151,7 +149,7 @@ class Measured(loop.Trainer):
 
     def prepare(self) -> None:
         """Before the run."""
-        # A checkpoint in the middle of a turn would drown what is measured.
+        # A checkpoint in the middle of a turn would take far longer than the diagnostics.
         self.saver.save = lambda **_: None
         self.turns: list[Turn] = []
         self.counter = Counter()
@@ -195,7 +193,7 @@ class Measured(loop.Trainer):
             self.stack = ExitStack()
             self.open_diagnostics(self.stack)
         kind = self.order[turn // 2][1 + turn % 2]
-        # Switching is not what a step costs.
+        # Switching is no part of a step.
         self.switch(kind, last_step=position == self.steps_in_turn - 1)
         if position == 0:
             self.wait()
@@ -242,7 +240,7 @@ class Measured(loop.Trainer):
 
 
 def keep_memory() -> None:
-    """Tell glibc to keep what is freed; elsewhere nothing happens."""
+    """Let glibc keep freed memory; elsewhere nothing happens."""
     trim_threshold, mmap_threshold = -1, -3
     with contextlib.suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
@@ -280,14 +278,14 @@ def middle_mean(values: Sequence[float]) -> float:
 
 
 class Differences:
-    """What turns with diagnostics take more than their neighbours without, a step; seconds of one clock.
+    """The extra time of turns with diagnostics over their neighbours without, for each step; seconds of one clock.
 
     Args:
         turns: In order, two a pair.
         order: Of the pairs.
         clock: Field of a turn.
         steps: In a turn.
-        spread: Of a row and of a beat, how many there are a step.
+        spread: Number of rows, and of beats, for each step.
     """
 
     def __init__(
@@ -307,12 +305,12 @@ class Differences:
             self.without.append(getattr(without, clock))
 
     def estimate(self) -> dict[str, float]:
-        """Of each kind what it adds to a step, percent; and all together."""
+        """The cost of each kind for a step, in percent; and of all together."""
         return self._estimate(self.of_kind)
 
-    def intervals(self, resamples: int = 1000, seed: int = 0) -> dict[str, tuple[float, float]]:
+    def intervals(self, resamples: int = 1000) -> dict[str, tuple[float, float]]:
         """95 % intervals of the same, from as many samples of the pairs drawn with replacement."""
-        generator = random.Random(seed)
+        generator = random.Random(0)
         drawn = [
             self._estimate({kind: generator.choices(values, k=len(values)) for kind, values in self.of_kind.items()})
             for _ in range(resamples)
@@ -327,7 +325,7 @@ class Differences:
         percent = 100 / median(self.without)
         costs = {kind: percent * middle_mean(values) for kind, values in of_kind.items()}
         for kind, share in self.spread.items():
-            # A turn has one of them, and its difference is told a step.
+            # A turn has one of them, and its difference is divided by its steps.
             costs[kind] = (costs[kind] - costs["step"]) * self.steps * share
         return {**costs, "all but the rare": costs["step"] + sum(costs[kind] for kind in self.spread)}
 
@@ -366,7 +364,7 @@ def rows_of(trainer: Measured, spread: Mapping[str, float], intervals: Mapping[s
 def rows_of_the_rare(
     rare: Mapping[str, Sequence[float]], intervals: Mapping[str, int], by: str, step_seconds: float
 ) -> list[dict[str, Any]]:
-    """What happens every so many steps, spread over them."""
+    """The cost of rare work, spread over the steps between."""
     rows = []
     for what, times in rare.items():
         every = intervals[what]
@@ -409,7 +407,7 @@ def main() -> int:
         rows = rows_of(trainer, spread, intervals)
     file = ResultFile(
         f"diagnostics_overhead_{Path(options.config).stem}",
-        f"What the diagnostics cost at their defaults: {options.config}",
+        f"Cost of the diagnostics at their defaults: {options.config}",
         folder=options.output, commit=options.commit, device=cpu_name() if options.device == "cpu" else "",
     )  # fmt: skip
     notes = [

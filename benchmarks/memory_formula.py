@@ -1,11 +1,11 @@
-"""Train presets for two steps on this GPU and hold the memory formula to what PyTorch's allocator held.
+"""Train presets for two steps on this GPU and compare the memory formula with PyTorch's allocator.
 
     python benchmarks/memory_formula.py                 # every case, with the kernels and with the reference
     python benchmarks/memory_formula.py --only shake paper --explain
     torchrun --nproc-per-node=2 benchmarks/memory_formula.py --only ddp fsdp
 
 Each case builds its model anew and takes three steps of the trainer's own code on random tokens; the peak is that of
-the last two. `--explain` lists what lived at the peak by the lines that made it, which shows what a formula missed.
+the last two. `--explain` lists the tensors at the peak by the lines that made them, to find those a formula lacks.
 The exit status is 1 if a case is off by more than 10 %.
 """
 
@@ -41,7 +41,7 @@ ALLOWED = 0.10
 
 @dataclass(frozen=True)
 class Case:
-    """A preset, what differs from it, and whether its rows are passed as packed documents."""
+    """A preset, the flags that differ from it, and whether its rows are passed as packed documents."""
 
     name: str
     config: str
@@ -49,7 +49,7 @@ class Case:
     packed: bool = False
 
 
-# Cases are compiled and recorded only where they say so.
+# Cases are compiled and recorded only if their flags ask for it.
 EAGER = {"train.compile": "false", "train.cuda_graphs": "false"}
 COMPILED, RECORDED = {"train.compile": "true"}, {"train.cuda_graphs": "true"}
 CHECKPOINTED, KEPT = ({"train.activation_checkpointing": kind} for kind in ("all", "none"))
@@ -133,7 +133,7 @@ def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
                 total_targets=processes.size * sum(int((batch.targets >= 0).sum()) for batch in batches),
             )
         assert result.finite.wait(), "a loss or gradient was not finite"
-    # The allocator does not count what graphs hold.
+    # The allocator does not count the memory of graphs.
     peak = torch.cuda.max_memory_allocated(device) + (graphs.memory_bytes if graphs is not None else 0)
     row = {
         "case": case.name,
@@ -162,7 +162,7 @@ def batch(config: Any, packed: bool) -> Batch:
 
 
 def at_the_peak(snapshot: dict[str, Any], device: int) -> list[str]:
-    """What lived when most was allocated, of what was allocated since the record began, by the lines that made it."""
+    """The tensors at the peak, among those allocated since the record began, by the lines that made them."""
     live: dict[int, tuple[int, str]] = {}
     now = most = 0
     fullest: list[tuple[int, str]] = []
@@ -186,19 +186,19 @@ def at_the_peak(snapshot: dict[str, Any], device: int) -> list[str]:
 
 
 def main() -> int:
-    """Measure what was asked for; the exit status is 1 if a case is off by too much."""
+    """Measure the cases; the exit status is 1 if one is off by too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     cases = SHARED if several else CASES
     parser.add_argument("--only", nargs="+", choices=[case.name for case in cases], default=[c.name for c in cases])
-    parser.add_argument("--explain", action="store_true", help="list what lived at the peak")
+    parser.add_argument("--explain", action="store_true", help="list the tensors at the peak")
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
     rows = []
     with processes_started(torch.device("cuda"), timeout_seconds=300.0) as processes:
         file = ResultFile(
-            f"memory_formula_{processes.size}", "The memory formula beside what was allocated",
+            f"memory_formula_{processes.size}", "The memory formula beside the allocated memory",
             folder=options.output, commit=options.commit,
         )  # fmt: skip
         for case in cases:

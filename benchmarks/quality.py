@@ -1,4 +1,4 @@
-"""What the sparse model is worth: trainings that differ in the attention alone, side by side, then their evaluation.
+"""The quality of the sparse model: trainings that differ in the attention alone, side by side, then their evaluation.
 
     python benchmarks/quality.py --part seeds --directory runs/quality
     python benchmarks/quality.py --part long recall needle --directory runs/quality --gpus 4 --seconds 560
@@ -50,7 +50,7 @@ class Part:
     """The trainings of one question.
 
     Attributes:
-        question: What they answer.
+        question: The question that they answer.
         flags: Of every training, on top of the production preset.
         evaluate: Flags of `trifocal evaluate`.
         seeds: A training of each variant for each.
@@ -69,12 +69,12 @@ class Part:
     geometry: Geometry = field(default_factory=Geometry)
 
 
-def _model(layers: int, dim: int, heads: int, kv_heads: int = 1) -> dict[str, str]:
+def _model(layers: int, dim: int, heads: int) -> dict[str, str]:
     sizes = {
         "num_layers": layers,
         "dim": dim,
         "num_heads": heads,
-        "num_kv_heads": kv_heads,
+        "num_kv_heads": 1,
         "mlp_dim": dim * 8 // 3 // 64 * 64,
     }
     return {f"model.{name}": str(size) for name, size in sizes.items()}
@@ -338,8 +338,8 @@ def spread(rows: Sequence[Row], task: str, figure: str, along: str) -> list[Row]
 
     Args:
         rows: Of the evaluations.
-        task: Whose rows are taken.
-        figure: What is shown.
+        task: The task of the rows.
+        figure: The figure to show.
         along: The field of a row that names its column: `first` for a range up to `end`, or `depth`.
     """
     own = [row for row in rows if row["task"] == task and figure in row]
@@ -411,7 +411,7 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
     ready = [one for one in found if one.done() and not status.get(str(one.folder), 0)]
     print(f"{name}: evaluating {len(ready)}", flush=True)
     commands = [(["evaluate", str(one.folder), *part.evaluate], one.folder.with_suffix(".log")) for one in ready]
-    # Short, and what the training was for: it has its own time.
+    # Evaluations are short and have a time limit of their own.
     judged = run_all(commands, gpus=options.gpus, jobs=jobs, deadline=time.monotonic() + options.evaluate_seconds)
     for one, code in zip(ready, judged, strict=True):
         status[str(one.folder)] = code
@@ -440,7 +440,7 @@ def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> float
 
 
 def main() -> int:
-    """Run what was asked for; the exit status is 1 if a training or an evaluation failed."""
+    """Run the parts; the exit status is 1 if a training or an evaluation failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", nargs="+", choices=tuple(PARTS), required=True)
     parser.add_argument("--directory", type=Path, default=Path("runs/quality"))

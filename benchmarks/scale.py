@@ -1,4 +1,4 @@
-"""Train the production model on one GPU and on several, under DDP and FSDP2, and say what the others add.
+"""Train the production model on one GPU and on several, under DDP and FSDP2, and compare the speeds.
 
     python benchmarks/scale.py                                   # every part on all of this machine's GPUs
     python benchmarks/scale.py --gpus 4 --parts one speed wide --checkpointing all --budget 330
@@ -7,16 +7,15 @@
 
 | part | what runs |
 |---|---|
-| `one` | one GPU, 8 sequences: what the others are compared with |
+| `one` | one GPU, 8 sequences: the base of the comparison |
 | `speed` | the shake run: 8 sequences a GPU, 500 steps on random tokens, two checkpoints on the way |
-| `text` | the production run as its file says, 300 steps on real text |
+| `text` | the production run of its preset, 300 steps on real text |
 | `wide` | the model of 1.3 billion parameters on 8,192 tokens, sharded, with checkpoints written in the background |
 
-The most wanted rows come first: every part with the first of `--checkpointing`, then those with the others. One start
-of the processes takes the rows up to the next change of their number, one after another (`scale_worker.py`). A row that
-does not end in its time is stopped as a scheduler would stop it, and counts with the steps that it has; one that does
-not stop either, or fails, says so, all its processes are ended, and the rest is started again. PyTorch keeps compiled
-code in a folder that all rows share, GPU by GPU. Both files of results are written after every row.
+The most important rows come first: every part with the first of `--checkpointing`, then those with the others. A row is
+a start of `trifocal train` in as many processes as GPUs, and its figures are those of the run's files. A row that does
+not end in its time is stopped by SIGTERM, as by a scheduler, and counts with its steps. Both files of results are
+written after every row.
 """
 
 import argparse
@@ -25,28 +24,37 @@ import dataclasses
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
+from trifocal.bench.recorder import child_environment
 from trifocal.bench.results import ResultFile
 from trifocal.distributed.rendezvous import places_here
+from trifocal.doctor.needs import Machine, setup_of
+from trifocal.models import training_memory
+from trifocal.runlog import read_metrics
+from trifocal.train import load_config
+from trifocal.train.run_directory import load_run
 
-HERE = Path(__file__).parent
-CONFIGS = HERE.parent / "configs"
+CONFIGS = Path(__file__).parent.parent / "configs"
+GIB = 2**30
+OWN_PHASES = ("data", "forward", "backward", "optimizer")
 PARTS = ("one", "speed", "text", "wide")
 COLUMNS = (
     "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "step_ms",
     "host_ms", "wait_ms", "peak_gib_a_gpu", "formula_gib", "executed_mfu", "checkpoint_blocked_seconds",
     "checkpoint_share", "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
-# A row is not begun in less time, and gets so long to save once it was asked to stop.
+# The least time to begin a row, and the time to save after SIGTERM.
 LEAST_SECONDS, STOP_SECONDS = 30.0, 25.0
 TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.sequence_length": 128,
         "train.precision": "fp32"}  # fmt: skip
@@ -54,7 +62,7 @@ TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.seq
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One run: a configuration and what differs from it."""
+    """One run: a configuration and the flags that differ from it."""
 
     part: str
     mode: str
@@ -72,12 +80,12 @@ class Row:
 
     @property
     def checkpoint_config(self) -> str:
-        """Whose checkpoints count: the shake run is the production model."""
+        """The configuration with the checkpoints: the shake run is the production model."""
         return self.config.replace("m7c_shake", "m7c_125m")
 
 
 def rows(options: argparse.Namespace) -> list[Row]:
-    """What was asked for, the most wanted first; rows of as many GPUs beside each other."""
+    """The rows, the most important first; rows with the same number of GPUs follow one another."""
     common = {
         "run.device": options.device,
         "log.sample_interval_steps": 0,
@@ -102,7 +110,7 @@ def rows(options: argparse.Namespace) -> list[Row]:
 
 
 def part_settings(part: str, size: int, options: argparse.Namespace) -> tuple[str, dict[str, Any]]:
-    """The configuration of a part, and what differs from it."""
+    """The configuration of a part, and the flags that differ from it."""
     steps = {"one": min(options.steps, 60), "text": options.text_steps, "wide": options.wide_steps}.get(
         part, options.steps
     )
@@ -123,104 +131,92 @@ def part_settings(part: str, size: int, options: argparse.Namespace) -> tuple[st
     return "m7c_shake.toml", flags | {"train.micro_batch_size": count, "train.global_batch_size": count * size}
 
 
-class Start:
-    """One start of processes that take rows one after another.
-
-    They are started here, as torchrun would, and not by it: its workers would outlive it where it is killed.
-
-    Args:
-        cases: The rows, all with the same number of GPUs.
-        folder: Runs, outputs and what was measured go there.
-    """
-
-    def __init__(self, cases: list[Row], folder: Path) -> None:
-        self.folder = folder
-        self.begin = time.monotonic()
-        plan = folder / "plan.json"
-        plan.write_text(
-            json.dumps(
-                [
-                    {**dataclasses.asdict(case), "label": case.label, "checkpoint_config": case.checkpoint_config}
-                    for case in cases
-                ]
+def train(case: Row, run: Path, seconds: float) -> str:
+    """Train a row in a folder; returns the output of all processes."""
+    # Not by torchrun: its workers would outlive it if it is killed.
+    _store, places = places_here(case.gpus)
+    flags = [f"--{name}={value}" for name, value in case.flags.items()]
+    command = [sys.executable, "-m", "trifocal", "train", str(CONFIGS / case.config), f"--run.directory={run}", *flags]
+    log = run.with_suffix(".log")
+    with log.open("wb") as output:
+        # A group for each, so that the compilers that it starts end with it.
+        processes = [
+            subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+                env={"OMP_NUM_THREADS": "1", **child_environment(**place)},
             )
-        )
-        self.store, places = places_here(cases[0].gpus)
-        self.processes = []
-        for place in places:
-            with (folder / "start").open("ab") as log:
-                # A group for each, so that what it started can be ended with it.
-                process = subprocess.Popen(
-                    [sys.executable, str(HERE / "scale_worker.py"), str(CONFIGS), str(plan)],
-                    stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd=HERE.parent,
-                    env={"OMP_NUM_THREADS": "1", **os.environ, **place},
-                )  # fmt: skip
-            self.processes.append(process)
-
-    def answer(self, case: Row, seconds: float) -> dict[str, Any]:
-        """What a row came to, waited for as long as given, and a little longer if it must be stopped."""
-        found = self._wait(case, time.monotonic() + seconds)
-        if found["outcome"] == "no end":
-            for process in self.processes:
+            for place in places
+        ]  # fmt: skip
+    try:
+        if not ended(processes, seconds):
+            for process in processes:
                 process.send_signal(signal.SIGTERM)
-            found = self._wait(case, time.monotonic() + STOP_SECONDS)
-        return {**found, "outcome": f"no end in {seconds:.0f} s"} if found["outcome"] == "no end" else found
-
-    def _wait(self, case: Row, deadline: float) -> dict[str, Any]:
-        path = self.folder / f"{case.label}.json"
-        while not path.exists():
-            if time.monotonic() > deadline:
-                return {"outcome": "no end"}
-            ended = [(process.poll(), rank) for rank, process in enumerate(self.processes)]
-            failed = [f"rank {rank} with status {status}" for status, rank in ended if status is not None]
-            if failed and not path.exists():
-                return {"outcome": f"ended: {', '.join(failed)}"}
-            time.sleep(0.1)
-        seconds, self.begin = time.monotonic() - self.begin, time.monotonic()
-        return {"wall_seconds": seconds, **json.loads(path.read_text())}
-
-    def end(self, *, well: bool) -> None:
-        """End the processes and all that they started; after a plan that went well they end by themselves."""
-        deadline = time.monotonic() + (10.0 if well else 0.0)
-        for process in self.processes:
-            while process.poll() is None and time.monotonic() < deadline:
-                time.sleep(0.1)
+            ended(processes, STOP_SECONDS)
+    finally:
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-    def output(self, case: Row) -> str:
-        """What all processes printed in a row, and when they started."""
-        files = [*sorted(self.folder.glob(f"{case.label}_rank*")), self.folder / "start"]
-        return "\n".join(f"== {path.name}\n{path.read_text(errors='replace')}" for path in files)
+    return log.read_text(errors="replace")
 
 
-def measure(wanted: list[Row], options: argparse.Namespace, keep: Any) -> None:
-    """Run the rows and hand each with what it came to, and what it printed, to `keep`."""
-    deadline = time.monotonic() + options.budget
-    left = list(wanted)
-    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
-        while left:
-            if deadline - time.monotonic() < LEAST_SECONDS:
-                for case in left:
-                    keep(case, {"outcome": "left out: no time"}, "")
-                return
-            cases = list(itertools.takewhile(lambda case: case.gpus == left[0].gpus, left))
-            start, well = Start(cases, Path(folder)), True
-            try:
-                for case in cases:
-                    remaining = deadline - time.monotonic()
-                    if remaining < LEAST_SECONDS:
-                        well = False
-                        break
-                    found = start.answer(case, min(options.limit, remaining - STOP_SECONDS))
-                    keep(case, found, start.output(case))
-                    left.remove(case)
-                    well = "step_ms" in found
-                    if not well:
-                        break
-            finally:
-                start.end(well=well)
+def ended(processes: list[subprocess.Popen[bytes]], seconds: float) -> bool:
+    """Wait until all processes have ended, or the time is up."""
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def figures(case: Row, run: Path) -> dict[str, Any]:
+    """The figures of the run's own files; of a run without a checkpoint, its outcome alone."""
+    metrics = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
+    rows = [row for row in metrics if row["kind"] == "train"]
+    saved = [row for row in metrics if row.get("name") == "checkpoint_saved"]
+    if not rows or not saved:
+        return {"outcome": "failed"}
+    config, steps = load_run(run), saved[-1]["step"]
+    # The first half includes compilation and the first exchanges.
+    steady = rows[len(rows) // 2 :]
+    step_seconds = median(row["step_seconds"] for row in steady)
+    # The first checkpoint warms files and buffers up; the last is never written in the background.
+    typical = saved[:-1] if config.checkpoint.asynchronous and len(saved) > 1 else saved
+    blocked = typical[-1]["blocked_seconds"]
+    interval = load_config(CONFIGS / case.checkpoint_config).checkpoint.interval_steps
+    beat = json.loads((run / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["total_seconds"]
+    formula = training_memory(config.model, setup_of(config, Machine.here({}), case.gpus))
+    wanted = config.train.steps
+    return {
+        "steps": steps,
+        "compiled": config.train.compile,
+        "tokens_per_second": median(row["tokens_per_second"] for row in steady),
+        "step_ms": 1000 * step_seconds,
+        "host_ms": 1000 * sum(beat.get(phase, 0.0) for phase in OWN_PHASES) / steps,
+        "wait_ms": 1000 * beat.get("wait", 0.0) / steps,
+        "data_wait_ms_p95": 1000 * steady[-1]["data_wait_seconds_p95"],
+        "phase_seconds": beat,
+        "peak_gib_a_gpu": max(row["memory_peak_bytes"] for row in rows) / GIB,
+        "formula_gib": formula.total / GIB,
+        "checkpoint_seconds": [row["save_seconds"] for row in saved],
+        "checkpoint_blocked_seconds": blocked,
+        "checkpoint_share": blocked / (interval * step_seconds),
+        "executed_mfu": steady[-1].get("executed_mfu"),
+        "first_loss": rows[0]["loss"],
+        "last_loss": rows[-1]["loss"],
+        "outcome": "ended" if steps == wanted else f"stopped at step {steps} of {wanted}",
+    }
+
+
+def measure(case: Row, folder: Path, seconds: float) -> tuple[dict[str, Any], str]:
+    """Train a row, and delete its files; returns its figures and its output."""
+    run, begin = folder / case.label, time.monotonic()
+    output = train(case, run, seconds)
+    found = {"wall_seconds": time.monotonic() - begin, **figures(case, run)}
+    # Its checkpoints may fill the disk.
+    shutil.rmtree(run, ignore_errors=True)
+    return found, output
 
 
 def compared(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -264,9 +260,9 @@ def main() -> int:
         folder=options.output, commit=options.commit,
     )  # fmt: skip
     notes = [
-        "Medians over the second half of each run's rows of metrics; memory of the fullest GPU.",
+        "Medians over the second half of each run's rows of metrics; memory of rank 0's GPU.",
         "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others.",
-        "formula gib: what `trifocal doctor` says, before anything is run (`trifocal.models.training_memory`).",
+        "formula gib: the estimate of `trifocal doctor`, before anything is run (`trifocal.models.training_memory`).",
         "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
         "production run's configuration, or in that of 1.3 billion parameters.",
     ]
@@ -281,7 +277,14 @@ def main() -> int:
         print(json.dumps(compared(found)[-1]), flush=True)
         print("\n".join(warned)[:2000] if row["outcome"] == "ended" else output[-6000:], flush=True)
 
-    measure(rows(options), options, keep)
+    deadline = time.monotonic() + options.budget
+    with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
+        for case in rows(options):
+            remaining = deadline - time.monotonic()
+            if remaining < LEAST_SECONDS:
+                keep(case, {"outcome": "left out: no time"}, "")
+            else:
+                keep(case, *measure(case, Path(folder), min(options.limit, remaining - STOP_SECONDS)))
     print(file.page.read_text())
     return int(any("step_ms" not in row for row in found))
 

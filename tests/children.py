@@ -1,9 +1,12 @@
-"""Python processes that tests start."""
+"""Python processes and scripts that tests start."""
 
+import importlib.util
 import itertools
 import os
 import socket
+import sys
 from pathlib import Path
+from types import ModuleType
 
 ROOT = Path(__file__).parents[1]
 # Under those that systems give to connections, which could take a port between the look at it and its use.
@@ -30,3 +33,14 @@ def environment(**variables: object) -> dict[str, str]:
     """This process's variables and some more; the package and the tests come first on Python's path."""
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return {**os.environ, "PYTHONPATH": path, **{name: str(value) for name, value in variables.items()}}
+
+
+def load_script(path: str) -> ModuleType:
+    """Import a script of the repository, such as `benchmarks/scale.py`, without running its `main`."""
+    name = f"script_{Path(path).stem}"
+    spec = importlib.util.spec_from_file_location(name, ROOT / path)
+    assert spec is not None and spec.loader is not None
+    # A dataclass looks its module up.
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -15,7 +15,7 @@ NUM_PAGES = 10
 
 
 def draw_decoding(geometry: Geometry, selected_blocks: Tensor, position: int) -> Figure:
-    """What one new token reads of the caches: pages of keys, pages of compressed keys, the window's ring."""
+    """The parts of the caches that one new token reads: pages of keys, pages of compressed keys, the window's ring."""
     figure = Figure(figsize=(9.5, 4.6), facecolor="white", layout="constrained")
     ax = figure.subplots()
     chosen = sorted(int(block) for block in selected_blocks[position] if block >= 0)

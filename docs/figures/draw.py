@@ -47,7 +47,7 @@ NUM_TOKENS = sum(length for _, length in TOPICS)
 
 
 class Scene(NamedTuple):
-    """What four heads of one group do with an invented text in which topics come back.
+    """The attention of four heads of one group on an invented text with recurring topics.
 
     Attributes:
         probabilities: p_cmp of each query, mean over the heads, [T, C].
@@ -78,7 +78,7 @@ def make_scene() -> Scene:
 
 
 def reads_of_compressed(scene: Scene) -> np.ndarray:
-    """How much each query sees of each token through compressed blocks, [T, S]; 0 where no block is visible."""
+    """Weight of each token for each query through compressed blocks, [T, S]; 0 where no block is visible."""
     tokens = torch.arange(NUM_TOKENS)
     start = torch.arange(scene.probabilities.shape[1])[:, None] * SMALL.compression_stride
     inside = (start <= tokens) & (tokens < start + SMALL.compression_block_size)
@@ -171,7 +171,7 @@ def _mark_topics(ax: Axes) -> None:
 
 
 def draw_one_query(position: int = 234) -> Figure:
-    """One query: compressed probabilities, the importance that follows, and what the three branches read."""
+    """One query: compressed probabilities, the importance that follows, and the keys that the three branches read."""
     scene = make_scene()
     figure = Figure(figsize=(9.5, 5.2), facecolor="white", layout="constrained")
     upper, middle, lower = figure.subplots(3, 1, sharex=True, height_ratios=[1, 1, 1.05])

@@ -16,7 +16,7 @@ GRAVE = "#a4adb8"
 
 
 def draw_pipeline() -> Figure:
-    """The stages of one call, what they hand on, what is kept, and the backward pass behind one boundary."""
+    """The stages of one call with their outputs, the tensors kept, and the backward pass behind one boundary."""
     figure, ax = _canvas(4.6, (0, 100), (0, 48))
     _group(ax, 13, 25.5, 71, 21.5, "forward: stages without gradients")
     _group(ax, 13, 1, 86, 17.5, "backward: all of it behind one boundary of autograd")
@@ -85,7 +85,7 @@ def draw_rows() -> Figure:
 
 
 def draw_orders(selected_blocks: Tensor) -> Figure:
-    """Queries by blocks, chosen ones in colour: what one program holds, and along what it goes."""
+    """Queries by blocks, chosen ones in colour: the cells that one program holds, and the direction of its loop."""
     figure = Figure(figsize=(9.5, 4.3), facecolor="white", layout="constrained")
     first, count, blocks = 208, 24, 16
     chosen = np.zeros((count, blocks), dtype=bool)
@@ -226,7 +226,7 @@ def draw_scoring() -> Figure:
 
 
 def draw_roles() -> Figure:
-    """Who works when: a portable program's turns, and the three parts of a Hopper program side by side."""
+    """The order of work: a portable program's turns, and the three parts of a Hopper program side by side."""
     figure, ax = _canvas(3.6, (-1, 102), (-1, 36))
     kinds = {"copy": DENSE, "multiply": COMPRESSED, "softmax": WINDOW, "wait": "#f3f4f6"}
     ax.text(0, 33.6, "portable: one program, its steps by turns", fontweight="bold", va="center")
@@ -291,7 +291,7 @@ def _arrow(
 
 
 def _hold(ax: Axes, left: int, top: int, width: int, height: int, cells: Sequence[tuple[int, int]]) -> None:
-    """Frame what a program holds or passes, and fill the cells that it works on."""
+    """Frame the cells that a program holds or passes, and fill those that it works on."""
     for block, row in cells:
         ax.add_patch(Rectangle((block + 0.04, row + 0.04), 0.92, 0.92, facecolor=SELECTED, edgecolor="none"))
     ax.add_patch(Rectangle((left, top), width, height, facecolor="none", edgecolor=INK, linewidth=1.7, zorder=5))

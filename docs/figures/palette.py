@@ -1,6 +1,6 @@
 """Colours and style that all figures of the docs share."""
 
-# One colour a branch, everywhere; told apart with colour-blind eyes too.
+# One colour a branch, everywhere; distinct for colour-blind readers too.
 COMPRESSED, SELECTED, WINDOW, DENSE = "#1f6fb2", "#e07b00", "#0b8f6a", "#6b7280"
 INK, QUIET, PAST = "#1f2933", "#7b8794", "#eceff3"
 DARK = "@media (prefers-color-scheme: dark) { svg { filter: invert(0.93) hue-rotate(180deg); } }"

@@ -1,4 +1,4 @@
-"""The exception for mistakes of the user, and the nearest valid name that many of its messages give."""
+"""The exception for mistakes of the user, and texts that its messages share."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """Bad input from a command line, a config or a file.
 
-    The message is one clear line: what was given, what was expected, what to do. The command line prints it
+    The message is one clear line: the given value, the expected one, the remedy. The command line prints it
     without a traceback and exits with status 2.
     """
 
@@ -40,3 +40,9 @@ def nearest(name: str, valid: Iterable[str]) -> str:
         return difflib.SequenceMatcher(None, candidate.lower(), name.lower()).ratio(), candidate
 
     return max(same_leaf or names, key=likeness)
+
+
+def one_line(error: BaseException, most: int = 300) -> str:
+    """The text of an exception on one line, cut to a number of characters; its type where it has no text."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= most else text[: most - 1] + "…"

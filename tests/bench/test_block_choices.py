@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from trifocal.bench.block_choices import blocks_of_neighbours, make_choice
+from trifocal.bench.block_choices import blocks_of_4_neighbours, make_choice
 from trifocal.bench.shapes import AttentionShape, make_inputs
 from trifocal.ops import Geometry
 
@@ -41,7 +41,7 @@ def test_choices_are_valid(inputs, choices):
 
 def test_a_smooth_choice_changes_slowly(inputs):
     unions = {
-        name: blocks_of_neighbours(make_choice(name, inputs, GEOMETRY, "reference"))
+        name: blocks_of_4_neighbours(make_choice(name, inputs, GEOMETRY, "reference"))
         for name in ("random", "smooth", "local")
     }
     assert unions["local"] < unions["smooth"] < unions["random"]
@@ -49,4 +49,4 @@ def test_a_smooth_choice_changes_slowly(inputs):
 
 def test_union_of_neighbours_counts_different_blocks():
     chosen = torch.tensor([[0, -1], [0, 1], [0, 2], [0, 1], [3, 4], [3, 4], [3, 4], [3, 4], [9, 9]])
-    assert blocks_of_neighbours(chosen[None, :, None]) == (3 + 2) / 2
+    assert blocks_of_4_neighbours(chosen[None, :, None]) == (3 + 2) / 2

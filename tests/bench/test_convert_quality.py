@@ -1,13 +1,12 @@
 """The script that converts a dense run and trains it on: every model is measured on the same text, once."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.children import ROOT
+from tests.children import load_script
 from tests.train.tiny import write_config
 from trifocal.cli import main
 
@@ -18,10 +17,7 @@ MODELS += [f"{target}, {state}" for target in ("selected", "nsa") for state in (
 
 
 def test_models_are_converted_trained_on_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("convert_quality", ROOT / "benchmarks" / "convert_quality.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("benchmarks/convert_quality.py")
     commands = []
 
     def command(*arguments: str) -> None:

@@ -1,6 +1,5 @@
 """The script that measures the diagnostics' cost runs, its table holds what it says, and its method is unbiased."""
 
-import importlib.util
 import json
 import random
 import subprocess
@@ -11,18 +10,14 @@ from types import ModuleType
 
 import pytest
 
-from tests.children import ROOT, environment
+from tests.children import ROOT, environment, load_script
 
 SCRIPT = ROOT / "benchmarks" / "diagnostics_overhead.py"
 
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("diagnostics_overhead", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("benchmarks/diagnostics_overhead.py")
 
 
 def test_the_script_writes_its_table(tmp_path: Path) -> None:

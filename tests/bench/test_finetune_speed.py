@@ -1,6 +1,5 @@
 """The script that times transformers' Trainer beside our own: the same documents in both, and a row for each."""
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -9,14 +8,11 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from tests.children import ROOT
+from tests.children import load_script
 
 
 def test_rows_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = importlib.util.spec_from_file_location("finetune_speed", ROOT / "benchmarks" / "finetune_speed.py")
-    assert spec is not None and spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    script = load_script("benchmarks/finetune_speed.py")
     arguments = ["--config", "minimal.toml", "--sequences", "2", "--tokens", "128", "--warmup", "1", "--steps", "1"]
     arguments += ["--no-compile", "--output", str(tmp_path), "--model.num_layers", "1", "--model.dim", "32"]
     monkeypatch.setattr(sys, "argv", ["finetune_speed.py", *arguments])

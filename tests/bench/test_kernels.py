@@ -24,8 +24,8 @@ def test_overlapping_kernels_count_once() -> None:
 def test_table_adds_up_names_and_the_rest() -> None:
     kernels = [Kernel("a", 0, 4 * MS), Kernel("a", 5 * MS, 7 * MS), Kernel("b", 7 * MS, 8 * MS), Kernel("c", 8, 9)]
     first, rest = kernel_table(kernels, steps=2, rows=1)
-    assert first == {"kernel": "a", "calls_a_step": 1.0, "ms_a_step": 3.0, "us_a_call": 3000.0}
-    assert rest["kernel"] == "2 others" and rest["ms_a_step"] == pytest.approx(0.5, rel=1e-5)
+    assert first == {"kernel": "a", "launches": 1.0, "ms": 3.0, "us_a_launch": 3000.0}
+    assert rest["kernel"] == "2 others" and rest["ms"] == pytest.approx(0.5, rel=1e-5)
     assert kernel_table(kernels[:2], steps=1, rows=5)[-1]["kernel"] == "a"
 
 
@@ -38,7 +38,7 @@ def test_gaps_lie_between_what_ends_last_and_what_begins_next() -> None:
         Kernel("next", 10 * MS, 11 * MS),
     ]
     assert gap_table(kernels, steps=1, rows=9) == [
-        {"after": "long", "before": "next", "gaps_a_step": 2.0, "ms_a_step": 3.0, "longest_us": 2000.0}
+        {"after": "long", "before": "next", "gaps": 2.0, "ms": 3.0, "longest_us": 2000.0}
     ]
     assert gap_table([], steps=1, rows=9) == []
 

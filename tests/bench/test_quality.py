@@ -1,10 +1,8 @@
 """The script that trains twins side by side: its trainings differ in the attention alone, and its tables add up."""
 
-import importlib.util
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -12,21 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.children import ROOT
+from tests.children import load_script
 from trifocal.cli import main
 from trifocal.train import load_config
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[ModuleType]:
-    spec = importlib.util.spec_from_file_location("quality_script", ROOT / "benchmarks" / "quality.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A dataclass looks its module up.
-    sys.modules["quality_script"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["quality_script"]
+def script() -> ModuleType:
+    return load_script("benchmarks/quality.py")
 
 
 @pytest.mark.parametrize("part", ["twins", "seeds", "long", "recall", "needle"])

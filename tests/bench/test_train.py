@@ -101,7 +101,7 @@ def test_graphs_need_a_gpu():
 @pytest.fixture
 def recorded_bench(monkeypatch):
     """Makes a bench whose recordings are repetitions; everything around them is the trainer's."""
-    monkeypatch.setattr(graphs, "Recorder", Repeater)
+    monkeypatch.setattr(graphs, "GraphRecorder", Repeater)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(Repeater, "recordings", 0)
     monkeypatch.setattr(Repeater, "passes", 0)
@@ -160,12 +160,28 @@ def test_micro_batches_make_up_the_step():
     assert bench.batches[0].tokens[:, 1:].equal(bench.batches[0].targets[:, :-1])
 
 
-def test_borders_make_packed_documents():
-    case = TrainOptions(**TINY).cases()[0]
-    bench = TrainBench(type(case)(**{**vars(case), "borders": 2}))
-    assert bench.batches[0].cu_seqlens.tolist() == [0, 10, 21, 32, 42, 53, 64]
-    bench.warm_up()
-    assert bench.figures()["loss"] > 0
+def test_kernels_and_gaps_are_tables_beside_the_rows(monkeypatch):
+    kernel, gap = {"kernel": "gemm", "ms": 0.5}, {"after": "gemm", "before": "norm", "ms": 0.1}
+    figures = {"tokens_per_second": 1.0, "peak_gib": None, "first_step_seconds": 1.0}
+
+    class Profiled:
+        def __init__(self, case, *_):
+            self.case, self.name = case, "profiled"
+            self.answers = iter([{"status": "ok"}, {"status": "ok", **figures, "kernels": [kernel], "gaps": [gap]}])
+
+        def answer(self):
+            return next(self.answers)
+
+        def go(self):
+            pass
+
+        close = go
+
+    monkeypatch.setattr(train, "Worker", Profiled)
+    found = recorder()
+    bench_train(TrainOptions(**TINY, attention=("dense",), profiled_steps=1), found)
+    assert "kernels" not in found.rows[0] and "gaps" not in found.rows[0]
+    assert found.tables == {"kernels": [{"row": "profiled", **kernel}], "gaps": [{"row": "profiled", **gap}]}
 
 
 def test_workers_measure_both_twins():

@@ -36,7 +36,7 @@ def not_averaged(rank: int) -> None:
         work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
 
-    gradient_watch._look_and_average = look_and_sum
+    gradient_watch._check_and_average = look_and_sum
 
 
 def last_micro_batch_alone(rank: int) -> None:

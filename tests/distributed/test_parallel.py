@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.children import free_port
-from trifocal.distributed import Processes, choose_mode, parallelize, processes_started, whole_model
+from trifocal.distributed import Processes, choose_mode, gather_full_model, parallelize, processes_started
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import small_config
@@ -52,7 +52,7 @@ def test_one_process_is_the_model_itself(monkeypatch: pytest.MonkeyPatch) -> Non
         assert parallel.module is model
         with parallel.micro_batch(last=False):
             pass
-        assert whole_model(model, processes) is model
+        assert gather_full_model(model, processes) is model
         assert processes.sum([1, 2.5]) == [1, 2.5]
         assert processes.gather("a") == ["a"]
         assert processes.run_on_rank0(lambda: 3) == 3

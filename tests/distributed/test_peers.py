@@ -3,18 +3,17 @@
 import json
 import os
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from tests.written_runs import wait_for
 from trifocal.distributed import PeerLost, Peers, Processes
 from trifocal.distributed import peers as module
 from trifocal.errors import UserError
+from trifocal.runlog.proc import process_state
 
 WHAT = {"step": 7, "phase": "forward", "phase_seconds": 1.0, "where": "forward (block.py:1)"}
 
@@ -30,14 +29,6 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def store() -> dist.Store:
     return dist.HashStore()
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-    yield process
-    process.kill()
-    process.wait()
 
 
 def note(store: dist.Store, rank: int, beat: int, **values: Any) -> None:
@@ -59,13 +50,6 @@ def watched(store: dist.Store, size: int = 2, seconds: float = 0.6) -> tuple[Pee
     return peers, sentences, statuses
 
 
-def until(condition: Callable[[], object], timeout: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_a_process_that_is_gone_is_named_and_this_one_ends(store: dist.Store, sleeper: Any, capfd: Any) -> None:
     note(store, 1, 1, pid=sleeper.pid)
     peers, sentences, statuses = watched(store, seconds=60)
@@ -74,7 +58,7 @@ def test_a_process_that_is_gone_is_named_and_this_one_ends(store: dist.Store, sl
         assert not statuses
         # A zombie until this process looks at it: gone all the same.
         sleeper.kill()
-        until(lambda: statuses)
+        wait_for(lambda: statuses)
     assert statuses == [1]
     seen = "last seen in forward for 1 s at step 7, forward (block.py:1)"
     expected = f"rank 1 (process {sleeper.pid}) is gone, {seen}; rank 0 stops too"
@@ -86,7 +70,7 @@ def test_a_silent_process_is_named(store: dist.Store) -> None:
     note(store, 1, 1)
     peers, sentences, statuses = watched(store)
     with peers:
-        until(lambda: statuses)
+        wait_for(lambda: statuses)
     assert sentences[0].startswith(f"rank 1 (process {os.getpid()} on {socket.gethostname()}) has been silent for")
 
 
@@ -128,7 +112,7 @@ def test_who_went_without_a_word_comes_before_those_who_failed_because_of_it(sto
         lost = peers.explain(RuntimeError("gloo: broken\npipe"))
         assert "rank 2 has failed: ValueError: early; rank 0 stops too (gloo: broken pipe)" in str(lost)
         sleeper.kill()
-        until(lambda: not module._exists(sleeper.pid))
+        wait_for(lambda: process_state(sleeper.pid) == "Z")
         lost = peers.explain(RuntimeError("gloo"))
     assert isinstance(lost, PeerLost)
     assert "rank 3" in str(lost) and "is gone" in str(lost)

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from tests.children import environment
 from tests.distributed.test_faults import QUICK, Case
 from tests.distributed.test_faults import case as case
+from tests.written_runs import wait_for
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics, verdict
 from trifocal.runlog.run import read_run
@@ -28,13 +28,6 @@ def verdicts(run: Path) -> dict[int, Verdict]:
         return {rank: judge(rows[-1]) for rank, rows in read_run(run, whole_heartbeats=False).heartbeats.items()}
     except UserError:
         return {}
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 def test_an_endless_loop_in_a_backward_hook_of_one_rank_is_stalled_and_named(case: Case) -> None:

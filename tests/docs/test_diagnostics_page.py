@@ -125,7 +125,7 @@ def test_verdicts_and_their_thresholds():
 def test_the_limit_of_a_stall():
     defaults = {name: parameter.default for name, parameter in inspect.signature(Heartbeat).parameters.items()}
     meaning = PAGE[PAGE.index("| `stall_limit_seconds` |") :].partition("\n")[0]
-    assert f"{defaults['stall_factor']:.0f} times its median" in meaning
+    assert f"{heartbeat.STALL_FACTOR:.0f} times its median" in meaning
     assert f"{defaults['minimum_stall_seconds']:.0f} s at least" in meaning
     assert f"last {heartbeat._TYPICAL_TIMES} times" in PAGE
 

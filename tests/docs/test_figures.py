@@ -1,11 +1,11 @@
 """The figures of the docs: drawn by their script, used on a page, and right where they can be counted."""
 
-import importlib.util
 import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from tests.children import load_script
 from tests.docs.pages import PAGES, ROOT, text_of
 
 FOLDER = ROOT / "docs/figures"
@@ -13,10 +13,7 @@ FOLDER = ROOT / "docs/figures"
 
 @pytest.fixture(scope="module")
 def draw():
-    spec = importlib.util.spec_from_file_location("draw_figures", FOLDER / "draw.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("docs/figures/draw.py")
 
 
 def test_script_draws_every_figure_of_the_folder(draw, tmp_path):

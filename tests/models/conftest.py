@@ -7,17 +7,8 @@ import pytest
 import torch
 
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.ops import Geometry
+from trifocal.testing.small_models import SMALL
 
-GEOMETRY = Geometry(
-    compression_block_size=4,
-    compression_stride=2,
-    selection_block_size=8,
-    num_selected_blocks=3,
-    num_initial_blocks=1,
-    num_local_blocks=1,
-    window_size=7,
-)
 SIZES: dict[str, Any] = {
     "vocab_size": 31,
     "dim": 24,
@@ -27,7 +18,7 @@ SIZES: dict[str, Any] = {
     "head_dim": 8,
     "value_dim": 6,
     "mlp_dim": 40,
-    "geometry": GEOMETRY,
+    "geometry": SMALL,
 }
 
 

@@ -28,19 +28,11 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
+from trifocal.testing.small_models import SMALL
 from trifocal.testing.tolerances import FULL_COVERAGE
 
 DIM = 24
 SIZES: dict[str, Any] = {"dim": DIM, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "value_dim": 6}
-SMALL = Geometry(
-    compression_block_size=4,
-    compression_stride=2,
-    selection_block_size=8,
-    num_selected_blocks=3,
-    num_initial_blocks=1,
-    num_local_blocks=1,
-    window_size=7,
-)
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"compressor": "mlp"},

@@ -56,7 +56,7 @@ def test_a_change_of_one_token_reaches_no_earlier_output(case: Case, dtype):
         other = tokens.clone()
         other[0, changed] = 50.0
         after = attend(case, from_tokens(case, other))
-        document = oracle.home(changed, case.num_keys, case.document_lengths)
+        document = oracle.document_at(changed, case.num_keys, case.document_lengths)
         same = torch.ones(case.batch, case.num_keys, dtype=torch.bool)
         same[0, changed : document.end] = False
         same = same[:, first:]
@@ -76,7 +76,7 @@ def test_no_gradient_flows_from_a_query_to_what_it_may_not_see(case: Case):
     for query in range(0, case.queries, 3):
         (gradient,) = torch.autograd.grad(output[0, query].sum(), tokens, retain_graph=True)
         position = first + query
-        document = oracle.home(position, case.num_keys, case.document_lengths)
+        document = oracle.document_at(position, case.num_keys, case.document_lengths)
         seen = torch.zeros(case.batch, case.num_keys, dtype=torch.bool)
         seen[0, document.start : position + 1] = True
         assert (gradient[~seen] == 0).all()

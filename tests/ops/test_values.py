@@ -235,7 +235,7 @@ def random_choice(case: Case) -> torch.Tensor:
     selected = torch.full((*shape, slots), -1, dtype=torch.int32)
     for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in shape)).tolist():
         position = case.num_keys - case.queries + t
-        local = position - oracle.home(position, case.num_keys, case.document_lengths).start
+        local = position - oracle.document_at(position, case.num_keys, case.document_lengths).start
         blocks = torch.randperm(local // case.geometry.selection_block_size + 1, generator=generator)
         count = int(torch.randint(0, slots + 1, (), generator=generator))
         chosen = blocks[:count].sort().values

@@ -91,7 +91,7 @@ def test_choice_is_the_most_important(case: Case, device: str) -> None:
     for b, t, g in torch.cartesian_prod(*(torch.arange(n) for n in chosen.shape[:3])).tolist():
         scores = importance[b][t][g]
         position = case.keys - case.queries + t
-        local = position - oracle.home(position, case.keys, lengths).start
+        local = position - oracle.document_at(position, case.keys, lengths).start
         row = chosen[b, t, g].tolist()
         wanted = oracle.choose(scores, local, case.geometry)
         taken = [block for block in row if block >= 0]
@@ -111,7 +111,7 @@ def test_exact_ties_go_to_the_lower_index(lengths: tuple[int, ...] | None, devic
     q, k_cmp, lse, importance = draw(case, equal_keys=True)
     chosen = run(case, q, k_cmp, lse, device)
     for t in range(case.queries):
-        start = oracle.home(t, case.keys, lengths and list(lengths)).start
+        start = oracle.document_at(t, case.keys, lengths and list(lengths)).start
         for g in range(case.groups):
             # The oracle's sums in float64 differ in the last bits; its ties are exact after rounding.
             scores = [round(score, 9) for score in importance[0][t][g]]

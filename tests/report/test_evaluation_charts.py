@@ -70,7 +70,7 @@ def test_a_file_that_is_no_evaluation_is_left_out_and_said(tmp_path: Path) -> No
     for content in ("", "[]", '{"rows": [3]}', '{"rows": [{"task": "loss"}]}', "{"):
         write_evaluation(run, 20).write_text(content)
         read = read_run(run)
-        assert read.evaluations == [] and "evaluation/step_00000020.json" in " ".join(read.complaints())
+        assert read.evaluations == [] and "evaluation/step_00000020.json" in " ".join(read.left_out_notes())
     path = write_evaluation(run, 20)
     path.write_text(path.read_text().replace("1.5", "NaN", 1))
     (evaluation,) = read_run(run).evaluations

@@ -21,7 +21,7 @@ from trifocal.report.assets import SCRIPT, STYLE
 from trifocal.report.attention_charts import attention_charts, distance_labels
 from trifocal.report.charts import smoothed, thin, training_charts
 from trifocal.report.picture import pictures_of
-from trifocal.report.tables import in_words
+from trifocal.report.tables import ranking_sentences
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
 from trifocal.telemetry.attention_picture import read_picture
@@ -365,16 +365,16 @@ def test_only_what_a_run_does_not_have_is_advised(make_run: MakeRun, train: dict
 def test_a_comparison_says_which_run_learned_most_and_which_was_fastest(make_run: MakeRun) -> None:
     good, bad = make_run("good", steps=300, final_loss=1.5), make_run("bad", steps=300, final_loss=3.0, gpu=True)
     runs = [read_run(bad), read_run(good)]
-    learned, fastest = in_words(runs)
+    learned, fastest = ranking_sentences(runs)
     assert (
         learned.startswith("good learned most: its last validation loss is 1.5") and "nats per token, bad's" in learned
     )
     assert fastest.startswith("bad was fastest: 4") and "times good." in fastest
     # Tokens of two tokenizers are not of one size.
     runs[0].config["data"]["tokenizer"] = "gpt2"
-    assert "bits per byte" in in_words(runs)[0]
+    assert "bits per byte" in ranking_sentences(runs)[0]
     assert learned in write_report([bad, good], good.parent / "both.html").read_text().replace("&#x27;", "'")
-    assert in_words(runs[:1]) == []
+    assert ranking_sentences(runs[:1]) == []
 
 
 def test_only_runs_under_the_same_conditions_are_ranked(make_run: MakeRun) -> None:
@@ -383,7 +383,7 @@ def test_only_runs_under_the_same_conditions_are_ranked(make_run: MakeRun) -> No
     for run in runs:
         run.config["train"] |= sizes
         run.config["evaluate"] = {"batches": 16}
-    assert in_words(runs)[0].startswith("c learned most") and len(in_words(runs)) == 2
+    assert ranking_sentences(runs)[0].startswith("c learned most") and len(ranking_sentences(runs)) == 2
     for section, name, value, said in (
         ("train", "sequence_length", 256, "train.sequence_length (128, 256)"),
         ("evaluate", "batches", 4, "sequences evaluated (128, 32)"),
@@ -392,13 +392,13 @@ def test_only_runs_under_the_same_conditions_are_ranked(make_run: MakeRun) -> No
     ):
         kept = runs[2].config[section].get(name)
         runs[2].config[section][name] = value
-        learned, caveat, *_ = in_words(runs)
+        learned, caveat, *_ = ranking_sentences(runs)
         assert learned.startswith("a learned most") and "c" not in learned.split(":")[1].split()
         assert caveat.startswith("Not all losses are ranked together: the runs differ in ") and said in caveat
         runs[2].config[section][name] = kept
     runs[1].environment["variables"]["WORLD_SIZE"] = "2"
-    assert in_words(runs)[-1] == "Not all speeds are ranked together: the runs differ in processes (1, 2)."
-    assert any(sentence.startswith(("a was fastest", "c was fastest")) for sentence in in_words(runs))
+    assert ranking_sentences(runs)[-1] == "Not all speeds are ranked together: the runs differ in processes (1, 2)."
+    assert any(sentence.startswith(("a was fastest", "c was fastest")) for sentence in ranking_sentences(runs))
 
 
 def rewrite_training(run: Path, change: Callable[[dict[str, float]], None]) -> None:

@@ -18,7 +18,7 @@ from tests.children import environment
 from tests.written_runs import set_last_beat
 from trifocal.cli import main
 from trifocal.cli.console import SafeConsole
-from trifocal.report.live_view import Silences, curve, remaining_seconds, render, verdicts
+from trifocal.report.live_view import SilenceClock, curve, remaining_seconds, render, verdicts
 from trifocal.runlog import MetricsWriter
 from trifocal.runlog.run import read_run
 
@@ -78,7 +78,7 @@ def test_every_rank_has_its_verdict(make_run: MakeRun) -> None:
 def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
     run, now = make_run(steps=500, ranks=2), time.time()
     healthy = {"phase_seconds": 0.0, "expected_phase_seconds": 60.0, "host": "elsewhere"}
-    silences = Silences()
+    silences = SilenceClock()
 
     def states(at: float) -> list[str]:
         found = verdicts(read_run(run, whole_heartbeats=False), at, silences=silences)

@@ -18,9 +18,9 @@ from trifocal.runlog.collectives import (
     Collective,
     decode,
     describe,
+    describe_waiting_ranks,
     last_of_each_group,
     recorded_collectives,
-    who_waits_for_whom,
 )
 from trifocal.runlog.dump import Answer, read_answers, write_details, write_stacks
 from trifocal.runlog.jsonl import JsonLinesWriter
@@ -73,16 +73,16 @@ def collective(number: int, *, ended: bool, library: str = "nccl", group: str = 
 
 def test_it_says_who_waits_for_whom() -> None:
     open_one, before = collective(5, ended=False), collective(4, ended=True)
-    assert who_waits_for_whom({0: [open_one], 1: [before], 2: [open_one]}) == [
+    assert describe_waiting_ranks({0: [open_one], 1: [before], 2: [open_one]}) == [
         "Ranks 0, 2 wait in nccl's all_reduce number 5 of group 0 default_pg for rank 1, which has not called it."
     ]
-    (sentence,) = who_waits_for_whom({0: [open_one], 1: [open_one]})
+    (sentence,) = describe_waiting_ranks({0: [open_one], 1: [open_one]})
     assert sentence.startswith("All ranks are in nccl's all_reduce number 5")
     # Nobody waits; another library's numbers are counted apart.
-    assert who_waits_for_whom({0: [collective(5, ended=True)], 1: [before]}) == []
+    assert describe_waiting_ranks({0: [collective(5, ended=True)], 1: [before]}) == []
     apart = [collective(9, ended=True, library="gloo"), before]
-    assert "rank 1" in who_waits_for_whom({0: [apart[0], open_one], 1: apart})[0]
-    assert who_waits_for_whom({}) == []
+    assert "rank 1" in describe_waiting_ranks({0: [apart[0], open_one], 1: apart})[0]
+    assert describe_waiting_ranks({}) == []
 
 
 def test_without_processes_there_is_nothing_on_record(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_where_nothing_can_be_written_the_stall_is_said_all_the_same(
     said: list[str] = []
     clock = Clock()
     heartbeat = Heartbeat(tmp_path / "heartbeat", clock=clock)
-    with Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: said.append(text)) as watchdog:
+    with Watchdog(heartbeat, tmp_path, on_stall=said.append) as watchdog:
         with heartbeat.phase("data"):
             clock.pass_seconds(1.0)
         with heartbeat.phase("data"):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trifocal.runlog.standard_streams import LastingStreams
+from trifocal.runlog.standard_streams import FaultTolerantStreams
 
 
 class Full(io.StringIO):
@@ -22,14 +22,14 @@ def test_a_full_disk_is_told_once_and_whoever_writes_goes_on(monkeypatch: pytest
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, Full())
     before = sys.stdout, sys.stderr
-    with LastingStreams() as outer, LastingStreams() as inner:
+    with FaultTolerantStreams() as outer, FaultTolerantStreams() as inner:
         print("a line", flush=True)
         print("another", file=sys.stderr)
         logging.getLogger("trifocal").warning("one more")
-        news = inner.news()
+        news = inner.newly_lost()
         assert len(news) == 2
         assert news[0] == "standard output is lost (No space left on device); training goes on"
-        assert inner.news() == outer.news() == []
+        assert inner.newly_lost() == outer.newly_lost() == []
         assert not sys.stdout.isatty()
     assert (sys.stdout, sys.stderr) == before
 
@@ -39,17 +39,17 @@ def test_a_stream_that_is_not_there_takes_what_is_written(monkeypatch: pytest.Mo
     closed = io.StringIO()
     closed.close()
     monkeypatch.setattr(sys, "stderr", closed)
-    with LastingStreams() as streams:
+    with FaultTolerantStreams() as streams:
         print("a line", flush=True)
         print("another", file=sys.stderr)
-        assert len(streams.news()) == 2
+        assert len(streams.newly_lost()) == 2
     assert sys.stdout is None
 
 
 def test_letters_that_a_terminal_lacks_are_written_as_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with (tmp_path / "out").open("w", encoding="latin-1") as out:
         monkeypatch.setattr(sys, "stdout", out)
-        with LastingStreams() as streams:
+        with FaultTolerantStreams() as streams:
             print("é and ∎")
-            assert streams.news() == []
+            assert streams.newly_lost() == []
     assert (tmp_path / "out").read_text(encoding="latin-1") == "é and \\u220e\n"

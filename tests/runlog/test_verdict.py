@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -83,14 +82,6 @@ def test_a_phase_that_became_slower_is_slow_between_steps_too() -> None:
     assert verdict(recent_seconds=small)[0] == "running"
     nothing = {"data": 0.0}
     assert verdict(phase="data", phase_seconds=0.0, typical_seconds=nothing, recent_seconds=nothing)[0] == "running"
-
-
-@pytest.fixture
-def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(["sleep", "600"])
-    yield process
-    process.kill()
-    process.wait()
 
 
 def test_silence_of_a_process_that_is_gone_is_death(sleeper: subprocess.Popen[bytes]) -> None:

@@ -39,7 +39,7 @@ weight = torch.nn.Parameter(torch.ones(4, 4))
 weight.register_hook(endless_hook)
 with MetricsWriter(run + "/metrics.jsonl") as metrics, Heartbeat(
     run + "/heartbeat", interval_seconds=0.1, minimum_stall_seconds=1.5 if fault == "loop" else 300
-) as heartbeat, Watchdog(heartbeat, run, on_stall=lambda text, folder: metrics.event(step, "stalled", text)):
+) as heartbeat, Watchdog(heartbeat, run, on_stall=lambda text: metrics.event(step, "stalled", text)):
     for step in range(1, 10**9):
         with heartbeat.phase("forward"):
             time.sleep(2 if fault == "sleep" and step == 1 else 0.02)
@@ -154,7 +154,7 @@ def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path, monkeypatch
                 clock.pass_seconds(1.0)
                 watchdog.observe(heartbeat.snapshot())
 
-    with Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: sentences.append(text)) as watchdog:
+    with Watchdog(heartbeat, tmp_path, on_stall=sentences.append) as watchdog:
         for seconds in (1, 1, 1, 1, 1):
             stay(seconds)
         stay(130)
@@ -197,7 +197,7 @@ def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path: Path) -> None:
 def test_ranks_that_stall_at_the_same_moment_share_one_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trifocal.runlog.dump.find_py_spy", lambda: None)
     answer, both = Watchdog._answer_other_ranks, threading.Barrier(2)
-    folders: list[Path] = []
+    sentences: list[str] = []
     clock = Clock()
 
     def looked_together(watchdog: Watchdog, row: Row) -> None:
@@ -211,7 +211,7 @@ def test_ranks_that_stall_at_the_same_moment_share_one_dump(tmp_path: Path, monk
 
     def stall(rank: int) -> None:
         heartbeat = Heartbeat(tmp_path / "heartbeat", rank, minimum_stall_seconds=120.0, clock=clock)
-        with Watchdog(heartbeat, tmp_path, on_stall=lambda text, folder: folders.append(folder)) as watchdog:
+        with Watchdog(heartbeat, tmp_path, on_stall=sentences.append) as watchdog:
             with heartbeat.phase("backward"):
                 pass
             with heartbeat.phase("backward"):
@@ -225,7 +225,7 @@ def test_ranks_that_stall_at_the_same_moment_share_one_dump(tmp_path: Path, monk
     for thread in ranks:
         thread.join()
     (folder,) = tmp_path.glob("dumps/stalled_*")
-    assert folders == [folder, folder]
+    assert [text.rpartition("see ")[2] for text in sentences] == [str(folder / "summary.md")] * 2
     assert sorted(path.name for path in folder.glob("stacks_rank*")) == ["stacks_rank0.txt", "stacks_rank1.txt"]
 
 

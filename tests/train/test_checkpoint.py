@@ -29,7 +29,7 @@ from trifocal.train.checkpoint_folders import (
     list_checkpoints,
     open_checkpoint,
     prune_checkpoints,
-    set_aside_later,
+    set_aside_later_checkpoints,
 )
 from trifocal.train.manifest import verify_checkpoint
 from trifocal.train.optimizer import make_optimizer
@@ -319,7 +319,7 @@ def test_later_checkpoints_are_set_aside_not_deleted(tmp_path: Path) -> None:
         checkpoint_path(tmp_path, step).mkdir(parents=True)
     # A process was killed while it wrote.
     (tmp_path / "partial_step_00000004" / "weights").mkdir(parents=True)
-    set_aside_later(checkpoint_path(tmp_path, 1))
+    set_aside_later_checkpoints(checkpoint_path(tmp_path, 1))
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "step_00000001",
         "superseded_step_00000002",

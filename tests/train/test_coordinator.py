@@ -68,7 +68,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(Processes, "sum_later", sum_later)
     monkeypatch.setattr(Processes, "max_later", max_later)
-    monkeypatch.setattr(Processes, "agree", agree)
+    monkeypatch.setattr(Processes, "raise_on_all", agree)
     yield found
 
 

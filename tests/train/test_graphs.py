@@ -26,7 +26,7 @@ from trifocal.train.step import StepResult, TrainStep
 
 
 class Repeater:
-    """In place of `Recorder`: a replay does the work again and writes over the first result, as a recording would."""
+    """In place of `GraphRecorder`: a replay repeats the work and overwrites the first result, as a recording would."""
 
     recordings = 0
     passes = 0
@@ -49,7 +49,7 @@ class Repeater:
 
 @pytest.fixture(autouse=True)
 def _repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs_module, "Recorder", Repeater)
+    monkeypatch.setattr(graphs_module, "GraphRecorder", Repeater)
     monkeypatch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
     Repeater.recordings = Repeater.passes = 0
 

@@ -93,12 +93,12 @@ def test_several_processes_stop_together_when_the_folder_is_moved(tmp_path: Path
 
 def test_torchrun_does_not_begin_anew_where_its_run_is_gone(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()
-    processes = Processes(launcher=store)
-    processes.begin()
+    processes = Processes(launcher_store=store)
+    processes.mark_run_created()
     assert store.check(["trifocal/begun"])
     with pytest.raises(UserError, match=r"the run that torchrun began in .* is no longer there"):
         restarted_run(replace(processes, restarted=True), tmp_path / "run")
-    processes.forget_begin()
+    processes.unmark_run_created()
     assert not store.check(["trifocal/begun"])
     assert restarted_run(processes, tmp_path / "run") == ""
 

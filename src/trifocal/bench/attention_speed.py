@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trifocal.bench.baselines import DENSE, dense_attention, fla_attention, flex_attention
-from trifocal.bench.block_choices import Choices, blocks_of_neighbours, make_choice
+from trifocal.bench.block_choices import Choices, blocks_of_4_neighbours, make_choice
 from trifocal.bench.candidate import Candidate, Result, measure_candidate
 from trifocal.bench.first_call import first_calls
 from trifocal.bench.formulas import Work, branch_work
@@ -50,9 +50,9 @@ NOTES = (
     "tflop and gib are by formula: products over the keys that queries see, and every input and result moved once.",
     "Row whole with choices local or smooth: blocks are given, and scoring runs beside, as if it had chosen them. "
     "blocks_of_4_neighbours: different blocks that four adjacent queries choose together.",
-    "Row end to end: means of keys and values, sigmoid of the gates' logits, and whole: what a caller pays. Row "
+    "Row end to end: means of keys and values, sigmoid of the gates' logits, and whole: the cost of a call. Row "
     "compression: the means alone. Row whole begins with compressed keys and values and with gates.",
-    "Row rest: whole without the parts, so the combination and what the whole call saves or adds; by difference.",
+    "Row rest: whole without the parts, so the combination and the difference that one call makes.",
 )
 
 
@@ -75,7 +75,7 @@ class AttentionOptions(BenchOptions):
     geometry: Geometry = field(default_factory=Geometry)
     """Block sizes, in tokens."""
     rows: tuple[RowKind, ...] = get_args(RowKind)
-    """What to time: the sparse attention end_to_end, its compression of keys and values, the whole after it, and its
+    """Rows: the sparse attention end_to_end, its compression of keys and values, the whole after it, and its
     parts; dense SDPA by cudnn and flash; compiled FlexAttention (causal and window); fla-core's parallel_nsa."""
     choices: tuple[Choices, ...] = ("random",)
     """Blocks: random (from random inputs), local (the last ones), smooth (drifting slowly, as trained models do)."""
@@ -111,7 +111,7 @@ class AttentionBench:
     """One run of measurements.
 
     Args:
-        options: What to measure.
+        options: The flags.
         recorder: Takes the rows, and the first calls as a further table.
     """
 
@@ -182,7 +182,7 @@ class AttentionBench:
             try:
                 self._check(shape)
                 choice = make_choice(choices, inputs, geometry, options.backend)
-                union = blocks_of_neighbours(choice)
+                union = blocks_of_4_neighbours(choice)
             except Exception as error:
                 status = f"refused: {error}" if isinstance(error, Refused) else failure(error)
                 self._keep({**self._labels(shape, "whole", choices), "status": status})

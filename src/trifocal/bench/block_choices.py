@@ -21,7 +21,7 @@ def make_choice(choices: Choices, inputs: Inputs, geometry: Geometry, backend: s
     """Selected blocks, [B, T, G, N], int32, ascending, -1 pads.
 
     Args:
-        choices: "random": what scoring chooses on random inputs, so that neighbours share little but the forced
+        choices: "random": the choice of scoring on random inputs, so that neighbours share little but the forced
             blocks; "local": the last blocks; "smooth": the best by scores that drift slowly along the sequence, as
             in trained models, so that neighbours share most blocks.
         inputs: Their shape and device count, and for "random" their values.
@@ -42,10 +42,10 @@ def make_choice(choices: Choices, inputs: Inputs, geometry: Geometry, backend: s
         return _smooth(batch, tokens, groups, geometry, inputs.q.device)
 
 
-def blocks_of_neighbours(selected_blocks: Tensor, neighbours: int = 4) -> float:
-    """Different blocks that adjacent queries of one group choose together, on average."""
-    tokens = selected_blocks.shape[1] // neighbours * neighbours
-    tiles = selected_blocks[:, :tokens].unflatten(1, (-1, neighbours)).transpose(2, 3).flatten(3)
+def blocks_of_4_neighbours(selected_blocks: Tensor) -> float:
+    """Different blocks that four adjacent queries of one group choose together, on average."""
+    tokens = selected_blocks.shape[1] // 4 * 4
+    tiles = selected_blocks[:, :tokens].unflatten(1, (-1, 4)).transpose(2, 3).flatten(3)
     ranked = tiles.sort(-1).values
     different = torch.ones_like(ranked, dtype=torch.bool)
     different[..., 1:] = ranked[..., 1:] != ranked[..., :-1]

@@ -35,7 +35,7 @@ def measure_candidate(
     """The figures of one row.
 
     Args:
-        candidate: What to time.
+        candidate: The call.
         d_o: Gradient of its output.
         direction: "forward", "backward" or "both".
         device: Where the tensors are.

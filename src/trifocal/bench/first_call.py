@@ -6,7 +6,6 @@ device are not counted; imports and compilations of the first call itself are.
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 import time
@@ -17,8 +16,9 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.recorder import failure
+from trifocal.bench.recorder import child_environment, failure
 from trifocal.bench.shapes import AttentionShape, make_inputs
+from trifocal.bench.timing import synchronized_seconds
 from trifocal.ops import Geometry, nsa_attention
 
 
@@ -47,11 +47,7 @@ def first_calls(
     Returns:
         For each shape `forward_seconds` and `forward_backward_seconds`, or `error`.
     """
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(cache),
-        "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-    }
+    environment = child_environment(TRITON_CACHE_DIR=str(cache))
     processes = []
     for shape in shapes:
         request = {
@@ -95,18 +91,14 @@ def measure(request: dict[str, Any]) -> dict[str, Any]:
     geometry, backend = Geometry(**request["geometry"]), request["backend"]
     inputs = make_inputs(shape, geometry, device, getattr(torch, request["dtype"])).leaves()
     d_o = torch.randn(*inputs.q.shape[:3], shape.value_dim, device=device, dtype=inputs.q.dtype)
-    if device.type == "cuda":
-        torch.cuda.synchronize()
     seconds = []
     for with_backward in (False, True):
-        begin = time.perf_counter()
+        begin = synchronized_seconds(device)
         with torch.set_grad_enabled(with_backward):
             o = nsa_attention(*inputs, geometry, backend=backend)
         if with_backward:
             torch.autograd.grad(o, inputs, d_o)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(synchronized_seconds(device) - begin)
     return {"forward_seconds": seconds[0], "forward_backward_seconds": sum(seconds)}
 
 

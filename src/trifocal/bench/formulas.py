@@ -1,4 +1,4 @@
-"""Work by formula: floating-point operations of what each row computes, and the fewest bytes that it must move.
+"""Work by formula: floating-point operations of each row, and the fewest bytes that it must move.
 
 Counted are the multiplications and additions of the matrix products over the keys that each query sees, exactly;
 scores that a kernel computes and masks are not. Backward makes the scores once more and has four more products: of

@@ -1,6 +1,6 @@
-"""`trifocal bench kernels`: how long each kernel of one attention call takes on the GPU.
+"""`trifocal bench kernels`: the time of each kernel of one attention call on the GPU.
 
-It times what the dispatch rules choose. To try another kernel or configuration, change the rule and run it again.
+It times the kernels that the dispatch rules choose. To try another kernel or configuration, change the rule.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def _shape_rows(options: KernelsOptions, shape: AttentionShape, device: torch.de
     calls = _calls(options, shape, device)
     recorded = {direction: _profile(call, options.calls, device) for direction, call in calls.items()}
     return [
-        {"direction": direction, **_renamed(row)}
+        {"direction": direction, **row}
         for direction, kernels in recorded.items()
         for row in kernel_table(kernels, options.calls, options.most)
     ]
@@ -101,13 +101,3 @@ def _profile(call: Callable[[], object], calls: int, device: torch.device) -> li
             call()
 
     return record_kernels(work, device)
-
-
-def _renamed(row: dict[str, Any]) -> dict[str, Any]:
-    """A row of `kernel_table`, a step being a call here."""
-    return {
-        "kernel": row["kernel"],
-        "launches": row["calls_a_step"],
-        "ms": row["ms_a_step"],
-        "us_a_launch": row["us_a_call"],
-    }

@@ -51,11 +51,11 @@ def busy_share(kernels: Iterable[Kernel]) -> float:
 
 
 def kernel_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[str, Any]]:
-    """The kernels with the most time: name, calls and milliseconds a step, and the rest as one row.
+    """The kernels with the most time, as means of a step: launches and milliseconds; and the rest as one row.
 
     Args:
         kernels: Of all steps together.
-        steps: How many.
+        steps: Their number.
         rows: Names to keep.
     """
     times: defaultdict[str, list[int]] = defaultdict(list)
@@ -68,11 +68,11 @@ def kernel_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[
 
 
 def gap_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[str, Any]]:
-    """Where the device waits: the pairs of kernels with the most idle time between them.
+    """The pairs of kernels between which the device idles most, as means of a step.
 
     Args:
         kernels: Of all steps together.
-        steps: How many.
+        steps: Their number.
         rows: Pairs to keep.
     """
     idle: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
@@ -89,8 +89,8 @@ def gap_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[str
         {
             "after": after,
             "before": before,
-            "gaps_a_step": len(gaps) / steps,
-            "ms_a_step": sum(gaps) / steps / 1e6,
+            "gaps": len(gaps) / steps,
+            "ms": sum(gaps) / steps / 1e6,
             "longest_us": max(gaps) / 1e3,
         }
         for (after, before), gaps in longest
@@ -108,7 +108,7 @@ def _row(name: str, durations: list[int], steps: int) -> dict[str, Any]:
     total = sum(durations)
     return {
         "kernel": name,
-        "calls_a_step": len(durations) / steps,
-        "ms_a_step": total / steps / 1e6,
-        "us_a_call": total / len(durations) / 1e3,
+        "launches": len(durations) / steps,
+        "ms": total / steps / 1e6,
+        "us_a_launch": total / len(durations) / 1e3,
     }

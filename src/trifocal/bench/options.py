@@ -47,7 +47,7 @@ class TwinOptions(BenchOptions):
     model: ModelConfig = field(default_factory=ModelConfig)
     """The model."""
     precision: Literal["fp32", "bf16"] = "bf16"
-    """Of the matrix products, and so of what decoding caches."""
+    """Of the matrix products, and of the caches of decoding."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +56,7 @@ class TwinOptions(BenchOptions):
         if self.model.layer_types or self.model.from_:
             name = "layer_types" if self.model.layer_types else "from"
             raise UserError(
-                f"--model.{name} does not go with a bench, whose models have one attention and random weights"
+                f"--model.{name} does not go with a bench: its models have one attention and random weights"
             )
 
 

@@ -26,13 +26,13 @@ def check_parity(
         geometry: Block sizes, in tokens.
         device: Where.
         dtype: Of the inputs.
-        backend: What is to be timed.
+        backend: The one to compare.
 
     Returns:
-        The largest error, as a share of what is allowed.
+        The largest error, as a share of the allowed one.
 
     Raises:
-        Refused: If it is above 1, or the choice is not the best one; names what is wrong and by how much.
+        Refused: If it is above 1, or the choice is not the best one; names the tensor and its error.
     """
     groups = min(shape.groups, _MOST_GROUPS)
     tokens = (geometry.num_selected_blocks + 2) * geometry.selection_block_size + 5

@@ -1,6 +1,6 @@
 """A plain dense model in PyTorch alone: SDPA over a static cache, compiled, recorded as a CUDA graph.
 
-It stands for what people write when they want speed and nothing else: sequences of one length, no pages, the likeliest
+It is the fastest simple program for the task: sequences of one length, no pages, the likeliest
 token.
 """
 
@@ -34,7 +34,7 @@ class PlainDecoder:
     The cache is as long as the past and the new token, so that SDPA needs no mask: its best case.
 
     Args:
-        model: A dense model, whose weights it copies; residual stream and norms have the products' type.
+        model: A dense model; its weights are copied; residual stream and norms have the products' type.
         sequences: B.
         length: Tokens of a sequence, the new one included.
         dtype: Of weights, products and cache.

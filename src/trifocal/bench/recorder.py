@@ -1,7 +1,9 @@
 """Rows as they come in: each one shielded from the others, written at once, with a time limit for all."""
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ OK = "ok"
 
 
 class Unavailable(Exception):
-    """A row cannot be measured here; the message says why."""
+    """A row cannot be measured here; the message has the reason."""
 
 
 class Refused(Exception):
@@ -24,8 +26,8 @@ class Recorder:
 
     Args:
         seconds: Time limit; a row that has begun is finished.
-        say: Takes a line for the person who waits.
-        on_row: Called after every row, to write what there is.
+        say: Prints a line.
+        on_row: Called after every row, to write the files.
 
     Attributes:
         rows: The rows so far.
@@ -55,7 +57,7 @@ class Recorder:
             figures: Measures; raises `Unavailable` or `Refused` with a reason, or anything else if it fails.
 
         Returns:
-            Labels, figures and `status`: "ok", or what went wrong.
+            Labels, figures and `status`: "ok", or the reason of the failure.
         """
         return self.measure_rows(labels, lambda: [figures()])[0]
 
@@ -74,7 +76,7 @@ class Recorder:
         except Exception as error:
             status = failure(error)
         if torch.cuda.is_initialized():
-            # What a failed row leaves in the allocator must not make the next one fail too.
+            # Memory that a failed row leaves in the allocator must not make the next one fail too.
             torch.cuda.empty_cache()
         return [self.keep({**labels, "status": status})]
 
@@ -86,7 +88,7 @@ class Recorder:
 
     @property
     def exit_status(self) -> int:
-        """1 if a row failed or was refused; what is not available or not run is no failure."""
+        """1 if a row failed or was refused; a row that is not available or not run is no failure."""
         return int(any(row["status"].startswith(("failed", "refused")) for row in self.rows))
 
 
@@ -94,3 +96,9 @@ def failure(error: BaseException) -> str:
     """The status of a row that raised."""
     lines = str(error).strip().splitlines()
     return f"failed: {type(error).__name__}" + (f": {lines[0][:300]}" if lines else "")
+
+
+def child_environment(**variables: str) -> dict[str, str]:
+    """The environment of a process that imports this package: the variables of this one, and others."""
+    path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "PYTHONPATH": path, **variables}

@@ -1,4 +1,4 @@
-"""Result files: what was measured, where, by which command, at which commit; JSON for programs, Markdown for people."""
+"""Result files: figures with device, command and commit; JSON for programs, Markdown for people."""
 
 import json
 import os
@@ -43,9 +43,9 @@ class ResultFile:
         what: Short name, for the file.
         title: Heading of the page.
         folder: Where to; `default_folder()` unless given.
-        device: What it ran on; `device_name()` unless given.
+        device: Name of the device; `device_name()` unless given.
         commit: The commit, for a tree without its history.
-        command: What was typed; this process's arguments unless given.
+        command: The command line; this process's arguments unless given.
     """
 
     def __init__(

@@ -55,8 +55,8 @@ def time_call(
 def device_ms(call: Call, device: torch.device, *, budget_seconds: float, calls: int = 20) -> float | None:
     """Milliseconds that a call keeps the device alone busy, the median; None on a CPU.
 
-    The device is held up until the host has handed over the whole call. So it is what a call takes where the host is
-    ahead, as in a recorded step; `time_call` tells what it takes by itself.
+    The device is held up until the host has handed over the whole call. So this is the time of a call where the host is
+    ahead, as in a recorded step; `time_call` gives the time of a call by itself.
 
     Args:
         call: As for `time_call`, and warm.
@@ -108,7 +108,7 @@ def recorded(step: Call, device: torch.device) -> Call:
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        # Compiles what the recording must find ready.
+        # Kernels must be compiled before the recording.
         step()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()

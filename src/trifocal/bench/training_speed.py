@@ -14,12 +14,11 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import IO, Any, Literal
 
 from trifocal.bench.options import TwinOptions, parse_size
 from trifocal.bench.parity import check_model_parity
-from trifocal.bench.recorder import OK, Recorder, Refused, failure
+from trifocal.bench.recorder import OK, Recorder, Refused, child_environment, failure
 from trifocal.bench.shapes import DTYPES
 from trifocal.bench.training_worker import TrainCase
 from trifocal.errors import UserError
@@ -29,18 +28,20 @@ PRODUCTION = "production"
 SIZES = ("16x2048", "4x8192", "1x32768", "1x65536", PRODUCTION)
 
 NOTES = (
-    "data: random is random bytes, every sequence whole; text is random bytes in packed documents, whose lengths are "
+    "data: random is random bytes, every sequence whole; text is random bytes in packed documents of lengths that are "
     "log-normal with a median of 1,000 tokens: attention crosses no border. MFU is for whole sequences alone.",
-    "One optimizer step is what the trainer does: forward, backward, clipping, fused AdamW, fp32 "
+    "One optimizer step is the trainer's: forward, backward, clipping, fused AdamW, fp32 "
     "weights. Medians over the timed steps; p20 and p80 are the spread.",
     "executed_mfu counts the products that the model needs, dense_equivalent_mfu those of its dense twin, both over "
-    "the data sheet's dense bf16 peak; what checkpointing computes again is not counted.",
+    "the data sheet's dense bf16 peak; operations that checkpointing repeats are not counted.",
     "cuda_graphs: forward and backward are replayed as a CUDA graph, recorded before the timed steps; where this is "
     "False, Python starts every kernel, and where kernels are short a step takes as long as that does.",
     "peak_gib is the most that was allocated during the timed steps, weights and optimizer included, and with CUDA "
     "graphs the memory that they hold.",
-    "first_step_seconds holds the compilation, with the caches as they were and the preparations of other rows beside. "
-    "It holds the recording of a graph only for production: what is recorded is the second micro-batch.",
+    "first_step_seconds includes the compilation, with the present caches, while other rows may prepare. "
+    "It includes the recording of a graph only for production: the second micro-batch is recorded.",
+    "kernels and gaps: of --profiled-steps, as means of a step. gpu_busy_share is the share of those steps in which a "
+    "kernel ran.",
     "production: 2 sequences of 2,048 tokens at a time, 4 a step, all layers checkpointed.",
 )
 
@@ -62,6 +63,8 @@ class TrainOptions(TwinOptions):
     """Steps before the timed ones, the compiling one included."""
     timed_steps: int = 10
     """Steps that are timed."""
+    profiled_steps: int = 0
+    """Steps to profile after the timed ones, on a GPU: a table of their kernels, and one of the gaps between these."""
     workers: int = 1
     """Rows that are prepared at a time; each needs its memory."""
     seconds: float = 900.0
@@ -69,9 +72,11 @@ class TrainOptions(TwinOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_positive("warmup_steps", "timed_steps", "workers")
+        if self.profiled_steps < 0:
+            raise UserError(f"--profiled-steps must be at least 0, got {self.profiled_steps}")
 
     def cases(self) -> list[TrainCase]:
-        """The rows asked for, the most wanted first: recorded ones, whose time is the device's. Twins are neighbours.
+        """The rows asked for. Recorded rows come first, as their time is the device's; twins are neighbours.
 
         Raises:
             UserError: If a size is not two numbers, or if graphs are asked for where there is no GPU.
@@ -102,6 +107,7 @@ class TrainOptions(TwinOptions):
                     precision=self.precision,
                     warmup_steps=self.warmup_steps,
                     timed_steps=self.timed_steps,
+                    profiled_steps=self.profiled_steps,
                     device=device,
                     **batch,  # type: ignore[arg-type]
                 )
@@ -178,6 +184,9 @@ def _measure_together(cases: Sequence[TrainCase], workers: int, recorder: Record
             worker.go()
             answer = worker.answer()
         worker.close()
+        for table in ("kernels", "gaps"):
+            labels = {"row": worker.name}
+            recorder.tables.setdefault(table, []).extend(labels | found for found in answer.pop(table, ()))
         row = recorder.keep({**worker.case.labels(), **answer})
         recorder.say(f"{worker.name}: " + _line(row))
 
@@ -190,11 +199,11 @@ def _line(row: dict[str, Any]) -> str:
 
 
 class Worker:
-    """A process that prepares a row, says so, and times it when it is told to.
+    """A process that prepares a row, answers, and times it after `go`.
 
     Args:
-        case: What to train.
-        workers: How many prepare at a time, and so share the cores.
+        case: The training.
+        workers: Number of processes that prepare at a time and share the cores.
         seconds: When to give up.
     """
 
@@ -202,10 +211,7 @@ class Worker:
         self.case = case
         self.name = f"{case.size} {case.model['attention']}" + (" recorded" if case.cuda_graphs else "")
         self.name += " text" if case.data == "text" else ""
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]),
-        }
+        environment = child_environment()
         if workers > 1:
             threads = max(1, (os.cpu_count() or 1) // workers)
             environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
@@ -238,7 +244,7 @@ class Worker:
         return {"status": f"failed: exit status {code}: {last[:300]}"}
 
     def go(self) -> None:
-        """Let it time its steps; if it is gone, `answer` says why."""
+        """Let it time its steps; if it is gone, `answer` has the reason."""
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write("go\n")

@@ -1,6 +1,6 @@
 """One row of `trifocal bench train`: `python -m trifocal.bench.training_worker` with a `TrainCase` as JSON.
 
-It says that it is ready, waits for a line on standard input, and answers with the figures.
+It prints a line when it is ready, waits for a line on standard input, and prints the figures.
 """
 
 import gc
@@ -16,7 +16,7 @@ import torch
 
 from trifocal.bench.kernels import busy_share, gap_table, kernel_table, record_kernels
 from trifocal.bench.recorder import OK, failure
-from trifocal.bench.timing import Timing
+from trifocal.bench.timing import Timing, synchronized_seconds
 from trifocal.data import Batch
 from trifocal.models import DecoderLM, ModelConfig, flops_per_token, parameter_count
 from trifocal.runlog import Heartbeat, memory_statistics, peak_bf16_flops
@@ -48,8 +48,7 @@ class TrainCase:
         precision: "bf16" or "fp32".
         warmup_steps, timed_steps: Numbers of steps.
         device: Where.
-        profiled_steps: Steps whose kernels are listed, after the timed ones; only on a GPU.
-        borders: Document borders inside each sequence, evenly spaced; 0 leaves the sequences whole.
+        profiled_steps: Steps to profile after the timed ones, on a GPU.
         data: "random", or "text" for packed documents: as long as `document_borders` draws them.
     """
 
@@ -66,7 +65,6 @@ class TrainCase:
     timed_steps: int
     device: str
     profiled_steps: int = 0
-    borders: int = 0
     data: str = "random"
 
     def labels(self) -> dict[str, Any]:
@@ -111,7 +109,7 @@ class TrainBench:
     """A model in training on random tokens.
 
     Args:
-        case: What to train.
+        case: The training.
     """
 
     def __init__(self, case: TrainCase) -> None:
@@ -157,27 +155,20 @@ class TrainBench:
         self.batches = []
         for first in range(0, case.sequences, case.micro_batch):
             rows = tokens[first : first + case.micro_batch]
-            borders = self._cu_seqlens(len(rows)) if text is None else _of_rows(text, first, *rows[:, 1:].shape)
+            borders = None if text is None else _of_rows(text, first, *rows[:, 1:].shape)
             self.batches.append(Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), borders, (), 0, 0))
         self.result: StepResult | None = None
         self.first_step_seconds = 0.0
         self.first: dict[str, float] = {}
-
-    def _cu_seqlens(self, rows: int) -> torch.Tensor | None:
-        if not self.case.borders:
-            return None
-        documents, tokens = self.case.borders + 1, self.case.tokens
-        starts = [row * tokens + part * tokens // documents for row in range(rows) for part in range(documents)]
-        return torch.tensor([*starts, rows * tokens], dtype=torch.int32)
 
     def warm_up(self) -> None:
         """Take the steps that are not timed, then free the memory that they leave."""
         for index in range(self.case.warmup_steps):
             begin = time.perf_counter()
             self._step()
-            self._synchronize()
+            seconds = synchronized_seconds(self.device) - begin
             if index == 0 and self.result is not None:
-                self.first_step_seconds = time.perf_counter() - begin
+                self.first_step_seconds = seconds
                 self.first = {
                     "first_loss": self.result.loss.item(),
                     "first_gradient_norm": self.result.gradient_norm.item(),
@@ -274,12 +265,8 @@ class TrainBench:
         for border in borders[1:]:
             self._step()
             border.record()
-        self._synchronize()
+        synchronized_seconds(self.device)
         return [begin.elapsed_time(end) for begin, end in itertools.pairwise(borders)]
-
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def main(request: str) -> None:

@@ -2,6 +2,6 @@
 
 from trifocal.checks.measurement import CheckResult, Measurement, Report, Skipped
 from trifocal.checks.registry import CHECKS, Check
-from trifocal.checks.runner import run, run_check
+from trifocal.checks.runner import run
 
-__all__ = ["CHECKS", "Check", "CheckResult", "Measurement", "Report", "Skipped", "run", "run_check"]
+__all__ = ["CHECKS", "Check", "CheckResult", "Measurement", "Report", "Skipped", "run"]

@@ -101,7 +101,7 @@ def _by_oracle(
 
 
 def backend_parity(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement | Skipped:
-    """The Triton kernels give what the reference gives: output and every gradient, against float64, same choice."""
+    """The Triton kernels give the reference's output and gradients, against float64, with the same choice."""
     dtype = torch.bfloat16
     worst, details = 0.0, []
     for geometry, lengths in ((MINIMAL, (301,)), (MINIMAL, (170, 1, 15, 115))):
@@ -110,7 +110,7 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
         ).leaves()
         exact = inputs.leaves(torch.float64)
         borders = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
-        choice = _any_choice(geometry, lengths, inputs.k_cmp.shape[2], device)
+        choice = _arbitrary_choice(geometry, lengths, inputs.k_cmp.shape[2], device)
         rules = {"cu_seqlens": borders, "selected_blocks": choice}
         try:
             o = attention(*inputs, geometry, backend="triton", **rules)
@@ -124,7 +124,7 @@ def backend_parity(device: torch.device, *, attention: Attention = nsa_attention
     return Measurement(worst, allowed(dtype, device), "error", tuple(details))
 
 
-def _any_choice(geometry: Geometry, lengths: tuple[int, ...], num_groups: int, device: torch.device) -> Tensor:
+def _arbitrary_choice(geometry: Geometry, lengths: tuple[int, ...], num_groups: int, device: torch.device) -> Tensor:
     """The first block, the own one and some between: valid for every query, and different for neighbours."""
     positions = torch.cat([torch.arange(length) for length in lengths])
     own = positions // geometry.selection_block_size

@@ -48,7 +48,7 @@ def layer_sweep(
     """Step time and memory of the minimal model at 1 to 24 layers: nothing special happens at five.
 
     The figure is the exponent with which time or stored bytes grow from 12 to 24 layers, or from 1 to 24. Bound:
-    linear growth is 1, or less with what does not depend on depth; quadratic is 2; half-way lies 1.5.
+    linear growth is 1, or less because of constant parts; quadratic is 2; half-way lies 1.5.
 
     The time is the fastest of interleaved rounds, in which another process's burst hits one round, not one depth.
     Other processes only ever add to it, so a time that grows too fast is measured again, up to `most_rounds`.
@@ -69,7 +69,7 @@ def layer_sweep(
 
 
 def machine_busy() -> tuple[str, ...]:
-    """A line if more processes want to run than there are cores: times of this machine are then not its own."""
+    """A line if more processes want to run than there are cores: times then include other programs."""
     try:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):
@@ -90,7 +90,7 @@ def stored_memory_growth(device: torch.device, *, make_model: MakeModel = Decode
     """The memory that a model stores for backward grows linearly with length.
 
     The figure compares the bytes that a token costs between the two longer lengths with those between the two
-    shorter ones. Bound: 1 for linear growth, and one percent for what is rounded up to whole blocks.
+    shorter ones. Bound: 1 for linear growth, and one percent for rounding up to whole blocks.
     """
     model = make_model(minimal_config(2)).to(device)
     lengths = (256, 512, 1024)
@@ -137,12 +137,12 @@ def operation_count(device: torch.device, *, make_model: MakeModel = DecoderLM) 
     return Measurement(spread, 0, "operations", (*details, *(_differing(list(counts.values())) if spread else ())))
 
 
-def _differing(counts: Sequence[Counter[str]], most: int = 8) -> list[str]:
-    """The operations whose number differs, those that differ most first, with the number at each length."""
+def _differing(counts: Sequence[Counter[str]]) -> list[str]:
+    """The eight operations whose numbers differ most, with the number at each length."""
     numbers = {name: [count[name] for count in counts] for name in sorted(set().union(*counts))}
     differing = {name: found for name, found in numbers.items() if len(set(found)) > 1}
     ranked = sorted(differing, key=lambda name: min(differing[name]) - max(differing[name]))
-    return [f"{name}: {', '.join(map(str, differing[name]))}" for name in ranked[:most]]
+    return [f"{name}: {', '.join(map(str, differing[name]))}" for name in ranked[:8]]
 
 
 def _step(model: DecoderLM, tokens: Tensor) -> None:

@@ -47,10 +47,10 @@ class CheckResult:
         name: As `--only` takes it.
         guards: The failures, as `trifocal.checks.registry` numbers them, that the check guards against.
         what: The property that it proves, in a few words.
-        status: How it ended. A check that raises has failed.
+        status: "passed", "failed" or "skipped". A check that raises has failed.
         figure, bound, unit: See `Measurement`; None where there is none.
         details: Lines for a person; the reason of a skip or an error.
-        seconds: How long it took.
+        seconds: Its duration.
     """
 
     name: str
@@ -95,15 +95,15 @@ class Report:
             table.add_row(
                 result.name,
                 ",".join(map(str, result.guards)),
-                "" if result.figure is None else shown(result.figure),
-                "" if result.bound is None else f"≤ {shown(result.bound)}",
+                "" if result.figure is None else format_number(result.figure),
+                "" if result.bound is None else f"≤ {format_number(result.bound)}",
                 result.unit,
                 _STATUS_MARKUP[result.status],
             )
         return table
 
     def summary(self) -> str:
-        """How many passed, failed and were skipped, in one line."""
+        """Numbers of passed, failed and skipped checks, in one line."""
         counts = {status: sum(result.status == status for result in self.results) for status in _STATUSES}
         seconds = sum(result.seconds for result in self.results)
         return ", ".join(f"{count} {status}" for status, count in counts.items()) + f" in {seconds:.0f} s"
@@ -130,7 +130,7 @@ _STATUS_MARKUP = {"passed": "[green]passed[/]", "failed": "[bold red]FAILED[/]",
 _STATUSES: tuple[Status, ...] = ("passed", "failed", "skipped")
 
 
-def shown(value: float) -> str:
+def format_number(value: float) -> str:
     """A number as the table shows it: whole ones whole, others with three digits."""
     if not math.isfinite(value):
         return str(value)

@@ -126,7 +126,7 @@ def decode(device: torch.device, *, make_model: MakeModel = make_model) -> Measu
 
     Prefills of every length from 1 to three times the larger of selection block and window, three tokens decoded
     after each; one sequence decoded from its second token to its last, one at a time and three at a time; one
-    prefilled in chunks. In float64. Bound: each layer may add what an attention may differ from dense attention.
+    prefilled in chunks. In float64. Bound: each layer may add the error that full coverage allows to one attention.
     """
     worst, details = 0.0, []
     for name_of_model, changes in (("nsa", {}), ("dense", {"attention": "dense"}), ("mixed", MIXED)):
@@ -151,7 +151,7 @@ def decode(device: torch.device, *, make_model: MakeModel = make_model) -> Measu
 
 
 def batch_invariance(device: torch.device) -> Measurement:
-    """What is decoded of a sequence has the same bits alone and in company, for both models.
+    """A sequence decoded alone and in a batch gives the same bits, for both models.
 
     Five sequences of other lengths, decoded alone and then together, in fp32 by the code that `auto` chooses here. The
     figure counts the logits that differ by a single bit. Bound: none.

@@ -103,7 +103,7 @@ def first_batch(config: DataConfig) -> Batch:
 
 
 def failing_source(_device: torch.device, *, first_batch: Callable[[DataConfig], Batch] = first_batch) -> Measurement:
-    """A data source that fails says so and stops; nothing falls back to other data.
+    """A data source that fails raises; there is no fallback to other data.
 
     The figure counts failing sources that gave a batch all the same. Bound: none.
     """

@@ -41,7 +41,7 @@ DDP_CASES = (
     Case("ddp", accumulation=2, static_graph=True),
     Case("ddp", accumulation=2, after=True),
 )
-"""Among them what was reported not to work: 5 and 12 layers, checkpointing, a static graph, unused parameters."""
+"""Among them the cases reported not to work: 5 and 12 layers, checkpointing, a static graph, unused parameters."""
 SHARDED_CASES = (
     *(
         Case(mode, shards=shards, checkpointing=recompute, accumulation=count)
@@ -108,10 +108,10 @@ def _worst(cases: Sequence[Case], device: torch.device, prepare: str, **variable
 def measure(
     cases: Sequence[Case], device: torch.device, prepare: str = "", **variables: str
 ) -> list[tuple[float, str]]:
-    """Start the processes, and read what they measured.
+    """Start the processes, and read their figures.
 
     Args:
-        cases: What to measure.
+        cases: The cases.
         device: GPUs are used where there are enough.
         prepare: See `process_worker.main`.
         variables: For the processes' environment.

@@ -25,7 +25,7 @@ from trifocal.train.run_config import OptimizerSection
 LENGTH = 40
 ROWS_PER_PROCESS = 2
 TIMEOUT_SECONDS = 60.0
-# The second step is the first in which DDP uses what it learnt: new buckets, and a static graph.
+# The second step is the first in which DDP uses its new buckets, and a static graph.
 _SEEDS = (1, 2)
 
 
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The mode, and what differs from the default."""
+        """The mode, and the fields that differ from the default."""
         parts: list[str] = [self.mode]
         for field in dataclasses.fields(self)[1:]:
             value = getattr(self, field.name)
@@ -67,14 +67,14 @@ class Case:
         return ", ".join(parts)
 
 
-def whole(tensor: Tensor | None) -> Tensor:
+def full_tensor(tensor: Tensor | None) -> Tensor:
     """The whole tensor, gathered from its shards where it has any."""
     assert tensor is not None
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def spread(case: Case, processes: Processes) -> tuple[DecoderLM, Parallel]:
-    """The case's model and its parallel form."""
+def parallelize_case(case: Case, processes: Processes) -> tuple[DecoderLM, Parallel]:
+    """Make the case's model and parallelize it."""
     model = _model(case.num_layers, processes)
     if case.checkpointing:
         model.set_activation_checkpointing(0, case.num_layers)
@@ -113,13 +113,13 @@ def gradients_of_one(num_layers: int, processes: Processes) -> list[list[Tensor]
         tokens = _tokens(processes, seed)
         model.zero_grad(set_to_none=True)
         model(tokens, tokens.roll(-1, 1)).backward()
-        found.append([whole(parameter.grad) for parameter in model.parameters()])
+        found.append([full_tensor(parameter.grad) for parameter in model.parameters()])
     return found
 
 
 def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]]) -> tuple[float, str]:
     """Largest difference of a gradient from one process's, relative to that gradient's largest entry; and whose."""
-    model, parallel = spread(case, processes)
+    model, parallel = parallelize_case(case, processes)
     worst, name = 0.0, ""
     for seed, expected in zip(_SEEDS, one, strict=True):
         model.zero_grad(set_to_none=True)
@@ -127,7 +127,7 @@ def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]
         for (key, parameter), exact in zip(model.named_parameters(), expected, strict=True):
             if parameter.grad is None:
                 return float("inf"), key
-            found = whole(parameter.grad)
+            found = full_tensor(parameter.grad)
             relative = ((found - exact).abs().max() / exact.abs().max()).item()
             if not relative <= worst:
                 worst, name = relative, key
@@ -135,9 +135,9 @@ def gradient_difference(case: Case, processes: Processes, one: list[list[Tensor]
 
 
 def parameters_that_differ(case: Case, processes: Processes) -> tuple[float, str]:
-    """How many parameters differ by a bit between processes after some steps, or were not moved; and the first."""
-    model, parallel = spread(case, processes)
-    before = [whole(parameter.detach()).clone() for parameter in model.parameters()]
+    """Number of parameters that differ by a bit between processes after some steps, or did not move; and the first."""
+    model, parallel = parallelize_case(case, processes)
+    before = [full_tensor(parameter.detach()).clone() for parameter in model.parameters()]
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-2))
     for step in range(case.steps):
         optimizer.zero_grad(set_to_none=True)
@@ -145,7 +145,7 @@ def parameters_that_differ(case: Case, processes: Processes) -> tuple[float, str
         parameters = list(model.parameters())
         loss = torch.zeros((), device=processes.device)
         guarded_step(optimizer, parameters, gradient_norm(parameters), loss, 1.0)
-    after = [whole(parameter.detach()) for parameter in model.parameters()]
+    after = [full_tensor(parameter.detach()) for parameter in model.parameters()]
     copies = processes.gather([tensor.cpu().numpy() for tensor in after])
     wrong = [
         name

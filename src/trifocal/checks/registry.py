@@ -1,6 +1,6 @@
 """The checks by name, in the order in which they run, and the failures of earlier systems that each guards against.
 
-| # | what went wrong |
+| # | failure |
 |---|---|
 | 1 | a step that took minutes and looked like a hang: loops over tokens |
 | 2 | a hang and slowness could not be told apart |
@@ -9,7 +9,7 @@
 | 5 | checkpointing with sharded weights (as 1 and 3) |
 | 6 | tens of gigabytes for a small model: a copy of keys and values per query |
 | 7 | a loss near zero: queries that saw the token after them |
-| 8 | a reference with the bugs of what it judged |
+| 8 | a reference with the bugs of the code that it judged |
 | 9 | a single query that saw only the first key |
 | 10 | decoding that differed from training |
 | 11 | scores that depended on absolute position |
@@ -59,7 +59,7 @@ CHECKS: tuple[Check, ...] = (
     Check("full-coverage-fp64", (8,), "the same, in float64", attention_checks.full_coverage_float64),
     Check("oracle-fp64", (7, 8), "attention and gradients, in float64", attention_checks.float64_oracle),
     Check("oracle-fp32", (8,), "attention and gradients, in float32", attention_checks.float32_oracle),
-    Check("backend-parity", (8,), "the kernels give what the reference gives", attention_checks.backend_parity),
+    Check("backend-parity", (8,), "the kernels give the reference's results", attention_checks.backend_parity),
     Check("rope-distance", (11,), "scores depend on distance alone", positions.rope_distance),
     Check("future-leak", (7,), "no output depends on a later token", model_checks.future_leak),
     Check("decode-equals-prefill", (9, 10), "decoding gives the logits of one pass", model_checks.decode),

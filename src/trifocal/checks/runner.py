@@ -7,6 +7,7 @@ import torch
 
 from trifocal.checks.measurement import CheckResult, Measurement, Report, Skipped, Status
 from trifocal.checks.registry import Check, choose
+from trifocal.errors import one_line
 from trifocal.runlog import environment
 from trifocal.train.preflight import choose_device
 from trifocal.train.random_state import random_state, restore_random_state
@@ -31,7 +32,7 @@ def run(
         on_result: Called after each check.
 
     Returns:
-        The report; `exit_status` is what a command should exit with.
+        The report; a command should exit with its `exit_status`.
 
     Raises:
         UserError: If a name is unknown, or there is no such device.
@@ -67,8 +68,8 @@ def run_check(check: Check, device: torch.device) -> CheckResult:
         return CheckResult(*identity, status, found.figure, found.bound, found.unit, found.details, seconds)
     if isinstance(found, Skipped):
         return CheckResult(*identity, "skipped", None, None, "", (found.reason,), seconds)
-    lines = " ".join(str(found).split())
-    return CheckResult(*identity, "failed", None, None, "", (f"{type(found).__name__}: {lines}",), seconds)
+    detail = f"{type(found).__name__}: {one_line(found, 1000)}"
+    return CheckResult(*identity, "failed", None, None, "", (detail,), seconds)
 
 
 def _describe(device: torch.device) -> str:

@@ -20,7 +20,7 @@ from trifocal.data import Batch, DataConfig
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.runlog import Heartbeat, read_metrics
-from trifocal.testing.small_models import SMALL
+from trifocal.testing.small_models import small_config
 from trifocal.train.checkpoint import load_checkpoint
 from trifocal.train.checkpoint_folders import checkpoint_path
 from trifocal.train.launch import resume, train
@@ -45,31 +45,22 @@ RESUME_STEPS = 6
 
 
 def random_token_floor(device: torch.device, *, train: Train = train) -> Measurement:
-    """On fresh, uniformly random tokens no loss may fall under ln(vocab): a model that gets there looks ahead.
+    """On fresh, uniformly random tokens no loss may fall under ln(vocab): a lower loss needs later tokens.
 
     The figure is how far the mean loss of the second half of a short training lies under the floor, in its standard
     errors. Bound: 4, which chance passes once in 30,000 times.
     """
     vocab_size = 8
-    model = ModelConfig(
-        vocab_size=vocab_size,
-        dim=32,
-        num_layers=1,
-        num_heads=2,
-        num_kv_heads=1,
-        head_dim=16,
-        value_dim=16,
-        mlp_dim=64,
-        geometry=Geometry(
-            compression_block_size=2,
-            compression_stride=2,
-            selection_block_size=4,
-            num_selected_blocks=2,
-            num_initial_blocks=0,
-            num_local_blocks=1,
-            window_size=2,
-        ),
+    geometry = Geometry(
+        compression_block_size=2,
+        compression_stride=2,
+        selection_block_size=4,
+        num_selected_blocks=2,
+        num_initial_blocks=0,
+        num_local_blocks=1,
+        window_size=2,
     )
+    model = small_config(vocab_size=vocab_size, num_layers=1, geometry=geometry)
     with _folder() as folder:
         directory = folder / "run"
         train(
@@ -89,13 +80,11 @@ def random_token_floor(device: torch.device, *, train: Train = train) -> Measure
     second_half = losses[FLOOR_STEPS // 2 :]
     floor = math.log(vocab_size)
     mean = statistics.mean(second_half)
-    spread = statistics.stdev(second_half) / len(second_half) ** 0.5
-    return Measurement(
-        (floor - mean) / spread,
-        4,
-        "std. errors",
-        (f"mean loss {mean:.4f} over {len(second_half)} steps, floor {floor:.4f}, standard error {spread:.4f}",),
+    standard_error = statistics.stdev(second_half) / len(second_half) ** 0.5
+    detail = (
+        f"mean loss {mean:.4f} over {len(second_half)} steps, floor {floor:.4f}, standard error {standard_error:.4f}"
     )
+    return Measurement((floor - mean) / standard_error, 4, "std. errors", (detail,))
 
 
 def resume_bit_for_bit(device: torch.device, *, resume: Callable[..., TrainResult] = resume) -> Measurement:
@@ -131,7 +120,7 @@ def master_weights(
     were, as bf16 weights would. Bound: none.
     """
     torch.manual_seed(0)
-    config = _small_model()
+    config = small_config(vocab_size=257)
     model = make_model(config).to(device)
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-6, weight_decay=0.0))
     tokens = torch.randint(config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -161,24 +150,10 @@ def master_weights(
     return Measurement(len(wrong), 0, "tensors", details)
 
 
-def _small_model() -> ModelConfig:
-    return ModelConfig(
-        vocab_size=257,
-        dim=32,
-        num_layers=2,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=8,
-        value_dim=8,
-        mlp_dim=64,
-        geometry=SMALL,
-    )
-
-
 def _small_run(directory: Path, text: Path, device: torch.device) -> RunConfig:
     return RunConfig(
         run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
-        model=_small_model(),
+        model=small_config(vocab_size=257),
         data=DataConfig(source=f"text:{text}", validation_fraction=0.0, shuffle_documents=4, shuffle_sequences=8),
         train=TrainSection(steps=RESUME_STEPS, sequence_length=48, global_batch_size=4, micro_batch_size=2),
         optimizer=OptimizerSection(learning_rate=1e-2),

@@ -17,10 +17,10 @@ COMMANDS = {
     "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
     "convert": "a sparse model from a dense one of ours or of Hugging Face: DIR OUT --to selected or nsa",
-    "evaluate": "what a trained model can do, loss by position, needles, recall: RUN_DIR",
+    "evaluate": "loss, loss by position, needles and recall of a trained model: RUN_DIR",
     "export": "a trained model as a folder that transformers reads: RUN_DIR DIR",
     "check": "prove this installation right on this machine",
-    "doctor": "what this machine can do, what each preset or CONFIG.toml needs here, and what mends what is wrong",
+    "doctor": "examine this machine, the needs of each preset or CONFIG.toml here, and the remedy of each fault",
     "report": "one self-contained HTML page of a run: RUN_DIR",
     "watch": "a run live in the terminal: RUN_DIR",
     "bench": "speed beside dense attention, in one run: attention, train or decode",
@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _fail(message: str, status: int) -> int:
-    # The status says it too, where nobody reads standard error.
+    # Standard error may be closed; the status is enough then.
     with contextlib.suppress(OSError):
         print(f"trifocal: {printable(' '.join(message.split()))}", file=sys.stderr)
     return status

@@ -189,7 +189,7 @@ def _measure(bench: Bench, options: BenchOptions, file: ResultFile) -> int:
 
     recorder = Recorder(options.seconds, _say, write)
     bench.measure(options, recorder)
-    _show(bench, recorder.rows, tables())
+    _show(bench, recorder.rows, tables() | recorder.tables)
     print(f"{file.page}\n{file.json}")
     if bench.plots and any(row["status"] == OK for row in recorder.rows):
         _plot_if_possible(file.json)

@@ -9,7 +9,7 @@ from typing import Literal
 from rich.console import Console
 
 from trifocal import checks
-from trifocal.checks.measurement import shown
+from trifocal.checks.measurement import format_number
 from trifocal.cli.output import check_output
 from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments
@@ -51,7 +51,7 @@ def run(args: Sequence[str]) -> int:
     def on_result(result: checks.CheckResult) -> None:
         line = f"{result.status:8}{result.name}, {result.seconds:.1f} s"
         if result.figure is not None and result.bound is not None:
-            line += f": {shown(result.figure)} {result.unit}, at most {shown(result.bound)}"
+            line += f": {format_number(result.figure)} {result.unit}, at most {format_number(result.bound)}"
         style = {"passed": "green", "failed": "bold red", "skipped": "yellow"}[result.status]
         console.print(line, style=style, markup=False, highlight=False)
         for line in result.details:

@@ -21,7 +21,7 @@ from trifocal.train.presets import presets
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorArguments:
-    """Show what this machine can do, what each preset needs, and the command that mends each fault.
+    """Show the abilities of this machine, the needs of each preset, and the command that mends each fault.
 
     Exit status 1 if something stops training. Under half a minute.
     """
@@ -35,7 +35,7 @@ class DoctorArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Examine the machine, show what was found.
+    """Examine the machine and show the findings.
 
     Raises:
         UserError: If a config cannot be read.

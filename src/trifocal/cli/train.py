@@ -15,7 +15,7 @@ from trifocal.distributed import PeerLost, leave_at_once
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
-from trifocal.runlog.standard_streams import LastingStreams, discard_lost_output, open_closed_descriptors
+from trifocal.runlog.standard_streams import FaultTolerantStreams, discard_lost_output, open_closed_descriptors
 from trifocal.runlog.traces import AnomalyFound
 from trifocal.train.arguments import HELP, load_config, override, read_flags, show_help
 from trifocal.train.launch import resume, resume_command, train
@@ -42,14 +42,14 @@ class TrainArguments(RunConfig):
 
 
 def run(args: Sequence[str]) -> int:
-    """Train, and say what to do next.
+    """Train, and print the next commands.
 
     Raises:
         UserError: If an argument, the config, the data or a checkpoint is bad.
     """
     open_closed_descriptors()
     try:
-        with LastingStreams():
+        with FaultTolerantStreams():
             return _run(args)
     finally:
         discard_lost_output()

@@ -14,7 +14,7 @@ from rich.live import Live
 from trifocal.cli.console import SafeConsole
 from trifocal.errors import UserError
 from trifocal.paths import user_path
-from trifocal.report.live_view import Silences, render, verdicts
+from trifocal.report.live_view import SilenceClock, render, verdicts
 from trifocal.runlog.run import read_run
 from trifocal.train.arguments import parse_arguments
 
@@ -46,7 +46,7 @@ def run(args: Sequence[str]) -> int:
         UserError: If there is no run, or it is on another machine.
     """
     options: WatchArguments = parse_arguments(WatchArguments, args, prog="trifocal watch")
-    console, silences = SafeConsole(), Silences()
+    console, silences = SafeConsole(), SilenceClock()
     directory = _local(options.run_directory)
     watched = read_run(directory, whole_heartbeats=False)
     if options.interval_seconds == 0 or not console.is_terminal:

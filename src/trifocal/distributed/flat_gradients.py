@@ -36,5 +36,5 @@ class FlatGradients:
 
     def exchange(self, watch: GradientWatch) -> None:
         """Sum the gradients over all processes; `watch` sees those of this process before."""
-        watch.look(self._all)
+        watch.check(self._all)
         dist.all_reduce(self._all)

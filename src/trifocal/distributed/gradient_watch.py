@@ -32,7 +32,7 @@ class GradientWatch:
         self._observer: Observer | None = None
         self._parts: dict[str, FSDPModule] = {}
 
-    def look(self, buffer: Tensor) -> None:
+    def check(self, buffer: Tensor) -> None:
         """Update the largest entry with a buffer of gradients; NaN and infinity are kept."""
         largest = torch.linalg.vector_norm(buffer.detach(), ord=torch.inf).float()
         torch.maximum(self._largest, largest, out=self._largest)
@@ -54,7 +54,7 @@ class GradientWatch:
                 place in the buffer, and DDP rebuilds its buckets after its first step: the first step of a resumed
                 run would differ by roundings from the same step of an uninterrupted one.
         """
-        module.register_comm_hook(self, _look_and_average_one_by_one if one_by_one else _look_and_average)
+        module.register_comm_hook(self, _check_and_average_one_by_one if one_by_one else _check_and_average)
 
     def watch_fsdp(self, module: nn.Module) -> None:
         """Check the gradients of every sharded module before they are reduced and scattered.
@@ -65,7 +65,7 @@ class GradientWatch:
             if isinstance(part, FSDPModule):
                 name = path or "model"
                 self._parts[name] = part
-                part.set_custom_reduce_scatter(_LookingReduceScatter(self, name))
+                part.set_custom_reduce_scatter(_CheckedReduceScatter(self, name))
 
     def observe(self, observer: Observer | None) -> None:
         """Call an observer at every exchange from now on, also at all-gathers of weights; None for no observer."""
@@ -78,8 +78,8 @@ class GradientWatch:
         return None if self._observer is None else self._observer(kind, name, buffer, parameters)
 
 
-def _look_and_average(watch: GradientWatch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    watch.look(bucket.buffer())
+def _check_and_average(watch: GradientWatch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    watch.check(bucket.buffer())
     end = watch.begin("all_reduce", f"bucket {bucket.index()}", bucket.buffer(), bucket.parameters())
     averaged = allreduce_hook(None, bucket)  # type: ignore[arg-type]
     if end is None:
@@ -92,9 +92,9 @@ def _look_and_average(watch: GradientWatch, bucket: dist.GradBucket) -> torch.fu
     return averaged.then(noted)
 
 
-def _look_and_average_one_by_one(watch: GradientWatch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def _check_and_average_one_by_one(watch: GradientWatch, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     buffer = bucket.buffer()
-    watch.look(buffer)
+    watch.check(buffer)
     end = watch.begin("all_reduce", f"bucket {bucket.index()}", buffer, bucket.parameters())
     buffer.div_(dist.get_world_size())
     works = [dist.all_reduce(gradient, async_op=True) for gradient in bucket.gradients()]
@@ -118,12 +118,12 @@ def _call_at_end(work: Any, end: Callable[[], None] | None) -> Any:
     return work
 
 
-class _LookingReduceScatter(DefaultReduceScatter):
+class _CheckedReduceScatter(DefaultReduceScatter):
     def __init__(self, watch: GradientWatch, name: str) -> None:
         self._watch, self._name = watch, name
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **options: Any) -> Any:
-        self._watch.look(input_tensor)
+        self._watch.check(input_tensor)
         end = self._watch.begin("reduce_scatter", self._name, input_tensor, [])
         return _call_at_end(super().__call__(output_tensor, input_tensor, *args, **options), end)
 

@@ -37,7 +37,7 @@ def choose_mode(wanted: str, processes: Processes, config: ModelConfig) -> tuple
     Args:
         wanted: "auto" or a mode.
         processes: Of the run.
-        config: The model, whose size decides under "auto".
+        config: The model; its size decides under "auto".
 
     Returns:
         The mode, and a sentence with the reason for the log; empty for a single process that asked for no other.
@@ -207,7 +207,7 @@ def _mesh(processes: Processes, mode: Mode, shards: int) -> dist.DeviceMesh:
     return init_device_mesh(kind, (size // shards, shards), mesh_dim_names=("replicate", "shard"))
 
 
-def whole_model(model: DecoderLM, processes: Processes) -> DecoderLM | None:
+def gather_full_model(model: DecoderLM, processes: Processes) -> DecoderLM | None:
     """The model itself with whole parameters, in rank 0; None elsewhere.
 
     Every process must call this with a sharded model.

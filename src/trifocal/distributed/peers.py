@@ -15,12 +15,11 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from trifocal.distributed.processes import Processes
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
+from trifocal.runlog.proc import process_state
 
 Row = dict[str, Any]
 
@@ -98,7 +97,7 @@ class Peers:
                 # The store may have ended with its process.
                 sentence = self._gone() or self._failed()
             if sentence is not None:
-                return PeerLost(f"{sentence}; rank {self._processes.rank} stops too ({_short(error)})")
+                return PeerLost(f"{sentence}; rank {self._processes.rank} stops too ({one_line(error)})")
             time.sleep(_INTERVAL_SECONDS / 4)
         self._explaining.clear()
         return None
@@ -108,7 +107,8 @@ class Peers:
         host = socket.gethostname()
         for rank, seen in sorted(self._seen.items()):
             if seen.note["status"] == "running" and seen.note["host"] == host:
-                exists = _exists(seen.note["pid"])
+                # A killed process stays a zombie (Z) until its parent waits for it.
+                exists = process_state(seen.note["pid"]) not in ("X", "x", "Z")
                 if seen.existed and not exists:
                     return f"rank {rank} (process {seen.note['pid']}) is gone, {_last_seen(seen.note)}"
                 seen.existed |= exists
@@ -126,7 +126,7 @@ class Peers:
                 failing_since = now if failing_since is None else failing_since
                 sentence = self._gone() or self._failed()
                 if sentence is None and now - failing_since > self._silence_seconds:
-                    sentence = f"the rendezvous store does not answer ({_short(error)})"
+                    sentence = f"the rendezvous store does not answer ({one_line(error)})"
             if sentence is None or self._explaining.is_set():
                 lost_since = None
                 continue
@@ -214,36 +214,17 @@ class Peers:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._processes.size == 1:
             return
         self._stop.set()
         self._thread.join()
-        message = f"{type(error).__name__}: {_short(error)}" if error is not None else ""
+        message = f"{type(error).__name__}: {one_line(error)}" if error is not None else ""
         with contextlib.suppress(RuntimeError):
             self._leave_note("finished" if error is None else "failed", message)
             if error is not None and not isinstance(error, UserError) and not getattr(error, "agreed", False):
                 # The store may end with this process: leave the others time to read the note.
                 time.sleep(2 * _INTERVAL_SECONDS)
-
-
-def _exists(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    status = Path(f"/proc/{pid}/stat")
-    if not status.parent.parent.is_dir():
-        return True
-    try:
-        # A killed process stays a zombie until its parent waits for it.
-        return status.read_text(errors="replace").rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 def _last_seen(note: Row) -> str:
@@ -252,7 +233,3 @@ def _last_seen(note: Row) -> str:
 
 def _place(note: Row) -> str:
     return f", {note['where']}" if note["where"] else ""
-
-
-def _short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:200]

@@ -36,7 +36,7 @@ class Processes:
         restarted: Whether an earlier start by the same torchrun had called `begin`.
         store: For notes to each other; None for a single process.
         group: Process group of the collectives; None for the default one.
-        launcher: torchrun's store, which outlives a start; None without torchrun.
+        launcher_store: torchrun's store, which outlives a start; None without torchrun.
     """
 
     rank: int = 0
@@ -46,22 +46,22 @@ class Processes:
     restarted: bool = False
     store: dist.Store | None = None
     group: dist.ProcessGroup | None = None
-    launcher: dist.Store | None = None
+    launcher_store: dist.Store | None = None
 
     @property
     def is_rank0(self) -> bool:
         """Whether this is rank 0, which writes files that are written once."""
         return self.rank == 0
 
-    def begin(self) -> None:
+    def mark_run_created(self) -> None:
         """Note that the run of this torchrun exists: after a restart the processes go on with it."""
-        if self.is_rank0 and self.launcher is not None:
-            self.launcher.set(_BEGUN, "")
+        if self.is_rank0 and self.launcher_store is not None:
+            self.launcher_store.set(_BEGUN, "")
 
-    def forget_begin(self) -> None:
+    def unmark_run_created(self) -> None:
         """Undo `begin`: the run will be deleted, and the next start is a first one."""
-        if self.is_rank0 and self.launcher is not None:
-            self.launcher.delete_key(_BEGUN)
+        if self.is_rank0 and self.launcher_store is not None:
+            self.launcher_store.delete_key(_BEGUN)
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Sum the values over all processes, in double precision; whole numbers up to 2^53 are exact."""
@@ -124,14 +124,14 @@ class Processes:
             result = action()
         except Exception as caught:
             error = caught
-        self.agree(error)
+        self.raise_on_all(error)
         return result  # type: ignore[no-any-return]
 
     def run_on_rank0(self, action: Callable[[], T]) -> T:
         """Call a function in rank 0 alone, and return its result, or raise its error, in all processes."""
         return self.gather(self.run_on_all(lambda: action() if self.is_rank0 else None))[0]  # type: ignore[return-value]
 
-    def agree(self, error: Exception | None) -> None:
+    def raise_on_all(self, error: Exception | None) -> None:
         """Raise in every process if there is an error in any; see `run_on_all`."""
         errors = self.gather(None if error is None else _portable(error))
         for rank, found in enumerate(errors):
@@ -202,8 +202,12 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     timeout = timedelta(seconds=timeout_seconds)
     launched = "TORCHELASTIC_RUN_ID" in os.environ
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        launcher = next(dist.rendezvous("env://", timeout=timeout))[0] if launched else None
-        yield Processes(device=device, restarted=launcher is not None and launcher.check([_BEGUN]), launcher=launcher)
+        launcher_store = next(dist.rendezvous("env://", timeout=timeout))[0] if launched else None
+        yield Processes(
+            device=device,
+            restarted=launcher_store is not None and launcher_store.check([_BEGUN]),
+            launcher_store=launcher_store,
+        )
         return
     place = {name: int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if device.type == "cuda":
@@ -234,9 +238,9 @@ def processes_started(device: torch.device, *, timeout_seconds: float = 600.0) -
     )
     # A connection of its own: the watching thread must not wait for requests of the training thread.
     notes = dist.PrefixStore(f"{start}/notes", store.clone())
-    launcher = store if launched else None
+    launcher_store = store if launched else None
     try:
-        yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarted, notes, launcher=launcher)
+        yield Processes(rank, size, place["LOCAL_WORLD_SIZE"], device, restarted, notes, launcher_store=launcher_store)
     except Exception as error:
         # After an error of this process alone, NCCL would wait for the others. The process ends anyway.
         if isinstance(error, UserError) or getattr(error, "agreed", False):

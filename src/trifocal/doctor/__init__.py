@@ -2,6 +2,5 @@
 
 from trifocal.doctor.examination import Examination, examine
 from trifocal.doctor.findings import Finding
-from trifocal.doctor.needs import Need
 
-__all__ = ["Examination", "Finding", "Need", "examine"]
+__all__ = ["Examination", "Finding", "examine"]

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from trifocal._version import __version__
-from trifocal.doctor import machine as looks
-from trifocal.doctor import probes
+from trifocal.doctor import machine, probes
 from trifocal.doctor.findings import Finding
 from trifocal.doctor.needs import DECODED_LENGTHS, EFFICIENCY, USABLE_SHARE, Machine, Need, need_of
 from trifocal.runlog import hardware
@@ -80,13 +79,13 @@ def examine(
     compiling = probes.CompileProbe(needed=any(configs[name].train.compile for name in asked))
     on_start("software and hardware")
     findings = [
-        looks.check_torch(),
-        *looks.check_gpus(),
-        *looks.check_driver(),
-        looks.check_cpu(),
-        *looks.check_shared_memory(),
-        *looks.check_variables(),
-        looks.check_compiler(),
+        machine.check_torch(),
+        *machine.check_gpus(),
+        *machine.check_driver(),
+        machine.check_cpu(),
+        *machine.check_shared_memory(),
+        *machine.check_variables(),
+        machine.check_compiler(),
     ]
     on_start("a kernel")
     findings.append(probes.check_triton())
@@ -94,10 +93,10 @@ def examine(
     findings += probes.check_collectives()
     on_start(f"the disk at {run_directory}")
     findings.append(probes.check_disk(run_directory))
-    findings += looks.check_extras()
+    findings += machine.check_extras()
     on_start("torch.compile")
     compiled = compiling.result(COMPILE_SECONDS)
-    # After it, as both want all cores.
+    # After it, as both use all cores.
     on_start("the speed of products")
     rates, finding = _rates(findings)
     findings += [compiled, finding]
@@ -108,7 +107,7 @@ def examine(
 
 
 def _rates(findings: list[Finding]) -> tuple[dict[str, float], Finding]:
-    """Speed of products by precision, and a finding that says it."""
+    """Speed of products by precision, and the finding about it."""
     usable = torch.cuda.is_available()
     if usable and any(f.name.startswith("gpu") and f.status == "broken" for f in findings):
         return {}, Finding("speed", "note", "not measured: a GPU does not compute")

@@ -21,9 +21,3 @@ class Finding:
     status: Status
     text: str
     remedy: str = ""
-
-
-def one_line(error: BaseException, most: int = 300) -> str:
-    """An exception as one line that fits into a table."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else text[: most - 1] + "…"

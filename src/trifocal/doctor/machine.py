@@ -8,11 +8,12 @@ from pathlib import Path
 
 import torch
 
-from trifocal.doctor.findings import Finding, one_line
+from trifocal.doctor.findings import Finding
+from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
 from trifocal.runlog import environment
 from trifocal.runlog.native_stacks import find_py_spy
-from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, crash_of_debug_level
+from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, compilers, crash_of_debug_level
 
 GIB = 2**30
 OLDEST_TORCH = (2, 11)
@@ -21,7 +22,7 @@ _SPARE_SHARED_MEMORY = GIB
 # The oldest Linux driver that runs programs of each major version of CUDA, by NVIDIA's table of compatibility.
 _DRIVERS = {"12": 525, "13": 580}
 
-# Extra of the package -> its modules, and what they are for.
+# Extra of the package -> its modules, and their use.
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "data": (
         ("datasets", "huggingface_hub", "pyarrow", "tokenizers"),
@@ -144,7 +145,7 @@ def check_cpu() -> Finding:
 
 
 def available_memory() -> int | None:
-    """Bytes that a process may still take, by the system and by the container; None where neither tells."""
+    """Bytes that a process may still take, by the system and by the container; None if neither is known."""
     bounds = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
@@ -167,12 +168,6 @@ def check_shared_memory() -> list[Finding]:
         text = f"/dev/shm has {total / 2**20:.0f} MiB: NCCL may find no room"
         return [Finding("shared memory", "note", text, "docker run --shm-size=8g …")]
     return [Finding("shared memory", "ok", f"{total / GIB:.0f} GiB in /dev/shm")]
-
-
-def compilers() -> list[str]:
-    """C and C++ compilers that PyTorch's compiler and Triton would find."""
-    wanted = [os.environ.get("CXX", ""), os.environ.get("CC", ""), "g++", "gcc", "clang++", "clang"]
-    return [found for name in wanted if name and (found := shutil.which(name))]
 
 
 def check_compiler() -> Finding:

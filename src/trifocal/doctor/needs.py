@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from trifocal.distributed import Processes, choose_mode
-from trifocal.doctor.findings import one_line
 from trifocal.doctor.machine import available_memory, installed
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.generate.paged_cache import cache_bytes, memory_for_caches, sequences_that_fit
 from trifocal.models import Memory, TrainingSetup, computed_flops_per_token, parameter_count, training_memory
 from trifocal.runlog.hardware import matmul_rate
@@ -39,9 +38,9 @@ class Machine:
     Attributes:
         device: Where training would run.
         processes: Devices of that kind.
-        available_bytes: Free memory of the fullest of them; None where the system does not tell.
+        available_bytes: Free memory of the fullest of them; None if unknown.
         rates: Speed of large products by precision, FLOP/s, measured here.
-        workspace_bytes: What libraries, or on a CPU the process itself, take.
+        workspace_bytes: Memory of libraries, or on a CPU of the process itself.
     """
 
     device: torch.device
@@ -90,20 +89,20 @@ class Need:
         parameters: Of the model.
         processes: That would train together.
         mode: How they would share the model.
-        backend: What would run the attention; "dense" for a dense model.
+        backend: The backend of the attention; "dense" for a dense model.
         memory: Of the fullest device, by formula.
-        available_bytes: What that device has.
-        fits: Whether the memory fits; None if the machine does not tell.
+        available_bytes: Free memory of that device.
+        fits: Whether the memory fits; None if the free memory is unknown.
         step_seconds: An estimate from computed FLOPs; None where the speed of products is unknown.
         tokens_per_step: Of all processes together.
         run_seconds: The estimate for all steps.
         disk_bytes: Of checkpoints, at most at a time.
         cache_token_bytes: Of the caches in `trifocal generate`, for a token of a sequence, all layers together.
-        cached_sequences: How many sequences of each of `DECODED_LENGTHS` fit into one device beside the model; None if
-            the machine does not tell its memory.
-        problem: Why the run would be refused; empty if it would not.
-        remedy: What mends that.
-        advice: What makes it fit; empty if it does.
+        cached_sequences: Number of sequences of each of `DECODED_LENGTHS` that fit on one device beside the model; None
+            if its memory is unknown.
+        problem: The reason why the run would be refused; empty if it would not.
+        remedy: The command or the flags that mend that.
+        advice: The flags that make it fit; empty if it does.
     """
 
     name: str
@@ -181,7 +180,7 @@ def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = ""
         config: The configuration.
         machine: This machine.
         processes: That train together.
-        mode: How they share the model, instead of what the configuration says.
+        mode: How they share the model, in place of the configuration's.
     """
     train, parallel = config.train, config.parallel
     group = Processes(size=processes, local_size=processes, device=machine.device)
@@ -249,7 +248,7 @@ def advice(config: RunConfig, machine: Machine, usable: int) -> str:
 
 
 def _smaller(config: RunConfig) -> Iterator[tuple[RunConfig, str]]:
-    """The configuration in less memory, as it costs more and more time, and the flags that say so.
+    """The configuration in less memory, at a growing cost of time, and the flags of each step.
 
     Smaller micro-batches, then recomputed activations as well, from the largest micro-batch on.
     """

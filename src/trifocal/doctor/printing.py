@@ -50,7 +50,7 @@ def _findings(examination: Examination) -> Table:
 
 
 def _needs(examination: Examination) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False, title="What each configuration would need here", title_justify="left")
+    table = Table(box=box.SIMPLE, pad_edge=False, title="Needs of each configuration here", title_justify="left")
     for heading in ("configuration", "parameters", "on", "memory", "fits", "step", "whole run", "disk"):
         number = heading in ("parameters", "memory", "step", "whole run", "disk")
         table.add_column(heading, justify="right" if number else "left", overflow="fold")
@@ -83,7 +83,7 @@ def _lines(examination: Examination) -> Iterator[str]:
 def _closing(examination: Examination) -> Iterator[str]:
     if examination.needs:
         yield (
-            f"Memory is by formula, for the fullest device; it fits if it is under {USABLE_SHARE:.0%} of what is free. "
+            f"Memory is by formula, for the fullest device; it fits under {USABLE_SHARE:.0%} of the free memory. "
             "Times are estimates: the operations that a step computes, at a share of the measured speed of large "
             f"products ({EFFICIENCY['cuda']:.0%} on a GPU, {EFFICIENCY['cpu']:.0%} on a CPU). Expect them to be off by "
             "a factor of two or three."

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from trifocal.nn.attention_base import AttentionBase, Past, RotaryTables, check_input, locate
+from trifocal.nn.attention_base import AttentionBase, Past, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
 from trifocal.nn.rope import rotate
@@ -84,7 +84,7 @@ class NSAttention(AttentionBase):
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
-            past: Earlier tokens, which says where these ones lie; no other argument counts with it.
+            past: Earlier tokens, which give these their positions; the other arguments are ignored with it.
 
         Returns:
             [B, T, E].
@@ -93,7 +93,7 @@ class NSAttention(AttentionBase):
             ValueError: If the borders do not fit.
         """
         check_input(x, self.q_proj.in_features)
-        documents, positions = locate(x, cu_seqlens)
+        documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
         if isinstance(self.gate, SigmoidGate):
             q, keys, values, [logits] = self._project(x, self.gate.proj)
@@ -167,7 +167,7 @@ class DenseAttention(AttentionBase):
         How packed documents are attended to: `trifocal.nn.packed`.
         """
         check_input(x, self.q_proj.in_features)
-        documents, positions = locate(x, cu_seqlens)
+        documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
         if past is not None:

@@ -32,7 +32,7 @@ class RotaryTables(NamedTuple):
 
 
 class Past(Protocol):
-    """Earlier tokens of a batch, from which an attention layer takes what its queries see."""
+    """Keys and values of the earlier tokens of a batch."""
 
     def attend(
         self, attention: nn.Module, q: Tensor, keys: list[Tensor], values: list[Tensor], gates: Tensor | None
@@ -115,7 +115,7 @@ class AttentionBase(nn.Module):
 
     def rotary_tables(self, x: Tensor, cu_seqlens: Documents | None = None) -> RotaryTables:
         """Tables to be shared by layers alike; x [B, T, E] gives length, device, type."""
-        documents, positions = locate(x, cu_seqlens)
+        documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
         tables = self._rotary_tables(positions, x, length)
         if self.geometry is None:
@@ -136,7 +136,7 @@ class AttentionBase(nn.Module):
         # Of three branches, the second.
         k = projected.unflatten(-1, (self.branches, self.num_kv_heads, self.head_dim))[:, :, self.branches // 2]
         k = k if self.k_norm is None else self.k_norm(k)
-        _, positions = locate(projected, documents)
+        _, positions = documents_and_positions(projected, documents)
         return rotate(k, *self._rotary_tables(positions, k, self._length(projected, documents)))
 
     def _rotate_compressed(
@@ -197,7 +197,7 @@ class AttentionBase(nn.Module):
         return q, keys, values, parts[2 * self.branches :]
 
 
-def locate(x: Tensor, cu_seqlens: Tensor | Documents | None) -> tuple[Documents | None, Tensor]:
+def documents_and_positions(x: Tensor, cu_seqlens: Tensor | Documents | None) -> tuple[Documents | None, Tensor]:
     """Documents, checked, and the position of each of the T tokens in its document, [T]."""
     num_tokens = x.shape[1]
     if cu_seqlens is None:

@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(dim, mlp_dim, mlp_bias)
 
     def __getstate__(self) -> dict[str, Any]:
-        # A wrapped forward would call this block from its copy: whoever wraps a block wraps its copy anew.
+        # A copied wrapper would call this block, not the copy: the copy must be wrapped anew.
         return {name: value for name, value in super().__getstate__().items() if name != "forward"}
 
     def forward(

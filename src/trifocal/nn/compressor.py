@@ -1,7 +1,7 @@
 """The compressor φ: one key, or one value, from the tokens of a compressed block.
 
 φ sees tokens without rotation. The attention layer then rotates a compressed key by the position of its block's
-first token, so that scores depend on distance alone whatever φ is. Source: arXiv:2502.11089, Eq. 7.
+first token, so that scores depend on distance alone for any φ. Source: arXiv:2502.11089, Eq. 7.
 """
 
 import torch

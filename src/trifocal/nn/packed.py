@@ -72,7 +72,7 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     # One width for q, k and v: zeros change no score, and columns of zeros are cut off the output.
     width = -(-max(dim, value_dim) // HEAD_MULTIPLE) * HEAD_MULTIPLE
     q, k, v = (x[0] if x.shape[3] == width else pad(x[0], (0, width - x.shape[3])) for x in (q, k, v))
-    # The host knows this bound; to read the longest document from the device would wait for the device.
+    # The bound is on the host; reading the longest document from the device would wait for the device.
     longest = documents.max_length or q.shape[0]
     borders = documents.cu_seqlens
     found = varlen_attn(

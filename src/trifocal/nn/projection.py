@@ -15,7 +15,7 @@ def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None
     In training they are one product: it reads x once, and x has one gradient from it instead of a sum of several, each
     of them written and read again. The outputs are then columns of one tensor. Without gradients each map is applied
     by itself, because decoding would copy the weights for every token; and so is each if one of them is not PyTorch's
-    own `Linear`: an adapter around it computes more than its weight says.
+    own `Linear`: an adapter around it computes more than a product with its weight.
 
     Args:
         x: [..., inputs].

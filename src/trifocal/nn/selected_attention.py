@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trifocal.nn.attention_base import AttentionBase, Past, RotaryTables, check_input, locate
+from trifocal.nn.attention_base import AttentionBase, Past, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, selected_attention
@@ -54,7 +54,7 @@ class SelectedAttention(AttentionBase):
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`."""
         check_input(x, self.q_proj.in_features)
-        documents, positions = locate(x, cu_seqlens)
+        documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
         if past is not None:

@@ -10,11 +10,11 @@ from trifocal.report.charts import training_charts
 from trifocal.report.evaluation_charts import evaluation_charts
 from trifocal.report.page import build_page
 from trifocal.report.picture import pictures_of
-from trifocal.report.summary import Finding, summarise
+from trifocal.report.summary import summarise
 from trifocal.runlog.run import read_run
 from trifocal.runlog.whole_files import write_whole
 
-__all__ = ["Finding", "summarise", "write_report"]
+__all__ = ["summarise", "write_report"]
 
 
 def write_report(

@@ -3,15 +3,15 @@
 import statistics
 from typing import Any
 
-from trifocal.report.charts import FULL, THIRD, Chart, Trace, share_steps
+from trifocal.report.charts import FULL, THIRD, Chart, Trace, heat_map, line, share_steps
 from trifocal.runlog.run import Run
 from trifocal.telemetry.statistics import IGNORED_GATE
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
 _GATE_MAP_CAPTIONS = {
-    "cmp": "Which layers look at the far past.",
-    "slc": "Which layers look at chosen blocks.",
-    "win": "Which layers look at the near past.",
+    "cmp": "Use of the far past by layer.",
+    "slc": "Use of chosen blocks by layer.",
+    "win": "Use of the near past by layer.",
 }
 
 _STEP = {"title": {"text": "step"}}
@@ -46,12 +46,12 @@ def _gates(rows: list[dict[str, Any]]) -> Chart:
     for branch in BRANCHES:
         for layer in layers if 1 < len(layers) <= _MOST_LAYER_LINES else []:
             steps, means = _mean_over_layers([row for row in rows if row["layer"] == layer], f"gate_mean_{branch}")
-            thin = {"line": {"color": f"@{branch}", "width": 1}, "opacity": 0.35}
-            traces.append({**_line(steps, means, ""), **thin, "showlegend": False, "hoverinfo": "skip"})
+            thin = {"opacity": 0.35, "showlegend": False, "hoverinfo": "skip"}
+            traces.append(line(steps, means, "", f"@{branch}", width=1) | thin)
     for branch, label in BRANCHES.items():
         steps, means = _mean_over_layers(rows, f"gate_mean_{branch}")
         if steps:
-            traces.append({**_line(steps, means, label), "line": {"color": f"@{branch}", "width": 3}})
+            traces.append(line(steps, means, label, f"@{branch}", width=3))
     layout = {"xaxis": _STEP, "yaxis": {"title": {"text": "gate"}, "range": [0, 1]}}
     caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is an unused lens."
     if not any(row.get(f"heads_ignoring_{branch}") for row in rows for branch in BRANCHES):
@@ -96,7 +96,7 @@ def _recall(rows: list[dict[str, Any]]) -> Chart:
     for name, (label, colour, dash) in names.items():
         steps, values = _mean_over_layers(rows, name)
         if steps:
-            traces.append({**_line(steps, values, label), "line": {"color": colour, "width": 2, "dash": dash}})
+            traces.append(line(steps, values, label, colour, dash=dash))
     caption = "The blocks and the probability of full attention over the same keys that selection covers."
     layout = {"xaxis": _STEP, "yaxis": {"range": [0, 1.02], "tickformat": ".0%"}}
     return Chart("recall", "Selection against full attention", caption, traces, layout)
@@ -119,7 +119,7 @@ def _distances(rows: list[dict[str, Any]]) -> Chart:
     last_step = max(row["step"] for row in rows)
     last = [row for row in rows if row["step"] == last_step and row.get("selected_distance_shares")]
     bins = max((len(row["selected_distance_shares"]) for row in last), default=0)
-    trace = _heat_map(
+    trace = heat_map(
         distance_labels(bins),
         [row["layer"] for row in last],
         [row["selected_distance_shares"] for row in last],
@@ -146,7 +146,7 @@ def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
         [round(statistics.fmean(sum(shares[index : index + 1]) for shares in by_step[step]), 5) for step in steps]
         for index in range(bins)
     ]
-    trace = _heat_map(steps, distance_labels(bins), values, "step %{x}, %{y} blocks back: %{z:.1%}<extra></extra>")
+    trace = heat_map(steps, distance_labels(bins), values, "step %{x}, %{y} blocks back: %{z:.1%}<extra></extra>")
     trace["colorbar"] |= {"tickformat": ".0%"}
     yaxis = {"title": {"text": "blocks back"}, "type": "category"}
     layout = {"hovermode": "closest", "xaxis": _STEP, "yaxis": yaxis}
@@ -170,7 +170,7 @@ def _selection(rows: list[dict[str, Any]]) -> Chart:
             # Flat lines hide the others; they become words in the caption.
             level.append(f"{values[-1]:.0%} {label}")
         elif steps:
-            trace = {**_line(steps, values, label), "line": {"color": f"@run{index}", "width": 2}}
+            trace = line(steps, values, label, f"@run{index}")
             traces.append(trace | {"mode": "lines+markers", "marker": {"size": 5}})
     layout = {"xaxis": _STEP, "yaxis": {"range": [-0.02, 1.02], "tickformat": ".0%"}}
     caption = "Mean over layers." + (f" Constant: {'; '.join(level)}." if level else "")
@@ -190,27 +190,8 @@ def _branch_lines(rows: list[dict[str, Any]], prefix: str) -> list[Trace]:
     for branch, label in BRANCHES.items():
         steps, values = _mean_over_layers(rows, prefix + branch)
         if steps:
-            traces.append({**_line(steps, values, label), "line": {"color": f"@{branch}", "width": 2}})
+            traces.append(line(steps, values, label, f"@{branch}"))
     return traces
-
-
-def _line(steps: list[int], values: list[float], name: str) -> Trace:
-    return {"type": "scatter", "mode": "lines", "x": steps, "y": values, "name": name}
-
-
-def _heat_map(x: list[Any], y: list[Any], z: list[list[Any]], hover: str) -> Trace:
-    return {
-        "type": "heatmap",
-        "x": x,
-        "y": y,
-        "z": z,
-        "zmin": 0,
-        "zmax": max((value for line in z for value in line if value is not None), default=1.0),
-        "ygap": 1,
-        "colorscale": "@sequential",
-        "colorbar": {"thickness": 8, "outlinewidth": 0, "nticks": 4},
-        "hovertemplate": hover,
-    }
 
 
 def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, caption: str) -> Chart:
@@ -218,7 +199,7 @@ def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, capt
     values = {(row["layer"], row["step"]): row.get(name) for row in rows}
     steps, layers = sorted({row["step"] for row in rows}), sorted({row["layer"] for row in rows})
     z = [[values.get((layer, step)) for step in steps] for layer in layers]
-    trace = _heat_map(steps, layers, z, "step %{x}, layer %{y}: %{z:.3f}<extra></extra>")
+    trace = heat_map(steps, layers, z, "step %{x}, layer %{y}: %{z:.3f}<extra></extra>")
     layout = {
         "hovermode": "closest",
         "xaxis": {**_STEP, "nticks": 5},

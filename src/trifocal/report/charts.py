@@ -73,28 +73,20 @@ def share_steps(charts: list[Chart], last_step: int) -> None:
 def _loss(runs: list[Run]) -> Chart:
     traces: list[Trace] = []
     for index, run in enumerate(runs):
+        colour = f"@run{index}"
         steps, losses = run.series("train", "loss")
         if steps:
-            raw = _line(*thin(steps, losses), f"{run.name}, each logged step", index)
+            raw = line(*thin(steps, losses), f"{run.name}, each logged step", colour, width=1)
             raw |= {"opacity": 0.3, "showlegend": False, "hoverinfo": "skip"}
-            raw["line"]["width"] = 1
             label = "training" if len(runs) == 1 else f"{run.name}, training"
-            traces += [raw, _line(*thin(steps, smoothed(losses)), f"{label} (smoothed)", index)]
+            traces += [raw, line(*thin(steps, smoothed(losses)), f"{label} (smoothed)", colour)]
         steps, losses = run.series("evaluation", "validation_loss")
         if steps:
             label = "validation" if len(runs) == 1 else f"{run.name}, validation"
-            traces.append(
-                {
-                    **_line(steps, losses, label, index),
-                    "mode": "lines+markers",
-                    "line": {"color": f"@run{index}", "width": 1.5, "dash": "dot"},
-                    "marker": {
-                        "size": 7 if len(steps) <= _MOST_DOTS else 4,
-                        "color": "@surface",
-                        "line": {"color": f"@run{index}", "width": 2 if len(steps) <= _MOST_DOTS else 1},
-                    },
-                }
-            )
+            few = len(steps) <= _MOST_DOTS
+            dot = {"size": 7 if few else 4, "color": "@surface", "line": {"color": colour, "width": 2 if few else 1}}
+            dotted = line(steps, losses, label, colour, width=1.5, dash="dot")
+            traces.append({**dotted, "mode": "lines+markers", "marker": dot})
     if len(runs) == 1:
         traces += _events(runs[0], min((value for trace in traces for value in trace["y"]), default=0.0))
     caption = "Cross-entropy in nats per token; lower is better. Faint: as logged; strong: smoothed; dots: validation."
@@ -232,8 +224,8 @@ def _memory_of_other_ranks(run: Run) -> list[Trace]:
         rows = [row for row in beats if row["memory_allocated_bytes"] is not None]
         if rank > 0 and rows and len(run.heartbeats) <= _MOST_RANK_LINES:
             steps, gib = [row["step"] for row in rows], [row["memory_allocated_bytes"] * 2**-30 for row in rows]
-            trace = _line(*thin(steps, gib), f"rank {rank}, allocated", rank + 1)
-            traces.append({**trace, "line": {"color": f"@run{rank + 1}", "width": 1, "dash": "dot"}})
+            name, colour = f"rank {rank}, allocated", f"@run{rank + 1}"
+            traces.append(line(*thin(steps, gib), name, colour, width=1, dash="dot"))
     return traces
 
 
@@ -257,7 +249,7 @@ def _of_each(runs: list[Run], kind: str, name: str, *, markers: bool = False, sc
     for index, run in enumerate(runs):
         steps, values = run.series(kind, name)
         if steps:
-            trace = _line(*thin(steps, [value * scale for value in values]), run.name, index)
+            trace = line(*thin(steps, [value * scale for value in values]), run.name, f"@run{index}")
             if markers and len(steps) <= _MOST_DOTS:
                 trace |= {"mode": "lines+markers", "marker": {"size": 6}}
             traces.append(trace)
@@ -278,14 +270,26 @@ def _with_trend(traces: list[Trace]) -> list[Trace]:
     return result
 
 
-def _line(steps: list[int], values: list[float], name: str, index: int) -> Trace:
+def line(x: list[Any], y: list[float], name: str, colour: str, *, width: float = 2, dash: str = "") -> Trace:
+    """A line; the values have six significant digits."""
+    look: dict[str, Any] = {"color": colour, "width": width} | ({"dash": dash} if dash else {})
+    values = [_significant(value) for value in y]
+    return {"type": "scatter", "mode": "lines", "x": x, "y": values, "name": name, "line": look}
+
+
+def heat_map(x: list[Any], y: list[Any], z: list[list[Any]], hover: str) -> Trace:
+    """A heat map in one colour scale; None is an empty cell."""
     return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": steps,
-        "y": [_significant(value) for value in values],
-        "name": name,
-        "line": {"color": f"@run{index}", "width": 2},
+        "type": "heatmap",
+        "x": x,
+        "y": y,
+        "z": z,
+        "zmin": 0,
+        "zmax": max((value for row in z for value in row if value is not None), default=1.0),
+        "ygap": 1,
+        "colorscale": "@sequential",
+        "colorbar": {"thickness": 8, "outlinewidth": 0, "nticks": 4},
+        "hovertemplate": hover,
     }
 
 

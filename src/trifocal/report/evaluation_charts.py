@@ -1,8 +1,8 @@
-"""The report's charts of what `trifocal evaluate` measured: loss by position, needles, recall."""
+"""The report's charts of the figures of `trifocal evaluate`: loss by position, needles, recall."""
 
 from typing import Any
 
-from trifocal.report.charts import FULL, HALF, THIRD, Chart, Trace
+from trifocal.report.charts import FULL, HALF, THIRD, Chart, Trace, heat_map, line
 from trifocal.runlog.run import Run
 
 Row = dict[str, Any]
@@ -39,7 +39,7 @@ def _position(runs: list[Run]) -> Chart:
             name = f"{length:,} tokens" if len(runs) == 1 else run.name
             if len(runs) > 1 and len(lengths) > 1:
                 name += f", {length:,} tokens"
-            trace = _line([row["end"] for row in own], [row["loss"] for row in own], name, *_look(runs, index, number))
+            trace = _line([row["end"] for row in own], [row["loss"] for row in own], name, *_style(runs, index, number))
             ends |= {row["end"] for row in own}
             trace["text"] = [
                 f"{row['first']:,} to {row['end'] - 1:,}: {row['loss']:.4f} ({row['targets']:,} targets)" for row in own
@@ -66,19 +66,14 @@ def _needle(run: Run, index: int, num_runs: int) -> Chart:
     lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
     found = {(row["length"], row["depth"]): row["accuracy"] for row in rows}
     values = [[found.get((length, depth)) for length in lengths] for depth in depths]
-    trace: Trace = {
-        "type": "heatmap",
-        "x": [f"{length:,}" for length in lengths],
-        "y": [f"{depth:.0%}" for depth in depths],
-        "z": values,
-        "zmin": 0,
-        "zmax": 1,
-        "xgap": 1,
-        "ygap": 1,
-        "colorscale": "@sequential",
-        "colorbar": {"thickness": 8, "outlinewidth": 0, "tickvals": [0, 0.5, 1], "tickformat": ".0%"},
-        "hovertemplate": "%{x} tokens, depth %{y}: %{z:.0%} found<extra></extra>",
-    }
+    trace = heat_map(
+        [f"{length:,}" for length in lengths],
+        [f"{depth:.0%}" for depth in depths],
+        values,
+        "%{x} tokens, depth %{y}: %{z:.0%} found<extra></extra>",
+    )
+    trace |= {"zmax": 1, "xgap": 1}
+    trace["colorbar"] |= {"tickvals": [0, 0.5, 1], "tickformat": ".0%"}
     layout = {
         "hovermode": "closest",
         "xaxis": {"title": {"text": "tokens"}, "type": "category"},
@@ -100,7 +95,7 @@ def _recall(runs: list[Run]) -> Chart:
             own = sorted((row for row in rows if row["length"] == length), key=lambda row: row["pairs"])
             name = f"{run.name}, {length:,} tokens" if len(runs) > 1 else f"{length:,} tokens"
             points = [row["pairs"] for row in own], [row["accuracy"] for row in own]
-            traces.append(_line(*points, name, *_look(runs, index, number)))
+            traces.append(_line(*points, name, *_style(runs, index, number)))
     layout = {"xaxis": {"title": {"text": "pairs"}, "rangemode": "tozero"}, "yaxis": _SHARE, "showlegend": True}
     caption = "Share of queries that are answered with the value of their key, by the number of pairs."
     return Chart("recall_pairs", "Associative recall", caption, traces, layout)
@@ -116,7 +111,7 @@ def _distance(runs: list[Run]) -> Chart:
             own = sorted((row for row in rows if (row["length"], row["pairs"]) == kind), key=lambda row: row["first"])
             name = f"{run.name}, {kind[1]:,} pairs" if len(runs) > 1 else f"{kind[1]:,} pairs of {kind[0]:,} tokens"
             places = [f"{row['first']:,}-{row['end'] - 1:,}" for row in own]
-            traces.append(_line(places, [row["accuracy"] for row in own], name, *_look(runs, index, number)))
+            traces.append(_line(places, [row["accuracy"] for row in own], name, *_style(runs, index, number)))
     layout = {
         "xaxis": {"title": {"text": "tokens between query and pair"}, "type": "category"},
         "yaxis": _SHARE,
@@ -126,21 +121,15 @@ def _distance(runs: list[Run]) -> Chart:
     return Chart("recall_distance", "Recall by distance", caption, traces, layout)
 
 
-def _look(runs: list[Run], index: int, number: int) -> tuple[int, str]:
+def _style(runs: list[Run], index: int, number: int) -> tuple[str, str]:
     """Colour and dashes: a colour for each run; of a single run, for each of its lines."""
-    return (number, "solid") if len(runs) == 1 else (index, ("solid", "dot", "dash", "dashdot")[number % 4])
+    if len(runs) == 1:
+        return f"@run{number}", "solid"
+    return f"@run{index}", ("solid", "dot", "dash", "dashdot")[number % 4]
 
 
 _SHARE = {"range": [-0.02, 1.02], "tickformat": ".0%"}
 
 
-def _line(x: list[Any], y: list[float], name: str, colour: int, dash: str) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "x": x,
-        "y": [round(value, 5) for value in y],
-        "name": name,
-        "line": {"color": f"@run{colour}", "width": 2, "dash": dash},
-        "marker": {"size": 6},
-    }
+def _line(x: list[Any], y: list[float], name: str, colour: str, dash: str) -> Trace:
+    return line(x, y, name, colour, dash=dash) | {"mode": "lines+markers", "marker": {"size": 6}}

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.progress import duration
-from trifocal.runlog.readable import is_number
 from trifocal.runlog.run import Run
+from trifocal.runlog.valid_rows import is_number
 from trifocal.runlog.verdict import Verdict, judge
 from trifocal.telemetry.statistics import BRANCHES
 
@@ -34,7 +34,7 @@ _ETA_ROWS = 30
 _SHOWN_EVENTS = 4
 
 
-class Silences:
+class SilenceClock:
     """Seconds of silence of every rank, by this machine's clock alone once a new row was seen.
 
     Clocks of other machines may be off, which would make live ranks look dead, or dead ones alive.
@@ -59,7 +59,7 @@ class Silences:
         return now - since if moved else max(now - written, now - since)
 
 
-def verdicts(run: Run, now: float | None = None, *, silences: Silences | None = None) -> dict[int, Verdict]:
+def verdicts(run: Run, now: float | None = None, *, silences: SilenceClock | None = None) -> dict[int, Verdict]:
     """The verdict on every rank that has written a heartbeat.
 
     Args:
@@ -68,7 +68,7 @@ def verdicts(run: Run, now: float | None = None, *, silences: Silences | None = 
         silences: State of earlier calls for the same run.
     """
     now = time.time() if now is None else now
-    silences = silences or Silences()
+    silences = silences or SilenceClock()
     found = {}
     for rank, (*_, row) in run.heartbeats.items():
         found[rank] = judge(row, row["unix_time_seconds"] + silences.of(rank, row, now))
@@ -117,16 +117,14 @@ def curve(values: list[float], width: int, height: int) -> list[str]:
 def render(
     run: Run,
     *,
-    now: float | None = None,
     width: int = 80,
     height: int | None = None,
-    silences: Silences | None = None,
+    silences: SilenceClock | None = None,
 ) -> RenderableType:
     """Draw a run: the processes first, as a low terminal cuts off the end.
 
     Args:
         run: From `read_run(directory, whole_heartbeats=False)`.
-        now: Seconds since the epoch; now by default.
         width: Columns of the terminal.
         height: Rows of the terminal, None if unlimited: below 24 the loss has no curve.
         silences: State of earlier calls for the same run.
@@ -134,17 +132,16 @@ def render(
     Returns:
         A renderable of rich.
     """
-    now = time.time() if now is None else now
     curve_lines = _CURVE_LINES if height is None or height >= _LOW_TERMINAL else 0
-    parts: list[RenderableType] = [_progress(run, width), _ranks(run, now, silences), _figures(run, width, curve_lines)]
+    parts: list[RenderableType] = [_progress(run), _ranks(run, silences), _figures(run, width, curve_lines)]
     events = run.of_kind("event")[-_SHOWN_EVENTS:]
     if events:
         parts.append(Padding(_events(events), (1, 0, 0, 0)))
-    parts += [Text(sentence, style="yellow") for sentence in run.complaints()]
+    parts += [Text(sentence, style="yellow") for sentence in run.left_out_notes()]
     return Group(*parts)
 
 
-def _progress(run: Run, width: int) -> RenderableType:
+def _progress(run: Run) -> RenderableType:
     step, total = run.last_step, run.total_steps
     left = remaining_seconds(run)
     grid = Table.grid(padding=(0, 2), expand=True)
@@ -205,14 +202,14 @@ def _gates(run: Run) -> Text | None:
     return Text.assemble(*parts, (f"each layer, at step {last[0]['step']:,}", "dim"))
 
 
-def _ranks(run: Run, now: float, silences: Silences | None) -> RenderableType:
+def _ranks(run: Run, silences: SilenceClock | None) -> RenderableType:
     if not run.heartbeats:
         return Text("no rank has written a heartbeat yet", style="yellow")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, expand=True)
     for name in ("rank", "verdict", "step", "memory"):
         table.add_column(name, no_wrap=True, justify="left" if name == "verdict" else "right")
     table.add_column("reason", ratio=1, overflow="fold")
-    for rank, verdict in verdicts(run, now, silences=silences).items():
+    for rank, verdict in verdicts(run, silences=silences).items():
         row = run.heartbeats[rank][-1]
         memory = row["memory_allocated_bytes"]
         table.add_row(

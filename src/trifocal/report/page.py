@@ -50,7 +50,7 @@ def build_page(
         runs: The runs.
         findings: Findings of each run.
         training: Charts of all runs together.
-        evaluation: Charts of what `trifocal evaluate` measured; may be empty.
+        evaluation: Charts of the figures of `trifocal evaluate`; may be empty.
         attention: Charts of each run's attention.
         pictures: Attention pictures of each run; may be empty.
         plotly: The source of plotly.js.

@@ -17,8 +17,8 @@ from typing import Literal
 from trifocal.models import ModelConfig, flops_per_token
 from trifocal.paths import shell_path
 from trifocal.report.attention_charts import BRANCHES
-from trifocal.runlog.readable import is_number
 from trifocal.runlog.run import Run
+from trifocal.runlog.valid_rows import is_number
 from trifocal.runlog.verdict import judge
 
 Mark = Literal["good", "watch", "bad", "unknown"]
@@ -150,7 +150,7 @@ def _healthy(run: Run) -> Finding:
             worries.append(f"{_count(len(messages), severity)}, the last one: {messages[-1]}")
     if run.left_out:
         mark = "watch" if mark == "good" else mark
-        worries += run.complaints()
+        worries += run.left_out_notes()
     steps, norms = run.series("train", "gradient_norm")
     # During the warm-up and the first tenth, gradients are large in every run.
     warm = max(run.config.get("schedule", {}).get("warmup_steps", 0), run.last_step / 10)

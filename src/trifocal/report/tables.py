@@ -8,8 +8,8 @@ from typing import Any
 
 from trifocal.masking import mask_arguments, mask_text, mask_variables
 from trifocal.runlog.progress import duration
-from trifocal.runlog.readable import is_number
 from trifocal.runlog.run import Run
+from trifocal.runlog.valid_rows import is_number
 from trifocal.runlog.verdict import judge
 
 _MOST_EVENTS = 200
@@ -60,7 +60,7 @@ def comparison(runs: list[Run]) -> str:
     names = list(dict.fromkeys(name for figure in figures for name in figure))
     rows = [[name, *(figure.get(name, "-") for figure in figures)] for name in names]
     side_by_side = table(["", *(run.name for run in runs)], rows, number_columns=True)
-    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in in_words(runs))
+    said = "".join(f"<p>{escape(sentence)}</p>" for sentence in ranking_sentences(runs))
     side_by_side = f"{said}{side_by_side}"
     settings = [flat(run.config) for run in runs]
     keys = sorted({key for setting in settings for key in setting} - {"run.directory"})
@@ -72,7 +72,7 @@ def comparison(runs: list[Run]) -> str:
     return f'<div class="card scroll">{side_by_side}</div><div class="card scroll second">{differences}</div>'
 
 
-def in_words(runs: list[Run]) -> list[str]:
+def ranking_sentences(runs: list[Run]) -> list[str]:
     """Sentences that rank several runs by loss and by speed.
 
     Models, optimizers, precisions and batches may differ. The text, the sequence length and the tokens read must be

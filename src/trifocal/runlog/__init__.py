@@ -3,7 +3,7 @@
 from trifocal.runlog.environment import environment, host_memory_bytes, write_backends, write_environment
 from trifocal.runlog.hardware import peak_bf16_flops
 from trifocal.runlog.heartbeat import Heartbeat
-from trifocal.runlog.memory_statistics import MemoryStatistics, memory_statistics
+from trifocal.runlog.memory_statistics import memory_statistics
 from trifocal.runlog.metrics import MetricsWriter, read_metrics
 from trifocal.runlog.progress import Progress
 from trifocal.runlog.sinks import SINKS, check_sinks, make_sinks
@@ -13,7 +13,6 @@ from trifocal.runlog.watchdog import Watchdog
 __all__ = [
     "SINKS",
     "Heartbeat",
-    "MemoryStatistics",
     "MetricsWriter",
     "Progress",
     "StackDump",

@@ -106,7 +106,7 @@ def describe(collectives: Sequence[Collective]) -> str:
     return "\n".join([*lines, ""])
 
 
-def who_waits_for_whom(last: dict[int, list[Collective]]) -> list[str]:
+def describe_waiting_ranks(last: dict[int, list[Collective]]) -> list[str]:
     """Sentences about ranks that wait in a collective for ranks that have not called it.
 
     Args:
@@ -145,8 +145,7 @@ def _line(found: Collective) -> str:
     )
 
 
-def _called_at(frames: Sequence[dict[str, Any]], depth: int = 3) -> str:
+def _called_at(frames: Sequence[dict[str, Any]]) -> str:
+    """The three innermost Python frames outside of PyTorch."""
     own = [frame for frame in frames if "/torch/" not in frame["filename"].replace("\\", "/")]
-    return " < ".join(
-        f"{frame['name']} ({frame['filename'].rpartition('/')[2]}:{frame['line']})" for frame in own[:depth]
-    )
+    return " < ".join(f"{frame['name']} ({frame['filename'].rpartition('/')[2]}:{frame['line']})" for frame in own[:3])

@@ -38,7 +38,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self
 
 import torch
@@ -64,6 +63,7 @@ PHASES = (
 )
 # A phase without a limit; a process that waits for another is not the one that is stuck.
 _UNLIMITED = ("start", "compile", "wait")
+STALL_FACTOR = 10.0
 _TYPICAL_TIMES = 200
 _RECENT_TIMES = 5
 
@@ -92,12 +92,12 @@ class Heartbeat:
         interval_seconds: Time between two rows.
         device: Device of the model, for the memory figures.
         parallel_mode: The resolved `parallel.mode`.
-        minimum_stall_seconds: No phase counts as stalled before this age.
-        stall_factor: Nor before this many times its median, nor before twice its longest recent time.
+        minimum_stall_seconds: No phase counts as stalled before this age, STALL_FACTOR times its median, or twice its
+            longest recent time.
         clock: Seconds since any moment; for tests.
 
     Raises:
-        ValueError: If interval_seconds, minimum_stall_seconds or stall_factor is not positive.
+        ValueError: If interval_seconds or minimum_stall_seconds is not positive.
     """
 
     def __init__(
@@ -109,13 +109,11 @@ class Heartbeat:
         device: torch.device | str = "cpu",
         parallel_mode: str = "none",
         minimum_stall_seconds: float = 120.0,
-        stall_factor: float = 10.0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         for name, value in (
             ("interval_seconds", interval_seconds),
             ("minimum_stall_seconds", minimum_stall_seconds),
-            ("stall_factor", stall_factor),
         ):
             if not (value > 0 and math.isfinite(value)):
                 raise ValueError(f"{name} must be a positive number, got {value}")
@@ -123,7 +121,6 @@ class Heartbeat:
         self.rank = rank
         self.interval_seconds = interval_seconds
         self.minimum_stall_seconds = minimum_stall_seconds
-        self.stall_factor = stall_factor
         self.parallel_mode = parallel_mode
         self.observers: list[Callable[[Row], None]] = []
         """Functions called with every row in the heartbeat's thread, such as the watchdog's."""
@@ -278,8 +275,8 @@ class Heartbeat:
     def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
         if phase in _UNLIMITED or not own_times:
             return None
-        # The longest time may be one compilation among many short steps, so its factor is 2, not stall_factor.
-        learned = max(self.stall_factor * statistics.median(own_times), 2 * max(own_times))
+        # The longest time may be one compilation among many short steps, so its factor is 2.
+        learned = max(STALL_FACTOR * statistics.median(own_times), 2 * max(own_times))
         return _rounded(max(self.minimum_stall_seconds, learned))
 
     def _add_total(self, now: float) -> None:
@@ -319,9 +316,7 @@ class Heartbeat:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close("finished" if error is None else "failed")
 
 
@@ -336,9 +331,7 @@ class _Phase(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._entered = self._heartbeat._enter(self._name)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._heartbeat._leave(self._name, self._entered)
 
 

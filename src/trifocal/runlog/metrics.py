@@ -13,20 +13,16 @@ A number that is not finite is written as NaN or Infinity, which Python's json r
 this machine (MFU on a CPU) is null or left out.
 """  # noqa: E501
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Self
 
 from trifocal.errors import UserError
-from trifocal.runlog.jsonl import JsonLinesWriter, Row, read_lines
-from trifocal.runlog.readable import KIND_FIELDS
+from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger, read_lines
 from trifocal.runlog.sinks.thread import Sink, SinkThread
-
-logger = logging.getLogger("trifocal")
+from trifocal.runlog.valid_rows import KIND_FIELDS
 
 
 class MetricsWriter:
@@ -109,9 +105,7 @@ class MetricsWriter:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

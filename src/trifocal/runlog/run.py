@@ -10,7 +10,7 @@ from typing import Any
 
 from trifocal.errors import UserError
 from trifocal.runlog.jsonl import Row, read_lines
-from trifocal.runlog.readable import HEARTBEAT_FIELDS, is_number, readable_beats, readable_metrics
+from trifocal.runlog.valid_rows import HEARTBEAT_FIELDS, is_number, valid_heartbeats, valid_metrics
 
 # A heartbeat row is well under 2 KiB, so this much of the end has the last row.
 _TAIL_BYTES = 65536
@@ -69,7 +69,7 @@ class Run:
         if rows:
             self.left_out[file] = rows
 
-    def complaints(self) -> list[str]:
+    def left_out_notes(self) -> list[str]:
         """A sentence for each file with rows that are left out."""
         return [
             f"{rows:,} row{'s' if rows > 1 else ''} of {file} lack{'' if rows > 1 else 's'} required fields, "
@@ -110,7 +110,7 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
     # Not read_metrics, which refuses rows that this reader leaves out and counts.
     rows = read_lines(metrics, required=("kind", "step")) if metrics.is_file() else []
-    run = Run(directory, directory.resolve().name, readable_metrics(rows))
+    run = Run(directory, directory.resolve().name, valid_metrics(rows))
     run.note_left_out(metrics.name, len(rows) - len(run.rows))
     config = directory / "config.toml"
     if config.is_file():
@@ -131,7 +131,7 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
         match = re.fullmatch(r"rank(\d+)\.jsonl", path.name)
         last_bytes = None if whole_heartbeats else _TAIL_BYTES
         rows = read_lines(path, last_bytes=last_bytes, required=HEARTBEAT_FIELDS) if match else []
-        beats = readable_beats(rows)
+        beats = valid_heartbeats(rows)
         run.note_left_out(f"heartbeat/{path.name}", len(rows) - len(beats))
         if match and beats:
             run.heartbeats[int(match[1])] = beats if whole_heartbeats else beats[-1:]

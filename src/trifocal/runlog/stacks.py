@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import Self, TextIO
 
 from trifocal.runlog.jsonl import logger
@@ -41,10 +41,6 @@ class StackDump:
         if self._registered:
             faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
 
-    def dump(self) -> None:
-        """Write the stacks now."""
-        faulthandler.dump_traceback(file=self.file, all_threads=True)
-
     def size(self) -> int:
         """Bytes in the file; 0 if there is none."""
         try:
@@ -66,9 +62,7 @@ class StackDump:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

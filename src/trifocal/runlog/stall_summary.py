@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 from trifocal.errors import UserError
-from trifocal.runlog.collectives import who_waits_for_whom
+from trifocal.runlog.collectives import describe_waiting_ranks
 from trifocal.runlog.dump import Answer
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.progress import duration
@@ -68,7 +68,9 @@ def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row,
     if not any(found.state in ("slow", "stalled", "dead", "failed") for found in verdicts.values()):
         lines.append("Nothing is: every rank goes on." if len(verdicts) > 1 else "Nothing is: the rank goes on.")
         lines.append("")
-    lines += [f"- {text}" for text in who_waits_for_whom({other: said.collectives for other, said in answers.items()})]
+    lines += [
+        f"- {text}" for text in describe_waiting_ranks({other: said.collectives for other, said in answers.items()})
+    ]
     for other in sorted(last.keys() | {rank}):
         beat = answers[other].row if other in answers else row if other == rank else None
         if beat is not None:

@@ -3,11 +3,10 @@
 import os
 import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO, cast
 
 
-class LastingStreams:
+class FaultTolerantStreams:
     """While active, a write to a lost `sys.stdout` or `sys.stderr` does not raise.
 
     Every write is tried, so that output returns when a disk has room again. Contexts nest: an inner one uses the
@@ -16,9 +15,9 @@ class LastingStreams:
 
     def __init__(self) -> None:
         self._before: tuple[TextIO | None, TextIO | None] = (None, None)
-        self._streams: list[_LastingStream] = []
+        self._streams: list[_FaultTolerantStream] = []
 
-    def news(self) -> list[str]:
+    def newly_lost(self) -> list[str]:
         """A sentence for each newly lost stream."""
         found = [stream for stream in self._streams if stream.error and not stream.told]
         for stream in found:
@@ -27,13 +26,11 @@ class LastingStreams:
 
     def __enter__(self) -> Self:
         self._before = sys.stdout, sys.stderr
-        self._streams = [_lasting(sys.stdout, "standard output"), _lasting(sys.stderr, "standard error")]
+        self._streams = [_fault_tolerant(sys.stdout, "standard output"), _fault_tolerant(sys.stderr, "standard error")]
         sys.stdout, sys.stderr = (cast("TextIO", stream) for stream in self._streams)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for before, stream in zip(self._before, self._streams, strict=True):
             stream.flush()
             if before is None or before.closed:
@@ -41,7 +38,7 @@ class LastingStreams:
         sys.stdout, sys.stderr = self._before  # type: ignore[assignment]
 
 
-class _LastingStream:
+class _FaultTolerantStream:
     """A stream with a `write` and a `flush` that note errors instead of raising them."""
 
     def __init__(self, stream: TextIO, title: str, error: str = "") -> None:
@@ -71,12 +68,12 @@ class _LastingStream:
         return getattr(self._stream, name)
 
 
-def _lasting(stream: TextIO | None, title: str) -> _LastingStream:
-    if isinstance(stream, _LastingStream):
+def _fault_tolerant(stream: TextIO | None, title: str) -> _FaultTolerantStream:
+    if isinstance(stream, _FaultTolerantStream):
         return stream
     if stream is None or stream.closed:
-        return _LastingStream(Path(os.devnull).open("w"), title, "it is closed")
-    return _LastingStream(stream, title)
+        return _FaultTolerantStream(Path(os.devnull).open("w"), title, "it is closed")
+    return _FaultTolerantStream(stream, title)
 
 
 def open_closed_descriptors() -> None:

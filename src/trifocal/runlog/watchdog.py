@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -50,8 +49,8 @@ class Watchdog:
         heartbeat: The heartbeat of this process; the watchdog runs in its thread.
         run_directory: Dumps go to `dumps` in it.
         device: Device of the process.
-        on_stall: Called in the heartbeat's thread with a sentence and the dump's folder, once for each stall. Without
-            it the sentence is logged as a warning.
+        on_stall: Called in the heartbeat's thread with a sentence that names the dump, once for each stall. Without it
+            the sentence is logged as a warning.
     """
 
     def __init__(
@@ -60,7 +59,7 @@ class Watchdog:
         run_directory: str | os.PathLike[str],
         *,
         device: torch.device | str = "cpu",
-        on_stall: Callable[[str, Path], None] | None = None,
+        on_stall: Callable[[str], None] | None = None,
     ) -> None:
         self.directory = Path(run_directory)
         self._heartbeat = heartbeat
@@ -103,7 +102,7 @@ class Watchdog:
         if self._on_stall is None:
             logger.warning("%s", sentence)
         else:
-            self._on_stall(sentence, folder)
+            self._on_stall(sentence)
 
     @contextlib.contextmanager
     def _locked_dumps(self) -> Iterator[None]:
@@ -204,9 +203,7 @@ class Watchdog:
         self._heartbeat.observers.append(self.observe)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._heartbeat.observers.remove(self.observe)
         self._stacks.close()
         # Last: the heartbeat's thread may have set the timer again, and the closed file's number may be reused.

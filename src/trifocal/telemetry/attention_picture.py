@@ -121,7 +121,7 @@ def describe_layers(layer: LayerAttention, queries: Tensor) -> dict[str, Tensor]
     }
 
 
-def assemble(
+def assemble_picture(
     step: int,
     geometry: Geometry,
     texts: list[str],

@@ -31,7 +31,7 @@ from trifocal.nn import NSAttention, SelectedAttention
 from trifocal.ops import Documents, Geometry
 from trifocal.runlog.jsonl import Row
 from trifocal.runlog.metrics import MetricsWriter
-from trifocal.telemetry.attention_picture import AttentionPicture, assemble, describe_layers, picture_queries
+from trifocal.telemetry.attention_picture import AttentionPicture, assemble_picture, describe_layers, picture_queries
 from trifocal.telemetry.maps import MOST_SCORES, LayerAttention, evenly_spaced
 from trifocal.telemetry.statistics import BRANCHES, attention_statistics
 
@@ -131,7 +131,7 @@ class AttentionTelemetry:
         queries = evenly_spaced(num_tokens, picture_queries(num_tokens, cells), tokens.device)
         documents = _documents_of_first(cu_seqlens, tokens)
         layers = self._observe(tokens[:1], documents, lambda layer: describe_layers(layer, queries))
-        return assemble(step, geometry, texts, documents, queries, list(self.layers), layers)
+        return assemble_picture(step, geometry, texts, documents, queries, list(self.layers), layers)
 
     def log(self, metrics: MetricsWriter, step: int, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> None:
         """Measure, write a row for each layer, and an event for each alarm that begins or ends.

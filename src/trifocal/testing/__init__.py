@@ -1,1 +1,1 @@
-"""What tests, checks and benchmarks share: the float64 oracle, random inputs, tolerances, small models."""
+"""Shared by tests, checks and benchmarks: the float64 oracle, random inputs, tolerances, small models."""

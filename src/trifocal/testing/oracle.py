@@ -1,6 +1,6 @@
 """An independent oracle of the attention: float64, one query at a time, straight from the table in DESIGN.md.
 
-It imports nothing of the package. Every quantity is written as the definition says it, token by token, with no
+It imports nothing of the package. Every quantity is written as in its definition, token by token, with no
 thought for speed: the tokens of a block are a `range`, an overlap is the length of an intersection, and the keys that
 a query may see are a list of indices. Autograd differentiates through it.
 
@@ -55,7 +55,7 @@ def compression_spans(geometry: Geometry, num_tokens: int, lengths: Lengths = No
     ]
 
 
-def home(position: int, num_tokens: int, lengths: Lengths) -> Span:
+def document_at(position: int, num_tokens: int, lengths: Lengths) -> Span:
     """The document that holds an absolute position."""
     return next(span for span in document_spans(num_tokens, lengths) if position in span.tokens)
 
@@ -124,7 +124,7 @@ def compressed_attention(
 
     def visible(_: int, t: int) -> list[int]:
         position = num_keys - q.shape[1] + t
-        document = home(position, num_keys, lengths).document
+        document = document_at(position, num_keys, lengths).document
         return [i for i, span in enumerate(spans) if span.document == document and span.end - 1 <= position]
 
     return attend_all(q, k_cmp, v_cmp, scale, visible)
@@ -152,7 +152,7 @@ def importance(
         rows = []
         for t in range(q.shape[1]):
             position = num_keys - q.shape[1] + t
-            document = home(position, num_keys, lengths)
+            document = document_at(position, num_keys, lengths)
             local = position - document.start
             groups = []
             for g in range(k_cmp.shape[2]):
@@ -174,7 +174,7 @@ def importance(
 
 
 def forced_blocks(local_position: int, geometry: Geometry) -> set[int]:
-    """The blocks that a query takes whatever their importance; `local_position` counts from its document."""
+    """The blocks that a query always takes; `local_position` counts from the start of its document."""
     own = local_position // geometry.selection_block_size
     first = set(range(geometry.num_initial_blocks))
     last = {own - back for back in range(geometry.num_local_blocks)}
@@ -209,7 +209,7 @@ def select_blocks(
     for b in range(shape[0]):
         for t in range(shape[1]):
             position = num_keys - q.shape[1] + t
-            local = position - home(position, num_keys, lengths).start
+            local = position - document_at(position, num_keys, lengths).start
             for g in range(shape[2]):
                 chosen = choose(scores[b][t][g], local, geometry)
                 selected[b, t, g, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
@@ -230,7 +230,7 @@ def selected_attention(
 
     def visible(b: int, t: int) -> list[list[int]]:
         position = num_keys - q.shape[1] + t
-        document = home(position, num_keys, lengths)
+        document = document_at(position, num_keys, lengths)
         blocks = [[j for j in row if j >= 0] for row in selected_blocks[b, t].tolist()]
         return [
             [s for s in range(document.start, position + 1) if (s - document.start) // size in set(row)]
@@ -247,7 +247,7 @@ def window_attention(
 
     def visible(_: int, t: int) -> list[int]:
         position = num_keys - q.shape[1] + t
-        document = home(position, num_keys, lengths)
+        document = document_at(position, num_keys, lengths)
         return [s for s in document.tokens if position - window_size < s <= position]
 
     return attend_all(q, k, v, scale, visible)[0]

@@ -1,4 +1,4 @@
-"""The one place where an allowed error comes from: what the same precision costs PyTorch's own attention.
+"""The one source of allowed errors: the error of PyTorch's own attention in the same precision.
 
 `error(actual, exact)` is the largest absolute difference over the largest exact value, or over 1 where everything
 is smaller: inputs and gradients of outputs are unit-normal, so 1 is the natural size of outputs and gradients, and
@@ -22,7 +22,7 @@ from trifocal.testing.inputs import Inputs
 
 BRANCHES = 3
 FULL_COVERAGE = {torch.float32: 1e-5, torch.float64: 1e-12}
-"""How much sparse attention that covers everything may differ from dense attention: fixed, not measured."""
+"""Largest difference of sparse attention that covers everything from dense attention: fixed, not measured."""
 SHAPES = ((33, 4, 4, 8), (97, 6, 2, 16), (257, 8, 1, 64))
 """Length, query heads, KV heads, dim: as long as the inputs of tests are, grouped and not, small and large dims."""
 CPU = torch.device("cpu")

@@ -16,12 +16,12 @@ from trifocal.train.checkpoint import collect_state, write_checkpoint
 
 @dataclass(frozen=True)
 class Written:
-    """How the writing of a checkpoint ended.
+    """The end of writing a checkpoint.
 
     Attributes:
         step: Its step.
-        path: Where it is; None if it could not be written.
-        error: Why not.
+        path: Its folder; None if it could not be written.
+        error: The reason, if not.
         seconds: Duration of the writing.
         blocked_seconds: The part of it in which training waited.
     """

@@ -178,7 +178,7 @@ def load_checkpoint(
         saved.
 
     Raises:
-        UserError: If the checkpoint holds another model; names what differs.
+        UserError: If the checkpoint holds another model; names the differences.
         CheckpointDamaged: If the process state cannot be read.
     """
     _check_model(path, model_config)
@@ -207,7 +207,7 @@ def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfi
     """Load the weights alone from a verified checkpoint.
 
     Raises:
-        UserError: If the checkpoint holds another model; names what differs.
+        UserError: If the checkpoint holds another model; names the differences.
     """
     _check_model(path, model_config)
     state = {"model": get_model_state_dict(model)}
@@ -256,7 +256,7 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: Processes) -> 
             if isinstance(cause, OSError) or not isinstance(cause, Exception):
                 raise cause from None
         why = "; ".join(str(cause) for cause in causes)
-        raise OSError(f"PyTorch could not write to {folder}, whose disk may be full: {why}") from error
+        raise OSError(f"PyTorch could not write to {folder}; its disk may be full: {why}") from error
 
 
 def _load_weights(state: dict[str, Any], folder: Path) -> None:

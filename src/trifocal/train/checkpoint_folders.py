@@ -10,7 +10,7 @@ from pathlib import Path
 from trifocal.errors import UserError
 from trifocal.paths import shell_path
 from trifocal.train.manifest import MANIFEST, CheckpointDamaged, is_intact, verify_checkpoint
-from trifocal.train.replaced_run import where_replaced
+from trifocal.train.replaced_run import replaced_note
 from trifocal.train.run_files import PARTIAL, rename_to_remove
 
 _PREFIX = "step_"
@@ -48,7 +48,7 @@ def prune_checkpoints(root: Path, *, keep_last: int, keep_every_steps: int) -> N
                 shutil.rmtree(doomed)
 
 
-def set_aside_later(path: Path) -> None:
+def set_aside_later_checkpoints(path: Path) -> None:
     """Make this checkpoint the newest: rename later ones to `superseded_*`, and delete unfinished ones."""
     for unfinished in path.parent.glob(f"{PARTIAL}*"):
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -129,7 +129,7 @@ def _choose_checkpoint(root: Path, name: str) -> Path:
     if not found:
         begin = f"trifocal train {shell_path(run_directory / 'config.toml')} --overwrite"
         raise UserError(
-            f"{run_directory} has no checkpoint yet{where_replaced(run_directory)}; wait for its first one, or begin "
+            f"{run_directory} has no checkpoint yet{replaced_note(run_directory)}; wait for its first one, or begin "
             f"again with: {begin}"
         )
     if name and root / name not in found:

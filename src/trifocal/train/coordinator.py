@@ -11,7 +11,7 @@ import torch
 
 from trifocal.data import Batch, Loader
 from trifocal.distributed import PeerLost, Peers, Processes
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.stall_summary import stall_summary
@@ -49,7 +49,7 @@ class StepData(NamedTuple):
     documents: list[int] | None
 
 
-class _Ahead(NamedTuple):
+class _NextStep(NamedTuple):
     batches: list[Batch]
     position: dict[str, Any]
     error: Exception | None
@@ -66,7 +66,7 @@ class StepCoordinator:
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
-        self._ahead: _Ahead | None = None
+        self._ahead: _NextStep | None = None
         self._begun = False
         self._first_step = 0
         self._peers: Peers | None = None
@@ -86,7 +86,7 @@ class StepCoordinator:
             loader: Of this process.
             count: Micro-batches of a step.
             signals: Holds the signal that asks this process to stop.
-            heartbeat: Told the phases.
+            heartbeat: Gets the phases.
             last: No step follows this one.
 
         Returns:
@@ -108,14 +108,14 @@ class StepCoordinator:
             targets, stop, failed = current.answer()
             documents = current.documents()
             if failed:
-                self._processes.agree(current.error)
+                self._processes.raise_on_all(current.error)
         if stop and self._begun:
             return None
         self._begun = True
         self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat)
         return StepData(current.batches, current.position, int(targets), [int(number) for number in documents])
 
-    def _read_ahead(self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat) -> _Ahead:
+    def _read_ahead(self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat) -> _NextStep:
         batches: list[Batch] = []
         error: Exception | None = None
         with heartbeat.phase("data"):
@@ -127,7 +127,7 @@ class StepCoordinator:
         answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
         # Every process sends as many numbers, even if its data failed.
         documents = [0] * count if error else [packed_documents(batch) for batch in batches]
-        return _Ahead(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
+        return _NextStep(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
 
     @contextlib.contextmanager
     def watched(
@@ -170,17 +170,16 @@ class StepCoordinator:
             try:
                 yield
             except RuntimeError as error:
-                if self._processes.size == 1 or not _is_of_collective(error):
+                if self._processes.size == 1 or not _is_collective_error(error):
                     raise
                 lost = peers.explain(error) or PeerLost(
-                    f"an exchange with the other processes failed: {' '.join(str(error).split())[:300]}; "
-                    f"the others: {peers.table()}"
+                    f"an exchange with the other processes failed: {one_line(error)}; the others: {peers.table()}"
                 )
                 with contextlib.suppress(OSError):
                     leave_traces(str(lost))
                 raise lost from error
 
-    def slow_news(self, heartbeat: Heartbeat) -> list[str]:
+    def slow_rank_messages(self, heartbeat: Heartbeat) -> list[str]:
         """Describe each process that became slow since the last call, or is no longer slow, in a sentence.
 
         Only phases in which no process waits for another are compared: reading data, and the forward pass. (Under fsdp
@@ -209,7 +208,7 @@ class StepCoordinator:
         return news
 
 
-def _is_of_collective(error: RuntimeError) -> bool:
+def _is_collective_error(error: RuntimeError) -> bool:
     if isinstance(error, NonFiniteError | PeerLost | UserError | torch.OutOfMemoryError):
         return False
     if isinstance(error, torch.distributed.DistError):

@@ -1,7 +1,7 @@
 """Forward and backward of a micro-batch as one CUDA graph: recorded once, then started with a single call.
 
 Small micro-batches are bound by the host: a layer's forward and backward are about a hundred kernels, and each costs
-Python some 10 to 50 µs to start, whatever it does on the device. A graph starts all of them at once.
+Python some 10 to 50 µs to start, however short it is on the device. A graph starts all of them at once.
 
 A graph reads and writes fixed memory. So inputs are copied into tensors of its own, gradients are added up in buffers
 that stay, and each kind of micro-batch (plain rows, packed documents) has a graph of its own. Document borders are
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from trifocal.data import Batch
 from trifocal.distributed import Parallel
+from trifocal.runlog.traces.base import local_shard
 from trifocal.train.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
-from trifocal.train.optimizer import own_part
 from trifocal.train.run_config import TrainSection
 
 Kind = tuple[int, ...]
@@ -31,7 +31,7 @@ class _Recording(NamedTuple):
     loss: Tensor
 
 
-class Recorder:
+class GraphRecorder:
     """Records work on a CUDA device; all recordings share one pool of memory.
 
     Args:
@@ -92,7 +92,7 @@ class MicroBatchGraphs:
         parameters: Those that get gradients.
         device: Where they are.
         precision: "bf16" or "fp32", as in `TrainSection`.
-        parallel: How the model is parallelized. Under fsdp and hsdp a graph holds the collectives too, and the shards'
+        parallel: The parallelized model. Under fsdp and hsdp a graph holds the collectives too, and the shards'
             gradients are reduced after each micro-batch.
     """
 
@@ -113,7 +113,7 @@ class MicroBatchGraphs:
         self._factor = parallel.size if parallel is not None and parallel.sharded else 1
         self._known: set[Kind] = set()
         self._recordings: dict[Kind, _Recording] = {}
-        self._recorder = Recorder(device)
+        self._recorder = GraphRecorder(device)
 
     @property
     def memory_bytes(self) -> int:
@@ -133,7 +133,7 @@ class MicroBatchGraphs:
         if not self._gradients:
             self._gradients = [torch.zeros_like(parameter) for parameter in self._parameters]
         else:
-            torch._foreach_zero_([own_part(gradient) for gradient in self._gradients])
+            torch._foreach_zero_([local_shard(gradient) for gradient in self._gradients])
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             parameter.grad = gradient
 

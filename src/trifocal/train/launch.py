@@ -42,7 +42,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
     directory = Path(config.run.directory)
     with _processes(config) as processes, RunLock() as lock:
         check_same_start(processes, config, overwrite=overwrite)
-        processes.run_on_rank0(lambda: _tell(restore_replaced(directory, lock)))
+        processes.run_on_rank0(lambda: _print_notice(restore_replaced(directory, lock)))
         found = processes.run_on_rank0(lambda: restarted_run(processes, directory))
         if found == "resume":
             # torchrun repeats the command of the first start.
@@ -57,7 +57,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             note = create_run_directory(config, lock, overwrite=overwrite)
             if not has_replaced(directory):
                 # Otherwise after the first step: until then another run may be put back.
-                processes.begin()
+                processes.mark_run_created()
             return note
 
         created = False
@@ -68,7 +68,7 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
         except BaseException as error:
             nothing_learnt = created and setup.state.step == 0 and isinstance(error, UserError | KeyboardInterrupt)
             if nothing_learnt:
-                processes.forget_begin()
+                processes.unmark_run_created()
             _tidy_after_failure(directory, lock, delete_start=nothing_learnt)
             raise
 
@@ -109,7 +109,7 @@ def _processes(config: RunConfig) -> AbstractContextManager[Processes]:
     return processes_started(device, timeout_seconds=config.parallel.timeout_seconds)
 
 
-def _tell(sentence: str) -> None:
+def _print_notice(sentence: str) -> None:
     if sentence:
         print(f"trifocal: {sentence}", file=sys.stderr, flush=True)
 
@@ -128,14 +128,14 @@ def _tidy_after_failure(directory: Path, lock: RunLock, *, delete_start: bool) -
             directory.rmdir()
     try:
         if lock.taken:
-            _tell(restore_replaced(directory, lock))
+            _print_notice(restore_replaced(directory, lock))
     except (UserError, OSError) as failed:
-        _tell(str(failed))
+        _print_notice(str(failed))
 
 
 def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes, lock: RunLock) -> TrainResult:
     note = processes.run_on_rank0(lambda: lock.take(directory))
-    processes.run_on_rank0(lambda: _tell(restore_replaced(directory, lock)))
+    processes.run_on_rank0(lambda: _print_notice(restore_replaced(directory, lock)))
     found = processes.run_on_rank0(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
     # A run of an older version has no mark.
     processes.run_on_rank0(lambda: mark_run(directory))

@@ -4,7 +4,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from trifocal.runlog import write_backends
-from trifocal.train.checkpoint_folders import set_aside_later
+from trifocal.train.checkpoint_folders import set_aside_later_checkpoints
 from trifocal.train.compiling import CompileNotes
 from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
@@ -32,7 +32,7 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None, l
     Args:
         setup: The run. Its folder exists.
         notes: Sentences for the log's beginning.
-        checkpoint: Where it goes on from; None for a new run.
+        checkpoint: The one to resume from; None for a new run.
         lock: Of the run's folder, taken by rank 0.
 
     Raises:
@@ -63,7 +63,7 @@ class Trainer:
         coordinator: Keeps the processes in step.
         signals: Ask the run to stop.
         lock: Of the run's folder, taken by rank 0.
-        checkpoint: Where the run goes on from; None for a new one.
+        checkpoint: The one to resume from; None for a new run.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Trainer:
         )
 
     def _take_step(self) -> bool:
-        """Take a step and what is due after it; False if all processes are to stop before the step."""
+        """Take a step, and log, evaluate and save where due; False if all processes are to stop before the step."""
         step, setup = self.state.step + 1, self.setup
         last = step == self.config.train.steps
         if self.log.open_directory is not None and not self.log.open_directory.is_there():
@@ -183,7 +183,7 @@ class Trainer:
             self.guard.check_step()
             log.log_step(result)
             if self.processes.is_rank0:
-                for sentence in self.coordinator.slow_news(log.heartbeat):
+                for sentence in self.coordinator.slow_rank_messages(log.heartbeat):
                     log.log_event("rank_slow", sentence, "warning")
         with self.saver.ended_on_error():
             self._evaluate(result, last=last)
@@ -192,7 +192,7 @@ class Trainer:
             self.saver.save(must_succeed=last)
 
     def _evaluate(self, result: StepResult, *, last: bool) -> None:
-        """Evaluate, look at the attention and sample, where it is due."""
+        """Evaluate, measure the attention and sample, where due."""
         config, step, log, evaluator = self.config, self.state.step, self.log, self.evaluator
         if is_due(step, config.evaluate.interval_steps, last):
             self.guard.check_step()
@@ -223,15 +223,15 @@ class Trainer:
             self.saver.check_directory()
             save_config(self.config, directory)
             if checkpoint is not None:
-                set_aside_later(checkpoint)
+                set_aside_later_checkpoints(checkpoint)
             return delete_replaced(directory, self.lock)
 
         with self.log.heartbeat.phase("wait"):
-            processes.agree(None)
+            processes.raise_on_all(None)
         with self.log.pause("checkpoint"):
             left = processes.run_on_rank0(replace_previous)
         if left and processes.is_rank0:
             self.log.log_event("not_deleted", left, "warning")
-        processes.begin()
+        processes.mark_run_created()
         if checkpoint is not None and (directory / WEIGHTS).is_dir() and self.state.step < self.config.train.steps:
             self.log.log_event("note", f"{directory / WEIGHTS} is of an earlier step until this run ends")

@@ -9,9 +9,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from trifocal.distributed import Parallel, Processes, whole_model
+from trifocal.distributed import Parallel, Processes, gather_full_model
 from trifocal.models import DecoderLM, save_weights
-from trifocal.train.optimizer import own_part
+from trifocal.runlog.traces.base import local_shard
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.step import StepResult
 from trifocal.train.train_setup import TrainSetup
@@ -68,7 +68,7 @@ class FiniteGuard:
         """
         if self._last is None:
             return
-        finite = torch.stack([torch.isfinite(own_part(parameter)).all() for parameter in self._model.parameters()])
+        finite = torch.stack([torch.isfinite(local_shard(parameter)).all() for parameter in self._model.parameters()])
         if not all(self._processes.gather(bool(finite.all()))):
             self._stop(self._last, of_weights=True)
 
@@ -102,7 +102,7 @@ def dump_non_finite(
         model: The model.
         directory: The run's `dumps`.
         processes: This process among those of the run.
-        parallel: How the model is parallelized.
+        parallel: The parallelized model.
         of_weights: The step was finite and its update made weights that are not.
 
     Returns:
@@ -118,8 +118,8 @@ def dump_non_finite(
     found = {name for part in parts for name in part.bad}
     bad = [name for name, _ in model.named_parameters() if name in found]
     guilty = [rank for rank, part in enumerate(parts) if not part.finite] if processes.size > 1 else [0]
-    shown_parts = [parts[rank] for rank in guilty] or parts
-    documents = list(dict.fromkeys(name for part in shown_parts for name in part.documents))
+    shlocal_shards = [parts[rank] for rank in guilty] or parts
+    documents = list(dict.fromkeys(name for part in shlocal_shards for name in part.documents))
     summary = {
         "step": result.step,
         "loss_nats_per_token": result.loss.item(),
@@ -127,7 +127,7 @@ def dump_non_finite(
         "learning_rate": result.learning_rate,
         f"parameters_with_non_finite_{'value' if of_weights else 'gradient'}": bad,
         "document_ids": documents,
-        "sample_indices": [index for part in shown_parts for index in part.sample_indices],
+        "sample_indices": [index for part in shlocal_shards for index in part.sample_indices],
     }
     if processes.size > 1 and not of_weights:
         summary["ranks"] = guilty
@@ -150,9 +150,9 @@ def dump_non_finite(
 def _write_dump(
     result: StepResult, model: DecoderLM, directory: Path, processes: Processes, summary: dict[str, Any]
 ) -> str:
-    """Write the files of a dump; returns the end of a sentence that says where they are, or why they are not."""
+    """Write the files of a dump; returns the end of a sentence with their folder, or with the error."""
     folder = directory / f"step_{result.step:08d}"
-    whole = whole_model(model, processes)
+    whole = gather_full_model(model, processes)
     try:
         folder.parent.mkdir(exist_ok=True)
         folder.mkdir(exist_ok=True)
@@ -190,4 +190,4 @@ class _Part:
 
 
 def _is_finite(tensor: Tensor | None) -> bool:
-    return tensor is None or bool(torch.isfinite(own_part(tensor)).all())
+    return tensor is None or bool(torch.isfinite(local_shard(tensor)).all())

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from trifocal.runlog.traces.base import local_shard
 from trifocal.train.run_config import OptimizerSection
 
 
@@ -39,11 +40,6 @@ def make_optimizer(model: nn.Module, config: OptimizerSection) -> torch.optim.Ad
     )
 
 
-def own_part(tensor: Tensor) -> Tensor:
-    """This process's shard of a sharded tensor; any other tensor as it is."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     """The 2-norm of the whole gradient, fp32, on the device; NaN or infinite where any entry is.
 
@@ -55,7 +51,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
         return torch.nn.utils.get_total_norm(gradients)
     # Over local shards, then one all-reduce: operations on many DTensors cost the host milliseconds.
     with torch.no_grad():
-        norm = torch.nn.utils.get_total_norm([own_part(gradient) for gradient in gradients])
+        norm = torch.nn.utils.get_total_norm([local_shard(gradient) for gradient in gradients])
     square = norm.double().square()
     for dimension, placement in enumerate(first.placements):
         if placement.is_shard():

@@ -1,4 +1,4 @@
-"""Parallelizing the model of a run as its configuration says."""
+"""Parallelizing the model of a run by its configuration."""
 
 from trifocal.distributed import Parallel, Processes, choose_mode, parallelize
 from trifocal.errors import UserError
@@ -7,7 +7,7 @@ from trifocal.train.run_config import RunConfig
 
 
 def parallelize_model(model: DecoderLM, config: RunConfig, processes: Processes) -> tuple[Parallel, str]:
-    """Parallelize a model as `config.parallel` says.
+    """Parallelize a model by `config.parallel`.
 
     Args:
         model: On its device, the same in all processes.

@@ -78,7 +78,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_precision(config, device)
     _check_layers(config)
     _check_backend(config, device)
-    _check_compiler(config, device)
+    _check_compiler(config)
     _check_disk(config)
     _check_host_memory(config)
     check_sinks(config.log.sink_names())
@@ -169,7 +169,7 @@ def _cpu_has_bf16() -> bool:
         capabilities = torch.cpu.get_capabilities()
         names = ("avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16", "sve_bf16")
         return any(capabilities.get(name, False) for name in names)
-    # Before it was public, PyTorch could tell this of x86 alone.
+    # Earlier versions of PyTorch have private functions for x86 alone.
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
@@ -206,11 +206,14 @@ def _check_backend(config: RunConfig, device: torch.device) -> None:
         raise UserError(f'model.backend is "{model.backend}": {error}; use "auto" or "reference"') from error
 
 
-def _check_compiler(config: RunConfig, device: torch.device) -> None:
-    if not config.train.compile:
-        return
-    candidates = [os.environ.get("CXX" if device.type == "cpu" else "CC", ""), "g++", "gcc", "clang++", "clang"]
-    if not any(name and shutil.which(name) for name in candidates):
+def compilers() -> list[str]:
+    """C and C++ compilers that PyTorch's compiler and Triton would find."""
+    wanted = [os.environ.get("CXX", ""), os.environ.get("CC", ""), "g++", "gcc", "clang++", "clang"]
+    return [found for name in wanted if name and (found := shutil.which(name))]
+
+
+def _check_compiler(config: RunConfig) -> None:
+    if config.train.compile and not compilers():
         raise UserError("train.compile needs a C++ compiler, and this machine has none; use --train.compile false")
 
 

@@ -88,7 +88,7 @@ class Pretrained:
 
 
 def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
-    """What a run that begins with these weights takes over: the section `model`, and the tokenizer if it is there.
+    """The settings that a run takes from the weights it begins with: the section `model`, and the tokenizer if known.
 
     Args:
         folder: Weights, a run or a checkpoint.
@@ -122,11 +122,9 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
     """Copy the weights of a run, a checkpoint or a folder of weights into a model, in the model's type.
 
     Raises:
-        UserError: If there are none, they are damaged, or of another model; names what differs.
+        UserError: If there are none, they are damaged, or of another model; names the differences.
     """
-    with open_pretrained(
-        user_path(folder, "model.from"), command="trifocal train CONFIG.toml --model.from DIR"
-    ) as found:
+    with open_pretrained(user_path(folder, "model.from"), command=_COMMAND) as found:
         theirs, weights = found.config(), found.model().state_dict()
     mine = model.state_dict()
     misfits = sorted(weights.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != weights[n].shape]

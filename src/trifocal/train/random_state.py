@@ -34,7 +34,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put all generators back to what `random_state` returned.
+    """Put all generators back into a state from `random_state`.
 
     If the number of CUDA devices differs, the CUDA generators keep their state.
 

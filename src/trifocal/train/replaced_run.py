@@ -38,12 +38,12 @@ def has_replaced(folder: Path) -> bool:
     return is_run(replaced_path(folder))
 
 
-def whole_run(folder: Path) -> Path:
+def path_after_restore(folder: Path) -> Path:
     """Path of the run that `restore_replaced` would leave in the folder."""
     return replaced_path(folder) if has_replaced(folder) else folder
 
 
-def where_replaced(folder: Path) -> str:
+def replaced_note(folder: Path) -> str:
     """The end of a message about a folder without a run: where the replaced one is; empty if there is none."""
     if not has_replaced(folder):
         return ""
@@ -138,7 +138,7 @@ def delete_replaced(folder: Path, lock: RunLock) -> str:
         lock: Gives back the lock of the replaced run.
 
     Returns:
-        A sentence that names what could not be deleted; empty if all is deleted.
+        A sentence that names the folder that could not be deleted; empty if all is deleted.
 
     Raises:
         OSError: If the replaced run cannot even be renamed; it will be put back.
@@ -166,7 +166,7 @@ def _delete(doomed: Path, folder: Path) -> Path | None:
     """Rename a folder, then delete it, so that no half of it keeps its name.
 
     Returns:
-        What could not be deleted; None if all is gone.
+        The folder, if it could not be deleted; None if all is gone.
     """
     deleting = _deleting_path(folder)
     doomed.rename(deleting)

@@ -8,7 +8,7 @@ from trifocal.train.validation_loss import Evaluation
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         directory: The run.

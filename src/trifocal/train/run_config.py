@@ -82,8 +82,8 @@ class TrainSection:
     """Compile the layers with torch.compile: a slower start, faster steps."""
     cuda_graphs: bool = False
     """Record a micro-batch's forward and backward once and replay them: small batches are no longer bound by the host.
-    For GPUs; elsewhere it does nothing, and a note says so. Under ddp, gradients are then exchanged after backward, not
-    during it; under fsdp and hsdp, with every micro-batch."""
+    For GPUs; elsewhere it has no effect, and a note is logged. Under ddp, gradients are then exchanged after backward,
+    not during it; under fsdp and hsdp, with every micro-batch."""
     gradient_clip_norm: float = 1.0
     """Largest norm of the whole gradient; longer ones are scaled down to it. 0 turns clipping off."""
 
@@ -116,7 +116,7 @@ class TrainSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSection:
-    """How several processes share the work; without effect on a single process."""
+    """The sharing of work between processes; without effect on a single process."""
 
     mode: Literal["auto", "none", "ddp", "fsdp", "hsdp"] = "auto"
     """"ddp": every process has the whole model; "fsdp": weights, gradients and optimizer are sharded over all; "hsdp":
@@ -263,7 +263,7 @@ class TraceSection:
     """Detailed records of some steps, written to traces/ in the run's folder; off if `what` is empty."""
 
     what: str = ""
-    """What to record, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
+    """The records, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
     "anomalies"."""
     steps: str = "10:13"
     """Steps to trace: half-open ranges like "10:13", separated by commas; steps count from 1."""

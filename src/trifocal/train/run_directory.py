@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from trifocal.errors import UserError
@@ -10,7 +9,7 @@ from trifocal.fields import from_table
 from trifocal.paths import shell_path
 from trifocal.runlog.whole_files import partial_name, write_whole
 from trifocal.train.lock import LOCK_FILE, RunLock
-from trifocal.train.replaced_run import replace_run, restore_replaced, where_replaced, whole_run
+from trifocal.train.replaced_run import path_after_restore, replace_run, replaced_note, restore_replaced
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run, mark_run, read_mark
 from trifocal.train.toml import read_toml, to_toml
@@ -132,7 +131,7 @@ class OpenDirectory:
             saved_step: Step of the last checkpoint; 0 if there is none.
 
         Raises:
-            UserError: If the folder is not at its path; names the new path, if the system knows it, and what is lost.
+            UserError: If the folder is not at its path; names the new path, if it is known, and the lost steps.
         """
         if self.is_there():
             return
@@ -163,9 +162,7 @@ class OpenDirectory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         os.close(self._descriptor)
 
 
@@ -184,10 +181,10 @@ def load_run(folder: Path) -> RunConfig:
     if not folder.is_dir():
         raise UserError(f"there is no run at {folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}{where_replaced(folder)}")
+        raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}{replaced_note(folder)}")
     return from_table(RunConfig, read_toml(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
 
 
 def load_run_to_resume(folder: Path) -> RunConfig:
     """As `load_run`; if the run is being replaced, that of the run that `restore_replaced` will put back."""
-    return load_run(whole_run(folder))
+    return load_run(path_after_restore(folder))

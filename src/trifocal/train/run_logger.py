@@ -4,10 +4,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog, make_sinks, write_environment
-from trifocal.runlog.standard_streams import LastingStreams
+from trifocal.runlog.standard_streams import FaultTolerantStreams
 from trifocal.train.meter import Meter
 from trifocal.train.run_directory import OpenDirectory
 from trifocal.train.step import StepResult
@@ -32,7 +31,7 @@ class RunLogger:
         self,
         setup: TrainSetup,
         open_directory: OpenDirectory | None,
-        streams: LastingStreams,
+        streams: FaultTolerantStreams,
         metrics: MetricsWriter,
         heartbeat: Heartbeat,
         progress: Progress,
@@ -112,7 +111,7 @@ class RunLogger:
 
     def report_lost_streams(self) -> None:
         """Write an event for each standard stream that was lost since the last call."""
-        for sentence in self._streams.news():
+        for sentence in self._streams.newly_lost():
             self.event("output_lost", sentence, "warning")
 
     def report_data_stall(self, seconds: float, activity: str) -> None:
@@ -120,8 +119,8 @@ class RunLogger:
         message = f"data stall: no batch for {seconds:.0f} s; the data thread is {activity}"
         self.log_event("data_stall", message, "warning", stall_seconds=seconds)
 
-    def report_stall(self, message: str, folder: Path) -> None:
-        """Log that a phase takes too long; the watchdog has written a dump."""
+    def report_stall(self, message: str) -> None:
+        """Log that a phase takes too long; the message names the watchdog's dump."""
         self.log_event("stalled", message, "warning")
 
 
@@ -137,7 +136,7 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
     with ExitStack() as stack:
         is_rank0 = processes.is_rank0
         open_directory = stack.enter_context(OpenDirectory(directory)) if is_rank0 else None
-        streams = stack.enter_context(LastingStreams())
+        streams = stack.enter_context(FaultTolerantStreams())
         metrics = stack.enter_context(_open_metrics(setup) if is_rank0 else MetricsWriter.silent())
         heartbeat = Heartbeat(
             directory / "heartbeat",

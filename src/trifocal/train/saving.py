@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from trifocal.data import merge_states
-from trifocal.distributed import whole_model
+from trifocal.distributed import gather_full_model
 from trifocal.errors import UserError
 from trifocal.train.background import BackgroundWriter, Written
 from trifocal.train.checkpoint import save_checkpoint
@@ -79,7 +79,7 @@ class Saver:
         self.report_written(wait=True)
         if self._saved_step != self._state.step:
             self.save(must_succeed=True)
-        folder, whole = self._directory / WEIGHTS, whole_model(self._model, self._processes)
+        folder, whole = self._directory / WEIGHTS, gather_full_model(self._model, self._processes)
 
         def export() -> None:
             self.check_directory()
@@ -92,8 +92,8 @@ class Saver:
             self._processes.run_on_rank0(export)
         except OSError as error:
             raise UserError(
-                f"step {self._state.step} is saved, but its weights could not be written to {folder}: {error}; what is "
-                "there is of an earlier step, or not whole"
+                f"step {self._state.step} is saved, but its weights could not be written to {folder}: {error}; "
+                "files there are of an earlier step, or not whole"
             ) from error
 
     @contextmanager
@@ -124,7 +124,7 @@ class Saver:
         """In rank 0, refuse to write into a folder that is not the run's any more; elsewhere nothing happens.
 
         Raises:
-            UserError: If the folder was moved, deleted or replaced; says where it is.
+            UserError: If the folder was moved, deleted or replaced; names the present place.
         """
         if self._log.open_directory is not None:
             self._log.open_directory.check(self._state.step, self._saved_step)

@@ -135,7 +135,7 @@ class TrainStep:
         config: Precision and clipping.
         before_backward: Called once in a step, between the first forward and the first backward, while the gradients
             of the step before still exist: the place to check that step without an idle device.
-        parallel: How the model is parallelized, where each of several processes has a part of the global batch.
+        parallel: The parallelized model, if each of several processes has a part of the global batch.
         graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
         split_rows: As in `batch_loss`.
@@ -176,7 +176,7 @@ class TrainStep:
         Args:
             step: Its number, from 1.
             batches: The micro-batches of the global batch.
-            phases: Told the phases.
+            phases: Gets the phases.
             forward_phase: Name of the forward phase; "compile" for the first step of a compiled model.
             total_targets: Valid targets of the global batch, in all processes; those of `batches` by default.
             documents: Packed documents of each micro-batch; if all processes must compute the same kind at a

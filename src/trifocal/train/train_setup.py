@@ -10,7 +10,7 @@ import torch
 from trifocal.data import Loader, Tokenizer, make_loader
 from trifocal.data.sources import parse_source
 from trifocal.distributed import Processes
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.models import DecoderLM
 from trifocal.train.checkpoint import load_checkpoint
 from trifocal.train.graphs import make_graphs
@@ -121,8 +121,7 @@ def _explained(path: Path) -> Iterator[None]:
     except UserError:
         raise
     except (AttributeError, IndexError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        what = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(
-            f"the position in {path} cannot be read ({what}): another version of Trifocal has written it, or it was "
-            "edited; go on from another checkpoint with --checkpoint"
+            f"the position in {path} cannot be read ({type(error).__name__}: {one_line(error)}): another version of "
+            "Trifocal has written it, or it was edited; go on from another checkpoint with --checkpoint"
         ) from error

@@ -137,7 +137,7 @@ class ShownSequence(NamedTuple):
 
 
 def sequence_to_show(batches: Sequence[Batch], tokenizer: Tokenizer) -> ShownSequence:
-    """The first validation row with the fewest document borders: the longest text to look back on.
+    """The first validation row with the fewest document borders: the longest past.
 
     Args:
         batches: From `read_validation_batches`.

@@ -1,11 +1,11 @@
 """Other consumers of the metric rows: TensorBoard, Weights & Biases, Hugging Face trackio."""
 
 import importlib.util
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trifocal.runlog.sinks.rows import missing
+from trifocal.errors import UserError
 from trifocal.runlog.sinks.tensorboard import TensorBoardSink
 from trifocal.runlog.sinks.thread import Sink, SinkThread
 from trifocal.runlog.sinks.trackio import TrackioSink
@@ -15,19 +15,22 @@ SINKS = ("tensorboard", "wandb", "trackio")
 
 
 def check_sinks(names: Iterable[str]) -> None:
-    """Refuse sinks without an installed package, before the run begins.
+    """Refuse unknown sinks, and sinks without an installed package.
 
     Raises:
+        ValueError: If a name is not in SINKS.
         UserError: If a package is missing; names it, and its extra.
     """
     for name in names:
+        if name not in SINKS:
+            raise ValueError(f"a sink must be one of {', '.join(SINKS)}, got {name!r}")
         # The package and the extra have the sink's name.
         if importlib.util.find_spec(name) is None:
-            raise missing(name, name)
+            raise UserError(f"log.sinks asks for {name}, which is not installed: pip install 'trifocal[{name}]'")
 
 
 def make_sinks(
-    names: Iterable[str],
+    names: Sequence[str],
     directory: Path,
     *,
     project: str,
@@ -44,20 +47,15 @@ def make_sinks(
         resume_step: The step from which the run resumes; None for a new run.
 
     Raises:
-        ValueError: If a name is not in SINKS.
-        UserError: If a package is not installed; names its extra.
+        ValueError, UserError: As `check_sinks`.
     """
-    sinks: list[Sink] = []
-    for name in names:
-        if name == "tensorboard":
-            sinks.append(TensorBoardSink(directory / "tensorboard", resume_step=resume_step))
-        elif name == "wandb":
-            sinks.append(WandbSink(directory, project=project, config=config))
-        elif name == "trackio":
-            sinks.append(TrackioSink(directory, project=project, config=config, resume_step=resume_step))
-        else:
-            raise ValueError(f"a sink must be one of {', '.join(SINKS)}, got {name!r}")
-    return sinks
+    check_sinks(names)
+    makers: dict[str, Callable[[], Sink]] = {
+        "tensorboard": lambda: TensorBoardSink(directory / "tensorboard", resume_step=resume_step),
+        "wandb": lambda: WandbSink(directory, project=project, config=config),
+        "trackio": lambda: TrackioSink(directory, project=project, config=config, resume_step=resume_step),
+    }
+    return [makers[name]() for name in names]
 
 
 __all__ = ["SINKS", "Sink", "SinkThread", "TensorBoardSink", "TrackioSink", "WandbSink", "check_sinks", "make_sinks"]

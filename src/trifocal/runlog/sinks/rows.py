@@ -1,6 +1,5 @@
-"""Shared by the sinks: names of a row's numbers, alerts, and the error for a missing package."""
+"""Shared by the sinks: names of a row's numbers, and alerts."""
 
-from trifocal.errors import UserError
 from trifocal.runlog.jsonl import Row
 
 _NOT_SCALARS = {"kind", "step", "unix_time_seconds", "layer"}
@@ -23,8 +22,3 @@ def alert(row: Row) -> tuple[str, str, str] | None:
     if row["kind"] != "event" or row["severity"] == "info":
         return None
     return row["name"], f"step {row['step']}: {row['message']}", row["severity"]
-
-
-def missing(name: str, extra: str) -> UserError:
-    """The error for a sink without its package."""
-    return UserError(f"log.sinks asks for {name}, which is not installed: pip install 'trifocal[{extra}]'")

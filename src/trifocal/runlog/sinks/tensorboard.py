@@ -4,7 +4,7 @@ import os
 from typing import Any
 
 from trifocal.runlog.jsonl import Row
-from trifocal.runlog.sinks.rows import missing, scalars
+from trifocal.runlog.sinks.rows import scalars
 
 
 class TensorBoardSink:
@@ -13,16 +13,11 @@ class TensorBoardSink:
     Args:
         directory: Folder of TensorBoard's event files.
         resume_step: The step from which the run resumes; TensorBoard hides later steps.
-
-    Raises:
-        UserError: If TensorBoard is not installed; names the extra.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise missing("TensorBoard", "tensorboard") from error
+        from torch.utils.tensorboard import SummaryWriter
+
         purge_step = None if resume_step is None else resume_step + 1
         self._writer: Any = SummaryWriter(str(directory), purge_step=purge_step)
 

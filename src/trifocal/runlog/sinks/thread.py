@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from trifocal.errors import one_line
 from trifocal.runlog.jsonl import Row
 
 MAX_WAITING_ROWS = 10_000
@@ -76,7 +77,7 @@ class SinkThread:
                 self._sink.write(row)
             self._sink.close()
         except Exception as error:
-            self._fail(f"fails ({type(error).__name__}: {' '.join(str(error).split())[:300]})")
+            self._fail(f"fails ({type(error).__name__}: {one_line(error)})")
 
     def _fail(self, reason: str) -> None:
         if not self._failed.is_set():

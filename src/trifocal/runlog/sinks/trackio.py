@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.runlog.jsonl import Row
-from trifocal.runlog.sinks.rows import alert, missing, scalars
+from trifocal.runlog.sinks.rows import alert, scalars
 
 
 class TrackioSink:
@@ -19,18 +19,13 @@ class TrackioSink:
         project: Project of the run in trackio.
         config: The run's configuration.
         resume_step: The step from which the run resumes; None for a new run.
-
-    Raises:
-        UserError: If trackio is not installed; names the extra.
     """
 
     def __init__(
         self, directory: Path, *, project: str, config: Mapping[str, Any], resume_step: int | None = None
     ) -> None:
-        try:
-            import trackio
-        except ImportError as error:
-            raise missing("trackio", "trackio") from error
+        import trackio
+
         self._trackio: Any = trackio
         self._settings: dict[str, Any] = {
             "project": project,

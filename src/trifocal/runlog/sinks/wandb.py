@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.runlog.jsonl import Row
-from trifocal.runlog.sinks.rows import alert, missing, scalars
+from trifocal.runlog.sinks.rows import alert, scalars
 
 _ID_FILE = "run_id"
 
@@ -20,16 +20,11 @@ class WandbSink:
         directory: The run; its `wandb` folder has W&B's files, and the id for resuming.
         project: Project of the run in W&B.
         config: The run's configuration.
-
-    Raises:
-        UserError: If wandb is not installed; names the extra.
     """
 
     def __init__(self, directory: Path, *, project: str, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise missing("W&B", "wandb") from error
+        import wandb
+
         self._wandb: Any = wandb
         self._directory, self._project, self._config = directory, project, dict(config)
         self._run: Any = None

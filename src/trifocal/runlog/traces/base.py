@@ -114,8 +114,8 @@ def write_table(path: Path, rows: Iterable[Row]) -> None:
     path.write_text(text.getvalue(), encoding="utf-8")
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor."""
+def local_shard(tensor: Tensor) -> Tensor:
+    """This process's shard of a sharded tensor; any other tensor as it is."""
     # Not by its type: importing DTensor takes as long as half of PyTorch.
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -124,7 +124,7 @@ def size_in_bytes(tensor: Tensor | None) -> int:
     """Bytes of this process's part of a tensor; 0 for None."""
     if tensor is None:
         return 0
-    part = local(tensor)
+    part = local_shard(tensor)
     return part.numel() * part.element_size()
 
 
@@ -175,7 +175,7 @@ class ModuleHooks:
             handle.remove()
 
 
-class Lines:
+class RowBuffer:
     """A list of rows for several threads: autograd and collectives call back from threads of their own."""
 
     def __init__(self) -> None:

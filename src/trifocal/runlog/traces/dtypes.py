@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifocal.runlog.traces.base import Lines, ModuleHooks, Moment, Trace, local, write_table
+from trifocal.runlog.traces.base import ModuleHooks, Moment, RowBuffer, Trace, local_shard, write_table
 
 # Tensors that the optimizer changes by small amounts need one of these.
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -26,7 +26,7 @@ class DtypeTrace(Trace):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._model, self._optimizer = model, optimizer
         self._hooks: ModuleHooks | None = None
-        self._seen = Lines()
+        self._seen = RowBuffer()
         self._rows: list[dict[str, Any]] = []
 
     def begin(self, moment: Moment) -> None:
@@ -58,12 +58,12 @@ class DtypeTrace(Trace):
 
     def _kept(self) -> Iterator[tuple[str, str, torch.dtype, tuple[int, ...]]]:
         for name, parameter in self._model.named_parameters():
-            yield "parameter", name, parameter.dtype, tuple(local(parameter).shape)
+            yield "parameter", name, parameter.dtype, tuple(local_shard(parameter).shape)
             if parameter.grad is not None:
-                yield "gradient", name, parameter.grad.dtype, tuple(local(parameter.grad).shape)
+                yield "gradient", name, parameter.grad.dtype, tuple(local_shard(parameter.grad).shape)
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield "optimizer state", f"{name}.{key}", value.dtype, tuple(local(value).shape)
+                    yield "optimizer state", f"{name}.{key}", value.dtype, tuple(local_shard(value).shape)
 
     def _left(self, name: str, outputs: list[Tensor]) -> None:
         for output in outputs if self._moment.phase else ():

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trifocal.runlog.collectives import recorded_collectives
-from trifocal.runlog.traces.base import Lines, Moment, Trace, write_table
+from trifocal.runlog.traces.base import Moment, RowBuffer, Trace, write_table
 
 if TYPE_CHECKING:
     from trifocal.distributed.gradient_watch import GradientWatch
@@ -31,7 +31,7 @@ class ExchangeTrace(Trace):
 
     def __init__(self, model: nn.Module, module: nn.Module, watch: "GradientWatch") -> None:
         self._model, self._module, self._watch = model, module, watch
-        self._seen = Lines()
+        self._seen = RowBuffer()
         self._rows: list[dict[str, Any]] = []
 
     def begin(self, moment: Moment) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifocal.runlog.traces.base import Lines, Mark, Moment, Trace, write_table
+from trifocal.runlog.traces.base import Mark, Moment, RowBuffer, Trace, write_table
 
 
 class GradientTrace(Trace):
@@ -20,7 +20,7 @@ class GradientTrace(Trace):
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._seen = Lines()
+        self._seen = RowBuffer()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._rows: list[dict[str, Any]] = []
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifocal.runlog.traces.base import ModuleHooks, Moment, Trace, local, size_in_bytes, write_table
+from trifocal.runlog.traces.base import ModuleHooks, Moment, Trace, local_shard, size_in_bytes, write_table
 
 _SNAPSHOT_EVENTS = 200_000
 
@@ -101,7 +101,7 @@ class MemoryTrace(Trace):
         return torch.cuda.memory_allocated(self._device) if self._on_gpu else 0
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        storage = local(tensor).untyped_storage()
+        storage = local_shard(tensor).untyped_storage()
         name, _, weights = self._stack[-1] if self._stack else ("model", 0, set[int]())
         if storage.data_ptr() not in self._counted and storage.data_ptr() not in weights:
             self._counted.add(storage.data_ptr())
@@ -111,4 +111,4 @@ class MemoryTrace(Trace):
 
 def _weights_of(module: nn.Module) -> set[int]:
     """Addresses of the parameters of the module and of the modules inside."""
-    return {local(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}
+    return {local_shard(parameter).untyped_storage().data_ptr() for parameter in module.parameters()}

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trifocal.runlog.traces.base import Lines, Mark, ModuleHooks, Moment, Trace, write_table
+from trifocal.runlog.traces.base import Mark, ModuleHooks, Moment, RowBuffer, Trace, write_table
 
 
 class ModuleTrace(Trace):
@@ -22,7 +22,7 @@ class ModuleTrace(Trace):
         self._model = model
         self._hooks: ModuleHooks | None = None
         self._open: list[tuple[str, Mark, list[Tensor]]] = []
-        self._seen = Lines()
+        self._seen = RowBuffer()
         self._rows: list[dict[str, Any]] = []
 
     def begin(self, moment: Moment) -> None:

@@ -90,7 +90,7 @@ _REST_OF_BEAT: Mapping[str, tuple[_Test, Any]] = {
 }
 
 
-def readable_metrics(rows: Sequence[Row]) -> list[Row]:
+def valid_metrics(rows: Sequence[Row]) -> list[Row]:
     """The metric rows that have the required fields, without values of a wrong type."""
     kept = []
     for row in rows:
@@ -107,7 +107,7 @@ def readable_metrics(rows: Sequence[Row]) -> list[Row]:
     return kept
 
 
-def readable_beats(rows: Sequence[Row]) -> list[Row]:
+def valid_heartbeats(rows: Sequence[Row]) -> list[Row]:
     """The heartbeat rows that have the required fields, with defaults in the others."""
     rest = _REST_OF_BEAT.items()
     return [

@@ -14,8 +14,8 @@ from trifocal.errors import UserError
 from trifocal.report import write_report
 from trifocal.report.live_view import render
 from trifocal.runlog.jsonl import JsonLinesWriter
-from trifocal.runlog.readable import readable_beats, readable_metrics
 from trifocal.runlog.run import read_run
+from trifocal.runlog.valid_rows import valid_heartbeats, valid_metrics
 
 MakeRun = Callable[..., Path]
 MISSING = object()
@@ -66,7 +66,7 @@ def test_rows_that_say_nothing_are_left_out_and_counted(make_run: MakeRun) -> No
     assert len(found.rows) == whole + 1
     assert found.rows[-1] == {"kind": "train", "step": 202, "unix_time_seconds": 1e9, "gradient_norm": 2.0}
     sentence = "2 rows of metrics.jsonl lack required fields, and are left out"
-    assert found.complaints() == [sentence]
+    assert found.left_out_notes() == [sentence]
     assert sentence in write_report(run).read_text()
     console = Console(file=io.StringIO(), width=120)
     console.print(render(found, width=120))
@@ -75,15 +75,15 @@ def test_rows_that_say_nothing_are_left_out_and_counted(make_run: MakeRun) -> No
 
 def test_a_loss_that_is_not_finite_stays_and_a_gate_does_not() -> None:
     nan = float("nan")
-    (row,) = readable_metrics([{"kind": "train", "step": 1, "unix_time_seconds": 1.0, "loss": nan}])
+    (row,) = valid_metrics([{"kind": "train", "step": 1, "unix_time_seconds": 1.0, "loss": nan}])
     assert row["loss"] != row["loss"]
-    (row,) = readable_metrics([{"kind": "telemetry", "step": 1, "unix_time_seconds": 1.0, "layer": 0, "gate": nan}])
+    (row,) = valid_metrics([{"kind": "telemetry", "step": 1, "unix_time_seconds": 1.0, "layer": 0, "gate": nan}])
     assert row["gate"] is None
 
 
 def test_a_healthy_beat_is_read_as_it_is() -> None:
     row = beat()
-    assert readable_beats([row]) == [row]
+    assert valid_heartbeats([row]) == [row]
 
 
 def test_a_line_that_is_nested_too_deeply_is_named(make_run: MakeRun) -> None:
