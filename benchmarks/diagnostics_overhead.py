@@ -242,7 +242,7 @@ class Differences:
         order: Of the pairs.
         clock: Field of a turn.
         steps: In a turn.
-        spread: Number of rows, and of beats, for each step.
+        per_step: Number of rows, and of beats, for each step.
     """
 
     def __init__(
@@ -251,9 +251,9 @@ class Differences:
         order: Sequence[tuple[str, str, str]],
         clock: str,
         steps: int,
-        spread: Mapping[str, float],
+        per_step: Mapping[str, float],
     ) -> None:
-        self.steps, self.spread = steps, spread
+        self.steps, self.per_step = steps, per_step
         self.of_kind: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self.without: list[float] = []
         for (kind, first, _), earlier, later in zip(order, turns[::2], turns[1::2], strict=True):
@@ -281,18 +281,18 @@ class Differences:
     def _estimate(self, of_kind: Mapping[str, Sequence[float]]) -> dict[str, float]:
         percent = 100 / median(self.without)
         costs = {kind: percent * middle_mean(values) for kind, values in of_kind.items()}
-        for kind, share in self.spread.items():
+        for kind, share in self.per_step.items():
             # A turn has one of them, and its difference is divided by its steps.
             costs[kind] = (costs[kind] - costs["step"]) * self.steps * share
-        return {**costs, "all but the rare": costs["step"] + sum(costs[kind] for kind in self.spread)}
+        return {**costs, "all but the rare": costs["step"] + sum(costs[kind] for kind in self.per_step)}
 
 
-def rows_of(trainer: Measured, spread: Mapping[str, float], intervals: Mapping[str, int]) -> list[dict[str, Any]]:
+def rows_of(trainer: Measured, per_step: Mapping[str, float], intervals: Mapping[str, int]) -> list[dict[str, Any]]:
     """The table."""
     steps, order = trainer.steps_in_turn, trainer.order
     on_cpu = trainer.setup.device.type == "cpu"
     by, clock = ("processor time", "processor_seconds") if on_cpu else ("wall clock", "wall_seconds")
-    found = Differences(trainer.turns, order, clock, steps, spread)
+    found = Differences(trainer.turns, order, clock, steps, per_step)
     step, bounds, percents = median(found.without), found.intervals(), found.estimate()
     rows: list[dict[str, Any]] = []
     for what, percent in percents.items():
@@ -348,9 +348,9 @@ def main() -> int:
             print(f"stopped at step {trainer.state.step} of {total}: nothing is written", file=sys.stderr)
             return 1
         step = median(turn.wall_seconds for turn in trainer.turns if not turn.kind)
-        spread = {"row": 1 / config.log.interval_steps, "beat": step / config.log.heartbeat_seconds}
+        per_step = {"row": 1 / config.log.interval_steps, "beat": step / config.log.heartbeat_seconds}
         intervals = {"telemetry": preset.log.telemetry_interval_steps, "picture": preset.evaluate.interval_steps}
-        rows = rows_of(trainer, spread, intervals)
+        rows = rows_of(trainer, per_step, intervals)
     file = ResultFile(
         f"diagnostics_overhead_{Path(options.config).stem}",
         f"Cost of the diagnostics at their defaults: {options.config}",
