@@ -15,8 +15,7 @@ their difference is the error of the method. Telemetry and the attention picture
 On a CPU, glibc gives freed memory back to the system and asks for it again, some 2,000 to 10,000 pages in a step of the
 showcase, as it happens to lie. That is a tenth of a step's time and most of its scatter, so here it keeps its memory.
 
-`counted` is the processor's time inside the diagnostics' own code, in all threads (on a GPU of its wall clock, though
-most of it is hidden behind the device).
+The clock is the processor's time on a CPU, so that other programs do not count, and the wall clock on a GPU.
 """
 
 import argparse
@@ -27,8 +26,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median, quantiles
@@ -63,41 +62,6 @@ class Quiet:
 
     def update(self, **news: Any) -> None:
         pass
-
-
-class Counter:
-    """Adds up the processor's time inside functions, by kind, in whichever thread they run."""
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(KINDS, 0.0)
-
-    def around(self, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **options: Any) -> Any:
-            begin = time.thread_time()
-            try:
-                return function(*args, **options)
-            finally:
-                self.seconds[kind] += time.thread_time() - begin
-
-        return timed
-
-    def around_context(self, kind: str, make: Callable[[str], AbstractContextManager[None]]) -> Callable[[str], Any]:
-        """Times entering and leaving, not the block inside."""
-
-        @contextmanager
-        def timed(name: str) -> Iterator[None]:
-            begin = time.thread_time()
-            context = make(name)
-            context.__enter__()
-            self.seconds[kind] += time.thread_time() - begin
-            try:
-                yield
-            finally:
-                begin = time.thread_time()
-                context.__exit__(None, None, None)
-                self.seconds[kind] += time.thread_time() - begin
-
-        return timed
 
 
 class Ticker(threading.Event):
@@ -152,28 +116,21 @@ class Measured(loop.Trainer):
         # A checkpoint in the middle of a turn would take far longer than the diagnostics.
         self.saver.save = lambda **_: None
         self.turns: list[Turn] = []
-        self.counter = Counter()
         self.whole_config = self.config
         self.quiet = Quiet(), MetricsWriter.silent(), Progress(self.config.train.steps, enabled=False)
 
     def open_diagnostics(self, stack: ExitStack) -> None:
         """Start all of them as the run does; they stay, and are used in some turns."""
-        log, count = self.whole_config.log, self.counter
+        log = self.whole_config.log
         # Those that the run itself began, as far as they would disturb.
         self.log.heartbeat.close()
         directory, device = self.setup.directory, self.setup.device
         heartbeat = Heartbeat(directory / "heartbeat", 0, log.heartbeat_seconds, device=device)
         self.ticker = heartbeat._stop = Ticker()
-        heartbeat._beat = count.around("beat", heartbeat._beat)
         metrics = stack.enter_context(MetricsWriter(directory / "metrics.jsonl"))
         stack.enter_context(heartbeat)
         stack.enter_context(Watchdog(heartbeat, directory, device=device))
         progress = stack.enter_context(Progress(self.config.train.steps, start_step=self.state.step))
-        heartbeat.phase = count.around_context("step", heartbeat.phase)
-        heartbeat.update = count.around("step", heartbeat.update)
-        metrics.write = count.around("row", metrics.write)
-        progress.update = count.around("row", progress.update)
-        self.log.meter.row = count.around("row", self.log.meter.row)
         self.whole = heartbeat, metrics, progress
         self.ticker.beaten.wait()
 
@@ -285,7 +242,7 @@ class Differences:
         order: Of the pairs.
         clock: Field of a turn.
         steps: In a turn.
-        spread: Number of rows, and of beats, for each step.
+        per_step: Number of rows, and of beats, for each step.
     """
 
     def __init__(
@@ -294,9 +251,9 @@ class Differences:
         order: Sequence[tuple[str, str, str]],
         clock: str,
         steps: int,
-        spread: Mapping[str, float],
+        per_step: Mapping[str, float],
     ) -> None:
-        self.steps, self.spread = steps, spread
+        self.steps, self.per_step = steps, per_step
         self.of_kind: dict[str, list[float]] = {kind: [] for kind in KINDS}
         self.without: list[float] = []
         for (kind, first, _), earlier, later in zip(order, turns[::2], turns[1::2], strict=True):
@@ -324,41 +281,30 @@ class Differences:
     def _estimate(self, of_kind: Mapping[str, Sequence[float]]) -> dict[str, float]:
         percent = 100 / median(self.without)
         costs = {kind: percent * middle_mean(values) for kind, values in of_kind.items()}
-        for kind, share in self.spread.items():
+        for kind, share in self.per_step.items():
             # A turn has one of them, and its difference is divided by its steps.
             costs[kind] = (costs[kind] - costs["step"]) * self.steps * share
-        return {**costs, "all but the rare": costs["step"] + sum(costs[kind] for kind in self.spread)}
+        return {**costs, "all but the rare": costs["step"] + sum(costs[kind] for kind in self.per_step)}
 
 
-def rows_of(trainer: Measured, spread: Mapping[str, float], intervals: Mapping[str, int]) -> list[dict[str, Any]]:
+def rows_of(trainer: Measured, per_step: Mapping[str, float], intervals: Mapping[str, int]) -> list[dict[str, Any]]:
     """The table."""
-    rows: list[dict[str, Any]] = []
     steps, order = trainer.steps_in_turn, trainer.order
-    clocks = {"processor time": "processor_seconds"} if trainer.setup.device.type == "cpu" else {}
-    for by, clock in {**clocks, "wall clock": "wall_seconds"}.items():
-        found = Differences(trainer.turns, order, clock, steps, spread)
-        step, bounds = median(found.without), found.intervals()
-        percents = found.estimate()
-        for what, percent in percents.items():
-            low, high = bounds[what]
-            pairs = len(found.of_kind.get(what, order))
-            row = {"what": what, "by": by, "pairs": pairs, "step_ms": 1e3 * step, "percent": percent}
-            rows.append({**row, "low_95": low, "high_95": high})
-        # On a CPU the rare are measured in processor time alone.
-        if by in clocks or not clocks:
-            rare = rows_of_the_rare(trainer.rare, intervals, by, step)
-            whole, (low, high) = "all but the rare", bounds["all but the rare"]
-            more = sum(row["percent"] for row in rare)
-            row = {"what": "everything", "by": by, "step_ms": 1e3 * step, "percent": percents[whole] + more}
-            rows += [*rare, {**row, "low_95": low + more, "high_95": high + more}]
-    counts = {kind: sum(turn.kind == kind for turn in trainer.turns) for kind in spread}
-    often = {"step": 1 / (steps * sum(bool(turn.kind) for turn in trainer.turns))}
-    often |= {kind: share / counts[kind] for kind, share in spread.items()}
-    counted = sum(trainer.counter.seconds[kind] * often[kind] for kind in often)
-    without = [turn for turn in trainer.turns if not turn.kind]
-    share = 100 * counted / median(turn.processor_seconds if clocks else turn.wall_seconds for turn in without)
-    rows.append({"what": "all but the rare", "by": "counted", "each_ms": 1e3 * counted, "percent": share})
-    return rows
+    on_cpu = trainer.setup.device.type == "cpu"
+    by, clock = ("processor time", "processor_seconds") if on_cpu else ("wall clock", "wall_seconds")
+    found = Differences(trainer.turns, order, clock, steps, per_step)
+    step, bounds, percents = median(found.without), found.intervals(), found.estimate()
+    rows: list[dict[str, Any]] = []
+    for what, percent in percents.items():
+        low, high = bounds[what]
+        pairs = len(found.of_kind.get(what, order))
+        row = {"what": what, "by": by, "pairs": pairs, "step_ms": 1e3 * step, "percent": percent}
+        rows.append({**row, "low_95": low, "high_95": high})
+    rare = rows_of_the_rare(trainer.rare, intervals, by, step)
+    whole, (low, high) = "all but the rare", bounds["all but the rare"]
+    more = sum(row["percent"] for row in rare)
+    row = {"what": "everything", "by": by, "step_ms": 1e3 * step, "percent": percents[whole] + more}
+    return [*rows, *rare, {**row, "low_95": low + more, "high_95": high + more}]
 
 
 def rows_of_the_rare(
@@ -402,9 +348,9 @@ def main() -> int:
             print(f"stopped at step {trainer.state.step} of {total}: nothing is written", file=sys.stderr)
             return 1
         step = median(turn.wall_seconds for turn in trainer.turns if not turn.kind)
-        spread = {"row": 1 / config.log.interval_steps, "beat": step / config.log.heartbeat_seconds}
+        per_step = {"row": 1 / config.log.interval_steps, "beat": step / config.log.heartbeat_seconds}
         intervals = {"telemetry": preset.log.telemetry_interval_steps, "picture": preset.evaluate.interval_steps}
-        rows = rows_of(trainer, spread, intervals)
+        rows = rows_of(trainer, per_step, intervals)
     file = ResultFile(
         f"diagnostics_overhead_{Path(options.config).stem}",
         f"Cost of the diagnostics at their defaults: {options.config}",
@@ -418,7 +364,6 @@ def main() -> int:
         f"{config.log.heartbeat_seconds:g} s: `row` and `beat` are spread over these. `null`: both turns without. "
         f"Rare: telemetry and the attention picture of the evaluations, medians of {REPEATS}, spread over the steps "
         "between two of them.",
-        "Counted: the processor's time inside the diagnostics' own code, in all threads.",
     ]
     print(file.write(rows, notes=notes).read_text())
     return 0

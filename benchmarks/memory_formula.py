@@ -1,12 +1,12 @@
 """Train presets for two steps on this GPU and compare the memory formula with PyTorch's allocator.
 
     python benchmarks/memory_formula.py                 # every case, with the kernels and with the reference
-    python benchmarks/memory_formula.py --only shake paper --explain
+    python benchmarks/memory_formula.py --only shake paper
     torchrun --nproc-per-node=2 benchmarks/memory_formula.py --only ddp fsdp
 
 Each case builds its model anew and takes three steps of the trainer's own code on random tokens; the peak is that of
-the last two. `--explain` lists the tensors at the peak by the lines that made them, to find those a formula lacks.
-The exit status is 1 if a case is off by more than 10 %.
+the last two. The exit status is 1 if a case is off by more than 10 %. To find the tensors that a formula lacks, train
+the case with `--trace.what memory` and open the snapshot in pytorch.org/memory_viz.
 """
 
 import argparse
@@ -15,7 +15,6 @@ import json
 import os
 import sys
 import tempfile
-from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +91,7 @@ SHARED = (
 )
 
 
-def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
+def measure(case: Case, processes: Any) -> dict[str, Any]:
     """Train, and compare."""
     flags = {"run.device": "cuda", **EAGER, **case.flags}
     config = load_config(CONFIGS / case.config)
@@ -124,8 +123,6 @@ def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
             if step == 2:
                 torch.cuda.synchronize(device)
                 torch.cuda.reset_peak_memory_stats(device)
-                if explain:
-                    torch.cuda.memory._record_memory_history(max_entries=2_000_000, stacks="python")
             result = train_step.run(
                 step,
                 batches,
@@ -135,7 +132,7 @@ def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
         assert result.finite.wait(), "a loss or gradient was not finite"
     # The allocator does not count the memory of graphs.
     peak = torch.cuda.max_memory_allocated(device) + (graphs.memory_bytes if graphs is not None else 0)
-    row = {
+    return {
         "case": case.name,
         "backend": setup.backend if config.model.attention == "nsa" else "dense",
         "gpus": processes.size,
@@ -147,10 +144,6 @@ def measure(case: Case, processes: Any, explain: bool) -> dict[str, Any]:
         **{f"{part}_gib": getattr(estimate, part) / GIB for part in ("weights", "optimizer", "gradients", "copies")},
         **{f"{part}_gib": getattr(estimate, part) / GIB for part in ("activations", "working", "workspace")},
     }
-    if explain and processes.is_rank0:
-        print("\n".join(at_the_peak(torch.cuda.memory._snapshot(device), device.index or 0)), flush=True)
-        torch.cuda.memory._record_memory_history(enabled=None)
-    return row
 
 
 def batch(config: Any, packed: bool) -> Batch:
@@ -161,37 +154,12 @@ def batch(config: Any, packed: bool) -> Batch:
     return Batch(tokens, tokens, borders, (), 0, 0)
 
 
-def at_the_peak(snapshot: dict[str, Any], device: int) -> list[str]:
-    """The tensors at the peak, among those allocated since the record began, by the lines that made them."""
-    live: dict[int, tuple[int, str]] = {}
-    now = most = 0
-    fullest: list[tuple[int, str]] = []
-    for event in snapshot["device_traces"][device]:
-        if event["action"] == "alloc":
-            frames = [f"{Path(f['filename']).stem}:{f['line']}" for f in event["frames"] if f["filename"]]
-            own = [frame for frame, f in zip(frames, event["frames"], strict=False) if "trifocal" in f["filename"]]
-            live[event["addr"]] = event["size"], " < ".join((own or frames)[:3])
-            now += event["size"]
-            if now > most:
-                most, fullest = now, list(live.values())
-        elif event["action"] == "free_completed" and event["addr"] in live:
-            now -= live.pop(event["addr"])[0]
-    sizes: Counter[str] = Counter()
-    numbers: Counter[str] = Counter()
-    for size, where in fullest:
-        sizes[where] += size
-        numbers[where] += 1
-    lines = [f"  {size / 2**20:9.1f} MiB x{numbers[where]:<4} {where}" for where, size in sizes.most_common(25)]
-    return [f"  allocated since, at the peak: {most / 2**20:.0f} MiB", *lines]
-
-
 def main() -> int:
     """Measure the cases; the exit status is 1 if one is off by too much."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     several = int(os.environ.get("WORLD_SIZE", "1")) > 1
     cases = SHARED if several else CASES
     parser.add_argument("--only", nargs="+", choices=[case.name for case in cases], default=[c.name for c in cases])
-    parser.add_argument("--explain", action="store_true", help="list the tensors at the peak")
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path, default=None)
     options = parser.parse_args()
@@ -204,7 +172,7 @@ def main() -> int:
         for case in cases:
             if case.name not in options.only:
                 continue
-            rows.append(measure(case, processes, options.explain))
+            rows.append(measure(case, processes))
             gc.collect()
             # cuBLAS keeps 32 MiB for each stream that ever multiplied: a recorded case's would count in all after it.
             torch._C._cuda_clearCublasWorkspaces()

@@ -333,7 +333,7 @@ def means(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def spread(rows: Sequence[Row], task: str, figure: str, along: str) -> list[Row]:
+def pivot(rows: Sequence[Row], task: str, figure: str, along: str) -> list[Row]:
     """A table of an evaluation: a row for each variant, a column for each place; means over seeds.
 
     Args:
@@ -391,9 +391,9 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         columns=columns,
         means=means(rows),
         recall=recall,
-        loss_by_position=spread(evaluations, "position", "loss", "first"),
-        needles_found_by_depth=spread(evaluations, "needle", "accuracy", "depth"),
-        recall_by_distance=spread(evaluations, "recall_distance", "accuracy", "first"),
+        loss_by_position=pivot(evaluations, "position", "loss", "first"),
+        needles_found_by_depth=pivot(evaluations, "needle", "accuracy", "depth"),
+        recall_by_distance=pivot(evaluations, "recall_distance", "accuracy", "first"),
     )
 
 

@@ -145,7 +145,13 @@ def draw_index(selected_blocks: Tensor) -> Figure:
     ax.text(11.5, 0.2, "block numbers", fontsize=8, color=QUIET, va="center")
     _arrow(ax, (35, 22), (44, 22), colour=INK)
     ax.text(39.5, 23.5, "stable sort\nby block", ha="center", va="bottom", fontsize=8.5)
-    ax.text(46, 44, "the index: who chose a block, cut into pieces of at most 4 slots", fontweight="bold", va="center")
+    ax.text(
+        46,
+        44,
+        "the index: the queries of each block, in pieces of at most 4 slots",
+        fontweight="bold",
+        va="center",
+    )
     top = 39.5
     for block in blocks:
         sharers = [row for row, choice in enumerate(choices) if block in choice]

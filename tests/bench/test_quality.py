@@ -128,7 +128,7 @@ def test_needles_and_positions_become_columns(script: ModuleType) -> None:
         for variant in ("sparse", "dense") for seed in (0, 1) for depth in (0.0, 0.5)
     ]  # fmt: skip
     rows.append({"task": "needle", "variant": "sparse", "length": 128, "status": "not run: no memory"})
-    table = script.spread(rows, "needle", "accuracy", "depth")
+    table = script.pivot(rows, "needle", "accuracy", "depth")
     assert table[0] == {"variant": "sparse", "length": 64, "0%": 0.5, "50%": 1.0}
     assert [row["variant"] for row in table] == ["sparse", "dense"]
-    assert script.spread(rows, "position", "loss", "first") == []
+    assert script.pivot(rows, "position", "loss", "first") == []

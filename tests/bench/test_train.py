@@ -92,7 +92,9 @@ def test_a_row_of_text(attention):
     assert figures["executed_tflop_per_step"] is figures["dense_equivalent_mfu"] is None, "for whole sequences alone"
 
 
-def test_graphs_need_a_gpu():
+def test_graphs_and_kernels_need_a_gpu():
+    with pytest.raises(UserError, match="--profiled-steps needs a GPU"):
+        TrainOptions(**TINY, profiled_steps=1).cases()
     for wanted in (("yes",), ("no", "yes")):
         with pytest.raises(UserError, match="--cuda-graphs yes needs a GPU"):
             TrainOptions(**TINY, cuda_graphs=wanted).cases()
@@ -179,7 +181,7 @@ def test_kernels_and_gaps_are_tables_beside_the_rows(monkeypatch):
 
     monkeypatch.setattr(train, "Worker", Profiled)
     found = recorder()
-    bench_train(TrainOptions(**TINY, attention=("dense",), profiled_steps=1), found)
+    train._measure_together(TrainOptions(**TINY, attention=("dense",)).cases(), 1, found)
     assert "kernels" not in found.rows[0] and "gaps" not in found.rows[0]
     assert found.tables == {"kernels": [{"row": "profiled", **kernel}], "gaps": [{"row": "profiled", **gap}]}
 

@@ -79,9 +79,11 @@ class TrainOptions(TwinOptions):
         """The rows asked for. Recorded rows come first, as their time is the device's; twins are neighbours.
 
         Raises:
-            UserError: If a size is not two numbers, or if graphs are asked for where there is no GPU.
+            UserError: If a size is not two numbers, or if graphs or kernels are asked for without a GPU.
         """
         device = str(choose_device(self.device))
+        if self.profiled_steps and device == "cpu":
+            raise UserError("--profiled-steps needs a GPU: it lists kernels")
         settings = [
             (size, recorded, data)
             for recorded in self._recorded(device)

@@ -69,7 +69,7 @@ def layer_sweep(
 
 
 def machine_busy() -> tuple[str, ...]:
-    """A line if more processes want to run than there are cores: times then include other programs."""
+    """A line if more processes run than there are cores: times then include other programs."""
     try:
         load = os.getloadavg()[0]
     except (AttributeError, OSError):

@@ -143,7 +143,7 @@ def _run(code: str, folder: Path, variables: dict[str, str]) -> None:
             environment = os.environ | place | path | variables
             started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
     try:
-        # A process that fails leaves the other waiting: look at both in turn.
+        # A process that fails leaves the other waiting: both are polled.
         _wait_for(started, folder)
     finally:
         for process in started:

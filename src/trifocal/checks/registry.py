@@ -3,7 +3,7 @@
 | # | failure |
 |---|---|
 | 1 | a step that took minutes and looked like a hang: loops over tokens |
-| 2 | a hang and slowness could not be told apart |
+| 2 | no means to tell a hang from slowness |
 | 3 | checkpointing recomputed every layer as the last one |
 | 4 | parameters without a gradient |
 | 5 | checkpointing with sharded weights (as 1 and 3) |

@@ -32,7 +32,7 @@ class Processes:
         rank: Its number, from 0.
         size: Number of processes.
         local_size: Number of processes on this machine.
-        device: Where it computes.
+        device: Its device.
         restarted: Whether an earlier start by the same torchrun had called `begin`.
         store: For notes to each other; None for a single process.
         group: Process group of the collectives; None for the default one.

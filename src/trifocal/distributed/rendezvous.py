@@ -1,7 +1,7 @@
 """Rendezvous of the processes of one start, in a store that may hold keys of earlier starts.
 
-torchrun keeps one store through its restarts, with the keys of earlier starts. Its count of restarts does not tell the
-starts apart: each machine counts its own failures, and a machine that restarts because another one failed counts none.
+torchrun keeps one store through its restarts, with the keys of earlier starts. Its count of restarts does not identify
+a start: each machine counts its own failures, and a machine that restarts because another one failed counts none.
 So rank 0 makes a name for each start, and gives it to the others.
 """
 

@@ -47,7 +47,7 @@ class Examination:
         return int(bool(self.broken))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; bytes, seconds and FLOP/s as the names say."""
+        """Plain values; units are in the names."""
         return {
             "trifocal": __version__,
             "healthy": not self.broken,

@@ -1,4 +1,4 @@
-"""Looks at software and hardware; each takes a second or two at most."""
+"""Findings about software and hardware; each takes a second or two at most."""
 
 import contextlib
 import importlib.util

@@ -88,7 +88,7 @@ class Need:
         name: Of the file.
         parameters: Of the model.
         processes: That would train together.
-        mode: How they would share the model.
+        mode: Their parallel mode.
         backend: The backend of the attention; "dense" for a dense model.
         memory: Of the fullest device, by formula.
         available_bytes: Free memory of that device.
@@ -174,13 +174,13 @@ def _cached_sequences(config: RunConfig, dtype: torch.dtype, machine: Machine) -
 
 
 def setup_of(config: RunConfig, machine: Machine, processes: int, mode: str = "") -> TrainingSetup:
-    """How a configuration would be trained.
+    """The training of a configuration, as the memory formula takes it.
 
     Args:
         config: The configuration.
         machine: This machine.
         processes: That train together.
-        mode: How they share the model, in place of the configuration's.
+        mode: Parallel mode, in place of the configuration's.
     """
     train, parallel = config.train, config.parallel
     group = Processes(size=processes, local_size=processes, device=machine.device)

@@ -72,16 +72,12 @@ class MLPCompressor(nn.Module):
 
         Slots that belong to no document hold finite values and are invisible.
         """
-        blocks = _blocks(x, self.geometry, documents)
-        placed = blocks + self.positions.to(x.dtype)[:, None]
+        if documents is None:
+            num_blocks = self.geometry.num_compressed_blocks(x.shape[1])
+        else:
+            num_blocks = max_packed_compressed_blocks(x.shape[1], self.geometry)
+        blocks_BClGD = compression_windows(x, self.geometry, documents, num_blocks)
+        placed = blocks_BClGD + self.positions.to(x.dtype)[:, None]
         hidden = nn.functional.silu(self.up_proj(placed.transpose(2, 3).flatten(3)))
         mean = compress_by_mean(x, self.geometry, documents, self.backend)
         return mean + self.down_proj(hidden).to(x.dtype)
-
-
-def _blocks(x: Tensor, geometry: Geometry, documents: Documents | None) -> Tensor:
-    """[B, S, G, D] -> the tokens of each block, [B, C, l, G, D]."""
-    num_keys = x.shape[1]
-    if documents is None:
-        return compression_windows(x, geometry, None, geometry.num_compressed_blocks(num_keys))
-    return compression_windows(x, geometry, documents, max_packed_compressed_blocks(num_keys, geometry))

@@ -34,7 +34,7 @@ class RopeScaling:
         rope_type: `"default"` (not scaled), `"linear"`, `"dynamic"`, `"yarn"`, `"longrope"`, `"llama3"` or
             `"proportional"`. `"dynamic"` and `"longrope"` depend on the length of the sequence, or of each document of
             a pack; in decoding on the longest sequence that the caches are made for.
-        factor: How many times longer the sequences are.
+        factor: Length of the sequences, in multiples of those of pretraining.
         original_max_position_embeddings: Tokens of a sequence in pretraining. For `"dynamic"`, transformers'
             `max_position_embeddings`.
         attention_factor: Factor on cosines and sines, for `"yarn"` and `"longrope"`; 0 takes the type's formula.

@@ -7,7 +7,7 @@ the phase has ended once), or on SIGUSR1, `dumps/` gets a folder with
   wait for;
 - the files of runlog/dump.py, from every rank with a live watchdog.
 
-Training continues, also on a full disk. A stall gets one dump, whatever its length and the number of its ranks.
+Training continues, also on a full disk. A stall has one dump for all of its ranks and its whole length.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from trifocal.runlog.whole_files import write_whole
 
 # A rank that stalls this soon after another adds to the other's dump.
 _SAME_STALL_SECONDS = 60.0
-# The other ranks look for dumps with every row of their heartbeats; then py-spy needs time.
+# The other ranks check for dumps with every row of their heartbeats; then py-spy needs time.
 _ANSWER_INTERVALS = 2.0
 _ANSWER_SECONDS = 15.0
 _POLL_SECONDS = 0.2

@@ -6,6 +6,7 @@ tensor may have leading dimensions, so that one call describes many layers.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,15 +50,9 @@ class LayerAttention:
     @classmethod
     def stack(cls, layers: Sequence["LayerAttention"]) -> "LayerAttention":
         """Several layers as one, with a leading dimension of layers."""
-        return replace(
-            layers[0],
-            gates=torch.stack([layer.gates for layer in layers]),
-            q=torch.stack([layer.q for layer in layers]),
-            k_cmp=torch.stack([layer.k_cmp for layer in layers]),
-            lse=torch.stack([layer.lse for layer in layers]),
-            k_slc=torch.stack([layer.k_slc for layer in layers]),
-            selected=torch.stack([layer.selected for layer in layers]),
-        )
+        names = ("gates", "q", "k_cmp", "lse", "k_slc", "selected")
+        stacked: dict[str, Any] = {name: torch.stack([getattr(layer, name) for layer in layers]) for name in names}
+        return replace(layers[0], **stacked)
 
     @property
     def num_scores(self) -> int:

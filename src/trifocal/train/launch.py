@@ -134,11 +134,15 @@ def _tidy_after_failure(directory: Path, lock: RunLock, *, delete_start: bool) -
 
 
 def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes, lock: RunLock) -> TrainResult:
-    note = processes.run_on_rank0(lambda: lock.take(directory))
-    processes.run_on_rank0(lambda: _print_notice(restore_replaced(directory, lock)))
-    found = processes.run_on_rank0(lambda: find_checkpoint(directory, checkpoint, command=resume_command(directory)))
-    # A run of an older version has no mark.
-    processes.run_on_rank0(lambda: mark_run(directory))
+    def prepare() -> tuple[str, Path]:
+        note = lock.take(directory)
+        _print_notice(restore_replaced(directory, lock))
+        found = find_checkpoint(directory, checkpoint, command=resume_command(directory))
+        # A run of an older version has no mark.
+        mark_run(directory)
+        return note, found
+
+    note, found = processes.run_on_rank0(prepare)
     tokenizer, notes = processes.run_on_all(lambda: preflight(config, processes.device, processes.size))
     processes.run_on_rank0(lambda: check_validation_text(config, tokenizer))
     saved = processes.run_on_rank0(lambda: load_run(directory))

@@ -19,7 +19,7 @@ class Meter:
 
     Args:
         config: The run.
-        device: Where it trains; a known GPU gives utilisations.
+        device: Of the training; a known GPU gives utilisations.
         num_processes: Processes of the run, each with one device.
         start_step: Optimizer steps done before this process.
     """

@@ -273,34 +273,25 @@ def _check_host_memory(config: RunConfig) -> None:
         return
     evaluate, train, model = config.evaluate, config.train, config.model
     tokens = train.micro_batch_size * train.sequence_length
-    if tokens * BYTES_PER_EVALUATED_TOKEN > memory:
-        raise UserError(
-            f"a micro-batch of {train.micro_batch_size} sequences of {train.sequence_length} tokens does not fit into "
-            f"this machine's {memory / 1e9:.1f} GB; lower train.micro_batch_size"
-        )
-    num_selected = model.geometry.num_selected_blocks
-    chosen = tokens * model.num_kv_heads * num_selected * BYTES_PER_CHOICE
-    if model.chooses_blocks and chosen > memory:
-        raise UserError(
-            f"the choice of {num_selected} blocks for every token takes {chosen / 1e9:.1f} GB, and this machine has "
-            f"{memory / 1e9:.1f} GB; lower model.geometry.num_selected_blocks"
-        )
+    batch = f"a micro-batch of {train.micro_batch_size} sequences of {train.sequence_length} tokens takes"
+    tensors = [(tokens * BYTES_PER_EVALUATED_TOKEN, batch, "train.micro_batch_size")]
+    if model.chooses_blocks:
+        selected = model.geometry.num_selected_blocks
+        chosen = tokens * model.num_kv_heads * selected * BYTES_PER_CHOICE
+        choice = f"the choice of {selected} blocks for every token takes"
+        tensors.append((chosen, choice, "model.geometry.num_selected_blocks"))
     if evaluate.interval_steps:
         needed = evaluate.batches * tokens * BYTES_PER_EVALUATED_TOKEN
-        if needed > memory:
-            raise UserError(
-                f"the {evaluate.batches} batches of evaluate.batches take {needed / 1e9:.1f} GB, and this machine has "
-                f"{memory / 1e9:.1f} GB; lower it"
-            )
+        tensors.append((needed, f"the {evaluate.batches} batches of evaluate.batches take", "it"))
     if config.log.sample_interval_steps:
         # The keys and values of one branch alone.
-        needed = (
-            config.log.sample_tokens * model.num_layers * model.num_kv_heads * (model.head_dim + model.value_dim) * 2
-        )
+        a_token = model.num_layers * model.num_kv_heads * (model.head_dim + model.value_dim) * 2
+        sample = f"a sample of log.sample_tokens {config.log.sample_tokens} takes"
+        tensors.append((config.log.sample_tokens * a_token, sample, "it"))
+    for needed, takes, key in tensors:
         if needed > memory:
             raise UserError(
-                f"a sample of log.sample_tokens {config.log.sample_tokens} takes at least {needed / 1e9:.1f} GB, and "
-                f"this machine has {memory / 1e9:.1f} GB; lower it"
+                f"{takes} at least {needed / 1e9:.1f} GB, and this machine has {memory / 1e9:.1f} GB; lower {key}"
             )
 
 

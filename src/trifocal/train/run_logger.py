@@ -88,7 +88,7 @@ class RunLogger:
     def log_evaluation(self, evaluation: Evaluation) -> None:
         """Write the evaluation row of the last step, and print it."""
         step, bits = self._state.step, evaluation.bits_per_byte
-        self.metrics.write("evaluation", step, **evaluation.row())
+        self.metrics.write("evaluation", step, **asdict(evaluation))
         self.progress.message(
             f"step {step}: validation loss {evaluation.validation_loss:.4f}"
             + (f", {bits:.4f} bits per byte" if bits is not None else "")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -30,10 +30,6 @@ class Evaluation:
     validation_loss: float
     perplexity: float
     bits_per_byte: float | None
-
-    def row(self) -> dict[str, float | None]:
-        """The fields of a metrics row."""
-        return asdict(self)
 
 
 def check_validation_text(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -21,17 +21,14 @@ class AnomalyTrace(Trace):
     """Checks every operation of every backward pass, which makes steps a good deal slower.
 
     Args:
+        moment: The place within the traced step.
         directory: The run; the report goes into its `traces` folder, as a NaN ends the run before the window ends.
         rank: Rank of this process.
     """
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, moment: Moment, directory: Path, rank: int) -> None:
+        super().__init__(moment)
         self._directory, self._rank = directory, rank
-        self._was_on = False
-
-    def begin(self, moment: Moment) -> None:
-        """Switch the detection on."""
-        self._moment = moment
         self._was_on = torch.is_anomaly_enabled()
         torch.autograd.set_detect_anomaly(True)
 

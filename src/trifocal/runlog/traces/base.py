@@ -83,10 +83,14 @@ class Moment:
 
 
 class Trace:
-    """One kind of trace. Its hooks are installed only between `begin` and `end`."""
+    """One kind of trace of one window of steps. Its constructor installs the hooks, and `end` removes them.
 
-    def begin(self, moment: Moment) -> None:
-        """Install the hooks, before the first step of a window."""
+    Args:
+        moment: The place within the traced step.
+    """
+
+    def __init__(self, moment: Moment) -> None:
+        self._moment = moment
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Context manager around a phase of a traced step."""

@@ -19,25 +19,21 @@ class DtypeTrace(Trace):
     An activation is a module's output, listed once for each dtype that it had.
 
     Args:
+        moment: The place within the traced step.
         model: The model.
         optimizer: Its optimizer.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(moment)
         self._model, self._optimizer = model, optimizer
-        self._hooks: ModuleHooks | None = None
         self._seen = RowBuffer()
         self._rows: list[dict[str, Any]] = []
-
-    def begin(self, moment: Moment) -> None:
-        """Hook every module."""
-        self._moment = moment
-        self._hooks = ModuleHooks(self._model, left=self._left)
+        self._hooks = ModuleHooks(model, left=self._left)
 
     def end(self) -> None:
         """Remove the hooks, and list the tensors that persist between steps."""
-        if self._hooks is not None:
-            self._hooks.remove()
+        self._hooks.remove()
         listed = [*self._kept(), *self._seen.take()]
         rows = {(kind, name, dtype): shape for kind, name, dtype, shape in listed}
         self._rows = [

@@ -24,22 +24,20 @@ class ExchangeTrace(Trace):
     """Notes each bucket of DDP, and each all-gather and reduce-scatter of FSDP2.
 
     Args:
+        moment: The place within the traced step.
         model: The model, for the names of its parameters.
         module: The wrapped model.
         watch: Observes the communication.
     """
 
-    def __init__(self, model: nn.Module, module: nn.Module, watch: "GradientWatch") -> None:
-        self._model, self._module, self._watch = model, module, watch
+    def __init__(self, moment: Moment, model: nn.Module, module: nn.Module, watch: "GradientWatch") -> None:
+        super().__init__(moment)
+        self._module, self._watch = module, watch
         self._seen = RowBuffer()
         self._rows: list[dict[str, Any]] = []
-
-    def begin(self, moment: Moment) -> None:
-        """Observe the communication."""
-        self._moment = moment
         self._since = time.time()
-        self._names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        self._watch.observe(self._exchange)
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        watch.observe(self._exchange)
 
     def end(self) -> None:
         """Stop observing, and make the rows."""
@@ -52,7 +50,6 @@ class ExchangeTrace(Trace):
     def write(self, folder: Path, rank: int) -> None:
         """Write the tables."""
         write_table(folder / f"exchange_rank{rank}.csv", self._rows)
-        self._rows = []
         age = time.time() - self._since
         collectives = [found.row() for found in recorded_collectives() if found.age_seconds <= age]
         write_table(folder / f"collectives_rank{rank}.csv", collectives)

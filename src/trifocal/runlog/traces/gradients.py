@@ -15,19 +15,16 @@ class GradientTrace(Trace):
     In a sharded model, the time is that of the shard's gradient, after the reduce-scatter.
 
     Args:
+        moment: The place within the traced step.
         model: The model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, moment: Moment, model: nn.Module) -> None:
+        super().__init__(moment)
         self._seen = RowBuffer()
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._rows: list[dict[str, Any]] = []
-
-    def begin(self, moment: Moment) -> None:
-        """Hook every parameter."""
-        self._moment = moment
-        for name, parameter in self._model.named_parameters():
+        for name, parameter in model.named_parameters():
 
             def arrived(parameter: Tensor, name: str = name) -> None:
                 self._seen.add((moment.columns(), name, parameter.numel(), moment.phase_began, moment.clock.mark()))
@@ -38,7 +35,6 @@ class GradientTrace(Trace):
         """Remove the hooks, and make the rows; the order counts from 1 in each backward pass."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
         order: dict[tuple[int, int], int] = {}
         columns: dict[str, int]
         began: Mark
@@ -52,4 +48,3 @@ class GradientTrace(Trace):
     def write(self, folder: Path, rank: int) -> None:
         """Write the table."""
         write_table(folder / f"gradients_rank{rank}.csv", self._rows)
-        self._rows = []

@@ -23,25 +23,25 @@ class MemoryTrace(Trace):
     of allocated memory during a module's forward pass, modules inside included.
 
     Args:
+        moment: The place within the traced step.
         model: The model.
         optimizer: Its optimizer.
         device: Its device.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    def __init__(
+        self, moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    ) -> None:
+        super().__init__(moment)
         self._model, self._optimizer, self._device = model, optimizer, device
-        self._on_gpu = device.type == "cuda"
+        self._on_gpu, self._first = device.type == "cuda", True
         self._rows: list[dict[str, Any]] = []
         self._snapshot: Any = None
-
-    def begin(self, moment: Moment) -> None:
-        """Hook every module, and start the allocator's history."""
-        self._moment, self._first = moment, True
-        self._modules = {path or "model": module for path, module in self._model.named_modules()}
+        self._modules = {path or "model": module for path, module in model.named_modules()}
         self._stack: list[tuple[str, int, set[int]]] = []
         self._saved: dict[str, int] = {}
         self._grown: dict[str, int] = {}
-        self._counted = _weights_of(self._model)
+        self._counted = _weights_of(model)
         if self._on_gpu:
             # Only Python frames: those of C++ take minutes.
             torch.cuda.memory._record_memory_history(max_entries=_SNAPSHOT_EVENTS, stacks="python")
@@ -84,10 +84,8 @@ class MemoryTrace(Trace):
     def write(self, folder: Path, rank: int) -> None:
         """Write the table and the snapshot."""
         write_table(folder / f"memory_rank{rank}.csv", self._rows)
-        self._rows = []
         if self._snapshot is not None:
             (folder / f"memory_snapshot_rank{rank}.pickle").write_bytes(pickle.dumps(self._snapshot))
-            self._snapshot = None
 
     def _entered(self, name: str, inputs: list[Tensor]) -> None:
         # Under FSDP a running module has other weights: whole ones, in memory that is reused afterwards.

@@ -15,25 +15,20 @@ class ModuleTrace(Trace):
     from the gradient of the module's first output to that of its first input, if both exist.
 
     Args:
+        moment: The place within the traced step.
         model: The model.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._hooks: ModuleHooks | None = None
+    def __init__(self, moment: Moment, model: nn.Module) -> None:
+        super().__init__(moment)
         self._open: list[tuple[str, Mark, list[Tensor]]] = []
         self._seen = RowBuffer()
         self._rows: list[dict[str, Any]] = []
-
-    def begin(self, moment: Moment) -> None:
-        """Hook every module."""
-        self._moment = moment
-        self._hooks = ModuleHooks(self._model, entered=self._entered, left=self._left)
+        self._hooks = ModuleHooks(model, entered=self._entered, left=self._left)
 
     def end(self) -> None:
         """Remove the hooks, and make the rows."""
-        if self._hooks is not None:
-            self._hooks.remove()
+        self._hooks.remove()
         clock = self._moment.clock
         order: dict[tuple[int, int, str], int] = {}
         for columns, event, name, phase_began, begin, ended in self._seen.take():
@@ -48,7 +43,6 @@ class ModuleTrace(Trace):
     def write(self, folder: Path, rank: int) -> None:
         """Write the table."""
         write_table(folder / f"modules_rank{rank}.csv", self._rows)
-        self._rows = []
 
     def _entered(self, name: str, inputs: list[Tensor]) -> None:
         self._open.append((name, self._moment.clock.mark(), inputs))

@@ -19,17 +19,14 @@ class ProfilerTrace(Trace):
     """Profiles all steps of the window, with the phases as ranges.
 
     Args:
+        moment: The place within the traced step.
         device: Device of the work.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, moment: Moment, device: torch.device) -> None:
+        super().__init__(moment)
         self._on_gpu = device.type == "cuda"
-        self._profiler: profile | None = None
-
-    def begin(self, moment: Moment) -> None:
-        """Start profiling."""
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
-        self._moment = moment
         # A window is one profiler cycle. Without `acc_events` PyTorch warns that other cycles would be dropped.
         self._profiler = profile(activities=activities, record_shapes=True, acc_events=True)
         self._profiler.start()
@@ -42,15 +39,11 @@ class ProfilerTrace(Trace):
 
     def end(self) -> None:
         """Stop profiling."""
-        if self._profiler is not None:
-            self._profiler.stop()
+        self._profiler.stop()
 
     def write(self, folder: Path, rank: int) -> None:
         """Write the trace and the table."""
-        if self._profiler is None:
-            return
         self._profiler.export_chrome_trace(str(folder / f"profile_rank{rank}.json.gz"))
         by = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
         table = self._profiler.key_averages().table(sort_by=by, row_limit=_ROWS, max_name_column_width=80)
         (folder / f"operations_rank{rank}.txt").write_text(table + "\n", encoding="utf-8")
-        self._profiler = None

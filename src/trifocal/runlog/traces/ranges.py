@@ -17,19 +17,15 @@ class RangeTrace(Trace):
     """Opens and closes ranges; needs a GPU.
 
     Args:
+        moment: The place within the traced step.
         model: The model; its modules get ranges in forward passes.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._hooks: ModuleHooks | None = None
-        self._operations: Any = None
-
-    def begin(self, moment: Moment) -> None:
-        """Hook every module, and switch on PyTorch's own ranges."""
-        self._moment = moment
-        self._hooks = ModuleHooks(self._model, entered=self._entered, left=self._left)
-        self._operations = torch.autograd.profiler.emit_nvtx()
+    def __init__(self, moment: Moment, model: nn.Module) -> None:
+        super().__init__(moment)
+        self._hooks = ModuleHooks(model, entered=self._entered, left=self._left)
+        # PyTorch's own ranges.
+        self._operations: Any = torch.autograd.profiler.emit_nvtx()
         self._operations.__enter__()
 
     @contextlib.contextmanager
@@ -43,11 +39,8 @@ class RangeTrace(Trace):
 
     def end(self) -> None:
         """Remove the hooks."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        if self._operations is not None:
-            self._operations.__exit__(None, None, None)
-            self._operations = None
+        self._hooks.remove()
+        self._operations.__exit__(None, None, None)
 
     def _entered(self, name: str, inputs: list[Tensor]) -> None:
         torch.cuda.nvtx.range_push(name)

@@ -73,19 +73,23 @@ class Tracer:
         self._directory, self._rank, self._device = directory / "traces", rank, device
         self._windows, self._interval_steps = windows, interval_steps
         self._phases, self._report = phases, report
-        makers: dict[str, Callable[[], Trace | None]] = {
-            "gradients": lambda: GradientTrace(model),
-            "modules": lambda: ModuleTrace(model),
-            # A single process exchanges nothing.
-            "exchange": lambda: ExchangeTrace(model, parallel.module, parallel.watch) if parallel.watch else None,
-            "dtypes": lambda: DtypeTrace(model, optimizer),
-            "memory": lambda: MemoryTrace(model, optimizer, device),
-            "profiler": lambda: ProfilerTrace(device),
-            "nvtx": lambda: RangeTrace(model),
-            "anomalies": lambda: AnomalyTrace(directory, rank),
+        moment = self._moment = Moment(Clock(device))
+        makers: dict[str, Callable[[], Trace]] = {
+            "gradients": lambda: GradientTrace(moment, model),
+            "modules": lambda: ModuleTrace(moment, model),
+            "dtypes": lambda: DtypeTrace(moment, model, optimizer),
+            "memory": lambda: MemoryTrace(moment, model, optimizer, device),
+            "profiler": lambda: ProfilerTrace(moment, device),
+            "nvtx": lambda: RangeTrace(moment, model),
+            "anomalies": lambda: AnomalyTrace(moment, directory, rank),
         }
-        self._traces = [trace for name in what if (trace := makers[name]()) is not None]
-        self._moment = Moment(Clock(device))
+        watch = parallel.watch
+        if watch is not None:
+            makers["exchange"] = lambda: ExchangeTrace(moment, model, parallel.module, watch)
+        # A single process exchanges nothing.
+        self._makers = [makers[name] for name in what if name in makers]
+        self._traces: list[Trace] = []
+        """Those of the open window."""
         self._first: int | None = None
         """First step of the open window."""
 
@@ -102,13 +106,12 @@ class Tracer:
         window = next((window for window in self._windows if window[0] <= step < window[1]), None)
         if window is None and self._interval_steps and step % self._interval_steps == 0:
             window = step, step + 1
-        if window is None or not self._traces:
+        if window is None or not self._makers:
             yield self._phases
             return
         if self._first is None:
             self._first = step
-            for trace in self._traces:
-                trace.begin(self._moment)
+            self._traces = [make() for make in self._makers]
         self._moment.enter_step(step)
         try:
             yield self
@@ -132,15 +135,16 @@ class Tracer:
     def _close(self) -> None:
         """End the window and write its files."""
         first, self._first = self._first, None
+        traces, self._traces = self._traces, []
         if first is None:
             return
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        for trace in self._traces:
+        for trace in traces:
             trace.end()
         folder = self._directory / f"steps_{first}-{self._moment.step}"
         failed: OSError | None = None
-        for trace in self._traces:
+        for trace in traces:
             try:
                 folder.parent.mkdir(exist_ok=True)
                 folder.mkdir(exist_ok=True)
