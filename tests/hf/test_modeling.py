@@ -86,28 +86,36 @@ def test_new_weights_are_drawn_as_ours() -> None:
 
 
 def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
-    alone = [model(row[None], use_cache=False).logits[0] for row in rows]
+    """To the bit, of the hidden states: how a matrix product adds up may depend on its number of rows."""
+
+    def states(tokens: Tensor, **options: Any) -> Tensor:
+        return model.model(tokens, **options).last_hidden_state
+
+    alone = [states(row[None], use_cache=False)[0] for row in rows]
     tokens = torch.cat(rows)[None]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    packed = model(tokens, position_ids=positions).logits[0].split([len(row) for row in rows])
+    packed = states(tokens, position_ids=positions)[0].split([len(row) for row in rows])
     for got, expected in zip(packed, alone, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
     borders = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0)], dtype=torch.int32)
-    by_borders = model(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=41).logits
+    by_borders = states(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=41)
     assert torch.equal(by_borders[0], torch.cat(packed))
     for side in ("left", "right"):
         tokens, mask = padded(rows, side, more=3)
-        logits = model(tokens, attention_mask=mask).logits
-        for got, real, expected in zip(logits, mask.bool(), packed, strict=True):
+        output = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+        for got, real, expected, logits in zip(
+            output.hidden_states[-1], mask.bool(), packed, output.logits, strict=True
+        ):
             assert torch.equal(got[real], expected)
-            assert not got[~real].any()
+            torch.testing.assert_close(logits[real], model.head(expected), rtol=1e-11, atol=1e-11)
+            assert not got[~real].any() and not logits[~real].any()
     # Documents inside of rows with padding; the positions of padding do not count.
     tokens, mask = padded([torch.cat(rows[:3]), rows[3]], "left")
     positions = torch.zeros_like(tokens)
     positions[0] = torch.cat([torch.arange(len(row)) for row in rows[:3]])
     positions[1, -26:] = torch.arange(26)
-    logits = model(tokens, attention_mask=mask, position_ids=positions).logits
-    assert torch.equal(torch.cat((logits[0], logits[1, -26:])), torch.cat(packed))
+    got = states(tokens, attention_mask=mask, position_ids=positions)
+    assert torch.equal(torch.cat((got[0], got[1, -26:])), torch.cat(packed))
 
 
 def test_padding_in_bfloat16_is_within_its_rounding(rows: list[Tensor]) -> None:
