@@ -86,7 +86,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     for arguments, message in (
         ([str(dense_run), str(tmp_path / "full"), "--to", "nsa"], "full exists already; give a new folder"),
         ([str(tmp_path / "gpt2"), out, "--to", "nsa"], "the architecture 'gpt2' is not supported"),
-        ([str(tmp_path / "none"), out, "--to", "nsa"], "no such folder"),
+        (["meta-llama/Llama-3.1-8B", out, "--to", "nsa"], "no such folder; a model of the hub is downloaded first"),
+        ([str(dense_run), str(tmp_path / "full/mine.txt/out"), "--to", "nsa"], "Not a directory"),
         ([str(dense_run), out, "--to", "sparse"], "--to must be one of 'nsa', 'selected', got 'sparse'"),
         ([str(dense_run), out, "--to", "nsa", "--dense-layers", "first"], "numbers of layers like 0,1,2"),
         ([str(dense_run), out, "--to", "nsa", "--dense-layers", "2"], "--dense-layers names layer 2"),

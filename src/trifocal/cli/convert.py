@@ -51,6 +51,10 @@ def run(args: Sequence[str]) -> int:
     """
     options: ConvertArguments = parse_arguments(ConvertArguments, args, prog="trifocal convert")
     source, output = user_path(options.source, "DIR"), user_path(options.output, "OUT")
+    if not source.is_dir():
+        raise UserError(
+            f"{source}: no such folder; a model of the hub is downloaded first: hf download OWNER/NAME --local-dir DIR"
+        )
     dense_layers = _numbers(options.dense_layers)
     with new_model_folder(output) as partial:
         config, tensors, settings = _read(source, partial)
