@@ -1,6 +1,8 @@
 """`trifocal convert` and `trifocal train --model.from`, as a person types them."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from tests.cli.test_commands import Capture, refused
 from tests.data.test_tokenizers import tokenizer_file
 from tests.train.tiny import write_config, write_documents
 from trifocal.cli import main
-from trifocal.models import load_model
+from trifocal.models import load_model, save_weights
 from trifocal.train.run_directory import load_run
 
 __all__ = ["tokenizer_file"]
@@ -56,11 +58,20 @@ def test_a_model_of_hugging_face_becomes_sparse_and_trains_on(
 
 
 @pytest.mark.parametrize("part", ["", "checkpoints/step_00000002", "weights"])
-def test_a_dense_run_of_ours_becomes_sparse(dense_run: Path, tmp_path: Path, part: str, capsys: Capture) -> None:
+def test_a_dense_run_of_ours_becomes_sparse(
+    dense_run: Path, tmp_path: Path, part: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "out"
-    # An empty folder of that name may be there.
-    out.mkdir()
-    assert main(["convert", str(dense_run / part), str(out), "--to", "nsa", *SMALL]) == 0
+    # An empty folder may be there, also one with what a killed start has left, or with one's shell in it.
+    (out / ".model.partial").mkdir(parents=True)
+    monkeypatch.chdir(out)
+    assert main(["convert", str(dense_run / part), "." if part else str(out), "--to", "nsa", *SMALL]) == 0
+    assert not (out / ".model.partial").exists()
+    # As `trifocal export` writes them.
+    config, generation = (json.loads((out / f"{name}.json").read_text()) for name in ("config", "generation_config"))
+    assert config["eos_token_id"] == 256
+    assert config["max_position_embeddings"] == load_run(dense_run).train.sequence_length
+    assert generation == {"eos_token_id": 256, "pad_token_id": 256}
     before, after = load_model(dense_run), load_model(out)
     assert after.config.attention_of_layers == ("nsa", "nsa")
     assert torch.equal(after.blocks[0].mlp.up_proj.weight, before.blocks[0].mlp.up_proj.weight)
@@ -69,7 +80,9 @@ def test_a_dense_run_of_ours_becomes_sparse(dense_run: Path, tmp_path: Path, par
     assert "'nsa' already" in refused(capsys, "convert", str(out), str(tmp_path / "twice"), "--to", "selected")
 
 
-def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(
+    dense_run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     (tmp_path / "gpt2").mkdir()
@@ -77,9 +90,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Pat
     before = sorted(tmp_path.rglob("*"))
     out = str(tmp_path / "out")
     for arguments, message in (
-        ([str(dense_run), str(tmp_path / "full"), "--to", "nsa"], "full exists already; choose another OUT"),
+        ([str(dense_run), str(tmp_path / "full"), "--to", "nsa"], "full exists already; give a new folder"),
         ([str(tmp_path / "gpt2"), out, "--to", "nsa"], "the architecture 'gpt2' is not supported"),
-        ([str(tmp_path / "none"), out, "--to", "nsa"], "no such folder"),
+        (["meta-llama/Llama-3.1-8B", out, "--to", "nsa"], "no such folder; a model of the hub is downloaded first"),
+        ([str(dense_run), str(tmp_path / "full/mine.txt/out"), "--to", "nsa"], "Not a directory"),
         ([str(dense_run), out, "--to", "sparse"], "--to must be one of 'nsa', 'selected', got 'sparse'"),
         ([str(dense_run), out, "--to", "nsa", "--dense-layers", "first"], "numbers of layers like 0,1,2"),
         ([str(dense_run), out, "--to", "nsa", "--dense-layers", "2"], "--dense-layers names layer 2"),
@@ -88,3 +102,14 @@ def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Pat
     ):
         assert message in refused(capsys, "convert", *arguments)
         assert sorted(tmp_path.rglob("*")) == before
+    assert "full exists already" in refused(capsys, "export", str(dense_run), str(tmp_path / "full"))
+
+    def interrupted(*arguments: Any, **options: Any) -> None:
+        save_weights(*arguments, **options)
+        raise KeyboardInterrupt
+
+    for module in ("cli.convert", "train.exporting"):
+        monkeypatch.setattr(f"trifocal.{module}.save_weights", interrupted)
+    assert main(["convert", str(dense_run), out, "--to", "nsa"]) == 130
+    assert main(["export", str(dense_run), out]) == 130
+    assert sorted(tmp_path.rglob("*")) == before

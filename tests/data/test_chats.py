@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +84,19 @@ def test_tokens_and_answers_are_those_of_transformers(
         assert tokens.tolist() == encoded["input_ids"]
         assert answers.tolist() == [bool(mark) for mark in encoded["assistant_masks"]]
         assert 0 < answers.sum() < len(answers)
+
+
+def test_threads_share_a_template(tokenizer: Tokenizer) -> None:
+    """As the loaders of training and of validation do."""
+    expected = [tokenizer.encode_chat(chat).answers.tolist() for chat in CHATS]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda chat: tokenizer.encode_chat(chat).answers.tolist(), CHATS * 10))
+    finally:
+        sys.setswitchinterval(interval)
+    assert found == expected * 10
 
 
 def test_answers_of_a_template_without_marks(tmp_path: Path, tokenizer: Tokenizer) -> None:

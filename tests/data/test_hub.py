@@ -25,6 +25,7 @@ from trifocal.data.sources import BadDocuments, Source
 from trifocal.errors import UserError
 
 datasets = pytest.importorskip("datasets")
+huggingface_hub = pytest.importorskip("huggingface_hub")
 
 CARD = """---
 configs:
@@ -184,18 +185,15 @@ def test_other_kinds_of_files(repository: Path) -> None:
         open_source(f"hf:{repository}:sample-10BT")
 
 
-def test_the_hub_switched_off_is_a_clear_error(tmp_path: Path) -> None:
-    code = (
-        "from trifocal.data import *\n"
-        "make_loader(DataConfig(source='fineweb-edu'), tokenizer=make_tokenizer('bytes'),"
-        " sequence_length=8, batch_size=1, vocab_size=257)"
-    )
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    last = done.stderr.strip().splitlines()[-1]
-    assert "UserError: hf:HuggingFaceFW/fineweb-edu:sample-10BT: the hub is switched off" in last
-    assert "(HF_HUB_OFFLINE is set); unset it, or read a local folder with hf:PATH" in last
-    assert done.returncode == 1
+def test_the_hub_switched_off_is_a_clear_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for settings in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(settings, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    with pytest.raises(UserError) as caught:
+        first_batches(DataConfig(source="fineweb-edu"))
+    message = str(caught.value)
+    assert message.startswith("hf:HuggingFaceFW/fineweb-edu:sample-10BT: the hub is switched off (HF_HUB_OFFLINE is")
+    assert "; unset it, or read a local folder with hf:PATH" in message and "\n" not in message
 
 
 class StandInHub(FaultyServer):

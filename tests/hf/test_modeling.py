@@ -17,6 +17,8 @@ from trifocal.nn import RopeScaling
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
+# The names that transformers 5.17 has too.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*:FutureWarning")
 TOKENS = random_tokens((2, 30), 64, CPU)
 
 
@@ -86,36 +88,36 @@ def test_new_weights_are_drawn_as_ours() -> None:
 
 
 def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
-    """The same bits as far as the layers go; the head's product may sum otherwise where padding adds rows to it."""
+    """To the bit, of the hidden states: how a matrix product adds up may depend on its number of rows."""
 
-    def run(tokens: Tensor, **options: Tensor | int) -> tuple[Tensor, Tensor]:
-        output = model(tokens, output_hidden_states=True, **options)
-        return output.logits, output.hidden_states[-1]
+    def states(tokens: Tensor, **options: Any) -> Tensor:
+        return model.model(tokens, **options).last_hidden_state
 
-    def check(logits: Tensor, hidden: Tensor) -> None:
-        assert torch.equal(hidden, packed_hidden)
-        torch.testing.assert_close(logits, packed, rtol=1e-12, atol=1e-12)
-
-    alone = torch.cat([model(row[None], use_cache=False).logits[0] for row in rows])
+    alone = [states(row[None], use_cache=False)[0] for row in rows]
     tokens = torch.cat(rows)[None]
     positions = torch.cat([torch.arange(len(row)) for row in rows])[None]
-    packed, packed_hidden = (x[0] for x in run(tokens, position_ids=positions))
-    torch.testing.assert_close(packed, alone, rtol=1e-11, atol=1e-11)
+    packed = states(tokens, position_ids=positions)[0].split([len(row) for row in rows])
+    for got, expected in zip(packed, alone, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
     borders = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0)], dtype=torch.int32)
-    logits, hidden = run(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=41)
-    assert torch.equal(logits[0], packed) and torch.equal(hidden[0], packed_hidden)
+    by_borders = states(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=41)
+    assert torch.equal(by_borders[0], torch.cat(packed))
     for side in ("left", "right"):
         tokens, mask = padded(rows, side, more=3)
-        logits, hidden = run(tokens, attention_mask=mask)
-        check(logits[mask.bool()], hidden[mask.bool()])
-        assert not logits[~mask.bool()].any()
+        output = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)
+        for got, real, expected, logits in zip(
+            output.hidden_states[-1], mask.bool(), packed, output.logits, strict=True
+        ):
+            assert torch.equal(got[real], expected)
+            torch.testing.assert_close(logits[real], model.head(expected), rtol=1e-11, atol=1e-11)
+            assert not got[~real].any() and not logits[~real].any()
     # Documents inside of rows with padding; the positions of padding do not count.
     tokens, mask = padded([torch.cat(rows[:3]), rows[3]], "left")
     positions = torch.zeros_like(tokens)
     positions[0] = torch.cat([torch.arange(len(row)) for row in rows[:3]])
     positions[1, -26:] = torch.arange(26)
-    logits, hidden = run(tokens, attention_mask=mask, position_ids=positions)
-    check(logits[mask.bool()], hidden[mask.bool()])
+    got = states(tokens, attention_mask=mask, position_ids=positions)
+    assert torch.equal(torch.cat((got[0], got[1, -26:])), torch.cat(packed))
 
 
 def test_padding_in_bfloat16_is_within_its_rounding(rows: list[Tensor]) -> None:
@@ -168,7 +170,7 @@ def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: l
     gradients, kept = [], []
     for enable in (False, True):
         if enable:
-            model.activation_checkpointing_enable()
+            model.gradient_checkpointing_enable()
         elements = 0
 
         def count(x: Tensor) -> Tensor:
@@ -182,14 +184,14 @@ def test_checkpointed_layers_give_the_same_gradients(decoder: DecoderLM, rows: l
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         kept.append(elements)
         model.zero_grad()
-    assert model.is_activation_checkpointing and kept[1] < kept[0] / 2
+    assert model.is_gradient_checkpointing and kept[1] < kept[0] / 2
     for apart, together in zip(*gradients, strict=True):
         assert torch.equal(apart, together)
-    model.activation_checkpointing_disable()
-    assert not model.is_activation_checkpointing
-    for options in ({"every_n_layers": 2}, {"activation_checkpointing_kwargs": {"use_reentrant": True}}):
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+    for options in ({"every_n_layers": 2}, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}):
         with pytest.raises(ValueError, match="leave offload, every_n_layers and use_reentrant=True out"):
-            model.activation_checkpointing_enable(**options)
+            model.gradient_checkpointing_enable(**options)
 
 
 @pytest.mark.parametrize(

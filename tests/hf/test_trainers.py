@@ -71,7 +71,7 @@ def test_trainer(tokenizer: Any, texts: datasets.Dataset, tmp_path: Path) -> Non
         model = fresh_model()
         arguments = transformers.TrainingArguments(
             str(tmp_path / "out"), max_steps=6, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-            save_steps=6, activation_checkpointing=checkpointing, learning_rate=1e-2, **QUIET,
+            save_steps=6, gradient_checkpointing=checkpointing, learning_rate=1e-2, **QUIET,
         )  # fmt: skip
         trainer = transformers.Trainer(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=collator)
         trainer.train()
@@ -113,7 +113,8 @@ def test_packed_fine_tuning_by_trl(
     decoder = make_model(small_config(), torch.device("cpu"))
     decoder.load_state_dict({name.removeprefix("model."): weight for name, weight in before.items()})
     total, count = 0.0, 0
-    for tokens in batch["input_ids"][0].tensor_split(batch["cu_seq_lens_q"][1:-1].long()):
+    [borders] = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
+    for tokens in batch["input_ids"][0].tensor_split(borders[1:]):
         targets = len(tokens) - 1
         total += float(decoder(tokens[None, :-1], tokens[None, 1:]).detach()) * targets
         count += targets

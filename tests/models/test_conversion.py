@@ -190,6 +190,17 @@ def _edit(**changes: Any) -> Callable[[Path], None]:
     return edit
 
 
+def test_a_folder_without_a_key_is_read_as_transformers_reads_it(tmp_path: Path) -> None:
+    options = {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}
+    theirs("Qwen2", tmp_path, **options, rope_parameters={"rope_type": "default", "rope_theta": 5e3})
+    _edit(sliding_window=..., rope_scaling={"type": "linear", "factor": 2.0})(tmp_path)
+    expected, found = transformers.AutoConfig.from_pretrained(tmp_path), read_hf_config(tmp_path)
+    assert found.sliding_window == expected.sliding_window == 4096
+    # Beside rope_parameters, rope_scaling is the one that somebody has added.
+    assert found.rope_theta == expected.rope_parameters["rope_theta"] == 10000.0
+    assert found.rope_scaling.factor == expected.rope_parameters["factor"] == 2.0
+
+
 def _second(folder: Path) -> Path:
     return sorted(folder.glob("*.safetensors"))[1]
 
@@ -215,6 +226,7 @@ BAD: list[tuple[Callable[[Path], Any], str]] = [
     (_edit(rope_parameters={"full_attention": {}}), "rope parameters that differ between layers"),
     (_edit(partial_rotary_factor=0.5), "the partial_rotary_factor 0.5 is not supported"),
     (_edit(rope_parameters={"rope_type": "linear", "factor": 0.0}), "rope_scaling.factor must be a positive number"),
+    (_edit(rope_parameters={"rope_type": "llama3", "factor": 8.0}), "'llama3' needs the parameter 'low_freq_factor'"),
     (lambda folder: (folder / "model.safetensors.index.json").unlink(), "has no safetensors: neither"),
     (
         lambda folder: _second(folder).unlink(),

@@ -1,7 +1,6 @@
 """`trifocal convert`: a sparse model from a dense one."""
 
 import shutil
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from trifocal.models.hf_reader import is_hf_folder, read_hf_model, read_hf_setti
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import parse_arguments
-from trifocal.train.exporting import GENERATION_FILE
+from trifocal.train.exporting import GENERATION_FILE, new_model_folder, write_tokenizer
 from trifocal.train.pretrained import open_pretrained
 
 
@@ -48,18 +47,16 @@ def run(args: Sequence[str]) -> int:
     """Convert, and say what to do next.
 
     Raises:
-        UserError: If the source is no dense model that can be converted, or the folder exists; nothing is left then.
+        UserError: If the source is no dense model that can be converted, or OUT is not empty; nothing is written then.
     """
     options: ConvertArguments = parse_arguments(ConvertArguments, args, prog="trifocal convert")
     source, output = user_path(options.source, "DIR"), user_path(options.output, "OUT")
-    if output.exists() and not (output.is_dir() and not any(output.iterdir())):
-        raise UserError(f"{output} exists already; choose another OUT")
+    if not source.is_dir():
+        raise UserError(
+            f"{source}: no such folder; a model of the hub is downloaded first: hf download OWNER/NAME --local-dir DIR"
+        )
     dense_layers = _numbers(options.dense_layers)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # Beside OUT, so that it can be renamed.
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=f".{output.name}.") as beside:
-        partial = Path(beside) / output.name
-        partial.mkdir()
+    with new_model_folder(output) as partial:
         config, tensors, settings = _read(source, partial)
         wanted = converted_config(
             config, options.to, options.geometry, dense_layers=dense_layers, shared_kv=options.shared_kv
@@ -68,7 +65,6 @@ def run(args: Sequence[str]) -> int:
             model = DecoderLM(wanted)
         model.load_state_dict(convert_tensors(tensors, wanted), assign=True)
         save_weights(model, partial, **settings)
-        partial.replace(output)
     print(_summary(wanted, output))
     return 0
 
@@ -83,8 +79,8 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
         return config, tensors, read_hf_settings(source)
     with open_pretrained(source, command=f"trifocal convert {shell_path(source)}") as found:
         config = found.config()
-        found.tokenizer().save(partial)
-        return config, found.model().state_dict(), {}
+        settings = write_tokenizer(found.tokenizer(), config.vocab_size, partial, found.sequence_length())
+        return config, found.model().state_dict(), settings
 
 
 def _numbers(text: str) -> list[int]:

@@ -6,6 +6,7 @@ Templates are those of transformers, in Jinja.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _ANSWER_ROLE = "assistant"
 # The keywords by which a template marks answers itself.
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# transformers keeps one compiled template for all threads, and notes in it which chat it renders.
+_RENDERING = threading.Lock()
 
 
 class BadChat(ValueError):
@@ -103,7 +106,8 @@ def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str]
 
     def render(chat: Chat, **options: bool) -> tuple[str, list[tuple[int, int]]]:
         try:
-            texts, marked = render_any([list(chat)], chat_template=template, **options, **special_tokens)
+            with _RENDERING:
+                texts, marked = render_any([list(chat)], chat_template=template, **options, **special_tokens)
         except ImportError as error:
             raise UserError(f"chats need another package: {one_line(error)}") from None
         except Exception as error:  # A template is a program, which may fail in any way.

@@ -35,9 +35,16 @@ MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Of transformers' configurations, where a folder leaves them out.
 _HEAD_DIM = {"qwen3": 128}
 _LONGEST = {"llama": 2048, "mistral": 131072}
+_SLIDING_WINDOW = 4096
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
 # Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
 _ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
+# Those without which transformers does not load a type; of the others, it infers what is left out.
+_ROPE_NEEDS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
 _SETTINGS = ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
 _NAMES = {
     "embedding": "model.embed_tokens",
@@ -132,7 +139,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
 def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...], int]:
     """The attention of each layer, and the keys of a sliding window; 0 without one."""
-    count, window = int(found["num_hidden_layers"]), found.get("sliding_window")
+    count, window = int(found["num_hidden_layers"]), found.get("sliding_window", _SLIDING_WINDOW)
     if kind in ("qwen2", "qwen3") and not found.get("use_sliding_window", False):
         window = None
     named = found.get("layer_types")
@@ -150,13 +157,17 @@ def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...],
 
 def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
     """`rope_theta` and `rope_scaling`, with everything that transformers would infer written out."""
-    given = dict(found.get("rope_parameters") or found.get("rope_scaling") or {})
+    # People add rope_scaling to a file that has rope_parameters; transformers then takes what was added.
+    given = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in given.values()):
         raise ValueError("rope parameters that differ between layers are not supported")
     unknown = sorted(set(given) - _ROPE_KEYS)
     if unknown:
         raise ValueError(f"the rope parameter {unknown[0]!r} is not supported")
     rope_type = given.get("rope_type") or given.get("type") or "default"
+    missing = [name for name in _ROPE_NEEDS.get(rope_type, ()) if given.get(name) is None]
+    if missing:
+        raise ValueError(f"the rope type {rope_type!r} needs the parameter {missing[0]!r}")
     theta = float(given.get("rope_theta") or found.get("rope_theta") or 10000.0)
     partial = given.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 1.0
     if partial != 1.0 and rope_type != "proportional":

@@ -1,14 +1,17 @@
 """Exporting a trained model for use: weights, configuration and tokenizer, as transformers reads them too."""
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
-from trifocal.models.io import SHARD_BYTES
-from trifocal.runlog.whole_files import write_whole
+from trifocal.models.io import CONFIG_FILE, SHARD_BYTES
+from trifocal.runlog.whole_files import partial_name, write_whole
 
 WEIGHTS = "weights"
 """In the folder of a run: the model of the last checkpoint, for use."""
@@ -40,6 +43,40 @@ def export_weights(
     write_whole(folder / STEP_FILE, json.dumps({"global_step": step}) + "\n")
 
 
+@contextlib.contextmanager
+def new_model_folder(folder: Path) -> Iterator[Path]:
+    """A place for the files of a new folder; they move there when all of them are written, `config.json` last.
+
+    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory. If
+    there is an error, the folder is empty or absent again, as it was before.
+
+    Args:
+        folder: Must not exist, or be empty.
+
+    Raises:
+        UserError: If there is something in the folder.
+    """
+    partial = folder / partial_name("model")
+    absent = not folder.exists()
+    # A start that was killed may have left its files.
+    if not absent and (not folder.is_dir() or set(folder.iterdir()) - {partial}):
+        raise UserError(f"{folder} exists already; give a new folder")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+            path.replace(folder / path.name)
+        partial.rmdir()
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        for path in folder.iterdir():
+            path.unlink()
+        if absent:
+            folder.rmdir()
+        raise
+
+
 def export_folder(
     model: DecoderLM,
     tokenizer: Tokenizer,
@@ -48,33 +85,45 @@ def export_folder(
     sequence_length: int | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a new folder that transformers reads; it appears whole or not at all.
+    """Write a new folder that transformers reads.
 
     Args:
         model, tokenizer, sequence_length: As of `export_weights`.
-        folder: Must not exist, or be empty.
+        folder: As of `new_model_folder`.
         shard_bytes: Larger weights are cut into files of at most this many bytes.
 
     Raises:
         UserError: If there is something in the folder.
         OSError: If a file cannot be written.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"{folder} exists already; give a new folder")
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with new_model_folder(folder) as partial:
         _write_model(model, tokenizer, partial, sequence_length, shard_bytes)
-        partial.replace(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _write_model(
     model: DecoderLM, tokenizer: Tokenizer, folder: Path, sequence_length: int | None, shard_bytes: int
 ) -> None:
+    settings = write_tokenizer(tokenizer, model.config.vocab_size, folder, sequence_length)
+    save_weights(model, folder, shard_bytes=shard_bytes, **settings)
+
+
+def write_tokenizer(
+    tokenizer: Tokenizer, vocab_size: int, folder: Path, sequence_length: int | None = None
+) -> dict[str, Any]:
+    """Write a tokenizer and `generation_config.json`.
+
+    Args:
+        tokenizer: Of the training data.
+        vocab_size: Of the model.
+        folder: An existing one.
+        sequence_length: Tokens of a sequence in training, if known.
+
+    Returns:
+        Further keys of the model's `config.json`, for `save_weights`.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
     tokenizer.save(folder)
     settings = {}
     if sequence_length is not None:
@@ -82,9 +131,9 @@ def _write_model(
         settings["max_position_embeddings"] = sequence_length
     tokens = {}
     # Not where tokens are drawn: they have no end.
-    if tokenizer.separator < model.config.vocab_size:
+    if tokenizer.separator < vocab_size:
         settings["eos_token_id"] = tokenizer.separator
         # A row that has ended is filled up with its last token.
         tokens = {"eos_token_id": tokenizer.separator, "pad_token_id": tokenizer.separator}
     write_whole(folder / GENERATION_FILE, json.dumps(tokens) + "\n")
-    save_weights(model, folder, shard_bytes=shard_bytes, **settings)
+    return settings
