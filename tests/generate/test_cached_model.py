@@ -227,12 +227,38 @@ def test_misuse_is_refused(make_model: Make) -> None:
         (([sequence, sequence], draw_tokens(2, 1)), "may occur once"),
         (([sequence], draw_tokens(1, 2), [3]), r"num_new must be 1 to 2 for each of 1, got \[3\]"),
         (([sequence], draw_tokens(1, 2)), "may have 20 tokens, got 19 and 2 more"),
+        (([sequence], [[31]]), "tokens has tokens outside the vocabulary of 31"),
+        (([sequence], [[0.5]]), "tokens must be whole numbers"),
+        (([], torch.zeros(0, 1, dtype=torch.int64)), r"at least one token, got \[0, 1\]"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.decode(*arguments)
     assert sequence.length == 19
     with pytest.raises(ValueError, match="max_sequences must be at least 1, got 0"):
         CachedModel(make_model(), max_sequences=0, max_length=5)
+    with pytest.raises(ValueError, match="page_size must be at least 1, got -3"):
+        CachedModel(make_model(), max_sequences=1, max_length=5, page_size=-3)
+
+
+def test_a_sequence_that_is_gone_is_refused(make_model: Make) -> None:
+    """Its row may be another's already."""
+    decoder = cached(make_model(), 2)
+    freed, swapped = decoder.admit(), decoder.admit()
+    for sequence in (freed, swapped):
+        decoder.prefill(sequence, [1, 2])
+    decoder.free(freed)
+    decoder.swap_out(swapped)
+    for sequence in (freed, swapped):
+        for work in (
+            lambda: decoder.free(sequence),  # noqa: B023
+            lambda: decoder.fork(sequence),  # noqa: B023
+            lambda: decoder.swap_out(sequence),  # noqa: B023
+            lambda: decoder.prefill(sequence, [1]),  # noqa: B023
+            lambda: decoder.decode([sequence], [[1]]),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match="was freed or swapped out"):
+                work()
+    assert decoder.num_free_rows == 2 and decoder.admit().row != decoder.admit().row
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
