@@ -152,6 +152,17 @@ def test_a_reader_that_has_enough_is_no_error(run: Path) -> None:
     assert done.stdout == b"x" and b"Traceback" not in done.stderr and b"Exception" not in done.stderr
 
 
+def test_without_a_standard_output_nothing_fails(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    assert main(["generate", str(run), "--prompt", "x", "--max-new-tokens", "1"]) == 0
+    sys.stdout.close()
+
+
+def test_samples_must_fit_the_number_of_sequences(run: Path, capsys: Capture) -> None:
+    arguments = ("generate", str(run), "--prompt", "x", "--samples", "4", "--max-sequences", "3")
+    assert "--max-sequences must be at least --samples, got 3 and 4" in refused(capsys, *arguments)
+
+
 def test_a_terminal_gets_no_control_characters(run: Path) -> None:
     parent, child = pty.openpty()
     prompt = "a\x1b[2J\x07b"

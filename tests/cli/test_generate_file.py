@@ -1,6 +1,7 @@
 """`trifocal generate --prompts`: the order of the prompts, going on after an interruption, and bad files."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from tests.cli.test_commands import Capture, refused, run
 from tests.cli.test_generate import generated
 from trifocal.cli import generate_file as command
 from trifocal.cli import main
+from trifocal.errors import UserError
 from trifocal.generate import CachedModel, Completion, Request
-from trifocal.generate.prompt_file import OrderedWriter, count_finished, read_prompts
+from trifocal.generate.prompt_file import OrderedWriter, count_finished, read_prompts, settings_file
 
 __all__ = ["run"]
 PROMPTS = ["the dog", "☃ jumps over\n", "x", "seven lazy wizards jump", "quick"]
@@ -64,6 +66,7 @@ def test_an_interrupted_output_goes_on_where_it_stopped(
     assert len(lines) == 5 * samples
     # Killed in the middle of its fourth line.
     output.write_bytes(b"".join(lines[:3]) + lines[3][:20])
+    shutil.copy(settings_file(whole), settings_file(output))
     submitted = []
     healthy = Request.__post_init__
     monkeypatch.setattr(Request, "__post_init__", lambda self: submitted.append(self.name) or healthy(self))
@@ -112,7 +115,10 @@ def test_progress_is_said_now_and_then(
         (b'{"prompt": ""}', 'line 2 has no "prompt" with a text'),
         (b'{"prompt": 5}', 'line 2 has no "prompt" with a text'),
         (b'{"prompt": "\xff"}', "line 2 is not UTF-8 text"),
+        (b'{"prompt": "a\\ud800"}', "line 2 has half of a surrogate pair"),
+        (b'{"prompt": "a", "x": ' + b"[" * 100_000, "line 2 is not JSON"),
     ],
+    ids=range(9),
 )
 def test_a_broken_line_is_named(run: Path, tmp_path: Path, capsys: Capture, line: bytes, message: str) -> None:
     prompts = tmp_path / "prompts.jsonl"
@@ -131,9 +137,50 @@ def test_an_output_of_other_prompts_is_not_touched(run: Path, prompts: Path, tmp
     assert "has 10 lines, more than the prompts give" in refused(capsys, *arguments)
     output.write_text("not JSON\n")
     assert "out.jsonl line 1 is not JSON" in refused(capsys, *arguments)
+    for other in (b"a diary without an end of line", b'{"a": 1}', b'{"prompt": "the dogs'):
+        output.write_bytes(other)
+        assert "which is not of the prompts; choose another --output" in refused(capsys, *arguments)
+        assert output.read_bytes() == other
     output.unlink()
     output.mkdir()
     assert "out.jsonl: Is a directory" in refused(capsys, *arguments)
+    before = prompts.read_bytes()
+    for name in (str(prompts), f"{prompts.parent}/./{prompts.name}"):
+        assert "is the file of the prompts" in refused(capsys, *arguments[:-1], name)
+    assert "/dev/null is a device or a pipe" in refused(capsys, *arguments[:-1], "/dev/null")
+    assert prompts.read_bytes() == before
+
+
+def test_an_output_goes_on_as_it_was_begun(
+    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    output = tmp_path / "out.jsonl"
+    arguments = ["generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS]
+    assert main(arguments) == 0
+    whole = output.read_bytes()
+    changed = refused(capsys, *arguments, "--temperature", "0.5")
+    assert "was begun with --temperature 0.8: go on with that, or choose another --output" in changed
+    output.write_bytes(whole.splitlines(keepends=True)[0])
+    changed = refused(capsys, *arguments, "--samples", "2", "--stop", "x")
+    assert "was begun with --samples 1, --stop []: go on with that" in changed
+    earlier = refused(capsys, *arguments, "--checkpoint", "step_00000004")
+    assert f"was begun with weights {run.resolve()}/checkpoints/step_00000006: go on" in earlier
+    settings_file(output).rename(tmp_path / "moved")
+    assert "cannot go on without" in refused(capsys, *arguments)
+    (tmp_path / "moved").rename(settings_file(output))
+    # What only decides about memory may change.
+    assert main([*arguments, "--max-sequences", "1"]) == 0
+    assert output.read_bytes() == whole
+
+
+def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_bytes('\ufeff{"prompt": "a ☃"}\r\n{"prompt": "b"}\r\n'.encode())
+    assert [line.prompt for line in read_prompts(path)] == ["a ☃", "b"]
+    for content in (b"", b"\n", b"\xef\xbb\xbf\r\n"):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match="is empty; a line for each prompt is expected"):
+            read_prompts(path)
 
 
 def test_lines_wait_for_those_before_them(tmp_path: Path) -> None:

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
+from trifocal.generate import cached_layers
 from trifocal.generate.cached_model import CachedModel, CachedSequence, OutOfRows
 from trifocal.generate.paged_cache import cache_bytes
 from trifocal.generate.pages import OutOfPages
+from trifocal.generate.prefill import Chunk
 from trifocal.models import DecoderLM
 from trifocal.nn import RopeScaling
-from trifocal.ops import Geometry
+from trifocal.nn.rope import rotary_tables, rotate
+from trifocal.ops import Geometry, nsa_attention
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -94,6 +97,62 @@ def test_chunks_and_several_new_tokens_equal_one_pass(make_model: Make, geometry
             decoder = cached(model, prefill_chunk_size=chunk)
             given = in_pieces(decoder, decoder.admit(), tokens, sizes)
             torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_first_chunk_gathers_nothing(
+    make_model: Make, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its keys and values go into attention as they are; the pages have them nevertheless."""
+    model, tokens = make_model(**options), draw_tokens(45)
+    with torch.no_grad():
+        expected = model(tokens[None])[0]
+    decoder = cached(model)
+    sequence = decoder.admit()
+    with monkeypatch.context() as patch:
+        patch.delattr(Chunk, "gather")
+        first = decoder.prefill(sequence, tokens[:30], all_logits=True)
+    given = torch.cat((first, in_pieces(decoder, sequence, tokens[30:], [9, 1, 5])))
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("first", [0, 20])
+def test_prefill_gives_attention_rows_that_a_copy_engine_reads(
+    make_model: Make, monkeypatch: pytest.MonkeyPatch, first: int
+) -> None:
+    """At 16 bytes all strides and beginnings, also where the gates make the joined projection's rows odd."""
+    geometry = Geometry(32, 16, 64, 4, 1, 1, 16)
+    model = make_model(geometry=geometry, num_heads=2, num_kv_heads=1, head_dim=16, value_dim=16, shared_kv=False)
+    decoder = cached(model.bfloat16(), max_length=200)
+    given: list[Tensor] = []
+
+    def watched(*inputs: Any, **options: Any) -> Tensor:
+        given.extend(inputs[:7])
+        return nsa_attention(*inputs, **options)
+
+    sequence = decoder.admit()
+    if first:
+        decoder.prefill(sequence, draw_tokens(first))
+    monkeypatch.setattr(cached_layers, "nsa_attention", watched)
+    decoder.prefill(sequence, draw_tokens(70))
+    assert len(given) == 14
+    for x in given:
+        assert x.data_ptr() % 16 == 0 and all(stride * 2 % 16 == 0 for stride in x.stride()[:-1]), x.stride()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_chunk_rotates_as_the_model_does(dtype: torch.dtype) -> None:
+    exact = torch.promote_types(dtype, torch.float32)
+    tables = rotary_tables(torch.arange(40), 8, 10000.0, exact)
+    chunk = Chunk(torch.zeros(1, dtype=torch.int64), 0, 7, 10, tables)
+    # Columns of a wider tensor, as of a joined projection.
+    x = torch.randn(1, 10, 3, 12, generator=torch.Generator().manual_seed(0)).to(dtype)[..., 2:10]
+    # Of bf16, the last bit: 1 / 256 of numbers under 4.
+    error = 1e-2 if dtype == torch.bfloat16 else 8 * torch.finfo(dtype).eps
+    for found, places in ((chunk.rotate(x), slice(7, 17)), (chunk.rotate(x, 4, 3), slice(4, 34, 3))):
+        expected = rotate(x, *(table[places] for table in tables))
+        assert found.dtype == dtype and found.is_contiguous()
+        torch.testing.assert_close(found, expected, rtol=0, atol=error)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -227,12 +286,38 @@ def test_misuse_is_refused(make_model: Make) -> None:
         (([sequence, sequence], draw_tokens(2, 1)), "may occur once"),
         (([sequence], draw_tokens(1, 2), [3]), r"num_new must be 1 to 2 for each of 1, got \[3\]"),
         (([sequence], draw_tokens(1, 2)), "may have 20 tokens, got 19 and 2 more"),
+        (([sequence], [[31]]), "tokens has tokens outside the vocabulary of 31"),
+        (([sequence], [[0.5]]), "tokens must be whole numbers"),
+        (([], torch.zeros(0, 1, dtype=torch.int64)), r"at least one token, got \[0, 1\]"),
     ):
         with pytest.raises(ValueError, match=message):
             decoder.decode(*arguments)
     assert sequence.length == 19
     with pytest.raises(ValueError, match="max_sequences must be at least 1, got 0"):
         CachedModel(make_model(), max_sequences=0, max_length=5)
+    with pytest.raises(ValueError, match="page_size must be at least 1, got -3"):
+        CachedModel(make_model(), max_sequences=1, max_length=5, page_size=-3)
+
+
+def test_a_sequence_that_is_gone_is_refused(make_model: Make) -> None:
+    """Its row may be another's already."""
+    decoder = cached(make_model(), 2)
+    freed, swapped = decoder.admit(), decoder.admit()
+    for sequence in (freed, swapped):
+        decoder.prefill(sequence, [1, 2])
+    decoder.free(freed)
+    decoder.swap_out(swapped)
+    for sequence in (freed, swapped):
+        for work in (
+            lambda: decoder.free(sequence),  # noqa: B023
+            lambda: decoder.fork(sequence),  # noqa: B023
+            lambda: decoder.swap_out(sequence),  # noqa: B023
+            lambda: decoder.prefill(sequence, [1]),  # noqa: B023
+            lambda: decoder.decode([sequence], [[1]]),  # noqa: B023
+        ):
+            with pytest.raises(ValueError, match="was freed or swapped out"):
+                work()
+    assert decoder.num_free_rows == 2 and decoder.admit().row != decoder.admit().row
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)

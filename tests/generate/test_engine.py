@@ -237,6 +237,70 @@ def test_a_failed_step_can_be_done_again(model: DecoderLM, monkeypatch: pytest.M
     assert [result(completion) for completion in found] == expected and calls > 5
 
 
+@pytest.mark.parametrize(
+    ("part", "method"),
+    [
+        ("model", "prefill_chunk"),
+        ("model", "admit"),
+        ("model", "fork"),
+        ("model", "swap_out"),
+        ("cache", "to_host"),
+        ("cache", "from_host"),
+        ("cache", "copy_row"),
+        ("runner", "place"),
+        ("runner", "draw_first"),
+        ("runner", "run"),
+    ],
+)
+def test_a_failure_anywhere_loses_no_sequence(
+    model: DecoderLM, monkeypatch: pytest.MonkeyPatch, part: str, method: str
+) -> None:
+    """Prompts in chunks, samples, and few pages; every third call fails before it does anything."""
+    requests = [
+        Request(prompt=[i] * (5 + i), max_new_tokens=20, sampling=Sampling(seed=i, repetition_penalty=1.3), samples=2)
+        for i in range(4)
+    ]
+    options = {"num_pages": 10, "prefill_chunk_size": 3}
+    expected = [result(completion) for completion in make_engine(model, 4, **options)[0].complete(requests)]
+    engine, cached = make_engine(model, 4, **options)
+    owner = {"model": cached, "cache": cached.cache, "runner": engine._runner}[part]
+    healthy, calls = getattr(owner, method), 0
+
+    def sometimes(*arguments: Any, **options: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls % 3 == 1:
+            raise MemoryError("no room")
+        return healthy(*arguments, **options)
+
+    monkeypatch.setattr(owner, method, sometimes)
+    engine.submit(*requests)
+    found: list[Completion] = []
+    for _ in range(1000):
+        try:
+            found += [u.completion for u in engine.step() if u.completion is not None]
+        except MemoryError:
+            continue
+        if engine.idle:
+            break
+    found.sort(key=lambda completion: (requests.index(completion.request), completion.sample))
+    assert [result(completion) for completion in found] == expected and calls > 1
+    assert cached.pages.num_free == 10 and cached.num_free_rows == 4
+
+
+def test_an_abandoned_run_does_not_spoil_the_next(model: DecoderLM) -> None:
+    first, second = draw_requests(2)
+    engine, _ = make_engine(model)
+    for _ in engine.run([first]):
+        break
+    # One of several that cannot run keeps all of them out.
+    with pytest.raises(RequestTooLong):
+        engine.complete([second, Request(prompt=[1] * 99, max_new_tokens=1)])
+    assert engine.num_waiting == 0
+    assert [result(completion) for completion in engine.complete([second])] == alone(model, [second])
+    assert engine.idle
+
+
 def test_stop_tokens_and_strings(make_model: Make) -> None:
     model = make_model(vocab_size=257).float()
     tokenizer = make_tokenizer("bytes")
@@ -279,9 +343,12 @@ def test_updates_make_up_the_completion(make_model: Make) -> None:
     ("options", "message"),
     [
         ({"prompt": []}, "at least one token"),
+        ({"prompt": [1.5]}, r"a prompt must be whole numbers, got torch\.float32"),
+        ({"prompt": [[1]]}, r"a prompt must be \[T\] with at least one token, got \[1, 1\]"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
         ({"samples": 0}, "samples must be at least 1, got 0"),
         ({"stop": ("",)}, "must not be empty"),
+        ({"stop": "end"}, "stop must be a sequence of strings, got 'end'"),
     ],
 )
 def test_bad_requests_are_refused(options: dict[str, Any], message: str) -> None:

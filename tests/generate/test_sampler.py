@@ -215,7 +215,8 @@ def test_rows_are_moved_whole() -> None:
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0"),
         ({"top_p": 1.5}, "top_p must be above 0 and at most 1, got 1.5"),
         ({"min_p": -0.1}, "min_p must be from 0 to 1, got -0.1"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0, got 0.0"),
+        ({"repetition_penalty": 0.0}, "repetition_penalty must be from 1e-06 to 1,000,000, got 0.0"),
+        ({"repetition_penalty": 1e-50}, "repetition_penalty must be from"),
         ({"seed": 2**64}, "seed may be at most"),
     ],
 )
@@ -226,3 +227,17 @@ def test_bad_settings_are_refused(options: dict[str, Any], message: str) -> None
 
 def test_weights_of_a_large_vocabulary_stay_exact() -> None:
     assert 2**19 * ONE <= 2**53
+
+
+@pytest.mark.parametrize(
+    ("options", "same"),
+    [({"top_k": 2**40}, {}), ({"temperature": 1e300}, {"temperature": 1e38})],
+)
+def test_settings_beyond_their_type_are_its_largest(options: dict[str, Any], same: dict[str, Any]) -> None:
+    assert [drawn(LOGITS, i, **options) for i in range(50)] == [drawn(LOGITS, i, **same) for i in range(50)]
+
+
+def test_the_strongest_penalties_stay_finite() -> None:
+    for penalty in (1e-6, 1e6):
+        found = probabilities(LOGITS * 1e30, seen=(1, 4), repetition_penalty=penalty)
+        assert found.isfinite().all()

@@ -9,8 +9,16 @@ from rich.status import Status
 
 from trifocal.cli.generate_model import load, memory_errors
 from trifocal.cli.generate_options import GenerateArguments
+from trifocal.errors import UserError
 from trifocal.generate import Engine
-from trifocal.generate.prompt_file import OrderedWriter, count_finished, open_output, read_prompts
+from trifocal.generate.prompt_file import (
+    OrderedWriter,
+    check_settings,
+    count_finished,
+    open_output,
+    read_prompts,
+    write_settings,
+)
 from trifocal.paths import user_path
 
 # Seconds between lines of progress where there is no terminal.
@@ -24,19 +32,29 @@ def generate_file(options: GenerateArguments, path: Path, command: str) -> int:
         0, or 1 if sequences ended because the model's output was not finite.
 
     Raises:
-        UserError: If a line of the prompts is broken or too long, the output is of other prompts, or as `load`.
+        UserError: If a line of the prompts is broken or too long, the output is of other prompts or made with other
+            settings, or as `load`.
     """
-    prompts = read_prompts(user_path(options.prompts, "--prompts"))
-    output = user_path(options.output, "--output")
+    source, output = user_path(options.prompts, "--prompts"), user_path(options.output, "--output")
+    prompts = read_prompts(source)
+    if output.exists() and output.samefile(source):
+        raise UserError(f"--output {output} is the file of the prompts; choose another")
     finished = count_finished(output, prompts, options.samples)
     # Of a prompt some of whose samples are there all are made again, with the same tokens.
     first = finished // options.samples
     if finished:
-        print(f"{output} has {finished:,} lines; going on behind them", file=sys.stderr)
+        check_settings(output, options.settings())
     if first == len(prompts):
+        print(f"{output} has all of its {finished:,} lines", file=sys.stderr)
         return 0
     left = prompts[first:]
     loaded = load(options, path, command, [(prompt.name, prompt.prompt) for prompt in left])
+    weights = {"weights": str(loaded.path.resolve())}
+    if finished:
+        check_settings(output, weights)
+        print(f"{output} has {finished:,} lines; going on behind them", file=sys.stderr)
+    else:
+        write_settings(output, options.settings() | weights)
     requests = [loaded.request(options, index, prompt.name, number=first + index) for index, prompt in enumerate(left)]
     number_of = {id(request): first + index for index, request in enumerate(requests)}
     broken = []

@@ -1,7 +1,7 @@
 """The flags of `trifocal generate`."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -61,12 +61,23 @@ class GenerateArguments:
         except ValueError as error:
             flag = str(error).partition(" ")[0]
             raise UserError(str(error).replace(flag, f"--{flag.replace('_', '-')}", 1)) from error
+        if 0 < self.max_sequences < self.samples:
+            raise UserError(f"--max-sequences must be at least --samples, got {self.max_sequences} and {self.samples}")
         if "" in self.stop:
             raise UserError("--stop must not be empty")
         if bool(self.prompt) == bool(self.prompts):
             raise UserError("give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE.jsonl")
         if bool(self.prompts) != bool(self.output):
             raise UserError("--prompts FILE.jsonl and --output OUT.jsonl go together")
+
+    def settings(self) -> dict[str, Any]:
+        """The flags that decide about the texts, as JSON has them."""
+        names = (
+            *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "samples"),
+            *("stop", "stop_at_document_end", "logprobs"),
+        )
+        values = {name: getattr(self, name) for name in names}
+        return {f"--{name.replace('_', '-')}": list(x) if isinstance(x, tuple) else x for name, x in values.items()}
 
     def sampling(self, number: int = 0) -> Sampling:
         """Settings of prompt `number`: its samples have the seeds behind each other."""

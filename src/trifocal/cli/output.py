@@ -1,7 +1,9 @@
 """Output of commands: on the terminal, and into files at their end."""
 
 import io
+import os
 import sys
+from pathlib import Path
 
 from trifocal.errors import UserError
 from trifocal.paths import user_path
@@ -21,8 +23,11 @@ def printable(text: str) -> str:
 def write_what_can_be_encoded() -> None:
     """Let standard output write characters that it cannot encode as escapes, such as \\u2192, as standard error does.
 
-    A terminal or a locale may be older than UTF-8; a name may hold bytes that are no text.
+    A terminal or a locale may be older than UTF-8; a name may hold bytes that are no text. Where standard output was
+    closed, what is written is dropped.
     """
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
 

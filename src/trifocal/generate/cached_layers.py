@@ -7,7 +7,6 @@ and gates stay in fp32 (fp64 for a model in fp64). A new kind of attention has i
 import copy
 import functools
 import operator
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -27,6 +26,7 @@ from trifocal.nn import (
 )
 from trifocal.nn.attention_base import AttentionBase
 from trifocal.nn.gate import NUM_BRANCHES
+from trifocal.nn.projection import ALIGNMENT
 from trifocal.nn.selected_attention import choose_blocks
 from trifocal.ops import (
     DecodeBatch,
@@ -51,11 +51,15 @@ class CachedAttention(Protocol):
 
     Attributes:
         weight, bias: Of the joined projection, [outputs, E] and [outputs], or None.
+        padded_weight, padded_bias: The same with zeros behind it, up to whole memory lines of outputs, as in training:
+            a GPU's copy engine reads values from no others.
         num_sigmoids: How many of its last outputs are gates before their sigmoid.
     """
 
     weight: Tensor
     bias: Tensor | None
+    padded_weight: Tensor
+    padded_bias: Tensor | None
     num_sigmoids: int
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: Any, chunk: Chunk) -> Tensor:
@@ -100,29 +104,26 @@ class CachedLayer:
 
     def prefill(self, residual: Residual, cache: Any, chunk: Chunk) -> Residual:
         """The residual stream of a chunk's T tokens."""
-
-        def attend(projected: Tensor, gates: Tensor | None) -> Tensor:
-            return self._attention.prefill(projected[None], None if gates is None else gates[None], cache, chunk)
-
-        return self._run(residual, attend, MatrixProducts())
+        attention, products = self._attention, MatrixProducts()
+        projected, gates = products.normed_linear(
+            residual, self._norm, attention.padded_weight, attention.padded_bias, attention.num_sigmoids,
+            padding=len(attention.padded_weight) - len(attention.weight),
+        )  # fmt: skip
+        o = attention.prefill(projected[None], None if gates is None else gates[None], cache, chunk)
+        return self._end(residual, o, products)
 
     def decode(self, residual: Residual, cache: Any, batch: DecodeBatch, rotary: Rotary) -> Residual:
         """The residual stream of B * T new tokens."""
-        shape = (len(batch.rows), -1)
-
-        def attend(projected: Tensor, gates: Tensor | None) -> Tensor:
-            gates = None if gates is None else gates.unflatten(0, shape)
-            return self._attention.decode(projected.unflatten(0, shape), gates, cache, batch, rotary)
-
-        return self._run(residual, attend, self._products)
-
-    def _run(
-        self, residual: Residual, attend: Callable[[Tensor, Tensor | None], Tensor], products: RowProducts
-    ) -> Residual:
-        attention = self._attention
-        o = attend(
-            *products.normed_linear(residual, self._norm, attention.weight, attention.bias, attention.num_sigmoids)
+        attention, products, shape = self._attention, self._products, (len(batch.rows), -1)
+        projected, gates = products.normed_linear(
+            residual, self._norm, attention.weight, attention.bias, attention.num_sigmoids
         )
+        gates = None if gates is None else gates.unflatten(0, shape)
+        o = attention.decode(projected.unflatten(0, shape), gates, cache, batch, rotary)
+        return self._end(residual, o, products)
+
+    def _end(self, residual: Residual, o: Tensor, products: RowProducts) -> Residual:
+        """The residual stream after the block, from that before it and the attention's heads [B, T, H, V]."""
         residual = products.residual_linear(o.flatten(0, 1).flatten(1), self._out, residual, self._out_bias)
         if self._gate_up_bias is None:
             hidden = products.normed_swiglu(residual, self._mlp_norm, self._gate_up)
@@ -148,7 +149,13 @@ class _CachedAttention:
         keys, values = self._num_kv_heads * attention.head_dim, self._num_kv_heads * attention.value_dim
         self._sizes = [attention.q_proj.out_features, *[keys] * self._branches, *[values] * self._branches]
         linears = [attention.q_proj, attention.k_proj, attention.v_proj]
-        self.weight, self.bias = _prepared_linear([*linears, *([gate] if gate else [])], dtype)
+        weight, bias = _prepared_linear([*linears, *([gate] if gate else [])], dtype)
+        outputs = len(weight)
+        padding = -outputs % ALIGNMENT
+        self.padded_weight = functional.pad(weight, (0, 0, 0, padding))
+        self.padded_bias = None if bias is None else functional.pad(bias, (0, padding))
+        self.weight = self.padded_weight[:outputs]
+        self.bias = None if self.padded_bias is None else self.padded_bias[:outputs]
         self.num_sigmoids = gate.out_features if gate else 0
         self._q_norm, self._k_norm = (
             None if norm is None else Norm(in_full(whole(norm.weight)), norm.eps)

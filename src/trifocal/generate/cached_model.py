@@ -20,6 +20,7 @@ from trifocal.generate.paged_cache import HostCopy, PagedCache, decode_geometry,
 from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.generate.prefill import Chunk
 from trifocal.generate.products import MatrixProducts, RowProducts
+from trifocal.generate.request import token_tensor
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.rope import rotary_tables
@@ -41,6 +42,9 @@ def default_prefill_chunk(config: ModelConfig, dtype: torch.dtype, device: torch
     return min(1 << max(0, most.bit_length() - 1), _MOST_PREFILL_TOKENS[device.type])
 
 
+GONE = -1
+
+
 class OutOfRows(Exception):
     """As many sequences as there is room for are admitted."""
 
@@ -51,7 +55,7 @@ class CachedSequence:
 
     Attributes:
         table: Its pages.
-        row: Its row of the rings.
+        row: Its row of the rings; `GONE` once it was freed.
     """
 
     table: PageTable
@@ -113,6 +117,7 @@ class CachedModel:
         for name, value in (
             ("max_sequences", max_sequences),
             ("max_length", max_length),
+            ("page_size", page_size or 1),
             ("prefill_chunk_size", prefill_chunk_size or 1),
         ):
             if value < 1:
@@ -169,9 +174,15 @@ class CachedModel:
         return CachedSequence(PageTable(self.pages), self._rows.pop())
 
     def free(self, sequence: CachedSequence) -> None:
-        """Give pages and row back; the sequence is gone."""
+        """Give pages and row back; the sequence is gone.
+
+        Raises:
+            ValueError: If it is gone already.
+        """
+        self._check(sequence, 0)
         sequence.table.free()
         self._rows.append(sequence.row)
+        sequence.row = GONE
 
     @torch.inference_mode()
     def fork(self, sequence: CachedSequence) -> CachedSequence:
@@ -179,10 +190,16 @@ class CachedModel:
 
         Raises:
             OutOfRows: If `max_sequences` are admitted.
+            ValueError: If the sequence is gone.
         """
+        self._check(sequence, 0)
         other = self.admit()
+        try:
+            self.cache.copy_row(sequence.row, other.row)
+        except BaseException:
+            self.free(other)
+            raise
         other.table = sequence.table.fork()
-        self.cache.copy_row(sequence.row, other.row)
         return other
 
     def prefill(self, sequence: CachedSequence, tokens: Tensor | Sequence[int], *, all_logits: bool = False) -> Tensor:
@@ -200,12 +217,11 @@ class CachedModel:
 
         Raises:
             OutOfPages: If there are too few pages; nothing was appended.
-            ValueError: If there is no token, or too many for `max_length`.
+            ValueError: If there is no token, too many for `max_length` or one outside of the vocabulary, or the
+                sequence is gone.
         """
-        tokens = torch.as_tensor(tokens, dtype=torch.int64).to(self.device)
-        if tokens.ndim != 1 or len(tokens) == 0:
-            raise ValueError(f"tokens must be [T] with at least one token, got {list(tokens.shape)}")
-        self._check_length(sequence, len(tokens))
+        tokens = token_tensor("tokens", tokens, "[T]", self.config.vocab_size).to(self.device)
+        self._check(sequence, len(tokens))
         missing = sequence.table.missing(len(tokens))
         if missing > self.pages.num_free:
             raise OutOfPages(missing, self.pages.num_free)
@@ -255,8 +271,8 @@ class CachedModel:
             OutOfPages: If there are too few pages; nothing was appended.
             ValueError: If the tokens do not fit.
         """
-        tokens = torch.as_tensor(tokens, dtype=torch.int64).to(self.device)
-        if tokens.ndim != 2 or tokens.shape[0] != len(sequences) or not 1 <= tokens.shape[1] <= MOST_NEW_TOKENS:
+        tokens = token_tensor("tokens", tokens, "[B, T]", self.config.vocab_size).to(self.device)
+        if tokens.shape[0] != len(sequences) or tokens.shape[1] > MOST_NEW_TOKENS:
             raise ValueError(
                 f"tokens must be [B, T] with B = {len(sequences)} and T from 1 to {MOST_NEW_TOKENS}, "
                 f"got {list(tokens.shape)}"
@@ -270,7 +286,7 @@ class CachedModel:
         grown: list[tuple[CachedSequence, int]] = []
         try:
             for sequence, count in zip(sequences, counts, strict=True):
-                self._check_length(sequence, count)
+                self._check(sequence, count)
                 self.cache.copy_pages(sequence.table.grow(count))
                 grown.append((sequence, count))
             tables = torch.zeros(len(sequences), self.most_pages, dtype=torch.int32)
@@ -297,7 +313,8 @@ class CachedModel:
 
     @torch.inference_mode()
     def swap_out(self, sequence: CachedSequence) -> SwappedSequence:
-        """Move a sequence to the host; its pages and its row are free."""
+        """Move a sequence to the host; its pages and its row are free, and `sequence` is gone."""
+        self._check(sequence, 0)
         swapped = SwappedSequence(sequence.length, self.cache.to_host(sequence.table.pages, sequence.row))
         self.free(sequence)
         return swapped
@@ -313,17 +330,19 @@ class CachedModel:
         sequence = self.admit()
         try:
             sequence.table.grow(swapped.length)
-        except OutOfPages:
+            self.cache.from_host(swapped.copy, sequence.table.pages, sequence.row)
+        except BaseException:
             self.free(sequence)
             raise
-        self.cache.from_host(swapped.copy, sequence.table.pages, sequence.row)
         return sequence
 
     def _logits(self, residual: Residual, products: RowProducts) -> Tensor:
         exact = torch.promote_types(self.dtype, torch.float32)
         return products.normed_linear(residual, self._norm, self._output, out_dtype=exact)[0]
 
-    def _check_length(self, sequence: CachedSequence, num_new: int) -> None:
+    def _check(self, sequence: CachedSequence, num_new: int) -> None:
+        if sequence.row == GONE:
+            raise ValueError("this sequence was freed or swapped out; it has no place in the caches")
         if sequence.length + num_new > self.max_length:
             raise ValueError(f"a sequence may have {self.max_length} tokens, got {sequence.length} and {num_new} more")
 

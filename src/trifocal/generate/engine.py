@@ -15,7 +15,7 @@ import torch
 
 from trifocal.data import Tokenizer
 from trifocal.generate.cached_model import CachedModel
-from trifocal.generate.request import Completion, FinishReason, Request, Update
+from trifocal.generate.request import Completion, FinishReason, Request, Update, token_tensor
 from trifocal.generate.sampler import NO_TOKEN
 from trifocal.generate.scheduler import Job, Scheduler
 from trifocal.generate.step_runner import Drawn, StepRunner
@@ -72,17 +72,20 @@ class Engine:
         """Requests that have not begun."""
         return len(self._scheduler.waiting)
 
-    def submit(self, request: Request) -> None:
-        """Queue a request; it begins when there is room.
+    def submit(self, *requests: Request) -> None:
+        """Queue requests; each begins when there is room.
 
         Raises:
-            RequestTooLong: If it can never fit.
+            RequestTooLong: If one can never fit; none is queued.
             ValueError: If a token is outside of the vocabulary, there are more samples than sequences fit, or stop
-                strings come without a tokenizer.
+                strings come without a tokenizer; none is queued.
         """
-        vocab_size = self._model.config.vocab_size
-        if not 0 <= min(request.prompt) <= max(request.prompt) < vocab_size:
-            raise ValueError(f"{request.name or 'the prompt'} has tokens outside the vocabulary of {vocab_size}")
+        for request in requests:
+            self._check(request)
+        self._scheduler.waiting += [self._job(request, 0) for request in requests]
+
+    def _check(self, request: Request) -> None:
+        token_tensor(request.name or "the prompt", request.prompt, "[T]", self._model.config.vocab_size)
         # The last drawn token is never read, and needs no place.
         fits = min(self._model.max_length, self._model.pages.num_pages * self._model.pages.page_size)
         if request.longest > fits:
@@ -91,7 +94,6 @@ class Engine:
             raise ValueError(f"{request.samples} samples at a time were asked for, {self._model.max_sequences} fit")
         if request.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer")
-        self._scheduler.waiting.append(self._job(request, 0))
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
@@ -108,17 +110,20 @@ class Engine:
         return updates
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Update]:
-        """Submit requests and work until all have ended; updates as they come."""
-        for request in requests:
-            self.submit(request)
+        """Submit requests and work until all have ended, those of earlier calls too; updates as they come."""
+        self.submit(*requests)
         while not self.idle:
             yield from self.step()
 
     def complete(self, requests: Iterable[Request]) -> list[Completion]:
-        """Finished sequences in the order of the requests and their samples."""
+        """Finished sequences in the order of the requests and their samples.
+
+        Requests of earlier calls that have not ended, such as one that was interrupted, end too; theirs are left out.
+        """
         requests = list(requests)
         order = {id(request): number for number, request in enumerate(requests)}
-        found = [update.completion for update in self.run(requests) if update.completion is not None]
+        ended = (update.completion for update in self.run(requests) if update.completion is not None)
+        found = [completion for completion in ended if id(completion.request) in order]
         return sorted(found, key=lambda completion: (order[id(completion.request)], completion.sample))
 
     def _job(self, request: Request, sample: int) -> Job:
@@ -130,35 +135,49 @@ class Engine:
 
     def _enter(self) -> None:
         for job in self._scheduler.enter():
-            if job.swapped is None:
-                job.cached = self._model.admit()
-            else:
-                job.cached, job.swapped = self._model.swap_in(job.swapped), None
+            cached = self._model.admit() if job.swapped is None else self._model.swap_in(job.swapped)
             if job.launched:
-                job.place = self._runner.place(job.cached, job.sampling, [*job.request.prompt, *job.tokens])
+                try:
+                    job.place = self._runner.place(cached, job.sampling, [*job.request.prompt, *job.tokens])
+                except BaseException:
+                    self._model.free(cached)
+                    raise
                 self._scheduler.run(job)
             else:
                 self._scheduler.prefilling = job
+            job.cached, job.swapped = cached, None
 
     def _prefill(self, job: Job) -> bool:
         """One chunk of a prompt; after the last one, draw the first token of every sample."""
         assert job.cached is not None
         prompt, begin = job.request.prompt, job.cached.length
-        chunk = torch.as_tensor(prompt[begin : begin + self._model.prefill_chunk_size], dtype=torch.int64)
-        logits = self._model.prefill_chunk(job.cached, chunk.to(self._model.device))
-        if job.cached.length < len(prompt):
-            return False
-        self._scheduler.prefilling = None
-        jobs = [job]
-        for sample in range(1, job.request.samples):
-            jobs.append(self._job(job.request, sample))
-            jobs[-1].cached = self._model.fork(job.cached)
+        if job.logits is None:
+            chunk = torch.as_tensor(prompt[begin : begin + self._model.prefill_chunk_size], dtype=torch.int64)
+            logits = self._model.prefill_chunk(job.cached, chunk.to(self._model.device))
+            if job.cached.length < len(prompt):
+                return False
+            job.logits = logits
+        jobs, drawn = [job], []
+        try:
+            for sample in range(1, job.request.samples):
+                jobs.append(self._job(job.request, sample))
+                jobs[-1].cached = self._model.fork(job.cached)
+            for each in jobs:
+                assert each.cached is not None
+                each.place = self._runner.place(each.cached, each.sampling, prompt)
+                drawn.append((self._runner.draw_first(each.place, job.logits), [(0, each)]))
+        except BaseException:
+            for each in jobs:
+                self._leave_batch(each)
+            for each in jobs[1:]:
+                if each.cached is not None:
+                    self._model.free(each.cached)
+            raise
+        self._scheduler.prefilling = job.logits = None
+        self._outstanding += drawn
         for each in jobs:
-            assert each.cached is not None
-            place = each.place = self._runner.place(each.cached, each.sampling, prompt)
             each.launched = 1
             self._scheduler.run(each)
-            self._outstanding.append((self._runner.draw_first(place, logits), [(0, each)]))
             self._leave_batch_if_launched(each)
         return True
 
@@ -171,10 +190,8 @@ class Engine:
                 updates += self._read_all()
                 continue
             youngest = self._scheduler.youngest()
-            if youngest.place is not None:
-                self._runner.remove(youngest.place)
-                youngest.place = None
             self._scheduler.swap_out(youngest)
+            self._leave_batch(youngest)
         active = self._active()
         if not active:
             return updates + self._read_all()
@@ -215,7 +232,11 @@ class Engine:
 
     def _leave_batch_if_launched(self, job: Job) -> None:
         """A sequence whose last token is queued takes part in no further step."""
-        if job.launched == job.request.max_new_tokens and job.place is not None:
+        if job.launched == job.request.max_new_tokens:
+            self._leave_batch(job)
+
+    def _leave_batch(self, job: Job) -> None:
+        if job.place is not None:
             self._runner.remove(job.place)
             job.place = None
 
@@ -259,9 +280,7 @@ class Engine:
     def _end(self, job: Job, reason: FinishReason) -> Completion:
         assert job.cached is not None
         job.ended = True
-        if job.place is not None:
-            self._runner.remove(job.place)
-            job.place = None
+        self._leave_batch(job)
         self._scheduler.running.remove(job)
         # A step that is queued may still write into these pages; whoever gets them writes after it.
         self._model.free(job.cached)

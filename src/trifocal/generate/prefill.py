@@ -1,7 +1,8 @@
 """A chunk of one sequence's prompt: it is written into the caches, and what its queries see is gathered from them.
 
-The rings keep their tokens until the chunk has gone through every layer: a chunk that fails half-way leaves a sequence
-as it was, since what lies in pages behind its length is nobody's.
+The first chunk sees itself alone: its keys and values go into attention as they are, as in training. The rings keep
+their tokens until a chunk has gone through every layer: one that fails half-way leaves a sequence as it was, since what
+lies in pages behind its length is nobody's.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.nn.rope import rotate
 from trifocal.ops import DenseCache, Geometry, SparseCache
 
 KeysValues = tuple[Tensor, Tensor]
@@ -26,23 +26,44 @@ class Chunk:
         row: Its row of the rings.
         first: Position of the chunk's first token.
         length: Tokens of the chunk.
-        rotary: Cosines and sines of all positions.
+        rotary: Cosines and sines of all positions, [max_length, D/2].
     """
 
     def __init__(self, pages: Tensor, row: int, first: int, length: int, rotary: tuple[Tensor, Tensor]) -> None:
         self.pages, self.row, self.first, self.stop = pages, row, first, first + length
-        self.cos, self.sin = rotary
-        self.positions = torch.arange(first, self.stop, device=pages.device)
+        self.rotary = rotary
         self._rings: list[tuple[Tensor, Tensor, Tensor]] = []
+        # Indices that all layers share.
+        self._in_pages: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
+        self._in_rings: dict[tuple[int, int, int], Tensor] = {}
 
-    def rotate(self, x: Tensor) -> Tensor:
-        """Rotate queries or keys of the chunk, [1, T, heads, D]."""
-        return rotate(x, self.cos[self.first : self.stop], self.sin[self.first : self.stop])
+    def rotate(self, x: Tensor, first: int | None = None, stride: int = 1) -> Tensor:
+        """Rotate queries or keys [1, T, heads, D] at positions `first`, `first + stride`, …; the chunk's if not given.
 
-    def write(self, tensor: Tensor, x: Tensor) -> None:
-        """Write the chunk's keys or values, [1, T, G, *], into pages [pages, G, P, *]."""
-        page_size = tensor.shape[2]
-        tensor[self.pages[self.positions // page_size], :, self.positions % page_size] = x[0]
+        As `trifocal.nn.rope.rotate`, in four passes instead of eight and without copies in fp32, which only a compiler
+        or gradients would need.
+        """
+        first = self.first if first is None else first
+        cos, sin = (table[first : first + x.shape[1] * stride : stride, None] for table in self.rotary)
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        (a, b), (out_a, out_b) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+        torch.addcmul(a * cos, b, sin, value=-1, out=out_a)
+        torch.addcmul(b * cos, a, sin, out=out_b)
+        return out
+
+    def write(self, tensor: Tensor, x: Tensor, first: int) -> None:
+        """Write x [1, n, G, *] into pages [pages, G, rows, *], as rows `first` to `first + n` of the sequence."""
+        page_rows, key = tensor.shape[2], (tensor.shape[2], first, x.shape[1])
+        if key not in self._in_pages:
+            row = torch.arange(first, first + x.shape[1], device=tensor.device)
+            self._in_pages[key] = self.pages[row // page_rows], row % page_rows
+        page, row = self._in_pages[key]
+        tensor[page, :, row] = x[0]
+
+    def extend(self, tensor: Tensor, x: Tensor) -> Tensor:
+        """Write the chunk's keys or values, [1, T, G, *], into pages; those of all tokens so far, [1, S, G, *]."""
+        self.write(tensor, x, self.first)
+        return self.gather(tensor, self.stop) if self.first else x
 
     def gather(self, tensor: Tensor, stop: int, first: int = 0) -> Tensor:
         """Rows `first` up to `stop` of the sequence's pages [pages, G, rows, *], as [1, stop - first, G, *]."""
@@ -55,12 +76,22 @@ class Chunk:
         The ring gets the chunk with `write_rings`.
         """
         size = ring.shape[2]
-        old = torch.arange(self.first - past, self.first, device=ring.device) % size
-        joined = torch.cat((ring[self.row].index_select(1, old).transpose(0, 1)[None], x), dim=1) if past else x
         last = x[0, -size:]
         # Cloned: a view would keep the whole chunk of every layer alive.
-        self._rings.append((ring, self.positions[-size:] % size, last.transpose(0, 1).clone()))
-        return joined
+        self._rings.append(
+            (ring, self._ring_index(size, self.stop - len(last), len(last)), last.transpose(0, 1).clone())
+        )
+        if not past:
+            return x
+        old = ring[self.row].index_select(1, self._ring_index(size, self.first - past, past))
+        return torch.cat((old.transpose(0, 1)[None], x), dim=1)
+
+    def _ring_index(self, size: int, first: int, count: int) -> Tensor:
+        """Where the tokens from `first` on lie in a ring, [count]."""
+        key = (size, first, count)
+        if key not in self._in_rings:
+            self._in_rings[key] = torch.arange(first, first + count, device=self.pages.device) % size
+        return self._in_rings[key]
 
     def write_rings(self) -> None:
         """Write what `join_ring` has put aside, once every layer has seen the chunk."""
@@ -102,8 +133,7 @@ def extend_sparse(
         compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
     """
     length, stride = geometry.compression_block_size, geometry.compression_stride
-    for tensor, x in ((cache.k_slc, chunk.rotate(selected[0])), (cache.v_slc, selected[1])):
-        chunk.write(tensor, x)
+    slc = chunk.rotate(selected[0]), selected[1]
 
     before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
     stripe_of_first = length // stride - 1
@@ -112,20 +142,18 @@ def extend_sparse(
         """All compressed keys or values so far, [1, C, G, *]."""
         # From the start of the first block that is not compressed yet.
         stretch = chunk.join_ring(ring, x, chunk.first - before * stride)
+        blocks = x[:, :0]
         if after > before:
             blocks = phi(stretch)
             if rotates:
-                starts = slice(before * stride, after * stride, stride)
-                blocks = rotate(blocks, chunk.cos[starts], chunk.sin[starts])
-            stripes = torch.arange(before, after, device=tensor.device) + stripe_of_first
-            rows = tensor.shape[2]
-            tensor[chunk.pages[stripes // rows], :, stripes % rows] = blocks[0]
-        return chunk.gather(tensor, after + stripe_of_first, stripe_of_first) if after else x[:, :0]
+                blocks = chunk.rotate(blocks, before * stride, stride)
+            chunk.write(tensor, blocks, before + stripe_of_first)
+        return chunk.gather(tensor, after + stripe_of_first, stripe_of_first) if before else blocks
 
     k_cmp, v_cmp = compressed(cache.k_raw, cache.k_cmp, raw[0], compress[0], True), None
     if cache.v_raw is not None and cache.v_cmp is not None and raw[1] is not None:
         v_cmp = compressed(cache.v_raw, cache.v_cmp, raw[1], compress[1], False)
-    k_slc, v_slc = (chunk.gather(tensor, chunk.stop) for tensor in (cache.k_slc, cache.v_slc))
+    k_slc, v_slc = (chunk.extend(tensor, x) for tensor, x in zip((cache.k_slc, cache.v_slc), slc, strict=True))
     past = min(chunk.first, geometry.window_size - 1)
     if window is None:
         k_win, v_win = (x[:, chunk.first - past :] for x in (k_slc, v_slc))
@@ -138,12 +166,7 @@ def extend_sparse(
 
 def extend_dense(cache: DenseCache, chunk: Chunk, k: Tensor, v: Tensor) -> KeysValues:
     """Append a chunk to a dense layer's caches; keys [1, T, G, D], not rotated yet, and values of all tokens so far."""
-    k = chunk.rotate(k)
-    chunk.write(cache.k, k)
-    chunk.write(cache.v, v)
-    if chunk.first == 0:
-        return k, v
-    return chunk.gather(cache.k, chunk.stop), chunk.gather(cache.v, chunk.stop)
+    return chunk.extend(cache.k, chunk.rotate(k)), chunk.extend(cache.v, v)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

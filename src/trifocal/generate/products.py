@@ -65,9 +65,11 @@ class MatrixProducts(RowProducts):
         bias: Tensor | None = None,
         num_sigmoids: int = 0,
         out_dtype: torch.dtype | None = None,
+        padding: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `RowProducts.normed_linear`."""
+        """As `RowProducts.normed_linear`; the last `padding` columns are left out."""
         out = functional.linear(self._normed(residual, norm, weight.dtype), weight, bias)
+        out = out[:, : len(weight) - padding]
         gates = None
         if num_sigmoids:
             gates = out[:, -num_sigmoids:].to(torch.promote_types(out.dtype, torch.float32)).sigmoid()

@@ -1,17 +1,24 @@
 """Files of prompts and of what was made of them: a JSON object a line, in the same order.
 
-An output that was interrupted goes on behind its last whole line.
+An output that was interrupted goes on behind its last whole line. How it is made lies in a file beside it.
 """
 
+import codecs
 import contextlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+import os
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from trifocal.errors import UserError
 from trifocal.generate.request import Completion
+from trifocal.runlog.whole_files import write_whole
+
+_WRITTEN = ("text", "tokens", "finish_reason", "sample", "log_probabilities")
 
 
 @dataclass(frozen=True)
@@ -43,12 +50,18 @@ def read_prompts(path: Path) -> list[PromptLine]:
         content = path.read_bytes()
     except OSError as error:
         raise UserError(f"cannot read the prompts {path}: {error.strerror}") from error
+    content = content.removeprefix(codecs.BOM_UTF8)
+    if not content.strip():
+        raise UserError(f'{path} is empty; a line for each prompt is expected, {{"prompt": TEXT}}')
     lines = []
     for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), start=1):
         name = f"{path} line {number}"
         value = _parse(line, name)
-        if not isinstance(value.get("prompt"), str) or not value["prompt"]:
+        prompt = value.get("prompt")
+        if not isinstance(prompt, str) or not prompt:
             raise UserError(f'{name} has no "prompt" with a text: {_short(line)}')
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise UserError(f"{name} has half of a surrogate pair, which is no character: {_short(line)}")
         lines.append(PromptLine(name, value))
     return lines
 
@@ -62,7 +75,7 @@ def count_finished(path: Path, prompts: Sequence[PromptLine], samples: int) -> i
         samples: Lines for each prompt.
 
     Raises:
-        UserError: If the output is of other prompts, or cannot be read.
+        UserError: If the output is of other prompts, or something else that must not be lost, or cannot be read.
     """
     try:
         file = path.open("r+b")
@@ -71,6 +84,8 @@ def count_finished(path: Path, prompts: Sequence[PromptLine], samples: int) -> i
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     with file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UserError(f"{path} is a device or a pipe; choose a file as --output")
         whole = file.read()
         end = whole.rfind(b"\n") + 1
         lines = whole[:end].split(b"\n")[:-1]
@@ -81,8 +96,47 @@ def count_finished(path: Path, prompts: Sequence[PromptLine], samples: int) -> i
             name = f"{path} line {number}"
             if _parse(line, name).get("prompt") != prompt.prompt:
                 raise UserError(f"{name} is of another prompt than {prompt.name}; choose another --output")
+        torn, begun = whole[end:], b""
+        if len(lines) < len(expected):
+            begun = _beginning(expected[len(lines)].content)
+        if torn and not (begun and (torn.startswith(begun) or begun.startswith(torn))):
+            raise UserError(f"{path} ends with {_short(torn)}, which is not of the prompts; choose another --output")
         file.truncate(end)
     return len(lines)
+
+
+def settings_file(output: Path) -> Path:
+    """The file beside an output that says how it is made."""
+    return output.with_name(f"{output.name}.settings.json")
+
+
+def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
+    """Keep how an output is made; values as JSON has them.
+
+    Raises:
+        UserError: If it cannot be written.
+    """
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(settings_file(output), json.dumps(settings, indent=1) + "\n")
+    except OSError as error:
+        raise UserError(f"cannot write {settings_file(output)}: {error.strerror}") from error
+
+
+def check_settings(output: Path, settings: Mapping[str, Any]) -> None:
+    """See that an output goes on as it was begun: its lines would not belong together otherwise.
+
+    Raises:
+        UserError: If it was made otherwise, or that is not known; names the difference.
+    """
+    kept = settings_file(output)
+    try:
+        begun = _parse(kept.read_bytes(), str(kept))
+    except OSError as error:
+        raise UserError(f"{output} cannot go on without {kept}: {error.strerror}; choose another --output") from error
+    others = [f"{name} {begun.get(name)}" for name, value in settings.items() if begun.get(name) != value]
+    if others:
+        raise UserError(f"{output} was begun with {', '.join(others)}: go on with that, or choose another --output")
 
 
 class OrderedWriter:
@@ -149,11 +203,17 @@ def _parse(line: bytes, name: str) -> dict[str, Any]:
         value = json.loads(line.decode("utf-8"))
     except UnicodeError as error:
         raise UserError(f"{name} is not UTF-8 text") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not JSON: {_short(line)}") from error
     if not isinstance(value, dict):
         raise UserError(f"{name} must hold a JSON object, got {_short(line)}")
     return value
+
+
+def _beginning(content: dict[str, Any]) -> bytes:
+    """How the line of a prompt begins, whatever is made of it."""
+    own = dict(itertools.takewhile(lambda pair: pair[0] not in _WRITTEN, content.items()))
+    return json.dumps(own, ensure_ascii=False)[:-1].encode("utf-8", "backslashreplace")
 
 
 def _short(line: bytes) -> str:

@@ -2,12 +2,37 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
 
 from trifocal.generate.sampler import Sampling
 from trifocal.ops.validation import check_whole_number
 
 FinishReason = Literal["stop", "length", "error"]
+
+
+def token_tensor(name: str, tokens: Any, pattern: str, vocab_size: int = 0) -> Tensor:
+    """Tokens as int64, on their device.
+
+    Args:
+        name: Of the tokens, for messages.
+        tokens: A tensor or a sequence.
+        pattern: `"[T]"` or `"[B, T]"`.
+        vocab_size: Tokens must be under it; 0: not checked. Tokens on a GPU are not looked at.
+
+    Raises:
+        ValueError: If they are not whole numbers, none, of another shape, or outside of the vocabulary.
+    """
+    found = torch.as_tensor(tokens)
+    if found.ndim != pattern.count(",") + 1 or found.numel() == 0:
+        raise ValueError(f"{name} must be {pattern} with at least one token, got {list(found.shape)}")
+    if found.dtype.is_floating_point or found.dtype.is_complex or found.dtype == torch.bool:
+        raise ValueError(f"{name} must be whole numbers, got {found.dtype}")
+    if vocab_size and found.device.type == "cpu" and not 0 <= int(found.min()) <= int(found.max()) < vocab_size:
+        raise ValueError(f"{name} has tokens outside the vocabulary of {vocab_size}")
+    return found.to(torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,8 +63,9 @@ class Request:
     def __post_init__(self) -> None:
         check_whole_number("max_new_tokens", self.max_new_tokens, 1)
         check_whole_number("samples", self.samples, 1)
-        if not len(self.prompt):
-            raise ValueError("a prompt must have at least one token")
+        token_tensor("a prompt", self.prompt, "[T]")
+        if isinstance(self.stop, str):
+            raise ValueError(f"stop must be a sequence of strings, got {self.stop!r}")
         if "" in self.stop:
             raise ValueError("a stop string must not be empty")
 

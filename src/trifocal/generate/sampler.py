@@ -20,6 +20,8 @@ NO_TOKEN = -1
 """Drawn from logits that are not finite."""
 
 _GOLDEN = 0x9E3779B97F4A7C15
+# Outside of these a logit could overflow.
+_PENALTIES = 1e-6, 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +56,11 @@ class Sampling:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p must be from 0 to 1, got {self.min_p}")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty}")
+        lowest, highest = _PENALTIES
+        if not lowest <= self.repetition_penalty <= highest:
+            raise ValueError(
+                f"repetition_penalty must be from {lowest} to {highest:,.0f}, got {self.repetition_penalty}"
+            )
 
     @property
     def filters(self) -> bool:
@@ -113,8 +118,10 @@ class SamplingTensors:
     def set_row(self, row: int, sampling: Sampling, tokens: Tensor | None) -> None:
         """Set one row; `tokens` are those that the sequence has, needed for a penalty."""
         for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
-            # A value under the smallest number of fp32 becomes 0.
-            getattr(self, name)[row : row + 1].fill_(getattr(sampling, name))
+            setting = getattr(self, name)
+            # The largest number of the type does what a larger one would; one under the smallest becomes 0.
+            largest = (torch.finfo if setting.dtype.is_floating_point else torch.iinfo)(setting.dtype).max
+            setting[row : row + 1].fill_(min(getattr(sampling, name), largest))
         self.seed[row : row + 1].fill_(_signed(sampling.seed))
         if sampling.repetition_penalty != 1:
             assert tokens is not None

@@ -4,6 +4,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
 from trifocal.generate.cached_model import CachedModel, CachedSequence, SwappedSequence
 from trifocal.generate.pages import pages_for_one_more
 from trifocal.generate.request import Request
@@ -23,6 +25,7 @@ class Job:
         cached: Its place in the caches while it is there.
         swapped: Its caches on the host while it is swapped out.
         place: Its place in the batch while it takes part in steps.
+        logits: Of its prompt's last token, until its first tokens are drawn.
         launched: Tokens whose draw is queued.
         tokens, log_probabilities: What the host knows of them.
         text: Text so far.
@@ -37,6 +40,7 @@ class Job:
     cached: CachedSequence | None = None
     swapped: SwappedSequence | None = None
     place: int | None = None
+    logits: Tensor | None = None
     launched: int = 0
     tokens: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
@@ -78,7 +82,7 @@ class Scheduler:
         return not (self.waiting or self.swapped or self.prefilling or self.running)
 
     def enter(self) -> Iterator[Job]:
-        """Jobs that may enter now, oldest first; each is taken out of its queue, and entered before the next is asked.
+        """Jobs that may enter now, oldest first; each leaves its queue once it has entered, when the next is asked for.
 
         A job enters if its pages are free and every running one that needs more can still get one, so that it need not
         leave again at once.
@@ -91,9 +95,8 @@ class Scheduler:
             spare = sum(map(_needs_pages, self.running))
             if missing + spare > self._model.pages.num_free:
                 return
-            job = queue[0]
+            yield queue[0]
             del queue[0]
-            yield job
 
     def short_of_pages(self, jobs: list[Job]) -> bool:
         """Whether a token more for each of these needs more pages than are free and not meant for a prompt."""

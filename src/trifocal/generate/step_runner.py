@@ -70,7 +70,6 @@ class StepRunner:
             tokens: All of its tokens.
         """
         place = min(self._free)
-        self._free.remove(place)
         pages = sequence.table.pages
         self._rows[place : place + 1].fill_(sequence.row)
         self._lengths[place : place + 1].fill_(sequence.length)
@@ -81,6 +80,8 @@ class StepRunner:
         if sampling.repetition_penalty != 1:
             seen = self._send(torch.tensor(tokens, dtype=torch.int64))
         self._settings.set_row(place, sampling, seen)
+        # Last: a place that cannot be prepared stays free.
+        self._free.remove(place)
         self._filtered[place] = sampling.filters
         return place
 
@@ -119,18 +120,20 @@ class StepRunner:
         """Draw a sequence's first token from the logits of its prompt's last one, [1, vocab_size]."""
         here = slice(place, place + 1)
         self._draw(here, logits, None, self._filtered[place])
-        return self._fetch(here)
+        return self._fetch(here, self._host_values(1))
 
     @torch.inference_mode()
     def run(self, places: Sequence[int]) -> Drawn:
         """One step of all sequences that have a place; `places`: which ones they are."""
         size = self._size(max(places) + 1)
+        # Before the step: one that fails has not been.
+        values = self._host_values(size)
         filtered = any(self._filtered[place] for place in places)
         if self._graphs is None:
             self._step(size, filtered)
         else:
             self._graphs.run((size, filtered), lambda: self._step(size, filtered))
-        return self._fetch(slice(size))
+        return self._fetch(slice(size), values)
 
     def _step(self, size: int, filtered: bool) -> None:
         """Append the last tokens, draw the next ones, grow by one; queued on the device, without a host look."""
@@ -146,11 +149,13 @@ class StepRunner:
             filtered=filtered,
         )  # fmt: skip
 
-    def _fetch(self, here: slice) -> Drawn:
+    def _host_values(self, count: int) -> Tensor:
+        return torch.empty(count, 2, dtype=self._drawn.dtype, pin_memory=self._device.type == "cuda")
+
+    def _fetch(self, here: slice, values: Tensor) -> Drawn:
+        values.copy_(self._drawn[here], non_blocking=True)
         if self._device.type == "cpu":
-            return Drawn(self._drawn[here].clone(), None)
-        drawn = self._drawn[here]
-        values = torch.empty(drawn.shape, dtype=drawn.dtype, pin_memory=True).copy_(drawn, non_blocking=True)
+            return Drawn(values, None)
         arrived = torch.cuda.Event()
         arrived.record()
         return Drawn(values, arrived)

@@ -13,12 +13,10 @@ from trifocal.generate.prefill import Chunk, Compress, causal_attention, extend_
 from trifocal.hf.layer_cache import TrifocalLayer
 from trifocal.nn import DenseAttention, MeanCompressor, NSAttention, SelectedAttention, WindowAttention
 from trifocal.nn.gate import NUM_BRANCHES
-from trifocal.nn.rope import rotate
 from trifocal.nn.selected_attention import VALUE_COLUMNS
 from trifocal.ops import (
     DecodeBatch,
     Geometry,
-    SparseCache,
     append_dense,
     append_sparse,
     compressed_attention,
@@ -164,13 +162,15 @@ class LayerPast:
             return new.pack(o)
         outputs = []
         for chunk, q_row, k_row, v_row in zip(new.chunks, *map(new.split, (q, k, v)), strict=True):
-            k_cmp, k_slc, v_slc = _extend_selected(cache, chunk, attention, k_row, v_row)
+            compress = (attention.k_compressor,) * 2
+            seen = extend_sparse(cache, chunk, (k_row, None), (k_row, v_row), None, geometry, compress)
             chunk.write_rings()
             q_row = chunk.rotate(q_row)
             given: dict[str, Any] = {"num_keys": chunk.stop, "backend": attention.backend}
-            _, lse = compressed_attention(q_row, k_cmp, k_cmp[..., :VALUE_COLUMNS], geometry, **given)
-            blocks = select_blocks(q_row, k_cmp, lse, geometry, **given)
-            outputs.append(selected_attention(q_row, k_slc, v_slc, blocks, geometry, backend=attention.backend))
+            _, lse = compressed_attention(q_row, seen.k_cmp, seen.k_cmp[..., :VALUE_COLUMNS], geometry, **given)
+            blocks = select_blocks(q_row, seen.k_cmp, lse, geometry, **given)
+            o = selected_attention(q_row, seen.k_slc, seen.v_slc, blocks, geometry, backend=attention.backend)
+            outputs.append(o)
         return torch.cat(outputs, dim=1)
 
     def _window(self, attention: WindowAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -213,23 +213,3 @@ def _learned(attention: NSAttention) -> tuple[Compress, Compress] | None:
     if isinstance(phi_k, MeanCompressor):
         return None
     return lambda blocks: phi_k(blocks)[:, 0], lambda blocks: phi_v(blocks)[:, 0]
-
-
-def _extend_selected(
-    cache: SparseCache, chunk: Chunk, attention: SelectedAttention, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `extend_sparse`, where compressed keys only choose: those, and keys and values of all tokens so far."""
-    geometry = attention.geometry
-    length, stride = geometry.compression_block_size, geometry.compression_stride
-    chunk.write(cache.k_slc, chunk.rotate(k))
-    chunk.write(cache.v_slc, v)
-    before, after = geometry.num_compressed_blocks(chunk.first), geometry.num_compressed_blocks(chunk.stop)
-    stretch = chunk.join_ring(cache.k_raw, k, chunk.first - before * stride)
-    first_stripe, stripes_of_page = length // stride - 1, cache.k_cmp.shape[2]
-    if after > before:
-        starts = slice(before * stride, after * stride, stride)
-        blocks = rotate(attention.k_compressor(stretch), chunk.cos[starts], chunk.sin[starts])
-        stripes = torch.arange(before, after, device=k.device) + first_stripe
-        cache.k_cmp[chunk.pages[stripes // stripes_of_page], :, stripes % stripes_of_page] = blocks[0]
-    k_cmp = chunk.gather(cache.k_cmp, after + first_stripe, first_stripe) if after else k[:, :0]
-    return k_cmp, chunk.gather(cache.k_slc, chunk.stop), chunk.gather(cache.v_slc, chunk.stop)

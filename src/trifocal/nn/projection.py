@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 # On a GPU the joint weight's rows are padded to a multiple of this: whole memory lines in every row of its output.
-_ALIGNMENT = 64
+ALIGNMENT = 64
 
 
 def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None = None) -> list[Tensor]:
@@ -31,7 +31,7 @@ def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None
     sizes = [linear.out_features // count for linear, count in zip(linears, parts, strict=True) for _ in range(count)]
     # As autocast would, but before the copy.
     weights = [linear.weight.to(x.dtype) for linear in linears]
-    padding = -sum(sizes) % _ALIGNMENT if x.is_cuda else 0
+    padding = -sum(sizes) % ALIGNMENT if x.is_cuda else 0
     if padding:
         weights.append(x.new_zeros(padding, x.shape[-1]))
     outputs = nn.functional.linear(x, torch.cat(weights)).split([*sizes, padding] if padding else sizes, dim=-1)
