@@ -15,6 +15,7 @@
 
 All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads: those
 of its window and of all selected blocks. `random` is the sparse model with blocks drawn at random: it lacks the choice.
+`dropout` is the sparse model, trained with the selected branch shut for a fifth of the queries.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. When the time is up they stop as a
 scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed on.
 """
@@ -40,7 +41,7 @@ from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 
 ROOT = Path(__file__).parent.parent
-VARIANTS = ("sparse", "dense", "window", "random")
+VARIANTS = ("sparse", "dense", "window", "random", "dropout")
 _STOP_SECONDS = 60.0
 Row = dict[str, Any]
 
@@ -221,6 +222,8 @@ def trainings(
                 flags["model.sliding_window"] = str(keys)
             if variant == "random":
                 flags["model.selection"] = "random"
+            if variant == "dropout":
+                flags["model.selected_dropout"] = "0.2"
             found.append(Training(name, variant, seed, directory / name / f"{variant}-{seed}", flags | extra))
     return found
 
@@ -375,7 +378,7 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
     notes = [
         "The validation loss is that of the last step that all have reached.",
         "window sees as many keys as the sparse model reads in its window and its selected blocks; random is the "
-        "sparse model with blocks drawn at random.",
+        "sparse model with blocks drawn at random; dropout is trained with model.selected_dropout = 0.2.",
         "One training at a time on a GPU."
         if jobs == 1
         else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",

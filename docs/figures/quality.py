@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from palette import COMPRESSED, DENSE, PAST, SELECTED, WINDOW
+from palette import COMPRESSED, DENSE, INK, PAST, SELECTED, WINDOW
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE = Path(__file__).parents[1] / "quality.md"
-COLOURS = {"sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "random": SELECTED}
+COLOURS = {"sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "random": SELECTED, "dropout": INK}
 PARTS = ("twins", "seeds", "long", "recall", "needle")
 REPEATED = "repeated"
 """Of benchmarks/repeated_bytes.py."""

@@ -25,7 +25,7 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
     found = script.trainings(part, tmp_path, [], [], {})
     assert len(found) == len(script.PARTS[part].seeds) * len(script.PARTS[part].variants)
     configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in found)]
-    own = {"model.attention", "model.selection", "model.sliding_window", "run.directory"}
+    own = {"model.attention", "model.selection", "model.sliding_window", "model.selected_dropout", "run.directory"}
     for one, config in zip(found, configs, strict=True):
         first = next(other for other in found if other.seed == one.seed)
         differ = {name for name in one.flags if one.flags[name] != first.flags.get(name)}
@@ -35,6 +35,7 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
             keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
             assert (config.model.attention, config.model.sliding_window) == ("window", keys)
             assert keys < config.train.sequence_length, "a window that sees all is no control"
+        assert (config.model.selected_dropout > 0) == (one.variant == "dropout")
         assert config.run.seed == config.data.seed == one.seed
         assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
 

@@ -91,3 +91,9 @@ def test_every_part_has_a_figure(quality: ModuleType, results: Path) -> None:
 def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
     script = (ROOT / "benchmarks" / "quality.py").read_text(encoding="utf-8")
     assert set(quality.PARTS) == set(re.findall(r'^    "(\w+)": Part\(', script, re.MULTILINE))
+
+
+def test_every_variant_has_a_colour(quality: ModuleType) -> None:
+    script = (ROOT / "benchmarks" / "quality.py").read_text(encoding="utf-8")
+    (names,) = re.findall(r"^VARIANTS = \((.*)\)$", script, re.MULTILINE)
+    assert list(quality.COLOURS) == re.findall(r'"(\w+)"', names)

@@ -43,6 +43,7 @@ def assert_same(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
         {"attention": "selected", "qk_norm": True},
         {"attention": "window"},
         {"selection": "random"},
+        {"selected_dropout": 0.5},
     ],
     ids=str,
 )

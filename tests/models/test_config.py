@@ -59,6 +59,8 @@ def test_from_toml() -> None:
         ({"gate": "relu"}, "model.gate must be one of sigmoid, softmax, got 'relu'"),
         ({"backend": "cuda"}, "model.backend must be one of auto, reference, triton, got 'cuda'"),
         ({"shared_kv": 1}, "model.shared_kv must be true or false, got 1"),
+        ({"selected_dropout": 1.0}, "model.selected_dropout must be a number from 0 to below 1, got 1.0"),
+        ({"selected_dropout": True}, "model.selected_dropout must be a number from 0 to below 1, got True"),
         ({"rope_theta": 0.0}, "model.rope_theta must be a positive number, got 0.0"),
         ({"norm_eps": float("nan")}, "model.norm_eps must be a positive number, got nan"),
     ],

@@ -1,5 +1,6 @@
 """The attention layers: against dense attention, no future, packed documents, positions, arguments."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -384,3 +385,16 @@ def test_wrong_packing_is_refused() -> None:
     for layer in (sparse(), DenseAttention(**SIZES).double()):
         with pytest.raises(ValueError, match="the documents hold 1 tokens, but there are 5"):
             layer(torch.randn(1, 5, DIM, dtype=torch.float64), cu_seqlens=one)
+
+
+@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
+def test_shut_queries_get_nothing_from_the_selected_branch(gate: str) -> None:
+    layer = layer_of("nsa", gate=gate)
+    x = torch.randn(2, 40, DIM, dtype=torch.float64)
+    shut = torch.rand(2, 40) < 0.5
+    closed = copy.deepcopy(layer)
+    hook = closed.gate.register_forward_hook(lambda module, inputs, gates: gates * gates.new_tensor([1.0, 0.0, 1.0]))
+    open_, without, mixed = layer(x), closed(x), layer(x, shut=shut)
+    hook.remove()
+    assert torch.equal(mixed, without.where(shut[..., None], open_))
+    assert not torch.isclose(open_, without).all(-1).any()

@@ -139,6 +139,9 @@ class TrifocalModel(TrifocalPreTrainedModel):
         """
         _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
         x = self._embed(input_ids, inputs_embeds)
+        trains = self.training and torch.is_grad_enabled()
+        if trains and input_ids is None and self._model_config.selected_dropout:
+            raise ValueError("selected_dropout draws queries by their tokens: train with input_ids, or set it to 0")
         if use_cache is None:
             use_cache = self.config.use_cache
         if past_key_values is None and use_cache and not torch.is_grad_enabled():
@@ -158,7 +161,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
                 longest if isinstance(longest, int) else None,
                 compiled=self._run_block is not run_block and torch.is_grad_enabled(),
             )
-            states = self._run(x, layout, [], keep_all)
+            states = self._run(x, layout, [], keep_all, input_ids if trains else None)
         output = BaseModelOutputWithPast(
             last_hidden_state=states[-1],
             past_key_values=past_key_values,
@@ -166,13 +169,21 @@ class TrifocalModel(TrifocalPreTrainedModel):
         )
         return _returned(output, self.config, return_dict)
 
-    def _run(self, x: Tensor, layout: RowLayout | None, pasts: Sequence[Past], keep_all: bool) -> list[Tensor]:
+    def _run(
+        self,
+        x: Tensor,
+        layout: RowLayout | None,
+        pasts: Sequence[Past],
+        keep_all: bool,
+        trained: Tensor | None = None,
+    ) -> list[Tensor]:
         """The normed output of the last layer, [B, T, E]; with `keep_all`, the input of each layer before it."""
         documents = None
         if layout is not None:
             x, documents = layout.pack(x), layout.documents
+            trained = None if trained is None else layout.pack(trained)
         kept = [x] if keep_all else []
-        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts):
+        for residual in run_blocks(self.blocks, self._model_config, x, documents, pasts, trained):
             x = residual
             if keep_all:
                 kept.append(x)

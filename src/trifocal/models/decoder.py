@@ -126,7 +126,8 @@ class DecoderLM(nn.Module):
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)
-        for residual in run_blocks(self.blocks, self.config, x, documents):
+        trained = tokens if self.training and torch.is_grad_enabled() else None
+        for residual in run_blocks(self.blocks, self.config, x, documents, trained_tokens=trained):
             x = residual
         return x
 

@@ -12,6 +12,7 @@ from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
 from trifocal.nn.attention_base import AttentionBase, Past
 from trifocal.nn.random_selection import random_blocks
+from trifocal.nn.selected_dropout import shut_queries
 from trifocal.ops import Documents
 
 SMALL_STD = 0.02
@@ -31,6 +32,7 @@ def run_blocks(
     x: Tensor,
     documents: Documents | None,
     pasts: Sequence[Past] = (),
+    trained_tokens: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Run the layers of a decoder.
 
@@ -40,6 +42,7 @@ def run_blocks(
         x: Embedded tokens, [B, T, E].
         documents: Packed documents, with B == 1.
         pasts: Earlier tokens, one for each layer, which say where these ones lie; without documents.
+        trained_tokens: In training, the tokens, [B, T]: they draw the queries of `selected_dropout`.
 
     Yields:
         The residual stream after each layer, [B, T, E].
@@ -53,26 +56,16 @@ def run_blocks(
     # A layer with compressed blocks has the tables of the others too.
     first = next((layer for layer in layers if layer.geometry is not None), layers[0])
     rotary = first.rotary_tables(x, documents)
-    choices = _random_choices(config, x, documents)
-    for index, block in enumerate(blocks):
-        given = {"selected_blocks": choices[index]} if index in choices else {}
+    positions = torch.arange(x.shape[1], device=x.device) if documents is None else documents.positions
+    for index, (block, kind) in enumerate(zip(blocks, config.attention_of_layers, strict=True)):
+        given = {}
+        if kind in ("nsa", "selected") and config.selection == "random":
+            chosen = random_blocks(positions, config.geometry, config.num_kv_heads, index)
+            given["selected_blocks"] = chosen.expand(x.shape[0], -1, -1, -1)
+        if kind == "nsa" and config.selected_dropout and trained_tokens is not None:
+            given["shut"] = shut_queries(trained_tokens, positions, config.selected_dropout, index)
         x = block(x, cu_seqlens=documents, rotary=rotary, **given)
         yield x
-
-
-def _random_choices(config: ModelConfig, x: Tensor, documents: Documents | None) -> dict[int, Tensor]:
-    """The blocks of each layer that draws them at random, [B, T, G, N]."""
-    if config.selection == "importance":
-        return {}
-    if documents is not None:
-        positions = documents.positions
-    else:
-        positions = torch.arange(x.shape[1], device=x.device)
-    return {
-        layer: random_blocks(positions, config.geometry, config.num_kv_heads, layer).expand(x.shape[0], -1, -1, -1)
-        for layer, kind in enumerate(config.attention_of_layers)
-        if kind in ("nsa", "selected")
-    }
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:

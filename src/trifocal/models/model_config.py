@@ -45,6 +45,8 @@ class ModelConfig:
         compressor: φ of the compressed branch, `"mean"` or `"mlp"`.
         gate: `"sigmoid"` per head or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
+        selected_dropout: Share of the queries whose selected branch is shut in a training step, drawn for each layer
+            anew, so that the compressed branch learns to find what they ask for: its scores choose the blocks.
         qk_norm: Whether each head's query and key pass an RMSNorm before they are rotated.
         qkv_bias: Whether the projections of queries, keys and values have biases.
         o_bias: Whether the attention's output projection has a bias.
@@ -76,6 +78,7 @@ class ModelConfig:
     compressor: Compressor = "mean"
     gate: Gate = "sigmoid"
     shared_kv: bool = False
+    selected_dropout: float = 0.0
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -117,6 +120,9 @@ class ModelConfig:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not number or not math.isfinite(value) or value <= 0:
                 raise UserError(f"model.{name} must be a positive number, got {value!r}")
+        share = self.selected_dropout
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
+            raise UserError(f"model.selected_dropout must be a number from 0 to below 1, got {share!r}")
         if not isinstance(self.geometry, Geometry):
             raise UserError(f"model.geometry must be a Geometry, got {type(self.geometry).__name__}")
         if self.num_heads % self.num_kv_heads:

@@ -75,6 +75,7 @@ class NSAttention(AttentionBase):
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
+        shut: Tensor | None = None,
         past: Past | None = None,
     ) -> Tensor:
         """Attend.
@@ -84,6 +85,7 @@ class NSAttention(AttentionBase):
             cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
+            shut: Queries whose selected branch adds nothing, [B, T], True where shut; see `selected_dropout`.
             past: Earlier tokens, which give these their positions; the other arguments are ignored with it.
 
         Returns:
@@ -103,6 +105,9 @@ class NSAttention(AttentionBase):
             gates = self.gate(q)
         if past is not None:
             return self.o_proj(past.attend(self, q, keys, values, gates).flatten(2))
+        if shut is not None:
+            # Of three branches, the second.
+            gates = gates.masked_fill(nn.functional.pad(shut[..., None, None], (1, 1)), 0.0)
         (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win) = (
             branches * (NUM_BRANCHES // self.branches) for branches in (keys, values)
         )

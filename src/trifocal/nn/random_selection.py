@@ -28,7 +28,9 @@ def random_blocks(positions: Tensor, geometry: Geometry, num_kv_heads: int, laye
     positions_T1 = positions.long()[:, None]
     own_T1 = positions_T1 // geometry.selection_block_size
     keys_TG = positions_T1 * num_kv_heads + torch.arange(num_kv_heads, device=device)
-    numbers_TGN = _hash(_hash(keys_TG + (layer + 1) * 0x9E3779B9)[..., None] + torch.arange(drawn, device=device))
+    numbers_TGN = hash_numbers(
+        hash_numbers(keys_TG + (layer + 1) * 0x9E3779B9)[..., None] + torch.arange(drawn, device=device)
+    )
     # Floyd's way to draw a subset: number i of the candidates up to one more each time, or else the newest of them.
     newest_T1 = own_T1 + 1 - first - last - drawn
     chosen: list[Tensor] = []
@@ -49,7 +51,7 @@ def random_blocks(positions: Tensor, geometry: Geometry, num_kv_heads: int, laye
     return blocks_TGN.where(own_T11 >= total, every_T1N).to(torch.int32)[None]
 
 
-def _hash(x: Tensor) -> Tensor:
+def hash_numbers(x: Tensor) -> Tensor:
     """Mix the low 32 bits of int64 numbers: the finalizer of MurmurHash3."""
     x = x & _MASK
     x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK

@@ -1,0 +1,29 @@
+"""Queries whose selected branch is shut in training, so that the compressed branch learns to find what they ask for.
+
+The compressed branch's scores choose the blocks, but its loss asks only that its own output helps. Where the selected
+branch has found the answer, a blurred copy of it does not: the scores drift away from the block, and the choice is
+lost. Of a query without its selected branch the loss asks for the right block.
+"""
+
+from torch import Tensor
+
+from trifocal.nn.random_selection import hash_numbers
+
+
+def shut_queries(tokens: Tensor, positions: Tensor, share: float, layer: int) -> Tensor:
+    """Draw the queries of a layer whose selected branch is shut.
+
+    A hash of token, position and layer draws, so that the same batch gives the same queries: in a forward pass that is
+    made again, after a resume, in any number of processes.
+
+    Args:
+        tokens: [B, T], an integer type.
+        positions: Position of each token in its document, [T].
+        share: Of the queries, from 0 to 1.
+        layer: Number of the layer.
+
+    Returns:
+        [B, T], True where the branch is shut.
+    """
+    places = hash_numbers(positions.long() + (layer + 1) * 0x9E3779B9)
+    return hash_numbers(tokens.long() + places) < share * 2**32
