@@ -56,7 +56,6 @@ class Part:
         seeds: A training of each variant for each.
         variants: Some of `VARIANTS`.
         jobs: Trainings at a time on one GPU. 1 leaves each the GPU alone, so that tokens/s can be compared.
-        tokens_per_second: Expected of one H200, all trainings on it together: for `--plan` alone.
     """
 
     question: str
@@ -65,7 +64,6 @@ class Part:
     seeds: tuple[int, ...] = (1337,)
     variants: tuple[str, ...] = VARIANTS
     jobs: int = 1
-    tokens_per_second: float = 1e6
     geometry: Geometry = field(default_factory=Geometry)
 
 
@@ -112,7 +110,6 @@ PARTS = {
         _TEXT | _batch(16, 2048, 1000, 6e-4) | {"train.activation_checkpointing": "none"},
         ("--only", "loss", "position"),
         variants=("sparse", "dense", "window"),
-        tokens_per_second=480_000,
     ),
     "seeds": Part(
         "How far apart are seeds, and how far the variants?",
@@ -120,14 +117,12 @@ PARTS = {
         ("--only", "loss", "position"),
         seeds=(1337, 1338, 1339),
         jobs=12,
-        tokens_per_second=2_000_000,
     ),
     "long": Part(
         "Does it use a long past, and at which speed?",
         _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 400, 1e-3) | {"data.shuffle_sequences": "64"},
         ("--only", "loss", "position", "--sequences", "32"),
         variants=("sparse", "dense", "window"),
-        tokens_per_second=800_000,
     ),
     "recall": Part(
         "Does it recall the value of any key?",
@@ -135,7 +130,6 @@ PARTS = {
         | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 1500, 2e-3),
         ("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),
         jobs=4,
-        tokens_per_second=5_000_000,
         geometry=_EIGHTH,
     ),
     "needle": Part(
@@ -144,7 +138,6 @@ PARTS = {
         | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 1500, 2e-3),
         ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
         jobs=4,
-        tokens_per_second=2_500_000,
     ),
 }  # fmt: skip
 
@@ -425,18 +418,13 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
     return sum(code > 0 for code in statuses)
 
 
-def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> float:
-    """Print the trainings of a part and the seconds that they may take; returns these."""
-    part = PARTS[name]
+def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> None:
+    """Print the trainings of a part as commands."""
     found = trainings(name, options.directory, options.seeds, options.variants, extra)
-    tokens = 0
     for one in found:
-        tokens += one.steps * one.tokens_of_step
         print(f"  trifocal train {' '.join(one.arguments(resume=False))}")
-    rounds = -(-len(found) // ((options.jobs or part.jobs) * max(options.gpus, 1)))
-    seconds = tokens / part.tokens_per_second / max(options.gpus, 1) + 45 * rounds + 30
-    print(f"{name}: {len(found)} trainings, {tokens / 1e6:,.0f} M tokens, about {seconds:.0f} s\n")
-    return seconds
+    tokens = sum(one.steps * one.tokens_of_step for one in found)
+    print(f"{name}: {len(found)} trainings, {tokens / 1e6:,.0f} M tokens\n")
 
 
 def main() -> int:
@@ -451,7 +439,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[])
     parser.add_argument("--variants", nargs="+", default=[], choices=VARIANTS)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--plan", action="store_true", help="print the commands and train nothing")
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path, default=None)
     options, flags = parser.parse_known_args()
@@ -459,8 +447,8 @@ def main() -> int:
         parser.error(f"flags of trifocal train are --section.field value, got {' '.join(flags)}")
     extra = {name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
     if options.plan:
-        total = sum(plan(name, options, extra) for name in options.part)
-        print(f"about {total:.0f} s in all")
+        for name in options.part:
+            plan(name, options, extra)
         return 0
     deadline = time.monotonic() + options.seconds
     return int(sum(run_part(name, options, extra, deadline) for name in options.part) > 0)
