@@ -1,4 +1,4 @@
-"""The error of a whole gradient under bf16, in every mode: run as two processes by test_gradients.py."""
+"""The error of a full_tensor gradient under bf16, in every mode: run as two processes by test_gradients.py."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trifocal.checks.process_worker import Case, backward, whole
+from trifocal.checks.process_worker import Case, backward, full_tensor
 from trifocal.distributed import Processes, parallelize, processes_started
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import random_tokens, small_config
@@ -19,7 +19,7 @@ LENGTH = 40
 
 
 def bf16_error(mode: str, processes: Processes) -> float:
-    """Error of the whole gradient under bf16, relative to its size: against fp32 in one process."""
+    """Error of the full_tensor gradient under bf16, relative to its size: against fp32 in one process."""
     config = small_config()
     tokens = random_tokens((4, LENGTH), 64, CPU)
     exact = DecoderLM(config)
@@ -40,7 +40,7 @@ def bf16_error(mode: str, processes: Processes) -> float:
     assert set(streams) == {torch.float32}, "the residual stream stays fp32"
     assert all(parameter.grad.dtype == parameter.dtype == torch.float32 for parameter in model.parameters())
     difference = [
-        (whole(mine.grad) - theirs.grad).square().sum()
+        (full_tensor(mine.grad) - theirs.grad).square().sum()
         for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True)
     ]
     return (sum(difference).sqrt() / gradient_norm(exact.parameters())).item()
