@@ -1,4 +1,4 @@
-"""The error of a full_tensor gradient under bf16, in every mode: run as two processes by test_gradients.py."""
+"""The error of a whole gradient under bf16, in every mode: run as two processes by test_gradients.py."""
 
 import json
 import sys
@@ -19,7 +19,7 @@ LENGTH = 40
 
 
 def bf16_error(mode: str, processes: Processes) -> float:
-    """Error of the full_tensor gradient under bf16, relative to its size: against fp32 in one process."""
+    """Error of the whole gradient under bf16, relative to its size: against fp32 in one process."""
     config = small_config()
     tokens = random_tokens((4, LENGTH), 64, CPU)
     exact = DecoderLM(config)
