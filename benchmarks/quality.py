@@ -28,7 +28,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean, median, stdev
@@ -36,118 +36,16 @@ from typing import Any
 
 from trifocal.bench.results import ResultFile
 from trifocal.data.builtin import BuiltinSource
-from trifocal.ops import Geometry
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 
+# The module beside this one, also where a test loads this by its path.
+sys.path.insert(0, str(Path(__file__).parent))
+from quality_parts import PARTS, VARIANTS
+
 ROOT = Path(__file__).parent.parent
-VARIANTS = ("sparse", "dense", "window", "random", "dropout")
 _STOP_SECONDS = 60.0
 Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Part:
-    """The trainings of one question.
-
-    Attributes:
-        question: The question that they answer.
-        flags: Of every training, on top of the production preset.
-        evaluate: Flags of `trifocal evaluate`.
-        seeds: A training of each variant for each.
-        variants: Some of `VARIANTS`.
-        jobs: Trainings at a time on one GPU. 1 leaves each the GPU alone, so that tokens/s can be compared.
-        tokens_per_second: Expected of one H200, all trainings on it together: for `--plan` alone.
-    """
-
-    question: str
-    flags: dict[str, str]
-    evaluate: tuple[str, ...]
-    seeds: tuple[int, ...] = (1337,)
-    variants: tuple[str, ...] = VARIANTS
-    jobs: int = 1
-    tokens_per_second: float = 1e6
-    geometry: Geometry = field(default_factory=Geometry)
-
-
-def _model(layers: int, dim: int, heads: int) -> dict[str, str]:
-    sizes = {
-        "num_layers": layers,
-        "dim": dim,
-        "num_heads": heads,
-        "num_kv_heads": 1,
-        "mlp_dim": dim * 8 // 3 // 64 * 64,
-    }
-    return {f"model.{name}": str(size) for name, size in sizes.items()}
-
-
-def _batch(sequences: int, tokens: int, steps: int, learning_rate: float) -> dict[str, str]:
-    return {
-        "train.global_batch_size": str(sequences),
-        "train.micro_batch_size": str(sequences),
-        "train.sequence_length": str(tokens),
-        "train.steps": str(steps),
-        "optimizer.learning_rate": str(learning_rate),
-    }
-
-
-_TEXT = {"data.source": "builtin", "data.include_site_packages": "true", "data.streams": "1"}
-# Compiling takes longer than it saves in trainings of a minute.
-_SMALL = {"train.activation_checkpointing": "none", "train.compile": "false", "checkpoint.asynchronous": "false"}
-_UNSEEN = {"log.telemetry_interval_steps": "0"}
-# An eighth of the paper's block sizes and window, so that 1,024 tokens are far more than a query reads: 320. A block
-# has few pairs: keys that are random have nothing in common that a mean could show.
-_EIGHTH = Geometry(
-    compression_block_size=8,
-    compression_stride=4,
-    selection_block_size=16,
-    num_selected_blocks=16,
-    num_initial_blocks=1,
-    num_local_blocks=2,
-    window_size=64,
-)
-
-PARTS = {
-    "twins": Part(
-        "Does the production model learn text as well with sparse attention?",
-        _TEXT | _batch(16, 2048, 1000, 6e-4) | {"train.activation_checkpointing": "none"},
-        ("--only", "loss", "position"),
-        variants=("sparse", "dense", "window"),
-        tokens_per_second=480_000,
-    ),
-    "seeds": Part(
-        "How far apart are seeds, and how far the variants?",
-        _TEXT | _SMALL | _model(6, 384, 6) | _batch(8, 2048, 1500, 1e-3),
-        ("--only", "loss", "position"),
-        seeds=(1337, 1338, 1339),
-        jobs=12,
-        tokens_per_second=2_000_000,
-    ),
-    "long": Part(
-        "Does it use a long past, and at which speed?",
-        _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 400, 1e-3) | {"data.shuffle_sequences": "64"},
-        ("--only", "loss", "position", "--sequences", "32"),
-        variants=("sparse", "dense", "window"),
-        tokens_per_second=800_000,
-    ),
-    "recall": Part(
-        "Does it recall the value of any key?",
-        {"data.source": "recall:64", "model.vocab_size": "512"}
-        | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 1500, 2e-3),
-        ("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),
-        jobs=4,
-        tokens_per_second=5_000_000,
-        geometry=_EIGHTH,
-    ),
-    "needle": Part(
-        "Does it find a needle at any depth of a long haystack?",
-        {"data.source": "needle:2", "model.vocab_size": "256"}
-        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 1500, 2e-3),
-        ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
-        jobs=4,
-        tokens_per_second=2_500_000,
-    ),
-}  # fmt: skip
 
 
 @dataclass
@@ -428,18 +326,13 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
     return sum(code > 0 for code in statuses)
 
 
-def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> float:
-    """Print the trainings of a part and the seconds that they may take; returns these."""
-    part = PARTS[name]
+def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> None:
+    """Print the trainings of a part as commands."""
     found = trainings(name, options.directory, options.seeds, options.variants, extra)
-    tokens = 0
     for one in found:
-        tokens += one.steps * one.tokens_of_step
         print(f"  trifocal train {' '.join(one.arguments(resume=False))}")
-    rounds = -(-len(found) // ((options.jobs or part.jobs) * max(options.gpus, 1)))
-    seconds = tokens / part.tokens_per_second / max(options.gpus, 1) + 45 * rounds + 30
-    print(f"{name}: {len(found)} trainings, {tokens / 1e6:,.0f} M tokens, about {seconds:.0f} s\n")
-    return seconds
+    tokens = sum(one.steps * one.tokens_of_step for one in found)
+    print(f"{name}: {len(found)} trainings, {tokens / 1e6:,.0f} M tokens\n")
 
 
 def main() -> int:
@@ -454,7 +347,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[])
     parser.add_argument("--variants", nargs="+", default=[], choices=VARIANTS)
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--plan", action="store_true")
+    parser.add_argument("--plan", action="store_true", help="print the commands and train nothing")
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path, default=None)
     options, flags = parser.parse_known_args()
@@ -462,8 +355,8 @@ def main() -> int:
         parser.error(f"flags of trifocal train are --section.field value, got {' '.join(flags)}")
     extra = {name.removeprefix("--"): value for name, value in zip(flags[::2], flags[1::2], strict=True)}
     if options.plan:
-        total = sum(plan(name, options, extra) for name in options.part)
-        print(f"about {total:.0f} s in all")
+        for name in options.part:
+            plan(name, options, extra)
         return 0
     deadline = time.monotonic() + options.seconds
     return int(sum(run_part(name, options, extra, deadline) for name in options.part) > 0)

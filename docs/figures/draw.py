@@ -86,14 +86,14 @@ def reads_of_compressed(scene: Scene) -> np.ndarray:
 
 
 def reads_of_selected(scene: Scene) -> np.ndarray:
-    """Which tokens each query reads in its selected blocks, [T, S], boolean."""
+    """Tokens that each query reads in its selected blocks, [T, S], boolean."""
     tokens = torch.arange(NUM_TOKENS)
     chosen = (scene.selected_blocks[:, :, None] == tokens // SMALL.selection_block_size).any(1)
     return (chosen & (tokens <= tokens[:, None])).numpy()
 
 
 def reads_of_window() -> np.ndarray:
-    """Which tokens each query reads in its window, [T, S], boolean."""
+    """Tokens that each query reads in its window, [T, S], boolean."""
     distance = np.arange(NUM_TOKENS)[:, None] - np.arange(NUM_TOKENS)
     return (distance >= 0) & (distance < SMALL.window_size)
 
@@ -109,24 +109,18 @@ def importance(scene: Scene, position: int) -> np.ndarray:
 
 
 def draw_reads() -> Figure:
-    """Which keys every query reads: dense attention, then the three branches."""
+    """Keys that every query reads: dense attention, then the three branches."""
     scene = make_scene()
     causal = np.tril(np.ones((NUM_TOKENS, NUM_TOKENS), dtype=bool))
-    compressed = reads_of_compressed(scene)
+    compressed, selected, window = reads_of_compressed(scene), reads_of_selected(scene), reads_of_window()
     # Attention varies by orders of magnitude; the root keeps the faint blocks in sight.
     heat = np.sqrt(compressed / compressed.max(axis=1, keepdims=True).clip(min=1e-9))
     blocks = np.mean([SMALL.num_compressed_blocks(t + 1) for t in range(NUM_TOKENS)])
     panels = (
-        ("dense", "the whole past", DENSE, causal * 0.75, causal.sum(1).mean()),
+        ("dense", "the whole past", DENSE, causal * 0.75, _mean(causal)),
         ("compressed", f"{SMALL.compression_block_size} tokens in one key", COMPRESSED, heat, blocks),
-        ("selected", f"{SMALL.num_selected_blocks} blocks in full detail", SELECTED, *_with_mean(scene)),
-        (
-            "window",
-            f"the last {SMALL.window_size} tokens",
-            WINDOW,
-            reads_of_window() * 0.85,
-            reads_of_window().sum(1).mean(),
-        ),
+        ("selected", f"{SMALL.num_selected_blocks} blocks in full detail", SELECTED, selected * 0.85, _mean(selected)),
+        ("window", f"the last {SMALL.window_size} tokens", WINDOW, window * 0.85, _mean(window)),
     )
     figure = Figure(figsize=(9.5, 3.5), facecolor="white", layout="constrained")
     axes = figure.subplots(1, 4, sharey=True)
@@ -142,9 +136,9 @@ def draw_reads() -> Figure:
     return figure
 
 
-def _with_mean(scene: Scene) -> tuple[np.ndarray, float]:
-    reads = reads_of_selected(scene)
-    return reads * 0.85, reads.sum(1).mean()
+def _mean(reads: np.ndarray) -> float:
+    """Keys that a query reads, mean over the queries."""
+    return float(reads.sum(1).mean())
 
 
 def _draw_map(ax: Axes, causal: np.ndarray, strength: np.ndarray, colour: str) -> None:
@@ -264,11 +258,8 @@ def draw_overlap() -> Figure:
 def _box(ax: Axes, left: float, bottom: float, width: float, label: str, face: object, ink: str) -> None:
     shape = "round,pad=0,rounding_size=2"
     # The aspect undoes the stretch of the axes: round corners stay round.
-    ax.add_patch(
-        FancyBboxPatch(
-            (left + 0.5, bottom), width - 1, 0.8, shape, mutation_aspect=0.09, facecolor=face, edgecolor="none"
-        )
-    )
+    look = {"mutation_aspect": 0.09, "facecolor": face, "edgecolor": "none"}
+    ax.add_patch(FancyBboxPatch((left + 0.5, bottom), width - 1, 0.8, shape, **look))
     ax.text(left + width / 2, bottom + 0.4, label, ha="center", va="center", color=ink)
 
 
@@ -301,13 +292,8 @@ def draw_keys_read() -> Figure:
         reads = geometry.keys_read_per_step(length - 1)
         arrow = {"arrowstyle": "<->", "color": QUIET, "shrinkA": 1, "shrinkB": 1}
         ax.annotate("", (length, length), (length, reads), arrowprops=arrow)
-        ax.text(
-            length * 1.1,
-            (length * reads) ** 0.5,
-            f"{length / reads:.1f} \N{MULTIPLICATION SIGN}",
-            va="center",
-            color=INK,
-        )
+        times = f"{length / reads:.1f} \N{MULTIPLICATION SIGN}"
+        ax.text(length * 1.1, (length * reads) ** 0.5, times, va="center", color=INK)
     ax.set_xscale("log", base=2)
     ax.set_yscale("log", base=2)
     ticks = [2**power for power in range(8, 21, 2)]
@@ -402,7 +388,7 @@ def draw_all(folder: Path) -> list[Path]:
 
 
 def _serve_dark_pages(path: Path) -> None:
-    """Turn light and dark round, and keep the hues, where the reader's page is dark."""
+    """Invert light and dark on dark pages; hues stay."""
     text = path.read_text(encoding="utf-8")
     path.write_text(text.replace("</style>", f"{DARK}</style>", 1), encoding="utf-8")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from trifocal.checks.process_worker import Case, backward, whole
+from trifocal.checks.process_worker import Case, backward, full_tensor
 from trifocal.distributed import Processes, parallelize, processes_started
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import random_tokens, small_config
@@ -40,7 +40,7 @@ def bf16_error(mode: str, processes: Processes) -> float:
     assert set(streams) == {torch.float32}, "the residual stream stays fp32"
     assert all(parameter.grad.dtype == parameter.dtype == torch.float32 for parameter in model.parameters())
     difference = [
-        (whole(mine.grad) - theirs.grad).square().sum()
+        (full_tensor(mine.grad) - theirs.grad).square().sum()
         for mine, theirs in zip(model.parameters(), exact.parameters(), strict=True)
     ]
     return (sum(difference).sqrt() / gradient_norm(exact.parameters())).item()

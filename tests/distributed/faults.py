@@ -226,7 +226,7 @@ class _EagerRecorder:
 
 def graphs():
     """No fault: recordings are repetitions, so that everything around them runs on a CPU."""
-    graphs_module.Recorder = _EagerRecorder
+    graphs_module.GraphRecorder = _EagerRecorder
     torch.Tensor.pin_memory = lambda self: self
     original = parallelize.parallelize
     parallelize.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})

@@ -1,4 +1,4 @@
-"""Two processes compute the gradient of one, however the model is spread: each case of the checks by its name."""
+"""Two processes compute the gradient of one in each parallel mode: each case of the checks by its name."""
 
 import json
 import subprocess

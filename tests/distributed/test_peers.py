@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.written_runs import wait_for
-from trifocal.distributed import PeerLost, Peers, Processes
+from trifocal.distributed import PeerLost, PeerMonitor, Processes
 from trifocal.distributed import peers as module
 from trifocal.errors import UserError
 from trifocal.runlog.proc import process_state
@@ -37,10 +37,10 @@ def note(store: dist.Store, rank: int, beat: int, **values: Any) -> None:
     store.set(f"rank{rank}", json.dumps({**row, "time": float(beat), **WHAT, **values}))
 
 
-def watched(store: dist.Store, size: int = 2, seconds: float = 0.6) -> tuple[Peers, list[str], list[int]]:
+def watched(store: dist.Store, size: int = 2, seconds: float = 0.6) -> tuple[PeerMonitor, list[str], list[int]]:
     sentences: list[str] = []
     statuses: list[int] = []
-    peers = Peers(
+    peers = PeerMonitor(
         Processes(0, size, store=store),
         lambda: dict(WHAT),
         silence_seconds=seconds,
@@ -147,6 +147,6 @@ def test_an_error_is_told_to_the_others(store: dist.Store) -> None:
 
 
 def test_a_single_process_watches_nobody() -> None:
-    peers = Peers(Processes(), dict)
+    peers = PeerMonitor(Processes(), dict)
     with peers:
         assert peers.explain(RuntimeError("gloo")) is None

@@ -89,7 +89,7 @@ def test_every_part_has_a_figure(quality: ModuleType, results: Path) -> None:
 
 
 def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
-    script = (ROOT / "benchmarks" / "quality.py").read_text(encoding="utf-8")
+    script = (ROOT / "benchmarks" / "quality_parts.py").read_text(encoding="utf-8")
     assert set(quality.PARTS) == set(re.findall(r'^    "(\w+)": Part\(', script, re.MULTILINE))
 
 

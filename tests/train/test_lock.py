@@ -27,7 +27,7 @@ import sys, time
 from pathlib import Path
 from trifocal.train.lock import RunLock
 with RunLock() as lock:
-    lock.take(Path(sys.argv[1]))
+    lock.acquire(Path(sys.argv[1]))
     Path(sys.argv[2]).touch()
     time.sleep(60)
 """
@@ -63,14 +63,14 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     try:
         wait_for(held.exists)
         with RunLock() as lock, pytest.raises(UserError, match=f"process {child.pid} on {socket.gethostname()}"):
-            lock.take(tmp_path)
+            lock.acquire(tmp_path)
     finally:
         child.kill()
         child.wait()
     with RunLock() as lock:
-        assert lock.take(tmp_path) == lock.take(tmp_path) == ""
+        assert lock.acquire(tmp_path) == lock.acquire(tmp_path) == ""
     with RunLock() as lock:
-        lock.take(tmp_path)
+        lock.acquire(tmp_path)
 
 
 def test_the_lock_of_a_folder_that_was_deleted_meanwhile_is_not_that_of_the_new_one(
@@ -90,10 +90,10 @@ def test_the_lock_of_a_folder_that_was_deleted_meanwhile_is_not_that_of_the_new_
     monkeypatch.setattr(lock_module.time, "sleep", delete_and_give_back)
     try:
         with RunLock() as first, RunLock() as second:
-            first.take(folder)
+            first.acquire(folder)
             monkeypatch.setattr(lock_module, "WAIT_SECONDS", 0.0)
             with pytest.raises(UserError, match="is in use"):
-                second.take(folder)
+                second.acquire(folder)
     finally:
         os.close(held)
 
@@ -108,7 +108,7 @@ def test_a_lock_of_another_machine_is_waited_for(
     monkeypatch.setattr(lock_module.time, "sleep", lambda seconds: fcntl.flock(held, fcntl.LOCK_UN))
     try:
         with RunLock() as lock:
-            lock.take(tmp_path)
+            lock.acquire(tmp_path)
     finally:
         os.close(held)
     assert f"{tmp_path} is in use by process 12 on node7; waiting" in capsys.readouterr().err

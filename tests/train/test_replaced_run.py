@@ -348,7 +348,7 @@ def test_it_may_be_killed_at_any_moment(tmp_path: Path, fails: bool) -> None:
 
     def replace(run: Path) -> None:
         with RunLock() as lock:
-            lock.take(run)
+            lock.acquire(run)
             restore_replaced(run, lock)
             replace_run(run, lock)
             mark_run(run)

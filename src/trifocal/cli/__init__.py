@@ -13,17 +13,17 @@ from trifocal.cli.output import printable, write_what_can_be_encoded
 from trifocal.errors import UserError, unknown
 
 COMMANDS = {
-    "new": "a commented configuration to begin with: PRESET > my.toml; without a name, the presets",
+    "new": "print a commented configuration to begin with: PRESET > my.toml; without a name, list the presets",
     "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
-    "convert": "a sparse model from a dense one of ours or of Hugging Face: DIR OUT --to selected or nsa",
-    "evaluate": "loss, loss by position, needles and recall of a trained model: RUN_DIR",
-    "export": "a trained model as a folder that transformers reads: RUN_DIR DIR",
-    "check": "prove this installation right on this machine",
-    "doctor": "examine this machine, the needs of each preset or CONFIG.toml here, and the remedy of each fault",
-    "report": "one self-contained HTML page of a run: RUN_DIR",
-    "watch": "a run live in the terminal: RUN_DIR",
-    "bench": "speed beside dense attention, in one run: attention, train or decode",
+    "convert": "make a sparse model of a dense one of Trifocal or Hugging Face: DIR OUT --to selected or nsa",
+    "evaluate": "measure the loss, loss by position, needles and recall of a trained model: RUN_DIR",
+    "export": "write a trained model as a folder that transformers reads: RUN_DIR DIR",
+    "check": "test this installation on this machine",
+    "doctor": "examine this machine, estimate the needs of each preset or CONFIG.toml, and name the remedy of each fault",
+    "report": "write one self-contained HTML page of a run: RUN_DIR",
+    "watch": "show a run live in the terminal: RUN_DIR",
+    "bench": "time attention, train, decode or kernels, beside dense attention in one run",
 }
 
 _DISK_ERRORS = {

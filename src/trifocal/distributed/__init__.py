@@ -1,13 +1,13 @@
 """Training in several processes: rendezvous, collectives on the host, parallel modes, detection of lost processes."""
 
 from trifocal.distributed.parallel import Parallel, choose_mode, gather_full_model, parallelize
-from trifocal.distributed.peers import PeerLost, Peers
+from trifocal.distributed.peers import PeerLost, PeerMonitor
 from trifocal.distributed.processes import Processes, leave_at_once, processes_started
 
 __all__ = [
     "Parallel",
     "PeerLost",
-    "Peers",
+    "PeerMonitor",
     "Processes",
     "choose_mode",
     "gather_full_model",

@@ -44,7 +44,7 @@ class _Seen:
     """Whether this process could see its process id; containers with the same host name may not see each other's."""
 
 
-class Peers:
+class PeerMonitor:
     """Reports the state of this process to the others, and watches them; a context manager around training.
 
     Args:

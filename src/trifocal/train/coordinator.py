@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trifocal.data import Batch, Loader
-from trifocal.distributed import PeerLost, Peers, Processes
+from trifocal.distributed import PeerLost, PeerMonitor, Processes
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
@@ -69,7 +69,7 @@ class StepCoordinator:
         self._ahead: _NextStep | None = None
         self._begun = False
         self._first_step = 0
-        self._peers: Peers | None = None
+        self._peers: PeerMonitor | None = None
         self._slow: set[int] = set()
         self._changing: dict[int, int] = {}
 
@@ -164,7 +164,7 @@ class StepCoordinator:
             # This process ends soon: there is less time than for the dump of a stall.
             write_details(folder, rank, summary, self._processes.device, native_seconds=3.0)
 
-        peers = Peers(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
+        peers = PeerMonitor(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
         self._peers = peers
         with peers:
             try:

@@ -127,7 +127,7 @@ def _tidy_after_failure(directory: Path, lock: RunLock, *, delete_start: bool) -
             # Unless it is a link or a volume.
             directory.rmdir()
     try:
-        if lock.taken:
+        if lock.is_held:
             _print_notice(restore_replaced(directory, lock))
     except (UserError, OSError) as failed:
         _print_notice(str(failed))
@@ -135,7 +135,7 @@ def _tidy_after_failure(directory: Path, lock: RunLock, *, delete_start: bool) -
 
 def _resume(directory: Path, checkpoint: str, config: RunConfig, processes: Processes, lock: RunLock) -> TrainResult:
     def prepare() -> tuple[str, Path]:
-        note = lock.take(directory)
+        note = lock.acquire(directory)
         _print_notice(restore_replaced(directory, lock))
         found = find_checkpoint(directory, checkpoint, command=resume_command(directory))
         # A run of an older version has no mark.

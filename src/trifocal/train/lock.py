@@ -31,8 +31,8 @@ class RunLock:
     def __init__(self) -> None:
         self._files: list[int] = []
 
-    def take(self, folder: Path) -> str:
-        """Take the lock of a folder; nothing happens if it is held already.
+    def acquire(self, folder: Path) -> str:
+        """Acquire the lock of a folder; nothing happens if it is held already.
 
         Args:
             folder: The folder; it exists.
@@ -64,7 +64,7 @@ class RunLock:
             os.close(self._files.pop())
 
     @property
-    def taken(self) -> bool:
+    def is_held(self) -> bool:
         """Whether any lock is held."""
         return bool(self._files)
 

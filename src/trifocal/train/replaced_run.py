@@ -80,7 +80,7 @@ def replace_run(folder: Path, lock: RunLock) -> None:
         ) from error
     flush_folder(real.parent)
     real.mkdir()
-    lock.take(real)
+    lock.acquire(real)
 
 
 def restore_replaced(folder: Path, lock: RunLock) -> str:
@@ -105,8 +105,8 @@ def restore_replaced(folder: Path, lock: RunLock) -> str:
     kept = ""
     try:
         if real.is_dir():
-            lock.take(real)
-        lock.take(replaced)
+            lock.acquire(real)
+        lock.acquire(replaced)
         if is_run(real) and (real / CONFIG_FILE).is_file():
             if is_run(failed):
                 _delete(failed, folder)

@@ -45,7 +45,7 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
         overwrite: If there is a run already, rename it until the new one's first step has ended (see `replaced_run`).
 
     Returns:
-        The note of `RunLock.take`.
+        The note of `RunLock.acquire`.
 
     Raises:
         UserError: If the folder holds a run and `overwrite` is not given, or anything else, or is in use, or cannot be
@@ -56,7 +56,7 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
     _check_contents(folder, overwrite=overwrite)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        note = lock.take(folder)
+        note = lock.acquire(folder)
         restore_replaced(folder, lock)
         if _check_contents(folder, overwrite=overwrite):
             replace_run(folder, lock)
@@ -64,7 +64,7 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
         save_config(config, folder)
     except OSError as error:
         message = f"cannot make run.directory {folder}: {error.strerror}"
-        kept = restore_replaced(folder, lock) if lock.taken else ""
+        kept = restore_replaced(folder, lock) if lock.is_held else ""
         raise UserError("; ".join(filter(None, [message, kept]))) from error
     return note
 

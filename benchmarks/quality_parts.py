@@ -1,0 +1,104 @@
+"""The trainings of `quality.py`: five questions, each with its data, model and evaluation."""
+
+from dataclasses import dataclass, field
+
+from trifocal.ops import Geometry
+
+VARIANTS = ("sparse", "dense", "window", "random", "dropout")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The trainings of one question.
+
+    Attributes:
+        question: The question that they answer.
+        flags: Of every training, on top of the production preset.
+        evaluate: Flags of `trifocal evaluate`.
+        seeds: A training of each variant for each.
+        variants: Some of `VARIANTS`.
+        jobs: Trainings at a time on one GPU. 1 leaves each the GPU alone, so that tokens/s can be compared.
+    """
+
+    question: str
+    flags: dict[str, str]
+    evaluate: tuple[str, ...]
+    seeds: tuple[int, ...] = (1337,)
+    variants: tuple[str, ...] = VARIANTS
+    jobs: int = 1
+    geometry: Geometry = field(default_factory=Geometry)
+
+
+def _model(layers: int, dim: int, heads: int) -> dict[str, str]:
+    sizes = {
+        "num_layers": layers,
+        "dim": dim,
+        "num_heads": heads,
+        "num_kv_heads": 1,
+        "mlp_dim": dim * 8 // 3 // 64 * 64,
+    }
+    return {f"model.{name}": str(size) for name, size in sizes.items()}
+
+
+def _batch(sequences: int, tokens: int, steps: int, learning_rate: float) -> dict[str, str]:
+    return {
+        "train.global_batch_size": str(sequences),
+        "train.micro_batch_size": str(sequences),
+        "train.sequence_length": str(tokens),
+        "train.steps": str(steps),
+        "optimizer.learning_rate": str(learning_rate),
+    }
+
+
+_TEXT = {"data.source": "builtin", "data.include_site_packages": "true", "data.streams": "1"}
+# Compiling takes longer than it saves in trainings of a minute.
+_SMALL = {"train.activation_checkpointing": "none", "train.compile": "false", "checkpoint.asynchronous": "false"}
+_UNSEEN = {"log.telemetry_interval_steps": "0"}
+# An eighth of the paper's block sizes and window, so that 1,024 tokens are far more than a query reads: 320. A block
+# has few pairs: keys that are random have nothing in common that a mean could show.
+_EIGHTH = Geometry(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=16,
+    num_selected_blocks=16,
+    num_initial_blocks=1,
+    num_local_blocks=2,
+    window_size=64,
+)
+
+PARTS = {
+    "twins": Part(
+        "Does the production model learn text as well with sparse attention?",
+        _TEXT | _batch(16, 2048, 1000, 6e-4) | {"train.activation_checkpointing": "none"},
+        ("--only", "loss", "position"),
+        variants=("sparse", "dense", "window"),
+    ),
+    "seeds": Part(
+        "How far apart are seeds, and how far the variants?",
+        _TEXT | _SMALL | _model(6, 384, 6) | _batch(8, 2048, 1500, 1e-3),
+        ("--only", "loss", "position"),
+        seeds=(1337, 1338, 1339),
+        jobs=12,
+    ),
+    "long": Part(
+        "Does it use a long past, and at which speed?",
+        _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 400, 1e-3) | {"data.shuffle_sequences": "64"},
+        ("--only", "loss", "position", "--sequences", "32"),
+        variants=("sparse", "dense", "window"),
+    ),
+    "recall": Part(
+        "Does it recall the value of any key?",
+        {"data.source": "recall:64", "model.vocab_size": "512"}
+        | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 1500, 2e-3),
+        ("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),
+        jobs=4,
+        geometry=_EIGHTH,
+    ),
+    "needle": Part(
+        "Does it find a needle at any depth of a long haystack?",
+        {"data.source": "needle:2", "model.vocab_size": "256"}
+        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 1500, 2e-3),
+        ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
+        jobs=4,
+    ),
+}  # fmt: skip
