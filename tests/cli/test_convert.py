@@ -1,5 +1,6 @@
 """`trifocal convert` and `trifocal train --model.from`, as a person types them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,11 @@ def test_a_dense_run_of_ours_becomes_sparse(
     monkeypatch.chdir(out)
     assert main(["convert", str(dense_run / part), "." if part else str(out), "--to", "nsa", *SMALL]) == 0
     assert not (out / ".model.partial").exists()
+    # As `trifocal export` writes them.
+    config, generation = (json.loads((out / f"{name}.json").read_text()) for name in ("config", "generation_config"))
+    assert config["eos_token_id"] == 256
+    assert config["max_position_embeddings"] == load_run(dense_run).train.sequence_length
+    assert generation == {"eos_token_id": 256, "pad_token_id": 256}
     before, after = load_model(dense_run), load_model(out)
     assert after.config.attention_of_layers == ("nsa", "nsa")
     assert torch.equal(after.blocks[0].mlp.up_proj.weight, before.blocks[0].mlp.up_proj.weight)

@@ -29,8 +29,6 @@ def test_logits_after_conversion_and_export(tmp_path: Path, case: str) -> None:
     for folder in (sparse, exported):
         again = transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert again.config.model["layer_types"] == ["selected", "dense", "selected"]
+        assert again.config.max_position_embeddings == model.config.max_position_embeddings
         found = logits(again, tokens)
         torch.testing.assert_close(found, expected, rtol=0, atol=2e-5 * expected.abs().max().item())
-    assert (
-        transformers.AutoConfig.from_pretrained(sparse).max_position_embeddings == model.config.max_position_embeddings
-    )

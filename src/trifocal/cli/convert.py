@@ -20,7 +20,7 @@ from trifocal.models.hf_reader import is_hf_folder, read_hf_model, read_hf_setti
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import parse_arguments
-from trifocal.train.exporting import GENERATION_FILE, new_model_folder
+from trifocal.train.exporting import GENERATION_FILE, new_model_folder, write_tokenizer
 from trifocal.train.pretrained import open_pretrained
 
 
@@ -79,8 +79,8 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
         return config, tensors, read_hf_settings(source)
     with open_pretrained(source, command=f"trifocal convert {shell_path(source)}") as found:
         config = found.config()
-        found.tokenizer().save(partial)
-        return config, found.model().state_dict(), {}
+        settings = write_tokenizer(found.tokenizer(), config.vocab_size, partial, found.sequence_length())
+        return config, found.model().state_dict(), settings
 
 
 def _numbers(text: str) -> list[int]:

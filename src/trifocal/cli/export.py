@@ -45,7 +45,7 @@ def run(args: Sequence[str]) -> int:
             found.model(),
             found.tokenizer(),
             folder,
-            sequence_length=None if found.run is None else found.run.train.sequence_length,
+            sequence_length=found.sequence_length(),
             shard_bytes=int(options.shard_gigabytes * 10**9),
         )
     print(

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
@@ -102,6 +103,27 @@ def export_folder(
 def _write_model(
     model: DecoderLM, tokenizer: Tokenizer, folder: Path, sequence_length: int | None, shard_bytes: int
 ) -> None:
+    settings = write_tokenizer(tokenizer, model.config.vocab_size, folder, sequence_length)
+    save_weights(model, folder, shard_bytes=shard_bytes, **settings)
+
+
+def write_tokenizer(
+    tokenizer: Tokenizer, vocab_size: int, folder: Path, sequence_length: int | None = None
+) -> dict[str, Any]:
+    """Write a tokenizer and `generation_config.json`.
+
+    Args:
+        tokenizer: Of the training data.
+        vocab_size: Of the model.
+        folder: An existing one.
+        sequence_length: Tokens of a sequence in training, if known.
+
+    Returns:
+        Further keys of the model's `config.json`, for `save_weights`.
+
+    Raises:
+        OSError: If a file cannot be written.
+    """
     tokenizer.save(folder)
     settings = {}
     if sequence_length is not None:
@@ -109,9 +131,9 @@ def _write_model(
         settings["max_position_embeddings"] = sequence_length
     tokens = {}
     # Not where tokens are drawn: they have no end.
-    if tokenizer.separator < model.config.vocab_size:
+    if tokenizer.separator < vocab_size:
         settings["eos_token_id"] = tokenizer.separator
         # A row that has ended is filled up with its last token.
         tokens = {"eos_token_id": tokenizer.separator, "pad_token_id": tokenizer.separator}
     write_whole(folder / GENERATION_FILE, json.dumps(tokens) + "\n")
-    save_weights(model, folder, shard_bytes=shard_bytes, **settings)
+    return settings

@@ -14,6 +14,7 @@ from trifocal.data.tokenizers import TOKENIZER_FILE, ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, value_of
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.models.hf_reader import read_hf_settings
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
 from trifocal.paths import user_path
@@ -52,6 +53,16 @@ class Pretrained:
         from trifocal.train.checkpoint import read_model_config
 
         return read_model_config(self.path)
+
+    def sequence_length(self) -> int | None:
+        """Tokens of a sequence in training; of a folder without its run, `max_position_embeddings`; None: not known.
+
+        Raises:
+            UserError: If a file cannot be read.
+        """
+        if self.run is not None:
+            return self.run.train.sequence_length
+        return read_hf_settings(self.path).get("max_position_embeddings") if self._exported else None
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that the model was trained with.
@@ -124,9 +135,7 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
     Raises:
         UserError: If there are none, they are damaged, or of another model; names what differs.
     """
-    with open_pretrained(
-        user_path(folder, "model.from"), command="trifocal train CONFIG.toml --model.from DIR"
-    ) as found:
+    with open_pretrained(user_path(folder, "model.from"), command=_COMMAND) as found:
         theirs, weights = found.config(), found.model().state_dict()
     mine = model.state_dict()
     misfits = sorted(weights.keys() ^ mine.keys()) or [n for n in mine if mine[n].shape != weights[n].shape]
