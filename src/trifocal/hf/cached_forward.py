@@ -91,14 +91,18 @@ def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
         raise ValueError(f"past_key_values have {len(layers)} layers, the model {config.num_layers}")
     if torch.is_grad_enabled():
         raise ValueError("past_key_values are for decoding without gradients: use torch.no_grad()")
-    if config.rope_scaling.depends_on_length:
-        raise ValueError(
-            f'rope_scaling "{config.rope_scaling.rope_type}" turns all keys anew when a sequence grows: generate with '
-            "use_cache=False"
-        )
-    if config.selection != "importance":
-        raise ValueError('selection "random" is a control for training: generate with use_cache=False')
+    if obstacle := cache_obstacle(config):
+        raise ValueError(f"{obstacle}: leave past_key_values and use_cache out")
     return layers
+
+
+def cache_obstacle(config: ModelConfig) -> str:
+    """Why a model cannot go on with a cache; empty if it can."""
+    if config.rope_scaling.depends_on_length:
+        return f'rope_scaling "{config.rope_scaling.rope_type}" turns all keys anew when a sequence grows'
+    if config.selection != "importance":
+        return 'selection "random" is a control for training'
+    return ""
 
 
 def _check_positions(position_ids: Tensor | None, new: Tensor, lengths: list[int]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 
+from trifocal.hf.cached_forward import cache_obstacle
 from trifocal.hf.layer_cache import LAYER_TYPE
 from trifocal.models import ModelConfig
 from trifocal.models.io import AUTO_MAP, MODEL_TYPE, write_modeling_file
@@ -78,7 +79,9 @@ class TrifocalConfig(PreTrainedConfig):
             name = _NAMES.get(key, key)
             if name in _MODEL_KEYS:
                 given[name] = values.pop(key)
-        self.model = ModelConfig.from_dict(given).to_dict()
+        config = ModelConfig.from_dict(given)
+        self.model = config.to_dict()
+        self.use_cache = self.use_cache and not cache_obstacle(config)
         super().__post_init__(**values)
         self.auto_map = dict(AUTO_MAP)
 

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
-from trifocal.hf.cached_forward import cached_tokens
+from trifocal.hf.cached_forward import cache_obstacle, cached_tokens
 from trifocal.hf.configuration import TrifocalConfig
 from trifocal.hf.row_layout import RowLayout, filling_of, row_layout
 from trifocal.models import DecoderLM
@@ -268,6 +268,12 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         weights = {name.removeprefix("model."): weight for name, weight in self.state_dict(keep_vars=True).items()}
         decoder.load_state_dict({name: weights[name] for name in decoder.state_dict()}, assign=True)
         return decoder
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; without a cache where the model cannot keep one, which takes longer."""
+        if cache_obstacle(self.config.to_model_config()):
+            kwargs["use_cache"] = False
+        return super().generate(*args, **kwargs)
 
     def get_output_embeddings(self) -> nn.Module:
         """The output projection."""
