@@ -26,7 +26,7 @@ class Say(Protocol):
     """Tells the person who waits."""
 
     def __call__(self, text: str, detail: str = "") -> None:
-        """Show a line; with a detail it has been shown before without."""
+        """Show a line; one with a detail repeats a line that was shown without."""
 
 
 @dataclass(frozen=True, kw_only=True)
