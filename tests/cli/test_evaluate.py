@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from tests.cli.test_commands import Capture, refused, run
 from tests.train.tiny import make_config
 from trifocal.cli import main
+from trifocal.evaluation import measure
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, train
 
@@ -66,6 +67,32 @@ def test_a_run_of_a_task_is_measured_by_it(source: str, task: str, tmp_path: Pat
     assert f"{other} is left out" in text
     if task == "recall":
         assert [row["pairs"] for row in rows if row["task"] == "recall"] == [1, 2, 4]
+
+
+def test_what_was_measured_is_kept_when_the_rest_is_interrupted(
+    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(measure, "measure_needles", interrupted)
+    assert main(["evaluate", str(copy), "--sequences", "1"]) == 130
+    assert "Loss on validation data" in capsys.readouterr().out
+    rows = json.loads((copy / "evaluation" / "step_00000006.json").read_text())["rows"]
+    assert {row["task"] for row in rows} == {"loss", "position"}
+
+
+def test_pairs_that_do_not_fit_are_refused_before_anything_is_measured(
+    run: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    copy = shutil.copytree(run, tmp_path / "run", ignore=shutil.ignore_patterns("evaluation"))
+    arguments = ("evaluate", str(copy), "--source", "recall:2", "--pairs", "1", "1", "500")
+    assert "500 pairs need" in refused(capsys, *arguments)
+    assert not (copy / "evaluation").exists()
+    text = evaluated(capsys, *arguments[1:-1], "--only", "recall", "--samples", "1")
+    assert text.count("rows of 32 tokens with 1 pairs") == 1
 
 
 def test_weights_without_a_run_need_to_be_told_the_data(run: Path, tmp_path: Path, capsys: Capture) -> None:

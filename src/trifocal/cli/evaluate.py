@@ -103,7 +103,7 @@ class EvaluateArguments:
 
 
 def run(args: Sequence[str]) -> int:
-    """Measure, show a table, and write the figures.
+    """Measure, show a table, and write the figures; those that were measured too where the rest fails.
 
     Raises:
         UserError: If there is no model, its weights are broken, there are no data, or none of the tasks makes sense.
@@ -116,7 +116,7 @@ def run(args: Sequence[str]) -> int:
         step = _step_of(found.path)
     plan = _plan(subject, options)
     console = SafeConsole(file=sys.stdout, soft_wrap=not sys.stdout.isatty())
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
         with _progress(console) as say:
             for row in evaluate_model(subject, plan, say):
@@ -125,10 +125,17 @@ def run(args: Sequence[str]) -> int:
                     console.print(f"{row['task']}, {row['length']:,} tokens: {row['status']}", markup=False)
     except FloatingPointError as error:
         raise UserError(f"{found.path}: {error}; choose an earlier one with --checkpoint") from error
-    for table in _tables(rows):
-        console.print(table)
+    finally:
+        if rows:
+            for table in _tables(rows):
+                console.print(table)
+            _write(found, options, _head(subject, step), rows)
+    return 0
+
+
+def _head(subject: Subject, step: int | None) -> Evaluated:
     assert subject.data is not None
-    head = Evaluated(
+    return Evaluated(
         step=step,
         attention=", ".join(dict.fromkeys(subject.model.config.attention_of_layers)),
         parameters=parameter_count(subject.model.config),
@@ -138,8 +145,6 @@ def run(args: Sequence[str]) -> int:
         device=torch.cuda.get_device_name() if subject.device.type == "cuda" else "CPU",
         version=__version__,
     )
-    _write(found, options, head, rows)
-    return 0
 
 
 def _subject(found: Pretrained, options: EvaluateArguments) -> Subject:

@@ -40,7 +40,7 @@ def generate_file(options: GenerateArguments, path: Path, command: str) -> int:
     if output.exists() and output.samefile(source):
         raise UserError(f"--output {output} is the file of the prompts; choose another")
     finished = count_finished(output, prompts, options.samples)
-    # Of a prompt some of whose samples are there all are made again, with the same tokens.
+    # A prompt that has some of its samples makes all of them again, with the same tokens.
     first = finished // options.samples
     if finished:
         check_settings(output, options.settings())

@@ -10,7 +10,7 @@ import torch
 
 from trifocal.data import has_text
 from trifocal.data.sources import parse_source
-from trifocal.data.synthetic import task_size
+from trifocal.data.synthetic import check_recall, task_size
 from trifocal.evaluation.needles import TooShort, measure_needles
 from trifocal.evaluation.position_loss import measure_loss, read_batches
 from trifocal.evaluation.recall import measure_recall
@@ -26,7 +26,7 @@ class Say(Protocol):
     """Tells the person who waits."""
 
     def __call__(self, text: str, detail: str = "") -> None:
-        """Show a line; with a detail it has been shown before without."""
+        """Show a line; one with a detail repeats a line that was shown without."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Plan:
         """Lengths of haystacks, the shortest first."""
         whole = self.sequence_length
         parts = [whole // 8, whole // 4, whole // 2]
-        return sorted(self.lengths) or [*(part for part in parts if part >= _SHORTEST_NEEDLE), whole]
+        return sorted(set(self.lengths)) or [*(part for part in parts if part >= _SHORTEST_NEEDLE), whole]
 
     def needle_depths(self) -> list[float]:
         """Depths of needles."""
@@ -64,7 +64,7 @@ class Plan:
     def recall_pairs(self, source: str) -> list[int]:
         """Numbers of pairs, the smallest first."""
         own = task_size(source, self.sequence_length)
-        return sorted(self.pairs or {max(own // 4, 1), max(own // 2, 1), own})
+        return sorted(set(self.pairs) or {max(own // 4, 1), max(own // 2, 1), own})
 
 
 def not_possible(task: str, source: str) -> str:
@@ -101,6 +101,10 @@ def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str,
     """
     assert subject.data is not None
     source = subject.data.source
+    if "recall" in plan.tasks:
+        # Before the hours of the others.
+        most = plan.recall_pairs(source)[-1]
+        check_recall(most, vocab_size=subject.model.config.vocab_size, sequence_length=plan.sequence_length)
     if {"loss", "position"} & set(plan.tasks):
         yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say))
     if "needle" in plan.tasks:

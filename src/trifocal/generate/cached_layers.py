@@ -1,6 +1,6 @@
 """A decoder's layers as decoding runs them: weights prepared once, and per kind of attention how it uses the caches.
 
-Prepared are copies in the type of the products, those that read the same input joined. The residual stream, norms
+Weights are copied in the type of the products; those that read the same input are joined. The residual stream, norms
 and gates stay in fp32 (fp64 for a model in fp64). A new kind of attention has its place in `_KINDS`.
 """
 
@@ -83,7 +83,7 @@ class CachedLayer:
     """One block with prepared weights.
 
     Args:
-        block: The decoder's block; what is prepared does not follow later changes of its weights.
+        block: The decoder's block; later changes of its weights are not seen.
         geometry: Block sizes, in tokens, for the longest sequence; see `decode_geometry`.
         dtype: Type of the products and of keys and values.
         products: Of decoding.

@@ -97,7 +97,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Let requests in, one chunk of a prompt and one token for each that runs; what is known since the last call.
+        """Let requests in, run a chunk of a prompt, add a token to each running sequence; updates since the last call.
 
         A sequence's first token is returned before its second is begun.
         """
@@ -186,7 +186,7 @@ class Engine:
         updates: list[Update] = []
         while self._scheduler.short_of_pages(self._active()):
             if self._outstanding:
-                # Somebody may have ended; and whoever leaves must be known whole.
+                # A sequence may have ended by now; and of one that leaves, the host must know every token.
                 updates += self._read_all()
                 continue
             youngest = self._scheduler.youngest()
@@ -248,7 +248,7 @@ class Engine:
 
     def _read(self, drawn: Drawn, places: list[tuple[int, Job]]) -> list[Update]:
         tokens, log_p = drawn.read()
-        # A sequence that has ended took part in one step more, which nobody wants.
+        # A sequence that has ended took part in one more step, whose token is dropped.
         return [self._take(job, tokens[place], log_p[place]) for place, job in places if not job.ended]
 
     def _take(self, job: Job, token: int, log_p: float) -> Update:
@@ -282,7 +282,7 @@ class Engine:
         job.ended = True
         self._leave_batch(job)
         self._scheduler.running.remove(job)
-        # A step that is queued may still write into these pages; whoever gets them writes after it.
+        # A queued step may still write into these pages; their next owner writes after it.
         self._model.free(job.cached)
         job.cached = None
         return Completion(job.request, job.sample, job.tokens, job.log_probabilities, job.text, reason)

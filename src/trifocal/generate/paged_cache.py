@@ -1,7 +1,7 @@
 """The tensors of a model's caches: pages of keys and values, rings of the last tokens; and what they weigh.
 
 A page number is the same in all layers, so is a row of the rings. Moving a sequence to the host and back, or copying a
-page or a row for a fork, moves bytes alone.
+page or a row for a fork, copies bytes and computes nothing.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from trifocal.runlog import host_memory_bytes
 PAGE_SIZE = 256
 """Tokens of a page, or the next multiple of the selection block."""
 
-# Of the free memory: the driver, fragmentation, and on a CPU all other programs take the rest.
+# Share of the free memory to use; the driver and fragmentation, on a CPU all other programs, take the rest.
 _USABLE_SHARE = {"cuda": 0.92, "cpu": 0.5}
 # What a prompt's chunk and the kernels take beside weights and caches, by measurement on an H200: up to 3 GiB.
 _WORKING_BYTES = {"cuda": 3 * 2**30, "cpu": 0}

@@ -1,8 +1,8 @@
 """A chunk of one sequence's prompt: it is written into the caches, and what its queries see is gathered from them.
 
 The first chunk sees itself alone: its keys and values go into attention as they are, as in training. The rings keep
-their tokens until a chunk has gone through every layer: one that fails half-way leaves a sequence as it was, since what
-lies in pages behind its length is nobody's.
+their tokens until a chunk has gone through every layer: one that fails half-way leaves a sequence as it was, since
+pages are never read behind its length.
 """
 
 from collections.abc import Callable

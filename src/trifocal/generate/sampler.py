@@ -139,7 +139,7 @@ def draw_step(
     filtered: bool,
     backend: dispatch.Backend = "auto",
 ) -> None:
-    """Draw one token a sequence as `draw` does, in place and with the books of a step.
+    """Draw one token a sequence as `draw` does, and update tokens, lengths and `seen` in place.
 
     The kernel draws the same tokens as `draw` unless a probability, in whole numbers, rounds otherwise, one in about a
     million; it draws them for every sequence, so that a sequence with filters does not change another's bits.
@@ -166,10 +166,10 @@ def draw_step(
         return
     position = lengths if num_new is None else lengths + num_new
     found, log_p = draw(logits, settings, position, filtered=filtered)
-    # A sequence whose logits are broken goes on with any token until the host knows.
+    # Where logits are broken, the sequence goes on with any token until the host ends it.
     tokens.copy_(found.clamp(min=0))
     drawn[:, 0], drawn[:, 1] = found, log_p
-    # Last: a step that fails has not been.
+    # Last, so that a step that fails can be run again.
     lengths.copy_(position)
 
 

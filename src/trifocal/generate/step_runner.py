@@ -126,7 +126,7 @@ class StepRunner:
     def run(self, places: Sequence[int]) -> Drawn:
         """One step of all sequences that have a place; `places`: which ones they are."""
         size = self._size(max(places) + 1)
-        # Before the step: one that fails has not been.
+        # Before the step, so that nothing changes if there is no memory.
         values = self._host_values(size)
         filtered = any(self._filtered[place] for place in places)
         if self._graphs is None:
@@ -140,7 +140,7 @@ class StepRunner:
         here = slice(size)
         batch = DecodeBatch(self._rows[here], self._lengths[here], self._num_new[here], self._block_table[here])
         logits = self._model.step(self._tokens[here, None], batch)[:, 0]
-        # The lengths grow with the draw: a step that fails before has not been.
+        # The lengths grow with the draw, so that a step that fails before can be run again.
         self._draw(here, logits, self._num_new[here], filtered)
 
     def _draw(self, here: slice, logits: Tensor, num_new: Tensor | None, filtered: bool) -> None:

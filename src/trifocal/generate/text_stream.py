@@ -8,8 +8,8 @@ from trifocal.data import Tokenizer
 class TextStream:
     """The text of tokens as they come: what was added joins to the text of all.
 
-    A character may take several tokens, and what a token stands for may depend on those before it. (After bytes that
-    are no UTF-8, a decoder with byte fallback would take back characters that are out.)
+    A character may take several tokens, and the text of a token may depend on those before it. (After bytes that are
+    not UTF-8, a tokenizer with byte fallback would change characters that were returned already.)
 
     Args:
         tokenizer: Of the tokens.
