@@ -20,7 +20,7 @@ COMMANDS = {
     "evaluate": "measure the loss, loss by position, needles and recall of a trained model: RUN_DIR",
     "export": "write a trained model as a folder that transformers reads: RUN_DIR DIR",
     "check": "test this installation on this machine",
-    "doctor": "examine this machine, estimate the needs of each preset or CONFIG.toml, and name the remedy of each fault",
+    "doctor": "examine this machine and the needs of each preset, or of CONFIG.toml, and name remedies",
     "report": "write one self-contained HTML page of a run: RUN_DIR",
     "watch": "show a run live in the terminal: RUN_DIR",
     "bench": "time attention, train, decode or kernels, beside dense attention in one run",
