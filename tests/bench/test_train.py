@@ -94,7 +94,7 @@ def test_a_row_of_text(attention):
 
 def test_graphs_and_kernels_need_a_gpu():
     with pytest.raises(UserError, match="--profiled-steps needs a GPU"):
-        TrainOptions(**TINY, profiled_steps=1).cases()
+        bench_train(TrainOptions(**TINY, profiled_steps=1), recorder())
     for wanted in (("yes",), ("no", "yes")):
         with pytest.raises(UserError, match="--cuda-graphs yes needs a GPU"):
             TrainOptions(**TINY, cuda_graphs=wanted).cases()

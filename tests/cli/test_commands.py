@@ -36,6 +36,16 @@ def refused(capsys: Capture, *arguments: str) -> str:
     return output.err
 
 
+@pytest.mark.parametrize("flag", ["--help", "--version"])
+def test_a_closed_pipe_is_no_error(flag: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "trifocal", flag]
+    done = subprocess.run(command, env=ENVIRONMENT, stdout=writer, stderr=subprocess.PIPE, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished tiny run."""

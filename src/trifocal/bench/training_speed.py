@@ -79,11 +79,9 @@ class TrainOptions(TwinOptions):
         """The rows asked for. Recorded rows come first, as their time is the device's; twins are neighbours.
 
         Raises:
-            UserError: If a size is not two numbers, or if graphs or kernels are asked for without a GPU.
+            UserError: If a size is not two numbers, or if graphs are asked for without a GPU.
         """
         device = str(choose_device(self.device))
-        if self.profiled_steps and device == "cpu":
-            raise UserError("--profiled-steps needs a GPU: it lists kernels")
         settings = [
             (size, recorded, data)
             for recorded in self._recorded(device)
@@ -125,8 +123,14 @@ class TrainOptions(TwinOptions):
 
 
 def bench_train(options: TrainOptions, recorder: Recorder) -> None:
-    """Measure every row; they are in `recorder.rows`."""
+    """Measure every row; they are in `recorder.rows`.
+
+    Raises:
+        UserError: If kernels are asked for without a GPU.
+    """
     cases = options.cases()
+    if options.profiled_steps and cases[0].device == "cpu":
+        raise UserError("--profiled-steps needs a GPU: it lists kernels")
     refusal = _refusal(options, recorder) if "nsa" in options.attention else ""
     runnable = []
     for case in cases:

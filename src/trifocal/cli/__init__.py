@@ -20,16 +20,13 @@ COMMANDS = {
     "evaluate": "measure the loss, loss by position, needles and recall of a trained model: RUN_DIR",
     "export": "write a trained model as a folder that transformers reads: RUN_DIR DIR",
     "check": "test this installation on this machine",
-    "doctor": "examine this machine and the needs of each preset, or of CONFIG.toml, and name remedies",
+    "doctor": "examine this machine, estimate the needs of presets or CONFIG.toml, and name the remedy of each fault",
     "report": "write one self-contained HTML page of a run: RUN_DIR",
     "watch": "show a run live in the terminal: RUN_DIR",
     "bench": "time attention, train, decode or kernels, beside dense attention in one run",
 }
 
-_DISK_ERRORS = {
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
-    *(errno.ENAMETOOLONG, errno.ENOTDIR),
-}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.ENAMETOOLONG}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,13 +40,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     write_what_can_be_encoded()
     args = list(sys.argv[1:] if arguments is None else arguments)
-    if not args or args[0] in ("-h", "--help"):
-        print(_usage())
-        return 0 if args else 2
-    if args[0] == "--version":
-        print(f"trifocal {__version__}")
-        return 0
     try:
+        if not args or args[0] in ("-h", "--help"):
+            print(_usage(), flush=True)
+            return 0 if args else 2
+        if args[0] == "--version":
+            print(f"trifocal {__version__}", flush=True)
+            return 0
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
         command = importlib.import_module(f"trifocal.cli.{args[0]}")

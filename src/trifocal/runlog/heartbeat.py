@@ -275,7 +275,7 @@ class Heartbeat:
     def _stall_limit(self, phase: str, own_times: list[float] | None) -> float | None:
         if phase in _UNLIMITED or not own_times:
             return None
-        # The longest time may be one compilation among many short steps, so its factor is 2.
+        # The longest time may be one compilation among many short steps, so its factor is 2, not STALL_FACTOR.
         learned = max(STALL_FACTOR * statistics.median(own_times), 2 * max(own_times))
         return _rounded(max(self.minimum_stall_seconds, learned))
 
