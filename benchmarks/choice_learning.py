@@ -117,6 +117,13 @@ def train(model: DecoderLM, steps: int, rows: int, rate: float, seed: int) -> It
         yield step + 1
 
 
+def value_places(tokens: Tensor) -> Tensor:
+    """Where the value of each token that is a key stands in its pair, [B, TOKENS]; other tokens have 0."""
+    places = torch.zeros(len(tokens), CONFIG.vocab_size, dtype=torch.long)
+    places.scatter_(1, tokens[:, 0 : 2 * PAIRS : 2], torch.arange(1, 2 * PAIRS, 2).expand(len(tokens), -1))
+    return places.gather(1, tokens)
+
+
 class Choices(TorchDispatchMode):
     """Keeps the blocks that are chosen by their importance, of each call: [B, T, G, N]."""
 
@@ -141,10 +148,7 @@ def measure(model: DecoderLM, seed: int) -> dict[str, float | None]:
     found: dict[str, float | None] = {"recall": float(right[asked].double().mean()), "found": None, "chance": None}
     if not choices.found:
         return found
-    place = torch.zeros(ROWS, CONFIG.vocab_size, dtype=torch.long)
-    place.scatter_(1, tokens[:, 0 : 2 * PAIRS : 2], torch.arange(1, 2 * PAIRS, 2).expand(ROWS, -1))
-    # The value of the asked key; its own token says which key stood before it.
-    value = place.gather(1, tokens)
+    value = value_places(tokens)
     query = torch.arange(TOKENS)
     block, own = value // GEOMETRY.selection_block_size, query // GEOMETRY.selection_block_size
     forced = GEOMETRY.num_initial_blocks + GEOMETRY.num_local_blocks

@@ -16,8 +16,9 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE = Path(__file__).parents[1] / "quality.md"
 COLOURS = {"sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "random": SELECTED, "dropout": INK}
 PARTS = ("twins", "seeds", "long", "recall", "needle")
-REPEATED = "repeated"
-"""Of benchmarks/repeated_bytes.py."""
+REPEATED, CHOICE = "repeated", "choice"
+"""Of benchmarks/repeated_bytes.py and benchmarks/choice_learning.py."""
+_SCRIPTS = {REPEATED: "repeated_bytes", CHOICE: "choice_learning"}
 _REGION = "<!-- {0} -->\n{1}<!-- end of {0} -->"
 _CAPTIONS = {
     "twins": "validation loss of the production model and its twins over the run, and by position above the dense one",
@@ -30,7 +31,7 @@ _CAPTIONS = {
 
 def newest(part: str, results: Path = RESULTS) -> Path | None:
     """The newest result file of a part; None if it was not measured."""
-    pattern = "repeated_bytes_*.json" if part == REPEATED else f"quality_{part}_*.json"
+    pattern = f"{_SCRIPTS.get(part, f'quality_{part}')}_*.json"
     return max(results.glob(pattern), key=lambda path: path.stem.rpartition("_")[2], default=None)
 
 
@@ -51,7 +52,7 @@ def page(text: str, results: Path = RESULTS) -> str:
         text: The page as it is.
         results: Folder of the results.
     """
-    for part in (*PARTS, REPEATED):
+    for part in (*PARTS, REPEATED, CHOICE):
         region = re.compile(_REGION.format(part, ".*?"), re.DOTALL)
         content = _REGION.format(part, _content(part, newest(part, results)))
         text, count = region.subn(lambda _, content=content: content, text)  # type: ignore[misc]
@@ -64,7 +65,7 @@ def _content(part: str, path: Path | None) -> str:
         return "Not measured yet.\n"
     result = json.loads(path.read_text())
     lines = [f"![{_CAPTIONS[part]}](figures/quality_{part}.svg)", ""] if part in PARTS else []
-    makers = {"recall": _recall_table, "needle": _needle_table, REPEATED: _repeated_table}
+    makers = {"recall": _recall_table, "needle": _needle_table, REPEATED: _repeated_table, CHOICE: _choice_table}
     lines += makers.get(part, _loss_table)(result)
     where = f"{result['device']}, torch {result['torch']}, {result['date'][:10]}, commit `{result['commit']}`"
     link = f"[benchmarks/results/{path.stem}.md](../benchmarks/results/{path.stem}.md)"
@@ -80,6 +81,15 @@ def _repeated_table(result: dict[str, Any]) -> list[str]:
         cells = [f"{row[name]:.2f}" for name in steps]
         ends = f"{row['largest_change_by_the_future']:g} | {row['fresh_bytes_last_third']:.3f}"
         lines.append(f"| {row['attention']} | {row['cosine_at_start']:.3f} | {' | '.join(cells)} | {ends} |")
+    return lines
+
+
+def _choice_table(result: dict[str, Any]) -> list[str]:
+    figures = ["recall_early", "found_early", "recall_end", "found_end", "least_recall"]
+    lines = _head(["attention", "recall, early", "found, early", "recall, end", "found, end", "its worst seed"])
+    for row in result["means"]:
+        cells = ["" if row[name] is None else f"{row[name]:.1%}" for name in figures]
+        lines.append(f"| {row['attention']} | {' | '.join(cells)} |")
     return lines
 
 

@@ -53,6 +53,9 @@ def results(tmp_path: Path) -> Path:
     repeated = {"attention": "dense", "cosine_at_start": 0.4, "loss_at_step_1": 6.0, "loss_at_step_12": 0.4,
                 "largest_change_by_the_future": 0.0, "fresh_bytes_last_third": 5.56}  # fmt: skip
     write(tmp_path, "repeated_bytes", rows=[repeated])
+    choice = {"attention": "dense", "recall_early": 0.5, "found_early": None, "recall_end": 1.0, "found_end": None,
+              "least_recall": 0.998}  # fmt: skip
+    write(tmp_path, "choice_learning", rows=[], means=[choice])
     return tmp_path
 
 
@@ -73,10 +76,11 @@ def test_tables_come_from_the_results(quality: ModuleType, results: Path) -> Non
     assert "| sparse | 100.0% | 50.0% |" in text
     assert "| window | 4,096 | 25% | 100% |" in text
     assert "| dense | 0.400 | 6.00 | 0.40 | 0 | 5.560 |" in text
+    assert "| dense | 50.0% |  | 100.0% |  | 99.8% |" in text
     assert "benchmarks/results/quality_seeds_h200_2026-12-01.md" in text and "commit `abc`" in text
     assert quality.page(text, results) == text, "written twice, it is the same"
     empty = quality.page(text, results / "nothing")
-    assert empty.count("Not measured yet.") == 6
+    assert empty.count("Not measured yet.") == 7
 
 
 def test_every_part_has_a_figure(quality: ModuleType, results: Path) -> None:

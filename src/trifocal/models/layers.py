@@ -56,16 +56,20 @@ def run_blocks(
     # A layer with compressed blocks has the tables of the others too.
     first = next((layer for layer in layers if layer.geometry is not None), layers[0])
     rotary = first.rotary_tables(x, documents)
-    positions = torch.arange(x.shape[1], device=x.device) if documents is None else documents.positions
     for index, (block, kind) in enumerate(zip(blocks, config.attention_of_layers, strict=True)):
         given = {}
         if kind in ("nsa", "selected") and config.selection == "random":
-            chosen = random_blocks(positions, config.geometry, config.num_kv_heads, index)
+            chosen = random_blocks(_positions(x, documents), config.geometry, config.num_kv_heads, index)
             given["selected_blocks"] = chosen.expand(x.shape[0], -1, -1, -1)
         if kind == "nsa" and config.selected_dropout and trained_tokens is not None:
-            given["shut"] = shut_queries(trained_tokens, positions, config.selected_dropout, index)
+            given["shut"] = shut_queries(trained_tokens, _positions(x, documents), config.selected_dropout, index)
         x = block(x, cu_seqlens=documents, rotary=rotary, **given)
         yield x
+
+
+def _positions(x: Tensor, documents: Documents | None) -> Tensor:
+    """Position of each token in its document, [T]."""
+    return torch.arange(x.shape[1], device=x.device) if documents is None else documents.positions
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:

@@ -26,4 +26,4 @@ def shut_queries(tokens: Tensor, positions: Tensor, share: float, layer: int) ->
         [B, T], True where the branch is shut.
     """
     places = hash_numbers(positions.long() + (layer + 1) * 0x9E3779B9)
-    return hash_numbers(tokens.long() + places) < share * 2**32
+    return hash_numbers(tokens.long() + places) < int(share * 2**32)
