@@ -59,13 +59,15 @@ class Engine:
         self._ages = itertools.count()
         # Steps that are queued, and whose token each place holds.
         self._outstanding: deque[tuple[Drawn, list[tuple[int, Job]]]] = deque()
+        # Read, and not returned yet: a step that fails returns nothing.
+        self._updates: list[Update] = []
         # The host reads a step while the GPU computes the next.
         self._steps_ahead = 0 if model.device.type == "cpu" else 1
 
     @property
     def idle(self) -> bool:
-        """Whether every request has ended."""
-        return self._scheduler.idle
+        """Whether every request has ended, and every update was returned."""
+        return self._scheduler.idle and not self._updates
 
     @property
     def num_waiting(self) -> int:
@@ -103,10 +105,11 @@ class Engine:
         """
         self._enter()
         if self._scheduler.prefilling is not None and self._prefill(self._scheduler.prefilling):
-            return self._read_all()
-        updates = self._launch()
-        while len(self._outstanding) > self._steps_ahead:
-            updates += self._read(*self._outstanding.popleft())
+            self._read_down_to(0)
+        else:
+            self._launch()
+            self._read_down_to(self._steps_ahead)
+        updates, self._updates = self._updates, []
         return updates
 
     def run(self, requests: Iterable[Request] = ()) -> Iterator[Update]:
@@ -181,20 +184,20 @@ class Engine:
             self._leave_batch_if_launched(each)
         return True
 
-    def _launch(self) -> list[Update]:
-        """Queue a step of all that run; updates that had to be read to make room."""
-        updates: list[Update] = []
+    def _launch(self) -> None:
+        """Queue a step of all that run."""
         while self._scheduler.short_of_pages(self._active()):
             if self._outstanding:
                 # A sequence may have ended by now; and of one that leaves, the host must know every token.
-                updates += self._read_all()
+                self._read_down_to(0)
                 continue
             youngest = self._scheduler.youngest()
             self._scheduler.swap_out(youngest)
             self._leave_batch(youngest)
         active = self._active()
         if not active:
-            return updates + self._read_all()
+            self._read_down_to(0)
+            return
         grown: list[Job] = []
         try:
             for job in active:
@@ -214,7 +217,6 @@ class Engine:
         for job in active:
             job.launched += 1
             self._leave_batch_if_launched(job)
-        return updates
 
     def _active(self) -> list[Job]:
         """Those that take part in the next step."""
@@ -240,16 +242,14 @@ class Engine:
             self._runner.remove(job.place)
             job.place = None
 
-    def _read_all(self) -> list[Update]:
-        updates = []
-        while self._outstanding:
-            updates += self._read(*self._outstanding.popleft())
-        return updates
-
-    def _read(self, drawn: Drawn, places: list[tuple[int, Job]]) -> list[Update]:
-        tokens, log_p = drawn.read()
-        # A sequence that has ended took part in one more step, whose token is dropped.
-        return [self._take(job, tokens[place], log_p[place]) for place, job in places if not job.ended]
+    def _read_down_to(self, count: int) -> None:
+        """Read queued steps, oldest first, until so many are left."""
+        while len(self._outstanding) > count:
+            drawn, places = self._outstanding[0]
+            tokens, log_p = drawn.read()
+            self._outstanding.popleft()
+            # A sequence that has ended took part in one more step, whose token is dropped.
+            self._updates += [self._take(job, tokens[place], log_p[place]) for place, job in places if not job.ended]
 
     def _take(self, job: Job, token: int, log_p: float) -> Update:
         """Count a token in, and end the sequence if it is its last."""
