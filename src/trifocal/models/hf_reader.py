@@ -7,8 +7,8 @@
 | qwen2 | yes | no | no | no |
 | qwen3 | attention_bias | attention_bias | no | yes |
 
-A layer of sliding-window attention becomes a layer of type `"window"`. What these models have and a `DecoderLM` has not
-is refused by its name.
+A layer of sliding-window attention becomes a layer of type `"window"`. Options of these models that a `DecoderLM` lacks
+are refused by name.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ _SLIDING_WINDOW = 4096
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
 # Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
 _ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
-# Those without which transformers does not load a type; of the others, it infers what is left out.
+# Parameters without which transformers does not load a type. It infers the others.
 _ROPE_NEEDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -85,7 +85,7 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
 
 
 def read_hf_settings(folder: Path) -> dict[str, Any]:
-    """What a `DecoderLM` has no use for and transformers has: the longest sequence, and special tokens."""
+    """The longest sequence and the special tokens, which transformers uses and a `DecoderLM` does not."""
     found = read_json(folder / CONFIG_FILE, "the model's configuration")
     return {name: found[name] for name in _SETTINGS if found.get(name) is not None}
 
@@ -133,7 +133,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     except KeyError as error:
         raise UserError(f"{path} lacks the key {error.args[0]!r}") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        # What a configuration refuses, and values of another kind than they must be.
+        # The configuration refuses a value, or a value is of a wrong type.
         raise UserError(f"{path}: {error}") from error
 
 
@@ -156,7 +156,7 @@ def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...],
 
 
 def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, with everything that transformers would infer written out."""
+    """`rope_theta` and `rope_scaling`; values that transformers infers are written out."""
     # People add rope_scaling to a file that has rope_parameters; transformers then takes what was added.
     given = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in given.values()):
