@@ -262,7 +262,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         """As in transformers; without a cache where the model cannot keep one, which takes longer."""
         if cache_obstacle(self.config.to_model_config()):
             kwargs["use_cache"] = False
-        return super().generate(*args, **kwargs)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def get_output_embeddings(self) -> nn.Module:
         """The output projection."""
