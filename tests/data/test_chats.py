@@ -114,7 +114,7 @@ def test_a_template_that_writes_answers_anew_is_refused(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(str(write_tokenizer(tmp_path, again)))
     one, two = (next(chat for chat in CHATS if len(chat) == length) for length in (2, 4))
     assert tokenizer.encode_chat(one).answers.any()
-    with pytest.raises(BadChat, match=r"writes message 1 otherwise where .* marks around them$"):
+    with pytest.raises(BadChat, match=r"writes message 1 differently when .* marks around them$"):
         tokenizer.encode_chat(two)
 
 

@@ -126,5 +126,9 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path) -> None:
     )
     path.write_text('{"text": "x"\n' * 9)
     assert f"hf:{tmp_path} (a.jsonl) cannot be read: " in message(f"hf:{tmp_path}")
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "a.md").write_text("# A page")
+    with pytest.raises(UserError, match=r"^hf:\S+pages cannot be opened: "):
+        open_source(f"hf:{tmp_path}/pages")
     path.write_text('{"text": "x"}\n{"text": null}\n')
     assert "(a.jsonl): record 1: field 'text' is null; data.on_bad_document" in message(f"hf:{tmp_path}")

@@ -239,7 +239,7 @@ BAD: list[tuple[Callable[[Path], Any], str]] = [
         _edit_tensors(lambda tensors: tensors.update({"model.norm.weight": torch.ones(7)})),
         r"model.norm.weight has the shape \[7\], but config.json makes it \[32\]",
     ),
-    (_edit_tensors(lambda tensors: tensors.update(extra=torch.ones(1))), "its architecture does not know: extra"),
+    (_edit_tensors(lambda tensors: tensors.update(extra=torch.ones(1))), "config.json does not know: extra"),
 ]  # fmt: skip
 
 

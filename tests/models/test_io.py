@@ -71,7 +71,7 @@ def test_missing_and_broken_files_are_named(make_config: Callable[..., ModelConf
     with pytest.raises(UserError, match=r"model\.safetensors is not a whole safetensors file"):
         load_model(tmp_path)
     weights.unlink()
-    with pytest.raises(UserError, match=r"model\.safetensors do not exist"):
+    with pytest.raises(UserError, match=r"has no safetensors: neither model\.safetensors nor"):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match="is not valid JSON"):

@@ -125,8 +125,8 @@ def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str]
         answered = render(messages[: number + 1])[0]
         if not text.startswith(answered) or not answered.startswith(prompt):
             raise BadChat(
-                f"the chat template of {name} writes message {number} otherwise where other messages follow or "
-                "precede: its answers cannot be found; give it {% generation %} marks around them"
+                f"the chat template of {name} writes message {number} differently when other messages precede or "
+                "follow it, so its answers cannot be found; put {% generation %} marks around them"
             )
         answers.append((len(prompt), len(answered)))
     return RenderedChat(text, answers)

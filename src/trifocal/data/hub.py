@@ -86,7 +86,10 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
         token = None if local else huggingface_hub.get_token()
         client = HttpClient(config, activity, {} if token is None else {"Authorization": f"Bearer {token}"})
         return ParquetSource(source_name, files, field, mark, client, **common), revision or config.revision
-    dataset = builder.as_streaming_dataset(split=wanted)
+    try:
+        dataset = builder.as_streaming_dataset(split=wanted)
+    except Exception as error:  # A format's own, such as a folder without the files that it looks for.
+        raise _explain(error, asked, repository, name) from error
     return StreamedSource(source_name, dataset, files, field, mark, **common), revision or config.revision
 
 

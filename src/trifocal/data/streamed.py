@@ -46,7 +46,10 @@ class StreamedSource:
         self._dataset, self._paths = dataset, list(files.values())
         self._field, self._held_out = field, held_out
         if dataset.num_shards != len(files):
-            raise UserError(f"{name} has {len(files)} files, but datasets reads them as {dataset.num_shards}: no text")
+            raise UserError(
+                f"{name} has {len(files)} files, but datasets reads them as {dataset.num_shards}; only files of text "
+                "can be streamed"
+            )
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """The documents of a file; a cursor is the number of records before it, which are read again and skipped.

@@ -78,7 +78,7 @@ def cached_tokens(
 def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
     layers = getattr(cache, "layers", None)
     if layers == [] and isinstance(cache, DynamicCache):
-        # Made without the configuration, it would take transformers' own layers.
+        # A cache that was made without the configuration would take transformers' own layers.
         layers.extend(TrifocalLayer() for _ in range(config.num_layers))
     if not isinstance(layers, list) or not all(isinstance(layer, TrifocalLayer) for layer in layers):
         raise ValueError(

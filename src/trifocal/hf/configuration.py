@@ -14,7 +14,7 @@ from trifocal.models import ModelConfig
 from trifocal.models.io import AUTO_MAP, MODEL_TYPE, write_modeling_file
 
 _MODEL_KEYS = {key.name for key in fields(ModelConfig)}
-# transformers' names of what `ModelConfig` calls otherwise.
+# transformers' names of keys that have another name in `ModelConfig`.
 _NAMES = {
     "hidden_size": "dim",
     "intermediate_size": "mlp_dim",
@@ -47,8 +47,9 @@ class TrifocalConfig(PreTrainedConfig):
     `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps`, `tie_word_embeddings`.
 
     Args:
-        model: Nested plain values, as `ModelConfig.to_dict` gives them; what is missing takes its default.
-        values: Keys of `model`, and whatever transformers' configurations have.
+        model: Nested plain values, as `ModelConfig.to_dict` gives them; missing keys take their defaults.
+        use_cache: Whether a forward pass without gradients returns a cache; False in a model that cannot keep one.
+        values: Keys of `model`, and any key of transformers' configurations.
 
     Raises:
         ValueError: If a value does not fit; the message names the key.

@@ -23,12 +23,12 @@ from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blo
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import Past
 
-# What collators for FlashAttention add; it says no more than position_ids.
+# Collators for FlashAttention add these; they say no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
 
 
 class TrifocalPreTrainedModel(PreTrainedModel):
-    """What both models have: how weights are drawn, how layers are checkpointed, what transformers may do with them."""
+    """The base of both models: it draws weights, checkpoints layers, and tells transformers their abilities."""
 
     config_class = TrifocalConfig
     config: TrifocalConfig
@@ -37,7 +37,7 @@ class TrifocalPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
-    # Its dense layers are SDPA; what else may be asked for is refused.
+    # Dense layers run SDPA, also under the name "eager". FlashAttention and FlexAttention are refused.
     _supports_sdpa = True
     _supports_context_parallel = False
 
@@ -273,7 +273,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         """As in transformers; without a cache where the model cannot keep one, which takes longer."""
         if cache_obstacle(self.config.to_model_config()):
             kwargs["use_cache"] = False
-        return super().generate(*args, **kwargs)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def get_output_embeddings(self) -> nn.Module:
         """The output projection."""
@@ -349,7 +349,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         return _returned(output, self.config, return_dict)
 
     def _loss_is_compiled(self, logits_to_keep: int | Tensor) -> bool:
-        """Whether labels are for the compiled loss; not if somebody has set a loss of his own."""
+        """Whether labels are for the compiled loss; not if somebody has set a loss function."""
         if self._run_loss is None or not (self.training and torch.is_grad_enabled()):
             return False
         return isinstance(logits_to_keep, int) and not logits_to_keep and not hasattr(self, "_loss_function")

@@ -18,7 +18,7 @@ class RowLayout(NamedTuple):
 
     Attributes:
         places: Of the real tokens in the flattened batch, [N]; None: every token is real.
-        documents: The documents that they make when laid one behind the other; None: where caches say that.
+        documents: The documents of the packed tokens; None with a cache, which knows the length of each row.
         shape: B and T.
         filling: Tokens behind the real ones, in a document of their own, that give many batches one length.
     """

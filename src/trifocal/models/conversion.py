@@ -1,4 +1,4 @@
-"""Sparse models from dense ones: the same weights under another attention, and little that is new."""
+"""Sparse models from dense ones: the same weights with another attention, and new gates."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace

@@ -7,27 +7,23 @@
 | qwen2 | yes | no | no | no |
 | qwen3 | attention_bias | attention_bias | no | yes |
 
-A layer of sliding-window attention becomes a layer of type `"window"`. What these models have and a `DecoderLM` has not
-is refused by its name.
+A layer of sliding-window attention becomes a layer of type `"window"`. Options of these models that a `DecoderLM` lacks
+are refused by name.
 """
 
-import contextlib
 import json
 import math
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from trifocal.errors import UserError
 from trifocal.models.decoder import DecoderLM
-from trifocal.models.io import CONFIG_FILE, INDEX_FILE, MODEL_TYPE, WEIGHTS_FILE, read_json
+from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, read_json, read_tensors
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn import RopeScaling
 
@@ -39,7 +35,7 @@ _SLIDING_WINDOW = 4096
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
 # Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
 _ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
-# Those without which transformers does not load a type; of the others, it infers what is left out.
+# Parameters without which transformers does not load a type. It infers the others.
 _ROPE_NEEDS = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -81,11 +77,13 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
     config = read_hf_config(folder)
     with torch.device("meta"):
         expected = DecoderLM(config).state_dict()
-    return config, _read_tensors(folder, expected, config)
+    # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
+    ignored = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
+    return config, read_tensors(folder, expected, lambda name: (hf_name(name),), lambda name: name.endswith(ignored))
 
 
 def read_hf_settings(folder: Path) -> dict[str, Any]:
-    """What a `DecoderLM` has no use for and transformers has: the longest sequence, and special tokens."""
+    """The longest sequence and the special tokens, which transformers uses and a `DecoderLM` does not."""
     found = read_json(folder / CONFIG_FILE, "the model's configuration")
     return {name: found[name] for name in _SETTINGS if found.get(name) is not None}
 
@@ -133,7 +131,7 @@ def read_hf_config(folder: Path) -> ModelConfig:
     except KeyError as error:
         raise UserError(f"{path} lacks the key {error.args[0]!r}") from error
     except (TypeError, ValueError, ZeroDivisionError) as error:
-        # What a configuration refuses, and values of another kind than they must be.
+        # The configuration refuses a value, or a value is of a wrong type.
         raise UserError(f"{path}: {error}") from error
 
 
@@ -156,7 +154,7 @@ def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...],
 
 
 def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
-    """`rope_theta` and `rope_scaling`, with everything that transformers would infer written out."""
+    """`rope_theta` and `rope_scaling`; values that transformers infers are written out."""
     # People add rope_scaling to a file that has rope_parameters; transformers then takes what was added.
     given = dict(found.get("rope_scaling") or found.get("rope_parameters") or {})
     if any(isinstance(value, Mapping) for value in given.values()):
@@ -214,64 +212,3 @@ def hf_name(name: str) -> str:
     if words[0] == "blocks":
         words[0] = "model.layers"
     return ".".join(words)
-
-
-def _read_tensors(folder: Path, expected: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-    shards = _shards(folder)
-    tensors: dict[str, Tensor] = {}
-    with contextlib.ExitStack() as stack:
-        opened = {}
-        for path in dict.fromkeys(shards.values()):
-            opened[path] = stack.enter_context(_opened(path))
-        unknown = set(shards)
-        for name, parameter in expected.items():
-            theirs = hf_name(name)
-            if theirs not in shards:
-                raise UserError(f"{folder} lacks the tensor {theirs}")
-            unknown.discard(theirs)
-            path = shards[theirs]
-            try:
-                tensor: Tensor = opened[path].get_tensor(theirs)
-            except SafetensorError as error:
-                raise UserError(f"{path} lacks the tensor {theirs}, or is broken: {error}") from error
-            if tensor.shape != parameter.shape:
-                raise UserError(
-                    f"{path}: the tensor {theirs} has the shape {list(tensor.shape)}, but {CONFIG_FILE} makes it "
-                    f"{list(parameter.shape)}"
-                )
-            if not tensor.is_floating_point() or tensor.element_size() < 2:
-                raise UserError(f"{path}: the tensor {theirs} is of the type {tensor.dtype}, which is not supported")
-            tensors[name] = tensor
-    # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
-    ignored = {name for name in unknown if name.endswith("rotary_emb.inv_freq")}
-    ignored |= {"lm_head.weight"} if config.tie_embeddings else set()
-    if unknown - ignored:
-        raise UserError(f"{folder} has a tensor that its architecture does not know: {min(unknown - ignored)}")
-    return tensors
-
-
-def _shards(folder: Path) -> dict[str, Path]:
-    """The file of each tensor."""
-    index = folder / INDEX_FILE
-    whole = folder / WEIGHTS_FILE
-    if whole.is_file():
-        with _opened(whole) as file:
-            return dict.fromkeys(file.keys(), whole)
-    if not index.is_file():
-        raise UserError(f"{folder} has no safetensors: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
-    named = read_json(index, "the index of the weights").get("weight_map")
-    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise UserError(f"{index} has no weight_map, which names the file of each tensor")
-    for name in sorted(set(named.values())):
-        if not re.fullmatch(r"[\w.-]+", name) or not (folder / name).is_file():
-            raise UserError(f"{folder} lacks the shard {name}, which {INDEX_FILE} names")
-    return {tensor: folder / name for tensor, name in named.items()}
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {os.strerror(error.errno) if error.errno else error}") from error

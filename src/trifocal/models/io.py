@@ -4,10 +4,12 @@ transformers reads the same folder: `config.json` names its classes, which are i
 `write_modeling_file` imports them there. What transformers writes is read here too.
 """
 
+import contextlib
 import errno
 import json
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +137,8 @@ def load_weights(folder: Path) -> DecoderLM:
     config = read_config(folder)
     with torch.device("meta"):
         model = DecoderLM(config)
-    model.load_state_dict(_read_tensors(model, folder), assign=True)
+    tensors = read_tensors(folder, model.state_dict(), lambda name: (name, _BASE_MODEL + name))
+    model.load_state_dict(tensors, assign=True)
     return model
 
 
@@ -198,43 +201,79 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
-def _read_tensors(model: DecoderLM, folder: Path) -> dict[str, Tensor]:
-    """The tensors of files that have exactly those of the model, in its shapes."""
-    wanted = model.state_dict()
-    tensors: dict[str, Tensor] = {}
-    path = folder
+def read_tensors(
+    folder: Path,
+    expected: Mapping[str, Tensor],
+    stored_names: Callable[[str], tuple[str, ...]],
+    is_ignored: Callable[[str], bool] = lambda name: False,
+) -> dict[str, Tensor]:
+    """The tensors of `model.safetensors`, or of the shards that the index names, in their own types.
+
+    Args:
+        folder: With these files.
+        expected: Tensors by name, of the shapes that they must have.
+        stored_names: The names that a tensor may have in the files.
+        is_ignored: Whether a name in the files need not be expected.
+
+    Raises:
+        UserError: If a file or a tensor is missing, unknown or broken, or does not fit; the message names it.
+    """
     try:
-        for path in _weight_files(folder):
-            if not path.is_file():
-                raise UserError(f"the model's weights {path} do not exist")
-            with safe_open(path, framework="pt") as file:
-                keys = {key.removeprefix(_BASE_MODEL): key for key in file.keys()}  # noqa: SIM118 (no dict)
-                if unknown := keys.keys() - wanted.keys():
-                    raise UserError(f"{path} has a tensor that the configuration does not know: {min(unknown)}")
-                for name in filter(keys.__contains__, wanted):
-                    shape = file.get_slice(keys[name]).get_shape()
-                    if shape != list(wanted[name].shape):
-                        raise UserError(
-                            f"{path}: tensor {name} has the shape {shape}, but the configuration makes it "
-                            f"{list(wanted[name].shape)}"
-                        )
-                    tensors[name] = file.get_tensor(keys[name])
+        shards = _shards_of(folder)
     except OSError as error:
-        why = os.strerror(error.errno) if error.errno else str(error)
-        raise UserError(f"cannot read the model's weights {path}: {why}") from error
-    except SafetensorError as error:
-        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
-    missing = [name for name in wanted if name not in tensors]
-    if missing:
-        raise UserError(f"{path} lacks the tensor {missing[0]}; the weights are of another model")
+        raise UserError(f"cannot read the model's weights {folder}: {os.strerror(error.errno or 0)}") from error
+    names = {}
+    for name in expected:
+        usual, *others = stored_names(name)
+        names[name] = next((other for other in others if other in shards), usual)
+    unknown = [name for name in shards.keys() - set(names.values()) if not is_ignored(name)]
+    if unknown:
+        raise UserError(f"{folder} has a tensor that {CONFIG_FILE} does not know: {min(unknown)}")
+    tensors: dict[str, Tensor] = {}
+    with contextlib.ExitStack() as stack:
+        opened = {path: stack.enter_context(_opened(path)) for path in dict.fromkeys(shards.values())}
+        for name, parameter in expected.items():
+            file_name = names[name]
+            if file_name not in shards:
+                raise UserError(f"{folder} lacks the tensor {file_name}")
+            path = shards[file_name]
+            try:
+                tensor: Tensor = opened[path].get_tensor(file_name)
+            except SafetensorError as error:
+                raise UserError(f"{path} lacks the tensor {file_name}, or is broken: {error}") from error
+            if tensor.shape != parameter.shape:
+                raise UserError(
+                    f"{path}: the tensor {file_name} has the shape {list(tensor.shape)}, but {CONFIG_FILE} makes it "
+                    f"{list(parameter.shape)}"
+                )
+            if not tensor.is_floating_point() or tensor.element_size() < 2:
+                raise UserError(f"{path}: the tensor {file_name} is of the type {tensor.dtype}, which is not supported")
+            tensors[name] = tensor
     return tensors
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    whole, index = folder / WEIGHTS_FILE, folder / INDEX_FILE
-    if whole.is_file() or not index.is_file():
-        return [whole]
-    weight_map = read_json(index, "the index of the weights").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UserError(f'{index} lacks the table "weight_map", the file of each tensor')
-    return [folder / file for file in sorted(set(map(str, weight_map.values())))]
+def _shards_of(folder: Path) -> dict[str, Path]:
+    """The file of each tensor."""
+    index = folder / INDEX_FILE
+    whole = folder / WEIGHTS_FILE
+    if whole.is_file():
+        with _opened(whole) as file:
+            return dict.fromkeys(file.keys(), whole)
+    if not index.is_file():
+        raise UserError(f"{folder} has no safetensors: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
+    named = read_json(index, "the index of the weights").get("weight_map")
+    if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+        raise UserError(f"{index} has no weight_map, which names the file of each tensor")
+    for name in sorted(set(named.values())):
+        if not re.fullmatch(r"[\w.-]+", name) or not (folder / name).is_file():
+            raise UserError(f"{folder} lacks the shard {name}, which {INDEX_FILE} names")
+    return {tensor: folder / name for tensor, name in named.items()}
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {os.strerror(error.errno) if error.errno else error}") from error
