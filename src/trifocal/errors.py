@@ -42,7 +42,13 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     return max(same_leaf or names, key=likeness)
 
 
-def one_line(error: BaseException, most: int = 300) -> str:
-    """The text of an exception on one line, cut to a number of characters; its type where it has no text."""
+def one_line(error: object, most: int = 300) -> str:
+    """The text of an exception, or a text, on one line of printable characters; the type where there is no text.
+
+    Args:
+        error: An exception or a text.
+        most: The line is cut to so many characters.
+    """
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= most else text[: most - 1] + "…"
+    text = text if len(text) <= most else text[: most - 1] + "…"
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

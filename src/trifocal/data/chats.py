@@ -10,8 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from trifocal.data.messages import one_line
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError, nearest, one_line
 
 Chat = Sequence[Mapping[str, Any]]
 """The messages of a chat, each with a `role` and a `content`."""

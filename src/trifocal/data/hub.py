@@ -10,12 +10,11 @@ from typing import Any
 from trifocal.data.activity import Activity, DataError
 from trifocal.data.data_config import DataConfig
 from trifocal.data.local_files import sizes
-from trifocal.data.messages import one_line
 from trifocal.data.parquet import ParquetSource
 from trifocal.data.remote import HttpClient
 from trifocal.data.sources import BadDocuments, Source, dataset_name, fingerprint, parse_source
 from trifocal.data.streamed import StreamedSource
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError, nearest, one_line
 
 _FINEWEB = "HuggingFaceFW/fineweb-edu:sample-10BT"
 _FILE_OF_HUB = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/]+)/(?P<path>.+)")

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from trifocal.data.activity import Stopped
 from trifocal.data.local_files import content_hash, find_files, sizes
-from trifocal.data.messages import one_line
 from trifocal.data.remote import HttpClient, HttpFile
 from trifocal.data.sources import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.masking import mask_text
 
 # Rows decoded at once; the compressed column of the whole row group is in memory anyway.

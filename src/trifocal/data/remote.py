@@ -11,8 +11,7 @@ from typing import Any
 from trifocal._version import __version__
 from trifocal.data.activity import Activity, DataError
 from trifocal.data.data_config import DataConfig
-from trifocal.data.messages import one_line
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.masking import mask_text
 
 _RETRIED_STATUS = (408, 425, 429, 500, 502, 503, 504)

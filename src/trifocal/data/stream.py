@@ -12,10 +12,9 @@ from numpy.typing import NDArray
 
 from trifocal.data.activity import Activity
 from trifocal.data.chats import BadChat, Chat
-from trifocal.data.messages import one_line
 from trifocal.data.sources import Cursor, Document, Source
 from trifocal.data.tokenizers import Tokenizer
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 
 # Texts in one call of the tokenizer: enough for its threads, few enough to waste little on a resume.
 _ENCODED_TOGETHER = 32

@@ -8,9 +8,8 @@ from typing import Any
 
 from trifocal.data.activity import DataError
 from trifocal.data.local_files import content_hash
-from trifocal.data.messages import one_line
 from trifocal.data.sources import BadDocument, BadDocuments, Cursor, Document, make_document, no_field
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 
 
 class StreamedSource:

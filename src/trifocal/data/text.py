@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trifocal.data.local_files import COMPRESSED, DAMAGED, content_hash, find_files, open_file, sizes
-from trifocal.data.messages import one_line
 from trifocal.data.sources import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document, no_field
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 
 # The least number of held-out pieces to expect; text that is too short for it is cut into smaller documents.
 _HELD_OUT_PIECES = 4

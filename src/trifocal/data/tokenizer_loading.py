@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from trifocal.data.messages import one_line
 from trifocal.data.tokenizers import (
     CONFIG_FILE,
     TEMPLATE_FILE,
@@ -16,7 +15,7 @@ from trifocal.data.tokenizers import (
     HuggingFaceTokenizer,
     Tokenizer,
 )
-from trifocal.errors import UserError, nearest
+from trifocal.errors import UserError, nearest, one_line
 from trifocal.paths import user_path
 
 _SHORT_IDS = ("gpt2",)

@@ -12,9 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trifocal.data.chats import Chat, render_chat
-from trifocal.data.messages import one_line
 from trifocal.data.sources import fingerprint
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 
 TOKENIZER_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

@@ -67,11 +67,6 @@ class Sampling:
         """Whether some tokens are never drawn."""
         return self.top_k > 1 or self.top_p < 1 or self.min_p > 0
 
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the most likely token is taken."""
-        return self.temperature == 0 or self.top_k == 1
-
 
 @dataclass(frozen=True)
 class SamplingTensors:

@@ -312,13 +312,6 @@ def decode_programs(programs: int, parts: int, device: torch.device) -> int:
     return max(1, min(parts, MOST_DECODE_PROGRAMS * devices.multiprocessors(device) // programs))
 
 
-def fewest_piece_slots(dtype: torch.dtype, q_per_kv: int, dim: int, value_dim: int) -> int:
-    """Slots of a piece of the block-major backward on Hopper: the fewer of both kernels', since strides decide too."""
-    kernel, d, v = "block_major backward", tiles.split_width(dim).padded, tiles.split_width(value_dim).padded
-    portable = tiles.selected_tile(kernel, dtype, q_per_kv, d, v, "hopper")
-    return min(portable.piece_slots, hopper_tiles.selected_tile(kernel, q_per_kv, max(d, v)).piece_slots)
-
-
 def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiprocessors: int) -> int:
     """How many queries one program of the masked order's d_k, d_v takes the rows of.
 
