@@ -161,7 +161,8 @@ def test_command_line_answers_without_torch():
 
 def test_optional_packages_are_imported_lazily():
     """Every module can be imported with the core dependencies alone, but those of `hf`."""
-    optional = ("datasets", "pyarrow", "tokenizers", "transformers", "tensorboard", "plotly", "matplotlib", "triton")
+    optional = ("datasets", "huggingface_hub", "pyarrow", "tokenizers", "transformers", "tensorboard", "plotly")
+    optional += ("matplotlib", "triton")
     modules = [
         ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
         for path in SOURCES
