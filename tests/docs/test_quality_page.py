@@ -98,6 +98,6 @@ def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
 
 
 def test_every_variant_has_a_colour(quality: ModuleType) -> None:
-    script = (ROOT / "benchmarks" / "quality.py").read_text(encoding="utf-8")
+    script = (ROOT / "benchmarks" / "quality_parts.py").read_text(encoding="utf-8")
     (names,) = re.findall(r"^VARIANTS = \((.*)\)$", script, re.MULTILINE)
     assert list(quality.COLOURS) == re.findall(r'"(\w+)"', names)
