@@ -7,6 +7,7 @@ Shape suffixes as in `ops.reference`; M pages of a sequence, L tokens of a block
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from trifocal.ops.decode_caches import Compress, DecodeBatch, DenseCache, Rotary, SparseCache
 from trifocal.ops.geometry import Geometry
@@ -206,7 +207,7 @@ def _grouped_queries(q: Tensor, num_groups: int, rotary: Rotary, position_BT: Te
 def _probabilities(q_BGTRD: Tensor, k_BGSD: Tensor, sees: Tensor) -> Tensor:
     """Softmax over what each query sees, [B, G, T, R, S]; zero where it sees nothing. `sees`: [B, G or 1, T, S]."""
     with full_precision(q_BGTRD):
-        scores_BGXS = q_BGTRD.flatten(2, 3) @ k_BGSD.to(q_BGTRD.dtype).transpose(-1, -2)
+        scores_BGXS = _aligned(q_BGTRD.flatten(2, 3)) @ _aligned(k_BGSD.to(q_BGTRD.dtype)).transpose(-1, -2)
     hidden = ~sees[:, :, :, None]
     scores_BGTRS = scores_BGXS.unflatten(2, q_BGTRD.shape[2:4]).masked_fill(hidden, -torch.inf)
     return scores_BGTRS.softmax(-1).masked_fill(hidden, 0.0)
@@ -214,9 +215,19 @@ def _probabilities(q_BGTRD: Tensor, k_BGSD: Tensor, sees: Tensor) -> Tensor:
 
 def _weighted(p_BGTRS: Tensor, v_BGSV: Tensor, sees: Tensor) -> Tensor:
     """o [B, G, T, R, V]. A probability of 0 does not stop a NaN: values that no query sees are zero."""
-    v_BGSV = v_BGSV.to(p_BGTRS.dtype).where(sees.any(2)[..., None], 0.0)
+    value_dim = v_BGSV.shape[-1]
+    v_BGSV = _aligned(v_BGSV.to(p_BGTRS.dtype).where(sees.any(2)[..., None], 0.0))
     with full_precision(p_BGTRS):
-        return (p_BGTRS.flatten(2, 3) @ v_BGSV).unflatten(2, p_BGTRS.shape[2:4])
+        return (p_BGTRS.flatten(2, 3) @ v_BGSV)[..., :value_dim].unflatten(2, p_BGTRS.shape[2:4])
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with zeros behind its last dimension, up to whole 16 bytes.
+
+    On a CPU the bits of a product depend on where a matrix begins, and that on the number of the sequence.
+    """
+    missing = -x.shape[-1] % 4
+    return functional.pad(x, (0, missing)) if missing else x
 
 
 def _finished(o_BGTRV: Tensor, exists_BT: Tensor, q: Tensor) -> Tensor:
