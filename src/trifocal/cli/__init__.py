@@ -26,7 +26,10 @@ COMMANDS = {
     "bench": "time attention, train, decode or kernels, beside dense attention in one run",
 }
 
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EPERM, errno.ENAMETOOLONG}
+_DISK_ERRORS = {
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
+    *(errno.ENAMETOOLONG, errno.ENOTDIR),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
