@@ -16,7 +16,8 @@
 All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads: those
 of its window and of all selected blocks. `random` is the sparse model with blocks drawn at random: it lacks the choice.
 `dropout` is the sparse model, trained with the selected branch shut for a fifth of the queries.
-Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. When the time is up they stop as a
+Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Those of `needle` start from the
+weights of a training on short haystacks, in a folder with `-short` behind its name. When the time is up they stop as a
 scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed on.
 """
 
@@ -29,6 +30,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from statistics import mean, median, stdev
@@ -57,6 +59,8 @@ class Training:
     seed: int
     folder: Path
     flags: dict[str, str]
+    short: "Training | None" = None
+    """The training on short rows whose weights this one starts from."""
 
     @property
     def steps(self) -> int:
@@ -72,7 +76,8 @@ class Training:
         """Of `trifocal train`."""
         if resume and (self.folder / "config.toml").is_file():
             return ["--resume", str(self.folder)]
-        flags = [word for name, value in self.flags.items() for word in (f"--{name}", value)]
+        start = {} if self.short is None else {"model.from": str(self.short.folder)}
+        flags = [word for name, value in (self.flags | start).items() for word in (f"--{name}", value)]
         return [str(ROOT / "configs/m7c_125m.toml"), "--run.directory", str(self.folder), *flags]
 
     def done(self) -> int:
@@ -94,35 +99,43 @@ def trainings(
         extra: Further flags of `trifocal train`, which win.
     """
     part = PARTS[name]
+
+    def training(variant: str, seed: int, folder: Path, own: dict[str, str]) -> Training:
+        steps, geometry = int((own | extra)["train.steps"]), part.geometry
+        flags = {
+            "run.seed": str(seed),
+            "data.seed": str(seed),
+            "schedule.warmup_steps": str(max(1, steps // 20)),
+            "checkpoint.interval_steps": str(max(1, steps // 4)),
+            "checkpoint.keep_last": "1",
+            "checkpoint.keep_every_steps": "0",
+            "evaluate.interval_steps": str(max(1, steps // 10)),
+            "log.sample_interval_steps": "0",
+            "log.telemetry_interval_steps": str(max(1, steps // 2)),
+            **{f"model.geometry.{key}": str(value) for key, value in asdict(geometry).items()},
+            **own,
+        }
+        if name == "long":
+            flags["data.source"] = f"parquet:{directory / 'packages.parquet'}#text"
+        if variant in ("dense", "window"):
+            flags["model.attention"] = variant
+        if variant == "window":
+            keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
+            flags["model.sliding_window"] = str(keys)
+        if variant == "random":
+            flags["model.selection"] = "random"
+        if variant == "dropout":
+            flags["model.selected_dropout"] = "0.2"
+        return Training(name, variant, seed, folder, flags | extra)
+
     found = []
     for seed in seeds or part.seeds:
         for variant in variants or part.variants:
-            steps, geometry = int((part.flags | extra)["train.steps"]), part.geometry
-            flags = {
-                "run.seed": str(seed),
-                "data.seed": str(seed),
-                "schedule.warmup_steps": str(max(1, steps // 20)),
-                "checkpoint.interval_steps": str(max(1, steps // 4)),
-                "checkpoint.keep_last": "1",
-                "checkpoint.keep_every_steps": "0",
-                "evaluate.interval_steps": str(max(1, steps // 10)),
-                "log.sample_interval_steps": "0",
-                "log.telemetry_interval_steps": str(max(1, steps // 2)),
-                **{f"model.geometry.{key}": str(value) for key, value in asdict(geometry).items()},
-                **part.flags,
-            }
-            if name == "long":
-                flags["data.source"] = f"parquet:{directory / 'packages.parquet'}#text"
-            if variant in ("dense", "window"):
-                flags["model.attention"] = variant
-            if variant == "window":
-                keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
-                flags["model.sliding_window"] = str(keys)
-            if variant == "random":
-                flags["model.selection"] = "random"
-            if variant == "dropout":
-                flags["model.selected_dropout"] = "0.2"
-            found.append(Training(name, variant, seed, directory / name / f"{variant}-{seed}", flags | extra))
+            folder = directory / name / f"{variant}-{seed}"
+            one = training(variant, seed, folder, part.flags)
+            if part.short:
+                one.short = training(variant, seed, folder.with_name(f"{folder.name}-short"), part.flags | part.short)
+            found.append(one)
     return found
 
 
@@ -282,6 +295,9 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",
         f"Flags on top of configs/m7c_125m.toml: {' '.join(f'{k}={v}' for k, v in done[0].flags.items())}",
     ]
+    if part.short:
+        first = " ".join(f"{k}={v}" for k, v in part.short.items())
+        notes.append(f"Each starts from the weights of a training on short rows, with the same flags but: {first}")
     if failed := [f"{one.variant}-{one.seed}" for one, status in zip(done, statuses, strict=True) if status > 0]:
         notes.append(f"Failed: {', '.join(failed)}.")
     file = ResultFile(f"quality_{name}", part.question, folder=options.output, commit=options.commit)
@@ -298,41 +314,53 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
     )
 
 
+def _train(
+    what: str, found: Sequence[Training], *, jobs: int, options: argparse.Namespace, deadline: float
+) -> dict[str, int]:
+    """Train those that have steps left; the exit status of each by its folder, 0 of those that have none left."""
+    left = [one for one in found if one.done() < one.steps]
+    commands = [(["train", *one.arguments(resume=options.resume)], one.folder.with_suffix(".log")) for one in left]
+    print(f"{what}: {len(left)} trainings, {jobs} at a time on each GPU", flush=True)
+    trained = run_all(commands, gpus=options.gpus, jobs=jobs, deadline=deadline)
+    return dict.fromkeys((str(one.folder) for one in found), 0) | {
+        str(one.folder): code for one, code in zip(left, trained, strict=True)
+    }
+
+
 def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], deadline: float) -> int:
     """Train, evaluate and write a part; the number of trainings that failed."""
     part, jobs = PARTS[name], options.jobs or PARTS[name].jobs
     found = trainings(name, options.directory, options.seeds, options.variants, extra)
     if name == "long" and "data.source" not in extra and not (options.directory / "packages.parquet").exists():
         write_packages(options.directory / "packages.parquet")
-    left = [one for one in found if one.done() < one.steps]
-    commands = [(["train", *one.arguments(resume=options.resume)], one.folder.with_suffix(".log")) for one in left]
-    print(f"{name}: {len(left)} trainings, {jobs} at a time on each GPU", flush=True)
-    trained = run_all(commands, gpus=options.gpus, jobs=jobs, deadline=deadline)
-    status = {str(one.folder): code for one, code in zip(left, trained, strict=True)}
-    ready = [one for one in found if one.done() and not status.get(str(one.folder), 0)]
+    begin = partial(_train, jobs=jobs, options=options, deadline=deadline)
+    short = [one.short for one in found if one.short is not None and one.done() < one.steps]
+    status = begin(f"{name}, short rows", short) if short else {}
+    ready = [one for one in found if one.short is None or one.short.done() == one.short.steps]
+    status |= dict.fromkeys((str(one.folder) for one in found), -1) | begin(name, ready)
+    ready = [one for one in found if one.done() and not status[str(one.folder)]]
     print(f"{name}: evaluating {len(ready)}", flush=True)
     commands = [(["evaluate", str(one.folder), *part.evaluate], one.folder.with_suffix(".log")) for one in ready]
     # Evaluations are short and have a time limit of their own.
     judged = run_all(commands, gpus=options.gpus, jobs=jobs, deadline=time.monotonic() + options.evaluate_seconds)
-    for one, code in zip(ready, judged, strict=True):
-        status[str(one.folder)] = code
-    statuses = [status.get(str(one.folder), 0) for one in found]
+    status |= {str(one.folder): code for one, code in zip(ready, judged, strict=True)}
     if any(one.done() for one in found):
-        print(write_result(name, found, options, statuses).read_text(), flush=True)
-    for one, code in zip(found, statuses, strict=True):
+        print(write_result(name, found, options, [status[str(one.folder)] for one in found]).read_text(), flush=True)
+    for folder, code in status.items():
         if code:
-            lines = one.folder.with_suffix(".log").read_text().splitlines() if code > 0 else ["not begun in time"]
-            print(f"{one.folder}: exit status {code}: {' | '.join(lines[-3:])}", flush=True)
-    return sum(code > 0 for code in statuses)
+            lines = Path(folder).with_suffix(".log").read_text().splitlines() if code > 0 else ["not begun in time"]
+            print(f"{folder}: exit status {code}: {' | '.join(lines[-3:])}", flush=True)
+    return sum(code > 0 for code in status.values())
 
 
 def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> None:
     """Print the trainings of a part as commands."""
     found = trainings(name, options.directory, options.seeds, options.variants, extra)
-    for one in found:
+    stages = [stage for one in found for stage in (one.short, one) if stage is not None]
+    for one in stages:
         print(f"  trifocal train {' '.join(one.arguments(resume=False))}")
-    tokens = sum(one.steps * one.tokens_of_step for one in found)
-    print(f"{name}: {len(found)} trainings, {tokens / 1e6:,.0f} M tokens\n")
+    tokens = sum(one.steps * one.tokens_of_step for one in stages)
+    print(f"{name}: {len(stages)} trainings, {tokens / 1e6:,.0f} M tokens\n")
 
 
 def main() -> int:

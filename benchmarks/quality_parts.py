@@ -18,6 +18,8 @@ class Part:
         seeds: A training of each variant for each.
         variants: Some of `VARIANTS`.
         jobs: Trainings at a time on one GPU. 1 leaves each the GPU alone, so that tokens/s can be compared.
+        short: Flags of a training on short rows that comes first, on top of `flags`; the other one starts from its
+            weights. Empty: there is none.
     """
 
     question: str
@@ -27,6 +29,7 @@ class Part:
     variants: tuple[str, ...] = VARIANTS
     jobs: int = 1
     geometry: Geometry = field(default_factory=Geometry)
+    short: dict[str, str] = field(default_factory=dict)
 
 
 def _model(layers: int, dim: int, heads: int) -> dict[str, str]:
@@ -100,5 +103,7 @@ PARTS = {
         | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 1500, 2e-3),
         ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
         jobs=4,
+        # A small dense model learned the task on short haystacks alone, and nothing on all lengths at once.
+        short=_batch(256, 64, 4000, 2e-3),
     ),
 }  # fmt: skip

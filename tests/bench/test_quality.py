@@ -24,7 +24,9 @@ def script() -> ModuleType:
 def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, part: str, tmp_path: Path) -> None:
     found = script.trainings(part, tmp_path, [], [], {})
     assert len(found) == len(script.PARTS[part].seeds) * len(script.PARTS[part].variants)
-    configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in found)]
+    # The weights of a training on short rows are not there.
+    alone = [replace(one, short=None) for one in found]
+    configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in alone)]
     own = {"model.attention", "model.selection", "model.sliding_window", "model.selected_dropout", "run.directory"}
     for one, config in zip(found, configs, strict=True):
         first = next(other for other in found if other.seed == one.seed)
@@ -57,10 +59,9 @@ TINY = {
 }  # fmt: skip
 
 
-def test_a_part_trains_evaluates_and_writes_its_tables(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In this process: the commands are the same."""
+@pytest.fixture
+def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of the script, which run in this process."""
     commands: list[list[str]] = []
 
     def run_here(pairs: Any, **settings: Any) -> list[int]:
@@ -71,6 +72,12 @@ def test_a_part_trains_evaluates_and_writes_its_tables(
         return [main(arguments) for arguments, _ in pairs]
 
     monkeypatch.setattr(script, "run_all", run_here)
+    return commands
+
+
+def test_a_part_trains_evaluates_and_writes_its_tables(
+    script: ModuleType, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     part = script.PARTS["recall"]
     short = ("--only", "recall", "loss", "position", "--samples", "2", "--pairs", "2", "4")
     monkeypatch.setitem(script.PARTS, "recall", replace(part, evaluate=short))
@@ -103,6 +110,34 @@ def test_a_part_trains_evaluates_and_writes_its_tables(
     monkeypatch.setattr(sys, "argv", [*arguments, "--resume", *flags])
     assert script.main() == 0
     assert {command[0] for command in commands} == {"evaluate"}
+
+
+def test_needles_start_from_the_weights_of_short_haystacks(
+    script: ModuleType, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = script.PARTS["needle"]
+    assert int(part.short["train.sequence_length"]) < int(part.flags["train.sequence_length"])
+    few = ("--only", "needle", "--lengths", "32", "--depths", "1", "--samples", "1")
+    monkeypatch.setitem(script.PARTS, "needle", replace(part, evaluate=few))
+    tiny = TINY | {"data.source": "needle:1"}
+    flags = [word for name, value in tiny.items() for word in (f"--{name}", str(value))]
+    arguments = ["quality.py", "--part", "needle", "--directory", str(tmp_path / "runs"), "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--variants", "dense", "--gpus", "0", *flags])
+    assert script.main() == 0
+    assert [command[0] for command in commands] == ["train", "train", "evaluate"]
+    short, whole = tmp_path / "runs/needle/dense-1337-short", tmp_path / "runs/needle/dense-1337"
+    assert [str(short) in command for command in commands] == [True, True, False]
+    assert load_config(whole / "config.toml").model.from_ == str(short)
+    (row,) = json.loads(next(tmp_path.glob("quality_needle_*.json")).read_text())["rows"]
+    assert (row["variant"], row["steps"]) == ("dense", 2)
+
+    # A training on short rows that is not over: the other one does not begin.
+    commands.clear()
+    monkeypatch.setattr(script, "run_all", lambda pairs, **settings: [0] * len(pairs))
+    other = ["--directory", str(tmp_path / "other"), "--variants", "dense", "--gpus", "0"]
+    monkeypatch.setattr(sys, "argv", [*arguments[:3], *other, *flags])
+    assert script.main() == 0
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_run_that_has_begun_goes_on(script: ModuleType, tmp_path: Path) -> None:
