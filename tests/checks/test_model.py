@@ -138,14 +138,13 @@ def test_decode_finds_a_window_cache_one_too_short(monkeypatch):
 
 
 def test_decode_finds_blocks_rotated_by_another_position(monkeypatch):
-    healthy = prefill.rotate
+    healthy = prefill.Chunk.rotate
 
-    def rotate(x, cos, sin):
-        # The tables of blocks have a stride's rows between theirs.
-        of_blocks = cos.stride(0) > cos.shape[1]
-        return healthy(x, cos.roll(1, 0), sin.roll(1, 0)) if of_blocks else healthy(x, cos, sin)
+    def rotate(self, x, first=None, stride=1):
+        # Blocks are a stride apart.
+        return healthy(self, x, first if stride == 1 else first + 1, stride)
 
-    monkeypatch.setattr(prefill, "rotate", rotate)
+    monkeypatch.setattr(prefill.Chunk, "rotate", rotate)
     assert not checks.decode(CPU).passed
 
 

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from trifocal._version import __version__
-from trifocal.cli.output import printable, write_what_can_be_encoded
+from trifocal.cli.output import drop_lost_output, printable, write_what_can_be_encoded
 from trifocal.errors import UserError, unknown
 
 COMMANDS = {
@@ -43,6 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     write_what_can_be_encoded()
     args = list(sys.argv[1:] if arguments is None else arguments)
+    if args[:1] != ["train"]:
+        # A run says in its metrics that its output is lost.
+        drop_lost_output()
     try:
         if not args or args[0] in ("-h", "--help"):
             print(_usage(), flush=True)

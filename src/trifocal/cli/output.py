@@ -23,13 +23,16 @@ def printable(text: str) -> str:
 def write_what_can_be_encoded() -> None:
     """Let standard output write characters that it cannot encode as escapes, such as \\u2192, as standard error does.
 
-    A terminal or a locale may be older than UTF-8; a name may hold bytes that are no text. Where standard output was
-    closed, what is written is dropped.
+    A terminal or a locale may be older than UTF-8; a name may hold bytes that are no text.
     """
-    if sys.stdout is None:
-        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def drop_lost_output() -> None:
+    """Write to nowhere where standard output was closed before the start."""
+    if sys.stdout is None:
+        sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115
 
 
 def check_output(path: str) -> None:
