@@ -60,7 +60,8 @@ def random_token_floor(device: torch.device, *, train: Train = train) -> Measure
         num_local_blocks=1,
         window_size=2,
     )
-    model = small_config(vocab_size=vocab_size, num_layers=1, geometry=geometry)
+    sizes = {"num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16, "value_dim": 16}
+    model = small_config(vocab_size=vocab_size, geometry=geometry, **sizes)
     with _folder() as folder:
         directory = folder / "run"
         train(
@@ -120,7 +121,7 @@ def master_weights(
     were, as bf16 weights would. Bound: none.
     """
     torch.manual_seed(0)
-    config = small_config(vocab_size=257)
+    config = small_config(vocab_size=257, value_dim=8)
     model = make_model(config).to(device)
     optimizer = make_optimizer(model, OptimizerSection(learning_rate=1e-6, weight_decay=0.0))
     tokens = torch.randint(config.vocab_size, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -153,7 +154,7 @@ def master_weights(
 def _small_run(directory: Path, text: Path, device: torch.device) -> RunConfig:
     return RunConfig(
         run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
-        model=small_config(vocab_size=257),
+        model=small_config(vocab_size=257, value_dim=8),
         data=DataConfig(source=f"text:{text}", validation_fraction=0.0, shuffle_documents=4, shuffle_sequences=8),
         train=TrainSection(steps=RESUME_STEPS, sequence_length=48, global_batch_size=4, micro_batch_size=2),
         optimizer=OptimizerSection(learning_rate=1e-2),
