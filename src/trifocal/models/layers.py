@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
-from trifocal.nn.attention_base import AttentionBase, Past
+from trifocal.nn.attention_base import AttentionBase, Past, documents_and_positions
 from trifocal.nn.random_selection import random_blocks
 from trifocal.nn.selected_dropout import shut_queries
 from trifocal.ops import Documents
@@ -59,17 +59,16 @@ def run_blocks(
     for index, (block, kind) in enumerate(zip(blocks, config.attention_of_layers, strict=True)):
         given = {}
         if kind in ("nsa", "selected") and config.selection == "random":
-            chosen = random_blocks(_positions(x, documents), config.geometry, config.num_kv_heads, index)
+            chosen = random_blocks(
+                documents_and_positions(x, documents)[1], config.geometry, config.num_kv_heads, index
+            )
             given["selected_blocks"] = chosen.expand(x.shape[0], -1, -1, -1)
         if kind == "nsa" and config.selected_dropout and trained_tokens is not None:
-            given["shut"] = shut_queries(trained_tokens, _positions(x, documents), config.selected_dropout, index)
+            given["shut"] = shut_queries(
+                trained_tokens, documents_and_positions(x, documents)[1], config.selected_dropout, index
+            )
         x = block(x, cu_seqlens=documents, rotary=rotary, **given)
         yield x
-
-
-def _positions(x: Tensor, documents: Documents | None) -> Tensor:
-    """Position of each token in its document, [T]."""
-    return torch.arange(x.shape[1], device=x.device) if documents is None else documents.positions
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:
