@@ -47,6 +47,7 @@ from quality_parts import PARTS, VARIANTS
 
 ROOT = Path(__file__).parent.parent
 _STOP_SECONDS = 60.0
+_NOT_BEGUN = -1
 Row = dict[str, Any]
 
 
@@ -168,7 +169,7 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
         deadline: On the monotonic clock.
 
     Returns:
-        Their exit statuses; those that did not begin have -1.
+        Their exit statuses; those that did not begin have `_NOT_BEGUN`.
     """
     places: SimpleQueue[int] = SimpleQueue()
     for place in range(max(gpus, 1) * jobs):
@@ -178,7 +179,7 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
         gpu = places.get()
         try:
             if time.monotonic() >= deadline:
-                return -1
+                return _NOT_BEGUN
             threads = str(max(1, (os.cpu_count() or 1) // (max(gpus, 1) * jobs)))
             environment = os.environ | {"OMP_NUM_THREADS": threads, "TORCHINDUCTOR_COMPILE_THREADS": threads}
             if gpus:
@@ -337,7 +338,7 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
     short = [one.short for one in found if one.short is not None and one.done() < one.steps]
     status = begin(f"{name}, short rows", short) if short else {}
     ready = [one for one in found if one.short is None or one.short.done() == one.short.steps]
-    status |= dict.fromkeys((str(one.folder) for one in found), -1) | begin(name, ready)
+    status |= dict.fromkeys((str(one.folder) for one in found), _NOT_BEGUN) | begin(name, ready)
     ready = [one for one in found if one.done() and not status[str(one.folder)]]
     print(f"{name}: evaluating {len(ready)}", flush=True)
     commands = [(["evaluate", str(one.folder), *part.evaluate], one.folder.with_suffix(".log")) for one in ready]
@@ -348,7 +349,11 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
         print(write_result(name, found, options, [status[str(one.folder)] for one in found]).read_text(), flush=True)
     for folder, code in status.items():
         if code:
-            lines = Path(folder).with_suffix(".log").read_text().splitlines() if code > 0 else ["not begun in time"]
+            lines = (
+                Path(folder).with_suffix(".log").read_text().splitlines()
+                if code != _NOT_BEGUN
+                else ["not begun in time"]
+            )
             print(f"{folder}: exit status {code}: {' | '.join(lines[-3:])}", flush=True)
     return sum(code > 0 for code in status.values())
 

@@ -104,6 +104,6 @@ PARTS = {
         ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
         jobs=4,
         # A small dense model learned the task on short haystacks alone, and nothing on all lengths at once.
-        short=_batch(256, 64, 4000, 2e-3),
+        short=_batch(128, 64, 3000, 2e-3),
     ),
 }  # fmt: skip
