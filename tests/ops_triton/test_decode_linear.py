@@ -73,6 +73,13 @@ def test_embedding(backend):
     assert error(out.squares.sum(1), out.x.double().square().sum(1)) < BOUND
 
 
+@both_backends
+def test_embedding_of_a_column_of_tokens(backend):
+    tokens = torch.tensor([[3, 9], [0, 8], [10, 7]])
+    table = draw(11, WIDTH)
+    assert torch.equal(embedding(tokens[:, 0], table, backend).x, table[[3, 0, 10]])
+
+
 def test_a_token_outside_of_the_table_poisons_its_row_alone():
     out = embedding(torch.tensor([3, 11, -1]), draw(11, WIDTH), "triton")
     assert out.x.isnan().all(1).tolist() == [False, True, True]

@@ -220,8 +220,9 @@ def embedding(tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     rows, width = tokens.shape[0], table.shape[1]
     out = torch.empty(rows, width, dtype=torch.float32, device=table.device)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=table.device)
+    # A column of a batch's tokens has a stride.
     decode_embedding_kernel[(rows,)](
-        tokens, table, out, squares, table.shape[0],
+        tokens.contiguous(), table, out, squares, table.shape[0],
         E=width, E_PAD=next_power_of_2(width), num_warps=4, **dependent_launch(table.device),
     )  # fmt: skip
     return out, squares
