@@ -1,5 +1,7 @@
 """Decoding equals the attention of the whole sequence at every position, by the reference."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -86,6 +88,8 @@ def test_rejected_tokens_are_written_over():
         ({"num_new": [1]}, "num_new must have the shape"),
         ({"ring": 3}, "rings of at least"),
         ({"gates": None}, "window branch needs gates"),
+        ({"columns": "lengths"}, "lengths must be contiguous"),
+        ({"columns": "block_table"}, "rows of block_table must be contiguous"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -97,6 +101,9 @@ def test_what_does_not_fit_is_refused(change, message):
     batch = decoder.batch([1, 1])
     if "num_new" in change:
         batch = DecodeBatch(batch.rows, batch.lengths, batch.num_new[:1], batch.block_table)
+    if "columns" in change:
+        given = getattr(batch, change["columns"])
+        batch = replace(batch, **{change["columns"]: torch.stack([given, given], -1)[..., 0]})
     new = decoder.new_tokens([1, 1])
     with pytest.raises(ValueError, match=message):
         if "gates" in change:

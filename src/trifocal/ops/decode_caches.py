@@ -71,14 +71,18 @@ class DenseCache:
 
 
 def check_batch(batch: DecodeBatch, num_sequences: int) -> None:
-    """Raise ValueError unless the batch has so many sequences."""
+    """Raise ValueError unless the batch has so many sequences, in rows without gaps."""
     for name in ("rows", "lengths", "num_new"):
-        given = getattr(batch, name).shape
-        if given != (num_sequences,):
-            raise ValueError(f"{name} must have the shape [B] = [{num_sequences}], got {list(given)}")
+        given = getattr(batch, name)
+        if given.shape != (num_sequences,):
+            raise ValueError(f"{name} must have the shape [B] = [{num_sequences}], got {list(given.shape)}")
+        if not given.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got a stride of {given.stride(0)}")
     table = batch.block_table
     if table.ndim != 2 or table.shape[0] != num_sequences:
         raise ValueError(f"block_table must have the shape [{num_sequences}, pages], got {list(table.shape)}")
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise ValueError(f"the rows of block_table must be contiguous, got a stride of {table.stride(1)}")
 
 
 def check_new_tokens(x: Tensor) -> None:
