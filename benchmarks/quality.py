@@ -15,7 +15,8 @@
 
 All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads: those
 of its window and of all selected blocks. `random` is the sparse model with blocks drawn at random: it lacks the choice.
-`dropout` is the sparse model, trained with the selected branch shut for a fifth of the queries.
+`dropout` is the sparse model, trained with the selected branch shut for a fifth of the queries. In `shared`, the
+branches share their keys and values.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Those of `needle` start from the
 weights of a training on short haystacks, in a folder with `-short` behind its name. When the time is up they stop as a
 scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed on.
@@ -101,8 +102,8 @@ def trainings(
     """
     part = PARTS[name]
 
-    def training(variant: str, seed: int, folder: Path, own: dict[str, str]) -> Training:
-        steps, geometry = int((own | extra)["train.steps"]), part.geometry
+    def training(variant: str, seed: int, folder: Path, own: dict[str, str], last: dict[str, str]) -> Training:
+        steps, geometry = int((own | last | extra)["train.steps"]), part.geometry
         flags = {
             "run.seed": str(seed),
             "data.seed": str(seed),
@@ -118,24 +119,18 @@ def trainings(
         }
         if name == "long":
             flags["data.source"] = f"parquet:{directory / 'packages.parquet'}#text"
-        if variant in ("dense", "window"):
-            flags["model.attention"] = variant
         if variant == "window":
             keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
             flags["model.sliding_window"] = str(keys)
-        if variant == "random":
-            flags["model.selection"] = "random"
-        if variant == "dropout":
-            flags["model.selected_dropout"] = "0.2"
-        return Training(name, variant, seed, folder, flags | extra)
+        return Training(name, variant, seed, folder, flags | VARIANTS[variant] | last | extra)
 
     found = []
     for seed in seeds or part.seeds:
         for variant in variants or part.variants:
             folder = directory / name / f"{variant}-{seed}"
-            one = training(variant, seed, folder, part.flags)
+            one = training(variant, seed, folder, part.flags, {})
             if part.short:
-                one.short = training(variant, seed, folder.with_name(f"{folder.name}-short"), part.flags | part.short)
+                one.short = training(variant, seed, folder.with_name(f"{folder.name}-short"), part.flags, part.short)
             found.append(one)
     return found
 
@@ -281,16 +276,21 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
     ]
     common = max(set.intersection(*evaluated), default=0) if evaluated else 0
     part, jobs = PARTS[name], options.jobs or PARTS[name].jobs
-    found = [read_training(training, common, jobs) for training in begun]
-    rows, evaluations = [row for row, _ in found], [row for _, part in found for row in part]
+    found = [(training, *read_training(training, common, jobs)) for training in begun]
+    rows = [row for _, row, _ in found]
+    # Models of different steps do not compare.
+    most = max((training.done() for training in begun), default=0)
+    evaluations = [row for training, _, part in found if training.done() == most for row in part]
     recall = [
         {key: row.get(key) for key in ("variant", "seed", "length", "pairs", "accuracy", "answer_loss")}
         for row in evaluations if row["task"] == "recall" and "accuracy" in row
     ]  # fmt: skip
     notes = [
-        "The validation loss is that of the last step that all have reached.",
+        "The validation loss is that of the last step that all have reached; the other tables have only the trainings "
+        "with the most steps.",
         "window sees as many keys as the sparse model reads in its window and its selected blocks; random is the "
-        "sparse model with blocks drawn at random; dropout is trained with model.selected_dropout = 0.2.",
+        "sparse model with blocks drawn at random; dropout is trained with model.selected_dropout = 0.2, and in shared "
+        "the branches share their keys and values.",
         "One training at a time on a GPU."
         if jobs == 1
         else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",

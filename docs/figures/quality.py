@@ -14,7 +14,10 @@ from palette import COMPRESSED, DENSE, INK, PAST, SELECTED, WINDOW
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE = Path(__file__).parents[1] / "quality.md"
-COLOURS = {"sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "random": SELECTED, "dropout": INK}
+COLOURS = {
+    "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "random": SELECTED, "dropout": INK, "shared": "#8e44ad",
+    "shared-dropout": "#c0392b",
+}  # fmt: skip
 PARTS = ("twins", "seeds", "long", "recall", "needle")
 REPEATED, CHOICE = "repeated", "choice"
 """Of benchmarks/repeated_bytes.py and benchmarks/choice_learning.py."""

@@ -3,6 +3,7 @@
 import json
 import sys
 import time
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -27,7 +28,7 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
     # The weights of a training on short rows are not there.
     alone = [replace(one, short=None) for one in found]
     configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in alone)]
-    own = {"model.attention", "model.selection", "model.sliding_window", "model.selected_dropout", "run.directory"}
+    own = {"model.attention", "model.selection", "model.sliding_window", "model.selected_dropout"}
     for one, config in zip(found, configs, strict=True):
         first = next(other for other in found if other.seed == one.seed)
         differ = {name for name in one.flags if one.flags[name] != first.flags.get(name)}
@@ -54,8 +55,8 @@ TINY = {
     "model.num_layers": 1, "model.dim": 16, "model.num_heads": 2, "model.head_dim": 8, "model.value_dim": 8,
     "model.mlp_dim": 16, "model.vocab_size": 32, "data.source": "recall:4", "train.sequence_length": 32,
     "train.global_batch_size": 2, "train.micro_batch_size": 2, "train.steps": 2, "train.precision": "fp32",
-    "train.cuda_graphs": "false", "run.device": "cpu", "evaluate.batches": 1, "log.telemetry_interval_steps": 0,
-    "checkpoint.interval_steps": 2, "evaluate.interval_steps": 2,
+    "train.cuda_graphs": "false", "train.compile": "false", "run.device": "cpu", "evaluate.batches": 1,
+    "log.telemetry_interval_steps": 0, "checkpoint.interval_steps": 2, "evaluate.interval_steps": 2,
 }  # fmt: skip
 
 
@@ -138,6 +139,36 @@ def test_needles_start_from_the_weights_of_short_haystacks(
     monkeypatch.setattr(sys, "argv", [*arguments[:3], *other, *flags])
     assert script.main() == 0
     assert not (tmp_path / "other").exists()
+
+
+def test_short_haystacks_are_learned_without_dropout(script: ModuleType, tmp_path: Path) -> None:
+    (one,) = script.trainings("needle", tmp_path, [1], ["shared-dropout"], {})
+    found = [load_config(*(lambda path, *flags: (path, flags))(*part.arguments(resume=False))) for part in (
+        replace(one, short=None), one.short
+    )]  # fmt: skip
+    assert [config.model.selected_dropout for config in found] == [0.2, 0.0]
+    assert all(config.model.shared_kv for config in found)
+
+
+def test_tables_leave_out_trainings_with_fewer_steps(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = script.trainings("seeds", tmp_path, [1], ["sparse", "dense"], {})
+    for one, step in zip(found, (3, 2), strict=True):
+        one.folder.mkdir(parents=True)
+        rows = [{"kind": "train", "step": step}, {"kind": "evaluation", "step": 2, "validation_loss": 1.0}]
+        (one.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    position = {"task": "position", "length": 8, "first": 0, "end": 8, "loss": 1.0}
+
+    def read(training: Any, common: int, jobs: int) -> Any:
+        own = {"variant": training.variant, "seed": 1}
+        return own | {"validation_loss": 1.0, "curve": []}, [own | position]
+
+    monkeypatch.setattr(script, "read_training", read)
+    options = Namespace(jobs=1, output=tmp_path, commit="abc")
+    result = json.loads(script.write_result("seeds", found, options, [0, 0]).with_suffix(".json").read_text())
+    assert [row["variant"] for row in result["rows"]] == ["sparse", "dense"]
+    assert [row["variant"] for row in result["loss_by_position"]] == ["sparse"]
 
 
 def test_a_run_that_has_begun_goes_on(script: ModuleType, tmp_path: Path) -> None:
