@@ -6,16 +6,17 @@
         --train.steps 2000 --schedule.warmup_steps 200 --optimizer.learning_rate 6e-4 \\
         --checkpoint.interval_steps 500 --log.sample_interval_steps 0
     python benchmarks/convert_quality.py runs/dense --directory runs/converted
-    python benchmarks/convert_quality.py runs/dense --directory runs/converted --to selected --dense-layers 0,1 \\
-        --geometry.num_selected_blocks 24 --optimizer.learning_rate 1e-4
+    python benchmarks/convert_quality.py runs/dense --directory runs/converted --to selected --label hybrid \\
+        --dense-layers 0,4,8 --geometry.num_selected_blocks 32 --geometry.num_local_blocks 8
 
 For each target: `trifocal convert`, then `trifocal train --model.from`, by the configuration of the dense run, on text
 in another order. The dense model is trained on in the same way: without it, more training would look like a gain of
 the conversion. The validation loss of all of them, and of the converted model before training, is measured on the same
 text at each length.
 
-Flags with `geometry.` go to `trifocal convert`, other flags of a section to `trifocal train`. Started again, the script
-continues: converted models, trainings and figures are kept in the directory.
+Flags with `geometry.` go to `trifocal convert`, other flags of a section to `trifocal train`. With other flags, give a
+`--label`: it is part of the names of models and of the result. Started again, the script continues: converted models,
+trainings and figures are kept in the directory.
 """
 
 import argparse
@@ -128,6 +129,7 @@ def main() -> int:
     parser.add_argument("--directory", type=Path, default=Path("runs/converted"))
     parser.add_argument("--to", nargs="+", choices=("selected", "nsa"), default=["selected", "nsa"])
     parser.add_argument("--dense-layers", default="")
+    parser.add_argument("--label", default="", help="of these flags, in the names of models and of the result")
     parser.add_argument("--share", type=float, default=0.1, help="of the dense run's steps")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--commit", default="")
@@ -144,8 +146,9 @@ def main() -> int:
     directory.mkdir(parents=True, exist_ok=True)
     models = {DENSE: options.dense, DENSE_ON: directory / "dense"}
     train_on(options.dense, models[DENSE_ON], options.dense, config, steps, extra)
+    label = f"-{options.label}" if options.label else ""
     for target in options.to:
-        converted, run = directory / f"{target}-start", directory / target
+        converted, run = directory / f"{target}{label}-start", directory / f"{target}{label}"
         if not converted.exists():
             choices = [
                 *(f"--{name}={value}" for name, value in geometry.items()),
@@ -154,18 +157,17 @@ def main() -> int:
             command("convert", str(options.dense), str(converted), "--to", target, *choices)
         train_on(converted, run, options.dense, config, steps, extra)
         models |= {f"{target}, converted": converted, f"{target}, trained on": run}
-    rows = compared(losses(models, options.dense, options.lengths, directory / "losses.json"))
+    rows = compared(losses(models, options.dense, options.lengths, directory / f"losses{label}.json"))
     tokens = config.train.sequence_length * config.train.global_batch_size
     notes = [
         f"Dense run: {config.train.steps:,} steps of {tokens:,} tokens, {config.train.sequence_length:,} a sequence.",
         f"Trained on: {steps:,} steps more.",
         f"Layers that stay dense: {options.dense_layers or 'none'}. Geometry: "
-        f"{load_model(directory / f'{options.to[0]}-start').config.geometry}.",
+        f"{load_model(directory / f'{options.to[0]}{label}-start').config.geometry}.",
         f"Further flags: {' '.join(f'{name}={value}' for name, value in extra.items()) or 'none'}.",
     ]
-    file = ResultFile(
-        "convert_quality", "Dense models made sparse, and trained on", folder=options.output, commit=options.commit
-    )
+    name = f"convert_quality{label.replace('-', '_')}"
+    file = ResultFile(name, "Dense models made sparse, and trained on", folder=options.output, commit=options.commit)
     print(file.write(rows, notes=notes).read_text(), flush=True)
     return 0
 

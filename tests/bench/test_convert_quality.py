@@ -47,3 +47,9 @@ def test_models_are_converted_trained_on_and_measured(tmp_path: Path, monkeypatc
     # Started again, nothing is done twice.
     assert script.main() == 0
     assert len(commands) == 5
+    # Another choice of layers is another model and another result.
+    others = ["--label", "hybrid", "--to", "selected", "--dense-layers", "0"]
+    monkeypatch.setattr(sys, "argv", ["convert_quality.py", *arguments, *others])
+    assert script.main() == 0
+    assert commands[5:] == ["convert", "train"] and len(list(results.glob("convert_quality_hybrid_*.json"))) == 1
+    assert (directory / "selected-hybrid" / "config.toml").is_file()
