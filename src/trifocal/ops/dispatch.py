@@ -288,9 +288,9 @@ def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper
     return tiles.selected_tile(kernel, q.dtype, q_per_kv, dim, value_dim, devices.architecture(q.device))
 
 
-def decode_tile(q: Tensor, v: Tensor, rows: int, *, dense: bool = False) -> tiles.Tile:
+def decode_tile(q: Tensor, v: Tensor, rows: int, kernel: str) -> tiles.Tile:
     """The tile of a decoding kernel for so many rows that share keys; `BLOCK_N` is the same for all of them."""
-    return tiles.decode_tile(q.dtype, rows, max(_columns(q, v)), devices.architecture(q.device), dense=dense)
+    return tiles.decode_tile(q.dtype, rows, max(_columns(q, v)), devices.architecture(q.device), kernel)
 
 
 def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:

@@ -51,8 +51,8 @@ def decode_attention(
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k_slc.shape[1:3], cache.v_slc.shape[3]
     q_per_kv, num_rows = heads // groups, num_sequences * new * heads
-    tile = dispatch.decode_tile(q, cache.v_slc, new * q_per_kv)
-    head_tile = dispatch.decode_tile(q, cache.v_slc, q_per_kv)
+    tile = dispatch.decode_tile(q, cache.v_slc, new * q_per_kv, "scores")
+    head_tile = dispatch.decode_tile(q, cache.v_slc, q_per_kv, "attend")
     most_tokens = batch.block_table.shape[1] * page_size
 
     # Compressed blocks: tiles hold whole selection blocks, each padded to a power of two.
@@ -147,7 +147,7 @@ def decode_dense_attention(
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
     q_per_kv = heads // groups
-    tile = dispatch.decode_tile(q, cache.v, new * q_per_kv, dense=True)
+    tile = dispatch.decode_tile(q, cache.v, new * q_per_kv, "dense")
     row_tiles = cdiv(new * q_per_kv, tile.BLOCK_M)
     programs = num_sequences * groups * row_tiles
     most_units = min(MOST_UNITS.value, cdiv(batch.block_table.shape[1] * page_size, tiles.DECODE_UNIT))
@@ -171,7 +171,7 @@ def _decode_window(
     """The window's part of `decode_attend_kernel` alone, over the pages of a dense cache."""
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
-    tile = dispatch.decode_tile(q, cache.v, heads // groups)
+    tile = dispatch.decode_tile(q, cache.v, heads // groups, "attend")
     most_units = cdiv(min(window_size, batch.block_table.shape[1] * page_size), tiles.DECODE_UNIT)
     units = dispatch.decode_units_of_part(num_sequences * groups * new, most_units, q.device)
     num_parts = cdiv(most_units, units)

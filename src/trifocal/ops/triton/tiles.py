@@ -201,6 +201,13 @@ _DECODE_TILES: dict[str, dict[int, Tile]] = {
         192: Tile(16, 64, 4, 3),
         256: Tile(16, 32, 4, 3),
     },
+    # Shorter pipelines leave room for more programs: 9 % of a layer of 32 x 65,536 tokens.
+    "hopper scores": {
+        64: Tile(16, 256, 8, 2),
+        128: Tile(16, 64, 4, 2, 128),
+        192: Tile(16, 64, 4, 3),
+        256: Tile(16, 32, 4, 3),
+    },
     # A long past keeps a pipeline busy.
     "hopper dense": {
         64: Tile(16, 128, 4, 3, 168),
@@ -219,7 +226,7 @@ DECODE_UNIT = 256
 DECODE_GROUP = 4
 
 
-def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, *, dense: bool = False) -> Tile:
+def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, kernel: str) -> Tile:
     """The tile of a decoding kernel.
 
     Args:
@@ -227,11 +234,11 @@ def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, 
         rows: Rows that share keys: heads of a group, for one or all new tokens.
         columns: Columns of the wider of q and v, as a tile holds them.
         architecture: See `devices.architecture`.
-        dense: Whether it attends to the whole past.
+        kernel: `"scores"`, `"attend"`, or `"dense"`, which attends to the whole past.
     """
     row = "fp32" if dtype == torch.float32 else architecture
-    row = f"{row} dense" if dense and f"{row} dense" in _DECODE_TILES else row
-    tile = next(tile for most, tile in _DECODE_TILES[row].items() if columns <= most)
+    widths = _DECODE_TILES.get(f"{row} {kernel}", _DECODE_TILES[row])
+    tile = next(tile for most, tile in widths.items() if columns <= most)
     if rows <= tile.BLOCK_M:
         return tile
     # More accumulators need more registers.
