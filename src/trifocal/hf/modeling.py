@@ -16,12 +16,13 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 
 from trifocal.hf.cached_forward import cache_obstacle, cached_tokens
 from trifocal.hf.configuration import TrifocalConfig
-from trifocal.hf.row_layout import RowLayout, filling_of, row_layout
+from trifocal.hf.row_layout import RowLayout, row_layout
+from trifocal.hf.training_loss import TrainingLoss, shifted
 from trifocal.models import DecoderLM
-from trifocal.models.decoder import IGNORED_TARGET, summed_loss
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
 from trifocal.nn.attention_base import Past
+from trifocal.ops import Documents
 
 # Collators for FlashAttention add these; they say no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -151,16 +152,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
             with cached_tokens(past_key_values, self._model_config, x, attention_mask, position_ids) as new:
                 states = self._run(x, new.layout, new.pasts, keep_all)
         else:
-            longest = kwargs.get("max_length_q")
-            layout = row_layout(
-                (x.shape[0], x.shape[1]),
-                x.device,
-                attention_mask,
-                position_ids,
-                kwargs.get("cu_seq_lens_q"),
-                longest if isinstance(longest, int) else None,
-                compiled=self._run_block is not run_block and torch.is_grad_enabled(),
-            )
+            layout = self.layout_of(x, attention_mask, position_ids, kwargs)
             states = self._run(x, layout, [], keep_all, input_ids if trains else None)
         output = BaseModelOutputWithPast(
             last_hidden_state=states[-1],
@@ -168,6 +160,28 @@ class TrifocalModel(TrifocalPreTrainedModel):
             hidden_states=tuple(states) if keep_all else None,
         )
         return _returned(output, self.config, return_dict)
+
+    def layout_of(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, packing: dict[str, Any]
+    ) -> RowLayout | None:
+        """Padding and documents of tokens or their embeddings [B, T, *]; arguments as of `forward`."""
+        longest = packing.get("max_length_q")
+        return row_layout(
+            (x.shape[0], x.shape[1]),
+            x.device,
+            attention_mask,
+            position_ids,
+            packing.get("cu_seq_lens_q"),
+            longest if isinstance(longest, int) else None,
+            compiled=self._run_block is not run_block and torch.is_grad_enabled(),
+        )
+
+    def hidden_of(self, tokens: Tensor, documents: Documents | None) -> Tensor:
+        """The normed output of the last layer for tokens in training, [B, T] -> [B, T, E]."""
+        x = self.embedding(tokens)
+        *_, last = run_blocks(self.blocks, self._model_config, x, documents, (), tokens)
+        hidden: Tensor = self.norm(last)
+        return hidden
 
     def _run(
         self,
@@ -217,7 +231,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = TrifocalModel(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._run_loss: Callable[..., Tensor] | None = None
+        self._training_loss: TrainingLoss | None = None
         self.post_init()
 
     @classmethod
@@ -252,14 +266,19 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         with open_pretrained(Path(path), checkpoint) as found:
             return cls.from_decoder(found.model())
 
-    def compile_training(self) -> None:
+    def compile_training(self, *, cuda_graphs: bool = False) -> None:
         """Compile the layers and the loss, for training by the trainers of transformers and TRL; call it before them.
 
         One function is compiled for all layers, when training first runs them. In training with labels, `logits` are
         then None: the loss makes no copy of them in fp32. Passes without gradients stay as they are.
+
+        Args:
+            cuda_graphs: Record the training step of each kind of batch without padding as a CUDA graph, so that a GPU
+                need not wait for the host. It keeps another copy of all gradients, and the memory of each kind of
+                batch. `backward` must then come before the next batch. Not for FSDP or fp16.
         """
         self.model.compile_training()
-        self._run_loss = torch.compile(_loss_of_hidden, dynamic=False)
+        self._training_loss = TrainingLoss(self, cuda_graphs=cuda_graphs)
 
     def to_decoder(self) -> DecoderLM:
         """The same model of ours; it shares the weights."""
@@ -317,6 +336,15 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         """
         # Not an argument by name: the trainer would look for it in every batch.
         shift_labels = kwargs.pop("shift_labels", None)
+        has_labels = labels is not None or shift_labels is not None
+        compiled = self._compiled_loss(logits_to_keep) if has_labels else None
+        keep_all = output_hidden_states or self.config.output_hidden_states
+        plain = attention_mask is None and past_key_values is None and not keep_all
+        if compiled is not None and input_ids is not None and plain and compiled.records(input_ids.device):
+            _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
+            targets = shifted(labels, shift_labels)
+            recorded = compiled.of_batch(input_ids, targets, num_items_in_batch, position_ids, kwargs)
+            return _returned(CausalLMOutputWithPast(loss=recorded), self.config, return_dict)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -330,12 +358,12 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         logits = loss = None
-        if (labels is None and shift_labels is None) or not self._loss_is_compiled(logits_to_keep):
+        if compiled is not None:
+            loss = compiled.of_hidden(outputs.last_hidden_state, shifted(labels, shift_labels), num_items_in_batch)
+        else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.head(outputs.last_hidden_state[:, kept])
-        if logits is None:
-            loss = self._compiled_loss(outputs.last_hidden_state, labels, shift_labels, num_items_in_batch)
-        elif labels is not None or shift_labels is not None:
+        if logits is not None and has_labels:
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
@@ -348,34 +376,10 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         )
         return _returned(output, self.config, return_dict)
 
-    def _loss_is_compiled(self, logits_to_keep: int | Tensor) -> bool:
-        """Whether labels are for the compiled loss; not if somebody has set a loss function."""
-        if self._run_loss is None or not (self.training and torch.is_grad_enabled()):
-            return False
-        return isinstance(logits_to_keep, int) and not logits_to_keep and not hasattr(self, "_loss_function")
-
-    def _compiled_loss(
-        self, hidden: Tensor, labels: Tensor | None, shift_labels: Tensor | None, count: Tensor | int | None
-    ) -> Tensor:
-        targets = shift_labels
-        if targets is None:
-            assert labels is not None
-            targets = nn.functional.pad(labels, (0, 1), value=IGNORED_TARGET)[:, 1:].contiguous()
-        if count is None:
-            count = (targets != IGNORED_TARGET).sum().clamp(min=1)
-        elif isinstance(count, Tensor):
-            count = count.to(targets.device)
-        hidden, targets = hidden.flatten(0, 1), targets.flatten()
-        if filling := filling_of(targets.numel()):
-            hidden = nn.functional.pad(hidden, (0, 0, 0, filling))
-            targets = nn.functional.pad(targets, (0, filling), value=IGNORED_TARGET)
-        assert self._run_loss is not None
-        loss: Tensor = self._run_loss(self.head, hidden[None], targets) / count
-        return loss
-
-
-def _loss_of_hidden(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    return summed_loss(head(hidden), targets)
+    def _compiled_loss(self, logits_to_keep: int | Tensor) -> TrainingLoss | None:
+        """The compiled loss where it counts: in training, unless logits are asked for or a loss function was set."""
+        counts = self.training and torch.is_grad_enabled() and not hasattr(self, "_loss_function")
+        return self._training_loss if counts and isinstance(logits_to_keep, int) and not logits_to_keep else None
 
 
 def _hf_name(name: str) -> str:

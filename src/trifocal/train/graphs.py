@@ -10,7 +10,7 @@ padded to a fixed number, with empty documents behind the last one.
 
 import gc
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ from trifocal.train.micro_batch import LossFunction, autocast, call_with, model_
 from trifocal.train.run_config import TrainSection
 
 Kind = tuple[int, ...]
+Result = TypeVar("Result")
 
 
 class _Recording(NamedTuple):
@@ -47,7 +48,7 @@ class GraphRecorder:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
-    def warm_up(self, work: Callable[[], Tensor]) -> Tensor:
+    def warm_up(self, work: Callable[[], Result]) -> Result:
         """Do work on the recording's stream, so that kernels are compiled and libraries loaded; returns its result."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -56,14 +57,14 @@ class GraphRecorder:
         current.wait_stream(self._stream)
         return result
 
-    def record(self, work: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def record(self, work: Callable[[], Result]) -> tuple[Callable[[], None], Result]:
         """Record work without doing it.
 
         Args:
             work: Has been done before; it queues kernels and waits for none.
 
         Returns:
-            A call that does the work, and the work's result, which every such call overwrites.
+            A call that does the work, and the work's result, whose tensors every such call overwrites.
         """
         torch.cuda.synchronize(self._device)
         gc.collect()

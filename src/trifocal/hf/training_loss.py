@@ -1,0 +1,80 @@
+"""The loss of transformers' model in compiled training: of hidden states, or recorded with its gradients."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trifocal.hf.recorded_training import RecordedTraining
+from trifocal.hf.row_layout import filling_of
+from trifocal.models.decoder import IGNORED_TARGET, summed_loss
+from trifocal.ops import Documents
+
+if TYPE_CHECKING:
+    from trifocal.hf.modeling import TrifocalForCausalLM
+
+
+class TrainingLoss:
+    """Losses of one model, by compiled code that makes no copy of the logits in fp32.
+
+    Args:
+        model: The model.
+        cuda_graphs: Record the steps of batches without padding.
+    """
+
+    def __init__(self, model: "TrifocalForCausalLM", *, cuda_graphs: bool) -> None:
+        self._model = model
+        self._run = torch.compile(_loss_of_hidden, dynamic=False)
+        self._recorded = RecordedTraining(model, self._of_tokens) if cuda_graphs else None
+
+    def records(self, device: torch.device) -> bool:
+        """Whether steps on this device are recorded."""
+        return self._recorded is not None and self._recorded.takes(device)
+
+    def of_hidden(self, hidden: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
+        """The loss of hidden states [B, T, E] and targets [B, T], divided by `count` or the number of targets."""
+        if count is None:
+            count = (targets != IGNORED_TARGET).sum().clamp(min=1)
+        elif isinstance(count, Tensor):
+            count = count.to(targets.device)
+        hidden, targets = hidden.flatten(0, 1), targets.flatten()
+        if filling := filling_of(targets.numel()):
+            hidden = nn.functional.pad(hidden, (0, 0, 0, filling))
+            targets = nn.functional.pad(targets, (0, filling), value=IGNORED_TARGET)
+        loss: Tensor = self._run(self._model.head, hidden[None], targets) / count
+        return loss
+
+    def of_batch(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        count: Tensor | int | None,
+        position_ids: Tensor | None,
+        packing: dict[str, Any],
+    ) -> Tensor:
+        """The recorded loss of tokens and targets [B, T]; further arguments as of the model's `forward`."""
+        documents = None
+        layout = self._model.model.layout_of(tokens, None, position_ids, packing)
+        if layout is not None:
+            documents, tokens = layout.documents, layout.pack(tokens)
+            if layout.filling:
+                targets = nn.functional.pad(targets.reshape(1, -1), (0, layout.filling), value=IGNORED_TARGET)
+        assert self._recorded is not None
+        return self._recorded(tokens, targets.view(tokens.shape), count, documents)
+
+    def _of_tokens(self, tokens: Tensor, targets: Tensor, count: Tensor, documents: Documents | None) -> Tensor:
+        hidden = self._model.model.hidden_of(tokens, documents)
+        loss: Tensor = self._run(self._model.head, hidden.flatten(0, 1)[None], targets.flatten()) / count
+        return loss
+
+
+def shifted(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
+    """The target of each token, [B, T]."""
+    if shift_labels is not None:
+        return shift_labels
+    assert labels is not None
+    return nn.functional.pad(labels, (0, 1), value=IGNORED_TARGET)[:, 1:].contiguous()
+
+
+def _loss_of_hidden(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
+    return summed_loss(head(hidden), targets)
