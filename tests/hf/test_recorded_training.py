@@ -134,6 +134,20 @@ def test_only_what_is_trained_gets_gradients() -> None:
     assert_same(compiled, recorded, rows(5))
 
 
+def test_an_output_projection_that_is_replaced_counts() -> None:
+    """As PEFT replaces it, whatever was recorded before."""
+    compiled, recorded = pair()
+    assert_same(compiled, recorded, rows(1))
+    assert_same(compiled, recorded, rows(2))
+    for model in (compiled, recorded):
+        head = torch.nn.Linear(*model.head.weight.shape[::-1], bias=False, dtype=torch.float64)
+        torch.nn.init.constant_(head.weight, 0.25)
+        model.head = head
+    for seed in range(3):
+        assert_same(compiled, recorded, rows(seed))
+    assert float(recorded(**rows(1)).loss) == pytest.approx(torch.log(torch.tensor(64.0)).item())
+
+
 def test_what_is_not_recorded_is_right_too() -> None:
     """Padding, hidden states, passes without gradients and in evaluation."""
     compiled, recorded = pair()

@@ -278,7 +278,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
                 batch. `backward` must then come before the next batch. Not for FSDP or fp16.
         """
         self.model.compile_training()
-        self._training_loss = TrainingLoss(self, cuda_graphs=cuda_graphs)
+        self._training_loss = TrainingLoss(self, self.model, cuda_graphs=cuda_graphs)
 
     def to_decoder(self) -> DecoderLM:
         """The same model of ours; it shares the weights."""

@@ -1,29 +1,38 @@
 """The loss of transformers' model in compiled training: of hidden states, or recorded with its gradients."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from trifocal.hf.recorded_training import RecordedTraining
-from trifocal.hf.row_layout import filling_of
+from trifocal.hf.row_layout import RowLayout, filling_of
 from trifocal.models.decoder import IGNORED_TARGET, summed_loss
 from trifocal.ops import Documents
 
-if TYPE_CHECKING:
-    from trifocal.hf.modeling import TrifocalForCausalLM
+
+class Decoder(Protocol):
+    """What a loss asks of `TrifocalModel`."""
+
+    def layout_of(
+        self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, packing: dict[str, Any]
+    ) -> RowLayout | None: ...
+
+    def hidden_of(self, tokens: Tensor, documents: Documents | None) -> Tensor: ...
 
 
 class TrainingLoss:
     """Losses of one model, by compiled code that makes no copy of the logits in fp32.
 
     Args:
-        model: The model.
+        model: The whole model.
+        decoder: Its decoder.
         cuda_graphs: Record the steps of batches without padding.
     """
 
-    def __init__(self, model: "TrifocalForCausalLM", *, cuda_graphs: bool) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, decoder: Decoder, *, cuda_graphs: bool) -> None:
+        self._model, self._decoder = model, decoder
         self._run = torch.compile(_loss_of_hidden, dynamic=False)
         self._recorded = RecordedTraining(model, self._of_tokens) if cuda_graphs else None
 
@@ -41,7 +50,7 @@ class TrainingLoss:
         if filling := filling_of(targets.numel()):
             hidden = nn.functional.pad(hidden, (0, 0, 0, filling))
             targets = nn.functional.pad(targets, (0, filling), value=IGNORED_TARGET)
-        loss: Tensor = self._run(self._model.head, hidden[None], targets) / count
+        loss: Tensor = self._run(self._model.get_output_embeddings(), hidden[None], targets) / count
         return loss
 
     def of_batch(
@@ -54,7 +63,7 @@ class TrainingLoss:
     ) -> Tensor:
         """The recorded loss of tokens and targets [B, T]; further arguments as of the model's `forward`."""
         documents = None
-        layout = self._model.model.layout_of(tokens, None, position_ids, packing)
+        layout = self._decoder.layout_of(tokens, None, position_ids, packing)
         if layout is not None:
             documents, tokens = layout.documents, layout.pack(tokens)
             if layout.filling:
@@ -63,8 +72,10 @@ class TrainingLoss:
         return self._recorded(tokens, targets.view(tokens.shape), count, documents)
 
     def _of_tokens(self, tokens: Tensor, targets: Tensor, count: Tensor, documents: Documents | None) -> Tensor:
-        hidden = self._model.model.hidden_of(tokens, documents)
-        loss: Tensor = self._run(self._model.head, hidden.flatten(0, 1)[None], targets.flatten()) / count
+        hidden = self._decoder.hidden_of(tokens, documents)
+        loss: Tensor = (
+            self._run(self._model.get_output_embeddings(), hidden.flatten(0, 1)[None], targets.flatten()) / count
+        )
         return loss
 
 
