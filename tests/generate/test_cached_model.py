@@ -116,6 +116,19 @@ def test_the_first_chunk_gathers_nothing(
     torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_later_changes_of_the_model_are_not_seen(make_model: Make, options: dict[str, Any]) -> None:
+    """Also where weights have the type of the products already, and a conversion would copy nothing."""
+    model, tokens = make_model(**options), draw_tokens(20)
+    with torch.no_grad():
+        expected = model(tokens[None])[0]
+        decoder = cached(model)
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    given = in_pieces(decoder, decoder.admit(), tokens, [12, 1, 7])
+    torch.testing.assert_close(given, expected, rtol=0, atol=1e-11)
+
+
 @pytest.mark.parametrize("first", [0, 20])
 def test_prefill_gives_attention_rows_that_a_copy_engine_reads(
     make_model: Make, monkeypatch: pytest.MonkeyPatch, first: int

@@ -20,6 +20,7 @@ from trifocal.nn import (
     DenseAttention,
     MeanCompressor,
     NSAttention,
+    RMSNorm,
     SelectedAttention,
     SigmoidGate,
     WindowAttention,
@@ -95,9 +96,7 @@ class CachedLayer:
         assert isinstance(attention, AttentionBase)
         self._products = products
         self._attention: CachedAttention = _KINDS[type(attention)](attention, geometry, dtype, products)
-        self._norm, self._mlp_norm = (
-            Norm(in_full(whole(norm.weight)), norm.eps) for norm in (block.attention_norm, block.mlp_norm)
-        )
+        self._norm, self._mlp_norm = (_prepared_norm(norm) for norm in (block.attention_norm, block.mlp_norm))
         self._out, self._out_bias = _prepared_linear([attention.o_proj], dtype)
         self._gate_up, self._gate_up_bias = _prepared_linear([mlp.gate_proj, mlp.up_proj], dtype)
         self._down, self._down_bias = _prepared_linear([mlp.down_proj], dtype)
@@ -158,8 +157,7 @@ class _CachedAttention:
         self.bias = None if self.padded_bias is None else self.padded_bias[:outputs]
         self.num_sigmoids = gate.out_features if gate else 0
         self._q_norm, self._k_norm = (
-            None if norm is None else Norm(in_full(whole(norm.weight)), norm.eps)
-            for norm in (attention.q_norm, attention.k_norm)
+            None if norm is None else _prepared_norm(norm) for norm in (attention.q_norm, attention.k_norm)
         )
 
     def _split(self, projected: Tensor, products: RowProducts) -> tuple[Tensor, list[Tensor], list[Tensor]]:
@@ -178,7 +176,7 @@ class CachedSparseAttention(_CachedAttention):
         gate = attention.gate
         super().__init__(attention, dtype, products, gate.proj if isinstance(gate, SigmoidGate) else None)
         self._geometry, self._backend, self._shared = geometry, attention.backend, attention.shared_kv
-        self._gate_weight, self._gate_bias = (whole(x).to(dtype) for x in (gate.proj.weight, gate.proj.bias))
+        self._gate_weight, self._gate_bias = (copied(x, dtype) for x in (gate.proj.weight, gate.proj.bias))
         self._phi = (_prepared(attention.k_compressor, dtype), _prepared(attention.v_compressor, dtype))
         self._phi_of_blocks: tuple[Compress, Compress] | None = None
         if not isinstance(attention.k_compressor, MeanCompressor):
@@ -327,6 +325,10 @@ def _prepared_linear(linears: list[nn.Linear], dtype: torch.dtype) -> tuple[Tens
     return weight, torch.cat(biases)
 
 
+def _prepared_norm(norm: RMSNorm) -> Norm:
+    return Norm(copied(norm.weight, torch.promote_types(norm.weight.dtype, torch.float32)), norm.eps)
+
+
 def _normed_heads(x: Tensor, norm: Norm | None, products: RowProducts) -> Tensor:
     """Heads [B, T, heads, D] through their norm, in the type of x."""
     if norm is None:
@@ -343,7 +345,7 @@ def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """A module, a learned φ, with copies of its weights in another type."""
     other = copy.copy(module)
     other._parameters = {
-        name: None if parameter is None else nn.Parameter(whole(parameter).to(dtype), requires_grad=False)
+        name: None if parameter is None else nn.Parameter(copied(parameter, dtype), requires_grad=False)
         for name, parameter in module._parameters.items()
     }
     other._modules = {name: _prepared(child, dtype) for name, child in module.named_children()}
@@ -364,6 +366,11 @@ def whole(parameter: Tensor) -> Tensor:
     """A parameter's values; of a sharded one in every process, which must all call this."""
     found = parameter.detach()
     return found.full_tensor() if hasattr(found, "full_tensor") else found
+
+
+def copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `whole`, in a type, in memory of its own: later changes of the parameter are not seen."""
+    return whole(parameter).to(dtype, copy=True)
 
 
 def joined(weights: list[Tensor], dtype: torch.dtype) -> Tensor:

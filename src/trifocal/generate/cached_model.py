@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.generate.cached_layers import CachedLayer, whole
+from trifocal.generate.cached_layers import CachedLayer, copied
 from trifocal.generate.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.generate.prefill import Chunk
@@ -152,11 +152,11 @@ class CachedModel:
         )
         self._products = RowProducts() if batch_invariant else MatrixProducts()
         geometry = decode_geometry(config, max_length)
-        self._embedding = whole(model.embedding.weight).to(exact)
+        self._embedding = copied(model.embedding.weight, exact)
         self._layers = [CachedLayer(block, geometry, self.dtype, self._products) for block in model.blocks]
-        self._norm = Norm(whole(model.norm.weight).to(exact), model.norm.eps)
+        self._norm = Norm(copied(model.norm.weight, exact), model.norm.eps)
         output = model.embedding if model.head is None else model.head
-        self._output = whole(output.weight).to(self.dtype)
+        self._output = copied(output.weight, self.dtype)
 
     @property
     def num_free_rows(self) -> int:
