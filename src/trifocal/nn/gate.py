@@ -9,7 +9,7 @@ NUM_BRANCHES = 3
 class SigmoidGate(nn.Module):
     """An independent gate per head and branch: `sigmoid(x W + b)`. Source: arXiv:2502.11089, Eq. 5.
 
-    The bias starts at zero, so that every branch starts half open.
+    The bias starts at zero, so that branches start half open on average.
 
     Args:
         dim: E, width of the layer's input.
@@ -33,7 +33,7 @@ class SigmoidGate(nn.Module):
 class GroupSoftmaxGate(nn.Module):
     """Branches compete: a softmax over the three, from the mean query of a group, shared by the group's heads.
 
-    The bias starts at zero: with small weights each branch starts near one third.
+    The bias starts at zero, so that branches start at one third on average.
 
     Args:
         num_heads: H.

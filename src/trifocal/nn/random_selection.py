@@ -12,7 +12,7 @@ def random_blocks(positions: Tensor, geometry: Geometry, num_kv_heads: int, laye
     """The forced blocks, and others drawn uniformly from the rest of the candidates, without replacement.
 
     A hash of position, layer and KV head draws, so that the same call gives the same choice: in a forward pass that is
-    made again, after a resume, in decoding.
+    made again, and after a resume.
 
     Args:
         positions: Position of each query in its document, [T].

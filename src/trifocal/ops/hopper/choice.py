@@ -1,4 +1,4 @@
-"""The choice kernel of scoring in Gluon; see `triton.scoring` for its task and the search for the threshold.
+"""The choice kernel of scoring in Gluon; see `triton.scoring` for its task.
 
 The portable kernel is bound by instructions, 4,600 for a row of 1,024 blocks: half of them count, scan and store a row
 with neighbouring blocks in different lanes. Here a warp holds one row so that every lane has consecutive blocks:

@@ -138,7 +138,7 @@ def decode_scores_kernel(
             direct = tl.sum(tl.reshape(p * direct_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
             tl.store(sums + places, direct, mask=exists[:, None])
             if COMPRESSION > STRIDE:
-                # The next block's, so that its own program reads both at one place.
+                # The next block's, so that the choice reads both of a block at one place.
                 overflow = tl.sum(tl.reshape(p * overflow_weight[None, :], [ROWS, BLOCKS, TAPS]), 2)
                 places += num_rows.to(tl.int64) * (block_lines * LINE) + 1
                 tl.store(sums + places, overflow, mask=exists[:, None])

@@ -4,7 +4,7 @@
 |---|---|---|---|---|
 | block-major | the usual | a block's k and v | the queries that chose it | q in; a partial o out and in again |
 | masked | most blocks are chosen | a tile of queries | all blocks | k and v, shared by the tile |
-| query-major | few queries (decoding) | one query | its own blocks | k and v |
+| query-major | few queries after a long past | one query | its own blocks | k and v |
 
 Block-major: a block's slots (see `choice_index`) come in pieces; the tile's rows are the heads of the group of
 consecutive slots, so a tile is full at any group size. Each slot gets a partial o, normalised, in the inputs' type,
