@@ -1,4 +1,4 @@
-"""Train presets for two steps on this GPU and compare the memory formula with PyTorch's allocator.
+"""Train presets for three steps on this GPU and compare the memory formula with PyTorch's allocator.
 
     python benchmarks/memory_formula.py                 # every case, with the kernels and with the reference
     python benchmarks/memory_formula.py --only shake paper

@@ -70,7 +70,11 @@ def test_rules_and_buffers_are_those_of_the_code():
     tokens = masked * geometry.num_selected_blocks * geometry.selection_block_size
     assert f"at most {masked} times `n` blocks ({tokens:,} tokens" in spread
     assert f"Backward changes at {backward} times `n` blocks ({tokens * backward // masked:,} tokens)" in spread
-    assert f"fewer than {dispatch.ENOUGH_PROGRAMS} programs a multiprocessor" in spread
+    assert f"so that there are about {dispatch.ENOUGH_PROGRAMS}" in spread
+    few, tokens = 6 * 132, 2**20
+    assert f"at most {few // 132} programs a multiprocessor" in spread
+    assert dispatch.masked_part_queries(tokens, 16, few, 132) < tokens
+    assert dispatch.masked_part_queries(tokens, 16, few + 1, 132) == tokens
     assert f"fewer than {dispatch.FEWEST_SHARERS} queries" in spread
     buffer = dispatch.SELECTED_BUFFER_BYTES
     chunk = buffer // (HEADS * geometry.num_selected_blocks * DIM * 2) // 64 * 64

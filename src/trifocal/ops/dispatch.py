@@ -41,8 +41,8 @@ MASKED_BACKWARD_UP_TO = 2
 FEWEST_SHARERS = 2
 # A slot of fewer rows cannot be copied into a tile by itself.
 FEWEST_HEADS_OF_WARP_SPECIALIZED = 8
-# Programs a multiprocessor from which on the masked order's d_k, d_v leaves a block's rows together, and about as many
-# as it makes otherwise, as measured on an H200.
+# Programs a multiprocessor, at most, that the masked order's d_k, d_v makes of few blocks by cutting their rows into
+# parts; with more than half as many blocks, rows stay together. As measured on an H200.
 ENOUGH_PROGRAMS = 12
 # Rows of a part: 16 tiles, beside which loading a block and storing its sums is little.
 FEWEST_ROWS_OF_A_PART = 1024
