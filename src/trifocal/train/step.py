@@ -177,7 +177,7 @@ class TrainStep:
             step: Its number, from 1.
             batches: The micro-batches of the global batch.
             phases: Gets the phases.
-            forward_phase: Name of the forward phase; "compile" for the first step of a compiled model.
+            forward_phase: Name of the forward phase; "compile" for a step that compiles.
             total_targets: Valid targets of the global batch, in all processes; those of `batches` by default.
             documents: Packed documents of each micro-batch; if all processes must compute the same kind at a
                 time, the largest number in any process. By default each is computed as it is.
