@@ -28,6 +28,7 @@ class Part:
         seeds: A training of each variant for each.
         variants: Some of `VARIANTS`.
         jobs: Trainings at a time on one GPU. 1 leaves each the GPU alone, so that tokens/s can be compared.
+        geometry: Block sizes of the sparse attention; the size of `window` follows from them.
         short: Flags of a training on short rows that comes first, on top of `flags` and of the variant's; the other
             one starts from its weights. Empty: there is none.
     """
