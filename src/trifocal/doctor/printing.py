@@ -134,7 +134,7 @@ def count(number: int) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """A time for people, to the two digits that an estimate has."""
+    """A time for people, without more digits than they need."""
     if seconds is None:
         return "?"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
