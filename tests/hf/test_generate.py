@@ -67,6 +67,27 @@ def test_a_cache_changes_nothing(options: dict[str, Any], rows: list[Tensor]) ->
     torch.testing.assert_close(torch.cat(logits, dim=1)[mask.bool()], expected[mask.bool()], rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("options", KINDS, ids=lambda options: " ".join(options) or "plain")
+@torch.no_grad()
+def test_a_pass_that_fails_leaves_the_cache_as_it_was(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the last layer, with more tokens than the rings hold."""
+    model = model_of(**options)
+    tokens = torch.randint(2, 64, (1, 160), generator=torch.Generator().manual_seed(7))
+    expected = model(tokens, use_cache=False).logits
+    cache = DynamicCache(config=model.config)
+    first = model(tokens[:, :20], past_key_values=cache).logits
+
+    def fail(*_: Any) -> Tensor:
+        raise torch.OutOfMemoryError("no memory is left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.norm, "forward", fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            model(tokens[:, 20:], past_key_values=cache)
+    logits = torch.cat((first, model(tokens[:, 20:], past_key_values=cache).logits), dim=1)
+    torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+
+
 @pytest.mark.parametrize(
     "options",
     [

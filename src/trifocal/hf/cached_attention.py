@@ -1,7 +1,7 @@
 """Attention of new tokens to a cache of transformers, for each kind of layer.
 
 Up to eight new tokens a row go through the decoding kernels, all rows at once. More of them, a prompt, go through the
-kernels of training row by row, so that a row's length is its own.
+kernels of training row by row, so that a row's length is its own; in a window layer any number does.
 """
 
 from typing import Any
@@ -138,7 +138,6 @@ class LayerPast:
         for chunk, (q_row, gates_row, *parts) in zip(new.chunks, rows, strict=True):
             raw, selected, own = zip(parts[::2], parts[1::2], strict=True)
             seen = extend_sparse(cache, chunk, raw, selected, None if shared else own, geometry, compress)
-            chunk.write_rings()
             assert seen.v_cmp is not None
             q_row = chunk.rotate(q_row)
             o = nsa_attention(q_row, *seen, gates_row, geometry, backend=attention.backend)  # type: ignore[arg-type]
@@ -164,7 +163,6 @@ class LayerPast:
         for chunk, q_row, k_row, v_row in zip(new.chunks, *map(new.split, (q, k, v)), strict=True):
             compress = (attention.k_compressor,) * 2
             seen = extend_sparse(cache, chunk, (k_row, None), (k_row, v_row), None, geometry, compress)
-            chunk.write_rings()
             q_row = chunk.rotate(q_row)
             given: dict[str, Any] = {"num_keys": chunk.stop, "backend": attention.backend}
             _, lse = compressed_attention(q_row, seen.k_cmp, seen.k_cmp[..., :VALUE_COLUMNS], geometry, **given)
@@ -182,7 +180,6 @@ class LayerPast:
             past = min(chunk.first, reach)
             k_win = chunk.join_ring(k_ring, chunk.rotate(k_row), past)
             v_win = chunk.join_ring(v_ring, v_row, past)
-            chunk.write_rings()
             q_row = chunk.rotate(q_row)
             outputs.append(window_attention(q_row, k_win, v_win, attention.window_size, backend=attention.backend))
         return torch.cat(outputs, dim=1)

@@ -33,7 +33,7 @@ class CachedTokens(NamedTuple):
 def cached_tokens(
     cache: Any, config: ModelConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Iterator[CachedTokens]:
-    """Open a cache for a forward pass; when it has ended without an error, the cache holds its tokens.
+    """Open a cache for a forward pass; when it has ended, the cache holds its tokens, after an error those of before.
 
     Args:
         cache: `past_key_values` of transformers.
@@ -70,6 +70,8 @@ def cached_tokens(
     for layer in layers:
         layer.lengths = lengths
     yield CachedTokens(RowLayout(places, None, (batch, num_new)), [LayerPast(layer, tokens) for layer in layers])
+    for chunk in tokens.chunks:
+        chunk.write_rings()
     for layer in layers:
         layer.lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
         layer.slots = slots + num_new

@@ -63,7 +63,7 @@ def _varlen_obstacle(device_type: str, device_index: int | None, dtype: torch.dt
     return ""
 
 
-# Compiled graphs take the answer as a constant, as that of `trifocal.ops.triton`.
+# Compiled graphs take the answer as a constant, as that of `trifocal.ops.support`.
 _varlen_obstacle._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
