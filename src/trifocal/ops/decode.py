@@ -19,7 +19,10 @@ from trifocal.ops.decode_caches import (
     SparseCache,
     check_batch,
     check_cache,
+    check_new,
     check_new_tokens,
+    check_queries,
+    check_rotary,
 )
 from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
@@ -63,9 +66,14 @@ def append_sparse(
     check_new_tokens(k_slc)
     check_batch(batch, k_slc.shape[0])
     check_cache(cache, geometry, k_slc.shape[1])
+    check_rotary(rotary, k_slc)
     for name, x, held in (("v_raw", v_raw, cache.v_raw), ("k_win", k_win, cache.k_win), ("v_win", v_win, cache.v_win)):
         if (x is None) != (held is None):
             raise ValueError(f"{name} must be given where the cache has it, and only there")
+    check_new(
+        k_slc, cache.k_slc, cache.v_slc,
+        k_raw=k_raw, v_raw=v_raw, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win,
+    )  # fmt: skip
     new = (k_raw, v_raw, k_slc, v_slc, k_win, v_win)
     if _resolve("append_sparse", backend, k_slc, v_slc, geometry) == "triton":
         from trifocal.ops.triton import decode_append
@@ -85,6 +93,8 @@ def append_dense(
     """
     check_new_tokens(k)
     check_batch(batch, k.shape[0])
+    check_rotary(rotary, k)
+    check_new(k, cache.k, cache.v, k=k, v=v)
     if _resolve("append_dense", backend, k, v, None) == "triton":
         from trifocal.ops.triton import decode_append
 
@@ -131,6 +141,8 @@ def decode_attention(
     check_new_tokens(q)
     check_batch(batch, q.shape[0])
     check_cache(cache, geometry, q.shape[1])
+    check_queries(q, cache.k_slc)
+    check_rotary(rotary, q)
     if gates is None and window:
         raise ValueError("a window branch needs gates")
     if gates is not None and cache.v_cmp is None:
@@ -164,6 +176,8 @@ def decode_dense_attention(
         check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
     check_new_tokens(q)
     check_batch(batch, q.shape[0])
+    check_queries(q, cache.k)
+    check_rotary(rotary, q)
     scale = _scale(scale, q)
     if _resolve("decode_dense_attention", backend, q, cache.v.transpose(1, 2), None, scale) == "triton":
         from trifocal.ops.triton import decode_attention as kernels
