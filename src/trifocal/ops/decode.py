@@ -5,8 +5,6 @@ shapes do not depend on it, so that a whole step can be recorded once and replay
 a sequence does not depend on the others of its batch.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ from trifocal.ops.decode_caches import (
 )
 from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
-from trifocal.ops.validation import check_geometry, check_whole_number
+from trifocal.ops.validation import check_geometry, check_whole_number, resolve_scale
 
 
 def append_sparse(
@@ -149,7 +147,7 @@ def decode_attention(
         raise ValueError("gates need the compressed values, and the cache has none")
     if gates is not None and gates.shape != (*q.shape[:3], 3):
         raise ValueError(f"gates must have the shape [B, T, H, 3] = {[*q.shape[:3], 3]}, got {list(gates.shape)}")
-    scale = _scale(scale, q)
+    scale = resolve_scale(scale, q)
     if _resolve("decode_attention", backend, q, cache.v_slc.transpose(1, 2), geometry, scale) == "triton":
         from trifocal.ops.triton import decode_attention as kernels
 
@@ -178,7 +176,7 @@ def decode_dense_attention(
     check_batch(batch, q.shape[0])
     check_queries(q, cache.k)
     check_rotary(rotary, q)
-    scale = _scale(scale, q)
+    scale = resolve_scale(scale, q)
     if _resolve("decode_dense_attention", backend, q, cache.v.transpose(1, 2), None, scale) == "triton":
         from trifocal.ops.triton import decode_attention as kernels
 
@@ -191,7 +189,3 @@ def _resolve(
     operation: str, backend: str, q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None
 ) -> str:
     return resolve(operation, backend, q, v, geometry, scale, decoding=True)
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
