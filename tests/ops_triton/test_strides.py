@@ -12,9 +12,11 @@ from tests.ops import decode_cases
 from tests.ops.cases import USUAL, Case, draw
 from trifocal import nsa_attention
 from trifocal.generate import CachedModel
+from trifocal.generate.sampler import SamplingTensors, draw_step
 from trifocal.ops import DenseCache, SparseCache, decode_linear, dispatch
 from trifocal.ops.triton import tiles
 from trifocal.ops.triton.common import unit_stride
+from trifocal.ops.triton.launch import Kernel
 from trifocal.testing.inputs import cotangent
 
 __all__ = ["make_config", "make_model"]
@@ -149,3 +151,34 @@ def test_weights_of_a_cached_model(make_model, monkeypatch):
         found.append([cached.decode([cached.admit()], [[3, 1, 4]])])
     assert found[0][0].isfinite().all()
     assert_same_bits(*found)
+
+
+def test_a_step_runs_on_the_device_of_its_tensors(make_model, monkeypatch):
+    """Which need not be the current one: a model on the second of two GPUs."""
+    entered, launched, launch = [], [], Kernel.__getitem__
+
+    class DeviceOf:
+        def __init__(self, x):
+            self.device = x.device
+
+        def __enter__(self):
+            entered.append(self.device)
+
+        def __exit__(self, *_):
+            entered.pop()
+
+    def watched(kernel, grid):
+        launched.append((kernel.__name__, entered[-1:]))
+        return launch(kernel, grid)
+
+    monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
+    monkeypatch.setattr(Kernel, "__getitem__", watched)
+    monkeypatch.setattr(decode_linear, "_runs_kernels", lambda weight, backend: True)
+    cached = CachedModel(make_model(attention="dense").float(), max_sequences=1, max_length=4)
+    logits = cached.decode([cached.admit()], [[3]])[:, 0]
+    settings, books = SamplingTensors.empty(1, 31, logits.device), (torch.ones(1, dtype=torch.int32), None)
+    tokens, drawn = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 2, dtype=torch.float64)
+    draw_step(logits, settings, *books, tokens, drawn, filtered=False, backend="triton")
+    kernels = {"decode_embedding_kernel", "decode_linear_kernel", "draw_tokens_kernel"}
+    assert {name for name, _ in launched} == kernels
+    assert all(devices == [logits.device] for _, devices in launched), launched
