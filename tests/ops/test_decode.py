@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.decode_cases import CASES, Decoder, draw, whole, whole_dense
-from trifocal.ops import DecodeBatch, append_sparse, decode_attention
+from trifocal.ops import DecodeBatch, DenseCache, append_sparse, decode_attention, decode_dense_attention
 from trifocal.testing.tolerances import error
 
 each_case = pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
@@ -85,11 +85,21 @@ def test_rejected_tokens_are_written_over():
     ("change", "message"),
     [
         ({"most_new": 9}, "T from 1 to 8"),
+        ({"new": {"k_slc": slice(0)}}, r"no empty dimension, got \[2, 0, 2, 8\]"),
         ({"num_new": [1]}, "num_new must have the shape"),
         ({"ring": 3}, "rings of at least"),
         ({"gates": None}, "window branch needs gates"),
         ({"columns": "lengths"}, "lengths must be contiguous"),
         ({"columns": "block_table"}, "rows of block_table must be contiguous"),
+        ({"long": "num_new"}, "num_new must be of int32, got torch.int64"),
+        ({"long": "block_table"}, "block_table must be of int32, got torch.int64"),
+        ({"one_table": True}, r"rows of block_table must be contiguous and lie apart, got strides \[0, 1\]"),
+        # As transformers lays tables out; columns of a joint one; and of one by position.
+        ({"rotary": lambda x: torch.cat((x, x), -1)}, r"cosines must have the shape \[max_len, D/2\] = \['\*', 4\]"),
+        ({"rotary": lambda x: torch.cat((x, x), -1)[:, :4]}, r"cosines must be contiguous, got strides of \[8, 1\]"),
+        ({"rotary": lambda x: x.T.contiguous().T}, r"cosines must be contiguous, got strides of \[1, 20\]"),
+        ({"new": {"k_cmp": slice(1)}}, r"k_raw must have the shape \[B, T, G, width\] = \[2, 2, 2, 8\], got"),
+        ({"new": {"v_win": slice(1)}}, r"v_win must have the shape \[B, T, G, width\] = \[2, 2, 2, 6\], got"),
     ],
 )
 def test_what_does_not_fit_is_refused(change, message):
@@ -104,9 +114,48 @@ def test_what_does_not_fit_is_refused(change, message):
     if "columns" in change:
         given = getattr(batch, change["columns"])
         batch = replace(batch, **{change["columns"]: torch.stack([given, given], -1)[..., 0]})
+    if "long" in change:
+        batch = replace(batch, **{change["long"]: getattr(batch, change["long"]).long()})
+    if "one_table" in change:
+        batch = replace(batch, block_table=batch.block_table[:1].expand_as(batch.block_table))
     new = decoder.new_tokens([1, 1])
+    new = new._replace(**{name: getattr(new, name)[:, part] for name, part in change.get("new", {}).items()})
+    decoder.rotary = tuple(map(change.get("rotary", lambda x: x), decoder.rotary))
     with pytest.raises(ValueError, match=message):
         if "gates" in change:
             decode_attention(new.q, None, decoder.cache, batch, case.geometry, decoder.rotary, window=True)
         else:
             append_sparse(decoder.cache, batch, *new[2:], case.geometry, decoder.rotary)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("k_slc", lambda x: x.transpose(2, 3).contiguous().transpose(2, 3), "k_slc must be contiguous in its last dim"),
+        ("v_raw", lambda x: torch.stack((x, x), -1)[..., 0], "v_raw must be contiguous in its last dim"),
+        ("v_win", lambda x: x[:, :, 1:], "k_win and v_win must have the same pages or rows, groups and tokens"),
+        ("k_raw", lambda x: x[:, :1], r"k_raw must have the shape \[\*, G, tokens, width\] = \['\*', 2, '\*', 8\]"),
+        ("v_cmp", lambda x: x[..., :5], r"v_cmp must have the shape \[\*, G, tokens, width\] = \['\*', 2, '\*', 6\]"),
+    ],
+)
+def test_caches_that_kernels_would_read_wrong_are_not_made(name, change, message):
+    decoder = Decoder(CASES[0], draw(CASES[0], 1, 20, torch.float32), 1, "reference")
+    with pytest.raises(ValueError, match=message):
+        replace(decoder.cache, **{name: change(getattr(decoder.cache, name))})
+    with pytest.raises(ValueError, match="v must be contiguous in its last dimension, got a stride of 2"):
+        DenseCache(decoder.dense.k, torch.stack((decoder.dense.v, decoder.dense.v), -1)[..., 0])
+
+
+@pytest.mark.parametrize("part", [slice(5), slice(1, 4)], ids=["heads", "width"])
+def test_queries_that_do_not_fit_the_cache_are_refused(part):
+    case = CASES[0]
+    decoder = Decoder(case, draw(case, 2, 20, torch.float32), 1, "reference")
+    new, batch = decoder.append([1, 1])
+    q = new.q[:, :, part] if part.start is None else new.q[..., part]
+    message = r"q \[B, T, H, D\] must have D = 8 and a multiple of the cache's 2 groups for H"
+    with pytest.raises(ValueError, match=message):
+        decode_dense_attention(q, decoder.dense, batch, decoder.rotary)
+    with pytest.raises(ValueError, match=message):
+        decode_attention(q, None, decoder.cache, batch, case.geometry, decoder.rotary, window=False)
+    with pytest.raises(ValueError, match=r"q must have the dtype of the cache, torch.float32, got torch.float16"):
+        decode_dense_attention(new.q.half(), decoder.dense, batch, decoder.rotary)

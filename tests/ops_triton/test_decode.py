@@ -12,7 +12,7 @@ from tests.ops import decode_cases
 from tests.ops.cases import geometry
 from tests.ops.decode_cases import Decoder, draw, whole, whole_dense
 from trifocal.nn.rope import rotate
-from trifocal.ops import compressed_attention, dispatch, select_blocks
+from trifocal.ops import compressed_attention, decode_attention, decode_dense_attention, dispatch, select_blocks
 from trifocal.ops.triton import tiles
 from trifocal.testing.tolerances import error
 
@@ -214,3 +214,24 @@ def test_more_strides_a_block_than_a_tile_holds_are_refused():
     step = Step(shapes("too many strides", geometry(1, 1, 80, 2, 1, 1, 4)), (10,), (1,))
     with pytest.raises(ValueError, match="at most 64 strides"):
         run(step, "triton", tokens_of(step))
+
+
+@pytest.mark.parametrize("dense", [False, True], ids=["sparse", "dense"])
+def test_a_scale_may_be_a_tensor_and_must_be_finite(dense):
+    step = Step(shapes("a scale", window="shared"), (30,), (1,))
+    decoder = Decoder(step.shapes, tokens_of(step), 1, "triton")
+    decoder.fill([30])
+
+    def attend(scale):
+        if dense:
+            return decode_dense_attention(new.q, decoder.dense, batch, decoder.rotary, scale=scale, backend="triton")
+        return decode_attention(
+            new.q, new.gates, decoder.cache, batch, USUAL, decoder.rotary, window=True, scale=scale, backend="triton"
+        )
+
+    decoder.step_dense([1])
+    decoder.lengths -= 1
+    new, batch = decoder.append([1])
+    assert torch.equal(attend(torch.tensor(0.25)), attend(0.25))
+    with pytest.raises(ValueError, match="scale must be finite, got nan"):
+        attend(float("nan"))

@@ -80,6 +80,30 @@ def test_embedding_of_a_column_of_tokens(backend):
     assert torch.equal(embedding(tokens[:, 0], table, backend).x, table[[3, 0, 10]])
 
 
+def gaps(x: torch.Tensor) -> torch.Tensor:
+    return torch.stack((x, torch.full_like(x, torch.nan)), -1)[..., 0]
+
+
+def test_the_kernels_take_rows_with_gaps():
+    norm, weight, down, found = Norm(draw(WIDTH, seed=1), EPS), draw(50, WIDTH, seed=2), draw(WIDTH, 70, seed=3), []
+    for layout in (torch.clone, gaps, lambda x: gaps(x.T).T):
+        residual = Residual(*map(layout, stream(3)))
+        out, gates = normed_linear(residual, norm, weight, num_sigmoids=9, backend="triton")
+        added = residual_linear(layout(draw(3, 70)), down, residual, backend="triton")
+        found.append((out, gates, normed_swiglu(residual, norm, weight, "triton"), *added))
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(other, found[0], strict=True))
+
+
+@pytest.mark.parametrize("name", ["weight", "bias", "norm_weight", "table"])
+def test_the_kernels_refuse_weights_with_gaps(name):
+    given = {"weight": draw(8, WIDTH), "bias": draw(8), "norm_weight": draw(WIDTH), "table": draw(8, WIDTH)}
+    given[name] = gaps(given[name])
+    norm = Norm(given["norm_weight"], EPS)
+    with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides of"):
+        embedding(torch.tensor([3]), given["table"], "triton")
+        normed_linear(stream(1), norm, given["weight"], given["bias"], backend="triton")
+
+
 def test_a_token_outside_of_the_table_poisons_its_row_alone():
     out = embedding(torch.tensor([3, 11, -1]), draw(11, WIDTH), "triton")
     assert out.x.isnan().all(1).tolist() == [False, True, True]

@@ -102,3 +102,23 @@ def test_a_row_is_drawn_alike_in_any_company():
     together = run("triton", logits, settings, lengths, filtered=True, grows=False)
     alone = run("triton", logits[: len(PLAIN)], settings.rows(slice(len(PLAIN))), lengths[: len(PLAIN)], grows=False)
     assert_same(alone, {name: value[: len(PLAIN)] for name, value in together.items()})
+
+
+@pytest.mark.parametrize("layout", [lambda x: torch.stack((x, x), -1)[..., 0], lambda x: x.T.contiguous().T])
+def test_logits_with_gaps_between_them(parts, layout):
+    settings, logits, lengths = settings_of(FILTERED), logits_of(3), torch.arange(3, dtype=torch.int32)
+    expected = run("triton", logits, settings, lengths, filtered=True)
+    assert_same(run("triton", layout(logits), settings, lengths, filtered=True), expected)
+
+
+@pytest.mark.parametrize("name", ["seed", "tokens", "drawn"])
+def test_books_and_settings_with_gaps_are_refused(name):
+    """The kernel would write into what lies between."""
+    settings, logits, lengths = settings_of(FILTERED), logits_of(3), torch.arange(3, dtype=torch.int32)
+    books = {"tokens": torch.zeros(3, dtype=torch.int64), "drawn": torch.zeros(3, 2, dtype=torch.float64)}
+    given = {**books, "seed": settings.seed}[name]
+    changed = {name: torch.stack((given, given), -1)[..., 0]}
+    tokens, drawn = (changed.get(book, x) for book, x in books.items())
+    settings = replace(settings, seed=changed.get("seed", settings.seed))
+    with pytest.raises(ValueError, match=f"{name} must be contiguous, got strides of"):
+        draw_step(logits, settings, lengths, None, tokens, drawn, filtered=False, backend="triton")

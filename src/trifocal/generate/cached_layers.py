@@ -363,9 +363,9 @@ def _of_blocks(phi: nn.Module, products: RowProducts) -> Compress:
 
 
 def whole(parameter: Tensor) -> Tensor:
-    """A parameter's values; of a sharded one in every process, which must all call this."""
+    """A parameter's values, contiguous; of a sharded one in every process, which must all call this."""
     found = parameter.detach()
-    return found.full_tensor() if hasattr(found, "full_tensor") else found
+    return (found.full_tensor() if hasattr(found, "full_tensor") else found).contiguous()
 
 
 def copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:

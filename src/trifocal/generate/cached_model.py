@@ -306,10 +306,12 @@ class CachedModel:
 
         No host look at the device, no shape that depends on data: it can be recorded as a CUDA graph.
         """
-        residual = self._products.embedding(tokens.flatten(), self._embedding)
-        for layer, cache in zip(self._layers, self.cache.layers, strict=True):
-            residual = layer.decode(residual, cache, batch, self._rotary)
-        return self._logits(residual, self._products).unflatten(0, tokens.shape)
+        # Kernels run on the current device, which need not be the model's.
+        with torch.cuda.device_of(self._embedding):
+            residual = self._products.embedding(tokens.flatten(), self._embedding)
+            for layer, cache in zip(self._layers, self.cache.layers, strict=True):
+                residual = layer.decode(residual, cache, batch, self._rotary)
+            return self._logits(residual, self._products).unflatten(0, tokens.shape)
 
     @torch.inference_mode()
     def swap_out(self, sequence: CachedSequence) -> SwappedSequence:

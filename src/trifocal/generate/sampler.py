@@ -154,10 +154,11 @@ def draw_step(
         from trifocal.ops.triton.draw_tokens import draw_tokens
 
         keep = kept(logits, settings) if filtered else None
-        draw_tokens(
-            logits, keep, settings.temperature, settings.top_k, settings.repetition_penalty, settings.seed,
-            settings.seen, lengths, num_new, tokens, drawn,
-        )  # fmt: skip
+        with torch.cuda.device_of(logits):
+            draw_tokens(
+                logits, keep, settings.temperature, settings.top_k, settings.repetition_penalty, settings.seed,
+                settings.seen, lengths, num_new, tokens, drawn,
+            )  # fmt: skip
         return
     position = lengths if num_new is None else lengths + num_new
     found, log_p = draw(logits, settings, position, filtered=filtered)

@@ -1,7 +1,5 @@
 """The public operations: arguments are checked here, a backend is chosen here, and nothing is computed here."""
 
-import math
-
 from torch import Tensor
 
 from trifocal.ops import operators, pipeline, reference
@@ -22,6 +20,7 @@ from trifocal.ops.validation import (
     check_whole_number,
     check_window_keys,
     resolve_documents,
+    resolve_scale,
 )
 
 
@@ -101,7 +100,7 @@ def compressed_attention(
     num_keys = _num_keys(num_keys, q)
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
-    scale = _scale(scale, q)
+    scale = resolve_scale(scale, q)
     if resolve("compressed_attention", backend, q, v_cmp, geometry, scale) == "triton":
         return pipeline.run_compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
     return reference.compressed_attention(q, k_cmp, v_cmp, geometry, num_keys, scale, documents)
@@ -148,7 +147,7 @@ def select_blocks(
     num_keys = _num_keys(num_keys, q)
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], num_keys, q.device)
     check_compressed_count(k_cmp, geometry, num_keys, documents)
-    scale = _scale(scale, q)
+    scale = resolve_scale(scale, q)
     chosen = resolve("select_blocks", backend, q, k_cmp, geometry, scale)
     inputs = (q.detach(), k_cmp.detach(), lse.detach())
     return pipeline.run_select_blocks(*inputs, geometry, num_keys, scale, documents, chosen)
@@ -191,7 +190,7 @@ def selected_attention(
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
     check_selected_blocks(selected_blocks, q, k)
-    scale = _scale(scale, q)
+    scale = resolve_scale(scale, q)
     if resolve("selected_attention", backend, q, v, geometry, scale) == "triton":
         return pipeline.run_selected_attention(q, k, v, selected_blocks, geometry, scale, documents)[0]
     return reference.selected_attention(q, k, v, selected_blocks, geometry, scale, documents)
@@ -229,7 +228,7 @@ def window_attention(
     check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
     check_attention_arguments(q, k, v, names=("k", "v"), keys="S")
     documents = resolve_documents(cu_seqlens, q.shape[0], q.shape[1], k.shape[1], q.device)
-    scale = _scale(scale, q)
+    scale = resolve_scale(scale, q)
     if resolve("window_attention", backend, q, v, None, scale) == "triton":
         return pipeline.run_window_attention(q, k, v, window_size, scale, documents)[0]
     return reference.window_attention(q, k, v, window_size, scale, documents)
@@ -285,7 +284,7 @@ def nsa_attention(
     check_gates(gates, q)
     if selected_blocks is not None:
         check_selected_blocks(selected_blocks, q, k_slc)
-    scale = _scale(scale, q)
+    scale = resolve_scale(scale, q)
     if resolve("nsa_attention", backend, q, v_slc, geometry, scale) == "triton":
         inputs = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win)
         return pipeline.nsa_attention(q, inputs, gates, geometry, scale, documents, selected_blocks)
@@ -303,16 +302,3 @@ def _num_keys(num_keys: int | None, q: Tensor) -> int:
         return q.shape[1]
     check_whole_number("num_keys", num_keys, 1)
     return num_keys
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(q.shape[-1])
-    try:
-        factor = float(scale)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"scale must be a number, got {scale!r}") from error
-    # Not `math.isfinite`, which a compiler with symbolic shapes cannot follow.
-    if not abs(factor) < math.inf:
-        raise ValueError(f"scale must be finite, got {scale!r}")
-    return factor

@@ -5,8 +5,6 @@ shapes do not depend on it, so that a whole step can be recorded once and replay
 a sequence does not depend on the others of its batch.
 """
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -19,11 +17,14 @@ from trifocal.ops.decode_caches import (
     SparseCache,
     check_batch,
     check_cache,
+    check_new,
     check_new_tokens,
+    check_queries,
+    check_rotary,
 )
 from trifocal.ops.dispatch import resolve
 from trifocal.ops.geometry import LARGEST_SIZE, Geometry
-from trifocal.ops.validation import check_geometry, check_whole_number
+from trifocal.ops.validation import check_geometry, check_whole_number, resolve_scale
 
 
 def append_sparse(
@@ -63,9 +64,14 @@ def append_sparse(
     check_new_tokens(k_slc)
     check_batch(batch, k_slc.shape[0])
     check_cache(cache, geometry, k_slc.shape[1])
+    check_rotary(rotary, k_slc)
     for name, x, held in (("v_raw", v_raw, cache.v_raw), ("k_win", k_win, cache.k_win), ("v_win", v_win, cache.v_win)):
         if (x is None) != (held is None):
             raise ValueError(f"{name} must be given where the cache has it, and only there")
+    check_new(
+        k_slc, cache.k_slc, cache.v_slc,
+        k_raw=k_raw, v_raw=v_raw, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win,
+    )  # fmt: skip
     new = (k_raw, v_raw, k_slc, v_slc, k_win, v_win)
     if _resolve("append_sparse", backend, k_slc, v_slc, geometry) == "triton":
         from trifocal.ops.triton import decode_append
@@ -85,6 +91,8 @@ def append_dense(
     """
     check_new_tokens(k)
     check_batch(batch, k.shape[0])
+    check_rotary(rotary, k)
+    check_new(k, cache.k, cache.v, k=k, v=v)
     if _resolve("append_dense", backend, k, v, None) == "triton":
         from trifocal.ops.triton import decode_append
 
@@ -131,13 +139,15 @@ def decode_attention(
     check_new_tokens(q)
     check_batch(batch, q.shape[0])
     check_cache(cache, geometry, q.shape[1])
+    check_queries(q, cache.k_slc)
+    check_rotary(rotary, q)
     if gates is None and window:
         raise ValueError("a window branch needs gates")
     if gates is not None and cache.v_cmp is None:
         raise ValueError("gates need the compressed values, and the cache has none")
     if gates is not None and gates.shape != (*q.shape[:3], 3):
         raise ValueError(f"gates must have the shape [B, T, H, 3] = {[*q.shape[:3], 3]}, got {list(gates.shape)}")
-    scale = _scale(scale, q)
+    scale = resolve_scale(scale, q)
     if _resolve("decode_attention", backend, q, cache.v_slc.transpose(1, 2), geometry, scale) == "triton":
         from trifocal.ops.triton import decode_attention as kernels
 
@@ -164,7 +174,9 @@ def decode_dense_attention(
         check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
     check_new_tokens(q)
     check_batch(batch, q.shape[0])
-    scale = _scale(scale, q)
+    check_queries(q, cache.k)
+    check_rotary(rotary, q)
+    scale = resolve_scale(scale, q)
     if _resolve("decode_dense_attention", backend, q, cache.v.transpose(1, 2), None, scale) == "triton":
         from trifocal.ops.triton import decode_attention as kernels
 
@@ -177,7 +189,3 @@ def _resolve(
     operation: str, backend: str, q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None
 ) -> str:
     return resolve(operation, backend, q, v, geometry, scale, decoding=True)
-
-
-def _scale(scale: float | None, q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale

@@ -65,9 +65,10 @@ class Documents(NamedTuple):
 
         `row_length`, if given: no document crosses a multiple of it.
         """
-        cu_seqlens = cu_seqlens.to(torch.int32)
+        # A kernel reads a border's neighbour in memory as the next border.
+        cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
         tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=torch.int32)
-        ids = torch.searchsorted(cu_seqlens[1:].contiguous(), tokens, right=True, out_int32=True)
+        ids = torch.searchsorted(cu_seqlens[1:], tokens, right=True, out_int32=True)
         return cls(cu_seqlens, ids, tokens - cu_seqlens[ids], row_length, row_length is not None)
 
     def to(self, device: torch.device | str) -> "Documents":

@@ -1,5 +1,7 @@
 """Checks of arguments: every message has the given and the expected value."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -113,6 +115,20 @@ def resolve_documents(
     if documents.ids.device != device:
         raise ValueError(f"cu_seqlens must be on the device of q, {device}, got {documents.ids.device}")
     return documents
+
+
+def resolve_scale(scale: float | None, q: Tensor) -> float:
+    """The factor on the scores as a number; 1/sqrt(D) where none is given."""
+    if scale is None:
+        return 1.0 / math.sqrt(q.shape[-1])
+    try:
+        factor = float(scale)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"scale must be a number, got {scale!r}") from error
+    # Not `math.isfinite`, which a compiler with symbolic shapes cannot follow.
+    if not abs(factor) < math.inf:
+        raise ValueError(f"scale must be finite, got {scale!r}")
+    return factor
 
 
 def check_branches(v_cmp: Tensor, v_slc: Tensor, v_win: Tensor) -> None:

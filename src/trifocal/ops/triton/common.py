@@ -20,8 +20,14 @@ LOWEST = tl.constexpr(-1.0e30)
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return x with any strides, copied if it is not contiguous along its last dimension."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    """Return x with any strides, copied if it is not contiguous along its last dimension.
+
+    Kernels count from the first head to the last in 32 bits: heads that lie further apart are copied too.
+    """
+    *_, head_stride, feature_stride = x.stride()
+    if (feature_stride == 1 or x.shape[-1] == 1) and head_stride * x.shape[-2] < 2**31:
+        return x
+    return x.contiguous()
 
 
 def strides(x: Tensor) -> tuple[int, int, int]:

@@ -34,7 +34,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trifocal.ops import devices
-from trifocal.ops.triton.common import add_product, nothing_lost
+from trifocal.ops.triton.common import add_product, nothing_lost, unit_stride
 from trifocal.ops.triton.dependent_launch import dependent_launch, release_next, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.tiles import cdiv, next_power_of_2
@@ -218,6 +218,7 @@ def decode_embedding_kernel(
 def embedding(tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
     """Embeddings [M, E] of tokens [M] in fp32, and their sums of squares [M, 1]; see `ops.decode_linear`."""
     rows, width = tokens.shape[0], table.shape[1]
+    _check_weights(table=table)
     out = torch.empty(rows, width, dtype=torch.float32, device=table.device)
     squares = torch.empty(rows, 1, dtype=torch.float32, device=table.device)
     # A column of a batch's tokens has a stride.
@@ -242,8 +243,8 @@ def linear(
     """`x W^T` and what goes with it; see the table above.
 
     Args:
-        x: [M, K], rows contiguous.
-        weight: [N, K], contiguous; with `swiglu` [2 N, K], the gate's rows first.
+        x: [M, K].
+        weight: [N, K]; with `swiglu` [2 N, K], the gate's rows first.
         bias: [N], or None.
         norm: The norm's weight [K], the sums of squares [M, parts] of x, and epsilon.
         residual: [M, N], fp32; the result is added to it.
@@ -254,7 +255,13 @@ def linear(
     Returns:
         The result, [M, N - num_sigmoids]; then the sigmoids
         [M, num_sigmoids] or the sums of squares [M, tiles] in fp32, or None.
+
+    Raises:
+        ValueError: If the weight, the bias or the norm's weight is not contiguous.
     """
+    x = unit_stride(x)
+    norm_weight, squares, eps = norm or (None, x, 0.0)
+    _check_weights(weight=weight, bias=bias, norm_weight=norm_weight)
     rows, depth = x.shape
     width = weight.shape[0] // (2 if swiglu else 1)
     tile_rows = _rows_of_tile(rows, weight.element_size())
@@ -266,15 +273,17 @@ def linear(
         extra = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
     elif num_sigmoids:
         extra = torch.empty(rows, num_sigmoids, dtype=torch.float32, device=x.device)
-    norm_weight, squares, eps = norm or (x, x, 0.0)
-    parts = squares.shape[1] if norm else 1
+    parts = 1
+    if norm:
+        parts, squares = squares.shape[1], squares.contiguous()
     # Beside a norm's rows, which are in fp32, there is room for half of the weights.
     most_bytes = _MOST_BYTES // (2 if norm and not swiglu else 1)
     if devices.architecture(x.device) == "small":
         most_bytes //= 2
     split, step = _parts_of_sum(depth, weight.element_size(), _COLUMNS * (2 if swiglu else 1), most_bytes)
     decode_linear_kernel[min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles)), tiles](
-        x, squares, norm_weight, weight, weight if bias is None else bias, x if residual is None else residual,
+        x, squares, x if norm_weight is None else norm_weight, weight, weight if bias is None else bias,
+        x if residual is None else residual.contiguous(),
         out, out if extra is None else extra, out if extra is None else extra, x.stride(0), rows, eps,
         K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_LEVELS=_log2(parts),
         NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
@@ -282,6 +291,13 @@ def linear(
         enable_fp_fusion=weight.element_size() == 4, **dependent_launch(x.device),
     )  # fmt: skip
     return out, extra
+
+
+def _check_weights(**weights: Tensor | None) -> None:
+    """Raise ValueError unless weights are contiguous: programs ask for them before a copy made here would be ready."""
+    for name, weight in weights.items():
+        if weight is not None and not weight.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides of {list(weight.stride())}")
 
 
 def _rows_of_tile(rows: int, element_size: int) -> int:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops.triton.common import unit_stride
 from trifocal.ops.triton.dependent_launch import dependent_launch, wait_for_inputs
 from trifocal.ops.triton.launch import Kernel
 from trifocal.ops.triton.tiles import cdiv, next_power_of_2
@@ -232,13 +233,24 @@ def draw_tokens(
     """See `generate.sampler.draw_step`.
 
     Args:
-        logits: [B, vocab_size], rows contiguous.
-        keep: Tokens that may be drawn, [B, vocab_size], bool, contiguous; None for all.
+        logits: [B, vocab_size].
+        keep: Tokens that may be drawn, [B, vocab_size], bool; None for all.
         temperature, top_k, repetition_penalty, seed, seen: As `generate.sampler.SamplingTensors` has them.
         lengths, num_new: int32, [B]; without `num_new` the lengths stay.
         tokens: int64, [B], written.
         drawn: fp64, [B, 2], written.
+
+    Raises:
+        ValueError: If one of those of which rows are taken is not contiguous.
     """
+    books = {
+        "temperature": temperature, "top_k": top_k, "repetition_penalty": repetition_penalty, "seed": seed,
+        "seen": seen, "lengths": lengths, "num_new": num_new, "tokens": tokens, "drawn": drawn,
+    }  # fmt: skip
+    for name, x in books.items():
+        if x is not None and not x.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides of {list(x.stride())}")
+    logits, keep = unit_stride(logits), None if keep is None else keep.contiguous()
     rows, vocab_size = logits.shape
     whole = next_power_of_2(vocab_size)
     tile = whole if whole <= _MOST_TOKENS else _PART
