@@ -1,61 +1,26 @@
 """Recorded training of transformers' model: the losses and gradients of compiled training, whatever is recorded.
 
-CUDA graphs need a GPU, and tests/gpu has them. Here a recording is a function that does the same work again and writes
-into the same tensors.
+CUDA graphs need a GPU, and tests/gpu has them. Here a recording does the same work again.
 """
 
 import copy
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.hf.recorder import not_compiled, record_on_a_cpu, recorder_of
 from tests.hf.test_compiled_training import gradients, packed
 from trifocal.hf import TrifocalForCausalLM
-from trifocal.hf.recorded_training import RecordedTraining
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
 
 
-class Recorder:
-    """A recorder for a CPU: a replay overwrites the tensors of the first result, as a graph would."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.recorded = 0
-
-    def warm_up(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        self.recorded += 1
-        loss, found = work()
-
-        def replay() -> None:
-            new_loss, new = work()
-            loss.copy_(new_loss)
-            for own, given in zip(found, new, strict=True):
-                if own is not None:
-                    own.copy_(given)
-
-        # Nothing is done while a graph is recorded.
-        loss.fill_(float("nan"))
-        return replay, (loss, found)
-
-
-def not_compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Another function that does the same: what is recorded does not depend on who made its code."""
-    return functools.partial(function)
-
-
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", not_compiled)
-    monkeypatch.setattr("trifocal.hf.recorded_training.GraphRecorder", Recorder)
-    monkeypatch.setattr(RecordedTraining, "takes", staticmethod(lambda device: True))
+    record_on_a_cpu(monkeypatch)
 
 
 def pair(**changes: Any) -> tuple[TrifocalForCausalLM, TrifocalForCausalLM]:
@@ -67,11 +32,6 @@ def pair(**changes: Any) -> tuple[TrifocalForCausalLM, TrifocalForCausalLM]:
     compiled.compile_training()
     recorded.compile_training(cuda_graphs=True)
     return compiled, recorded
-
-
-def recorder_of(model: TrifocalForCausalLM) -> RecordedTraining:
-    assert model._training_loss is not None and model._training_loss._recorded is not None
-    return model._training_loss._recorded
 
 
 def rows(seed: int) -> dict[str, Tensor]:
