@@ -3,6 +3,7 @@
 Nothing is compiled here, and a recording does the same work again.
 """
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import transformers
 from tests.hf.recorder import record_on_a_cpu, recorder_of
 from tests.hf.test_trainers import QUIET
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM
-from trifocal.testing.small_models import small_config
+from trifocal.testing.small_models import random_tokens, small_config
 
 peft = pytest.importorskip("peft")
 
@@ -140,3 +141,43 @@ def test_adapters(when: str, documents: datasets.Dataset, tmp_path: Path) -> Non
 
     expected, found = assert_same_training(train)
     assert found == expected
+
+
+def test_distributed_data_parallel() -> None:
+    """One process; its hooks see each gradient once, and gradients wait while a step is accumulated."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+    def train(cuda_graphs: bool) -> tuple[Any, Any]:
+        model = fresh_model()
+        model.compile_training(cuda_graphs=cuda_graphs)
+        parallel = torch.nn.parallel.DistributedDataParallel(model)
+        reduced: list[int] = []
+
+        def reduce(_: Any, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+            reduced.append(len(bucket.gradients()))
+            return _done(bucket.buffer())
+
+        parallel.register_comm_hook(None, reduce)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=1e-2)
+        for step in range(4):
+            tokens = random_tokens((2, 40), 64, torch.device("cpu"), seed=step)
+            with parallel.no_sync() if step % 2 == 0 else contextlib.nullcontext():
+                parallel(tokens, labels=tokens).loss.backward()
+            if step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert not cuda_graphs or recorder_of(model).replays == 3
+        return model, sum(reduced)
+
+    try:
+        expected, found = assert_same_training(train)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert found == expected == 2 * len(list(fresh_model().parameters()))
+
+
+def _done(result: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(result)
+    return future
