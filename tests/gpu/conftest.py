@@ -7,7 +7,9 @@ import pytest
 # Several times what the longest test takes with as many workers as there are cores.
 MOST_SECONDS = 200
 # Of long tests, which compile whole models.
-LONG = {f"test_{name}.py" for name in ("doctor", "training", "traces", "telemetry", "model", "layer_types")}
+LONG = {
+    f"test_{name}.py" for name in ("doctor", "training", "traces", "telemetry", "model", "layer_types", "hf_packed")
+}
 
 
 def pytest_collection_modifyitems(items):

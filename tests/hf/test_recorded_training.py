@@ -1,60 +1,26 @@
 """Recorded training of transformers' model: the losses and gradients of compiled training, whatever is recorded.
 
-CUDA graphs need a GPU, and tests/gpu has them. Here a recording is a function that does the same work again and writes
-into the same tensors.
+CUDA graphs need a GPU, and tests/gpu has them. Here a recording does the same work again.
 """
 
-import functools
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.hf.recorder import not_compiled, record_on_a_cpu, recorder_of
 from tests.hf.test_compiled_training import gradients, packed
 from trifocal.hf import TrifocalForCausalLM
-from trifocal.hf.recorded_training import RecordedTraining
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
 
 
-class Recorder:
-    """A recorder for a CPU: a replay overwrites the tensors of the first result, as a graph would."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.recorded = 0
-
-    def warm_up(self, work: Callable[[], Any]) -> Any:
-        return work()
-
-    def record(self, work: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-        self.recorded += 1
-        loss, found = work()
-
-        def replay() -> None:
-            new_loss, new = work()
-            loss.copy_(new_loss)
-            for own, given in zip(found, new, strict=True):
-                if own is not None:
-                    own.copy_(given)
-
-        # Nothing is done while a graph is recorded.
-        loss.fill_(float("nan"))
-        return replay, (loss, found)
-
-
-def not_compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Another function that does the same: what is recorded does not depend on who made its code."""
-    return functools.partial(function)
-
-
 @pytest.fixture(autouse=True)
 def _on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", not_compiled)
-    monkeypatch.setattr("trifocal.hf.recorded_training.GraphRecorder", Recorder)
-    monkeypatch.setattr(RecordedTraining, "takes", staticmethod(lambda device: True))
+    record_on_a_cpu(monkeypatch)
 
 
 def pair(**changes: Any) -> tuple[TrifocalForCausalLM, TrifocalForCausalLM]:
@@ -66,11 +32,6 @@ def pair(**changes: Any) -> tuple[TrifocalForCausalLM, TrifocalForCausalLM]:
     compiled.compile_training()
     recorded.compile_training(cuda_graphs=True)
     return compiled, recorded
-
-
-def recorder_of(model: TrifocalForCausalLM) -> RecordedTraining:
-    assert model._training_loss is not None and model._training_loss._recorded is not None
-    return model._training_loss._recorded
 
 
 def rows(seed: int) -> dict[str, Tensor]:
@@ -151,22 +112,132 @@ def test_an_output_projection_that_is_replaced_counts() -> None:
 
 
 def test_what_is_not_recorded_is_right_too() -> None:
-    """Padding, hidden states, passes without gradients and in evaluation."""
+    """Embeddings, hidden states, a model without gradients, passes without gradients and in evaluation."""
     compiled, recorded = pair()
-    tokens = random_tokens((2, 30), 64, CPU)
-    mask = torch.ones_like(tokens)
-    mask[0, :7] = 0
-    for _ in range(3):
-        assert_same(
-            compiled,
-            recorded,
-            {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)},
-        )
+    for seed in range(3):
+        batch = rows(seed)
+        embedded = compiled.model.embedding(batch["input_ids"]).detach()
+        found = [m(inputs_embeds=embedded, labels=batch["labels"]).loss for m in (compiled, recorded)]
+        assert torch.equal(*found)
         assert len(recorded(**rows(1), output_hidden_states=True).hidden_states) == 3
+        recorded.requires_grad_(False)
+        assert not recorded(**rows(1)).loss.requires_grad
+        recorded.requires_grad_(True)
         with torch.no_grad():
             assert recorded(**rows(1)).logits is not None
     assert recorded.eval()(**rows(1)).logits is not None
     assert recorder_of(recorded).recordings == 0
+
+
+@pytest.mark.parametrize(("hidden", "recordings"), [(0, 1), (7, 0)], ids=["mask of ones", "padding"])
+def test_a_mask_that_hides_nothing_is_recorded(hidden: int, recordings: int) -> None:
+    compiled, recorded = pair()
+    for seed in range(3):
+        tokens = random_tokens((2, 40), 64, CPU, seed=seed)
+        mask = torch.ones_like(tokens)
+        mask[0, :hidden] = 0
+        batch = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+        assert_same(compiled, recorded, batch)
+    assert recorder_of(recorded).recordings == recordings
+
+
+class ExactLinear(torch.nn.Linear):
+    """Products in fp32, whatever autocast says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return super().forward(x.float())
+
+
+def test_the_backward_pass_is_outside_of_autocast() -> None:
+    """As a trainer's: in bf16, a product of fp32 in the backward pass is not rounded."""
+    compiled, recorded = pair()
+    for model in (compiled.float(), recorded.float()):
+        model.head.__class__ = ExactLinear
+    for seed in range(3):
+        found = []
+        for model in (compiled, recorded):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(**rows(seed)).loss
+            loss.backward()
+            found.append({name: parameter.grad for name, parameter in model.named_parameters()})
+        for name, gradient in found[0].items():
+            assert torch.equal(found[1][name], gradient), name
+    assert recorder_of(recorded).recordings == 1
+
+
+def test_nothing_outside_of_a_recording_is_in_its_backward_pass() -> None:
+    """Autograd's nodes of parameters belong to the stream on which a loss that still lives first used them.
+
+    A hook of a parameter shows whether the recorded pass went through its node.
+    """
+    _, recorded = pair()
+    calls = []
+    weight = recorded.model.norm.weight
+    weight.register_hook(lambda gradient: calls.append(gradient.clone()))
+    for number in range(1, 4):
+        weight.grad = None
+        loss = recorded(**rows(number)).loss
+        assert len(calls) == number - 1
+        loss.backward()
+        assert len(calls) == number and torch.equal(calls[-1], weight.grad)
+
+
+def test_all_recordings_share_one_copy_of_the_gradients() -> None:
+    _, recorded = pair()
+    for lengths in ([40, 60], [100], [30]):
+        for _ in range(2):
+            recorded(**packed(lengths)).loss.backward()
+    assert recorder_of(recorded).recordings == 3
+    places = {
+        tuple(gradient.data_ptr() for gradient in recording.gradients)
+        for recording in recorder_of(recorded)._graphs.recordings.values()
+    }
+    assert len(places) == 1
+    recorded(**packed([40, 60])).loss.backward()
+    first = recorded(**packed([40, 60])).loss
+    recorded(**packed([100])).loss.backward()
+    with pytest.raises(RuntimeError, match=r"call backward\(\) before the model's next batch"):
+        first.backward()
+
+
+def test_weights_that_move_are_recorded_anew() -> None:
+    """Also those that are not trained; by a recorder of its own, because a pool without graphs takes no other."""
+    compiled, recorded = pair()
+    for model in (compiled, recorded):
+        model.model.blocks[0].requires_grad_(False)
+    batch = rows(1)
+    for _ in range(2):
+        recorded(**batch).loss.backward()
+    recorder = recorder_of(recorded)._graphs.recorder
+    for model in (compiled, recorded):
+        weight = model.model.blocks[0].attention.v_proj.weight
+        weight.data = weight.data * 2
+    assert recorder_of(recorded).recordings == 1
+    for number in range(3):
+        losses = [model(**batch).loss.detach() for model in (compiled, recorded)]
+        assert float(losses[1]) == pytest.approx(float(losses[0]), rel=1e-12)
+        assert recorder_of(recorded).recordings == min(number, 1)
+    assert recorder_of(recorded)._graphs.recorder is not recorder
+
+
+def test_a_copy_records_for_itself() -> None:
+    compiled, recorded = pair()
+    for seed in range(2):
+        assert_same(compiled, recorded, rows(seed))
+    # CUDA's graphs and streams have no copies.
+    recorder_of(recorded)._graphs.recorder.stream = (None for _ in range(1))
+    twin = copy.deepcopy(recorded)
+    assert recorder_of(twin).recordings == 0 and recorder_of(recorded).recordings == 1
+    with torch.no_grad():
+        for weight in twin.parameters():
+            weight.mul_(1.5)
+    assert_same(compiled, recorded, rows(3))
+    compiled.load_state_dict(twin.state_dict())
+    for seed in range(3):
+        assert_same(compiled, twin, rows(seed))
+    assert recorder_of(twin).recordings == 1
 
 
 def test_a_loss_whose_gradients_are_gone_says_so() -> None:
@@ -187,6 +258,10 @@ def test_what_cannot_be_recorded_is_refused() -> None:
         recorded(**rows(1), output_attentions=True)
     with pytest.raises(ValueError, match="do not know the argument typo"):
         recorded(**rows(1), typo=1)
+    with pytest.raises(ValueError, match="either input_ids or inputs_embeds"):
+        recorded(**rows(1), inputs_embeds=torch.zeros(2, 48, 32))
+    with pytest.raises(ValueError, match=r"input_ids must have the shape \[B, T\]"):
+        recorded(torch.arange(5), labels=torch.arange(5))
 
 
 def test_on_a_cpu_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -273,9 +273,8 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         then None: the loss makes no copy of them in fp32. Passes without gradients stay as they are.
 
         Args:
-            cuda_graphs: Record the training step of each kind of batch without padding as a CUDA graph, so that a GPU
-                need not wait for the host. It keeps another copy of all gradients, and the memory of each kind of
-                batch. `backward` must then come before the next batch. Not for FSDP or fp16.
+            cuda_graphs: Record the step of each kind of batch without padding: the GPU need not wait for the host. This
+                keeps another copy of all gradients; `backward` must come before the next batch. Not for FSDP or fp16.
         """
         self.model.compile_training()
         self._training_loss = TrainingLoss(self, self.model, cuda_graphs=cuda_graphs)
@@ -339,12 +338,12 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         has_labels = labels is not None or shift_labels is not None
         compiled = self._compiled_loss(logits_to_keep) if has_labels else None
         keep_all = output_hidden_states or self.config.output_hidden_states
-        plain = attention_mask is None and past_key_values is None and not keep_all
-        if compiled is not None and input_ids is not None and plain and compiled.records(input_ids.device):
+        if compiled is not None and inputs_embeds is None and past_key_values is None and not keep_all:
             _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
             targets = shifted(labels, shift_labels)
-            recorded = compiled.of_batch(input_ids, targets, num_items_in_batch, position_ids, kwargs)
-            return _returned(CausalLMOutputWithPast(loss=recorded), self.config, return_dict)
+            loss = compiled.recorded(input_ids, targets, num_items_in_batch, attention_mask, position_ids, kwargs)
+            if loss is not None:
+                return _returned(CausalLMOutputWithPast(loss=loss), self.config, return_dict)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -28,12 +28,12 @@ class RowLayout(NamedTuple):
     shape: tuple[int, int]
     filling: int = 0
 
-    def pack(self, x: Tensor) -> Tensor:
-        """[B, T, ...] -> the real tokens, and the filling, [1, N, ...]."""
+    def pack(self, x: Tensor, value: int = 0) -> Tensor:
+        """[B, T, ...] -> the real tokens, and `value` for each of the filling, [1, N, ...]."""
         flat = x.flatten(0, 1)
         flat = flat if self.places is None else flat[self.places]
         if self.filling:
-            flat = torch.nn.functional.pad(flat, (0, 0) * (flat.ndim - 1) + (0, self.filling))
+            flat = torch.nn.functional.pad(flat, (0, 0) * (flat.ndim - 1) + (0, self.filling), value=value)
         return flat[None]
 
     def unpack(self, x: Tensor) -> Tensor:

@@ -36,16 +36,9 @@ class TrainingLoss:
         self._run = torch.compile(_loss_of_hidden, dynamic=False)
         self._recorded = RecordedTraining(model, self._of_tokens) if cuda_graphs else None
 
-    def records(self, device: torch.device) -> bool:
-        """Whether steps on this device are recorded."""
-        return self._recorded is not None and self._recorded.takes(device)
-
     def of_hidden(self, hidden: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
         """The loss of hidden states [B, T, E] and targets [B, T], divided by `count` or the number of targets."""
-        if count is None:
-            count = (targets != IGNORED_TARGET).sum().clamp(min=1)
-        elif isinstance(count, Tensor):
-            count = count.to(targets.device)
+        count = _divisor(count, targets)
         hidden, targets = hidden.flatten(0, 1), targets.flatten()
         if filling := filling_of(targets.numel()):
             hidden = nn.functional.pad(hidden, (0, 0, 0, filling))
@@ -53,23 +46,31 @@ class TrainingLoss:
         loss: Tensor = self._run(self._model.get_output_embeddings(), hidden[None], targets) / count
         return loss
 
-    def of_batch(
+    def recorded(
         self,
-        tokens: Tensor,
+        tokens: Tensor | None,
         targets: Tensor,
         count: Tensor | int | None,
+        attention_mask: Tensor | None,
         position_ids: Tensor | None,
         packing: dict[str, Any],
-    ) -> Tensor:
-        """The recorded loss of tokens and targets [B, T]; further arguments as of the model's `forward`."""
+    ) -> Tensor | None:
+        """The recorded loss of tokens and targets [B, T]; further arguments as of the model's `forward`.
+
+        None where nothing is recorded; rows with padding have too many numbers of real tokens.
+        """
+        if self._recorded is None or tokens is None or tokens.ndim != 2 or not self._recorded.takes(tokens.device):
+            return None
+        if not any(parameter.requires_grad for parameter in self._model.parameters()):
+            return None
         documents = None
-        layout = self._decoder.layout_of(tokens, None, position_ids, packing)
+        layout = self._decoder.layout_of(tokens, attention_mask, position_ids, packing)
         if layout is not None:
-            documents, tokens = layout.documents, layout.pack(tokens)
-            if layout.filling:
-                targets = nn.functional.pad(targets.reshape(1, -1), (0, layout.filling), value=IGNORED_TARGET)
-        assert self._recorded is not None
-        return self._recorded(tokens, targets.view(tokens.shape), count, documents)
+            if layout.places is not None:
+                return None
+            documents = layout.documents
+            tokens, targets = layout.pack(tokens), layout.pack(targets, IGNORED_TARGET)
+        return self._recorded(tokens, targets, _divisor(count, targets), documents)
 
     def _of_tokens(self, tokens: Tensor, targets: Tensor, count: Tensor, documents: Documents | None) -> Tensor:
         hidden = self._decoder.hidden_of(tokens, documents)
@@ -84,7 +85,16 @@ def shifted(labels: Tensor | None, shift_labels: Tensor | None) -> Tensor:
     if shift_labels is not None:
         return shift_labels
     assert labels is not None
-    return nn.functional.pad(labels, (0, 1), value=IGNORED_TARGET)[:, 1:].contiguous()
+    return nn.functional.pad(labels, (0, 1), value=IGNORED_TARGET)[..., 1:].contiguous()
+
+
+def _divisor(count: Tensor | int | None, targets: Tensor) -> Tensor:
+    """What the loss is divided by, on the device of the targets."""
+    if count is None:
+        return (targets != IGNORED_TARGET).sum().clamp(min=1)
+    if not isinstance(count, Tensor):
+        return torch.full((), count, device=targets.device)
+    return count.to(targets.device, non_blocking=True)
 
 
 def _loss_of_hidden(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -103,8 +103,10 @@ def run_block(checkpointed: bool, forward: Callable[..., Tensor], x: Tensor, **g
     """One layer in training, by its `Block.forward`; `checkpointed` computes it again in backward."""
     if not checkpointed:
         return forward(x, **given)
-    # Nothing in a block is random, so no random state is kept, which a CUDA graph could not read.
-    return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=False, context_fn=_save_attention, **given)
+    # Of a block's parts only dropout is random, which adapters bring: a CUDA graph could not read the random state.
+    block: nn.Module = forward.__self__  # type: ignore[attr-defined]
+    random = any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
+    return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=random, context_fn=_save_attention, **given)
 
 
 # Non-reentrant checkpointing that keeps the results of some operators. The choice, because one made again costs as
