@@ -300,13 +300,7 @@ def make_loader(
         ValueError: If a size or a rank is impossible.
     """
     config.validate()
-    if split not in SPLITS:
-        raise ValueError(f"split is {split!r}; the nearest of {', '.join(SPLITS)} is {nearest(split, SPLITS)}")
-    if min(sequence_length, batch_size, vocab_size, world_size) < 1 or not 0 <= rank < world_size:
-        raise ValueError(
-            f"sequence_length {sequence_length}, batch_size {batch_size}, vocab_size {vocab_size} and world_size "
-            f"{world_size} must be positive and rank {rank} in [0, world_size)"
-        )
+    _check(split, sequence_length, batch_size, vocab_size, rank, world_size)
     activity = Activity()
     # The settings that decide the rows: a position is valid only for the same ones.
     settings: dict[str, Any] = {"split": split, "data.seed": config.seed, "train.sequence_length": sequence_length}
@@ -351,6 +345,16 @@ def make_loader(
         activity=activity,
         on_stall=on_stall,
     )
+
+
+def _check(split: str, sequence_length: int, batch_size: int, vocab_size: int, rank: int, world_size: int) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}; the nearest of {', '.join(SPLITS)} is {nearest(split, SPLITS)}")
+    if min(sequence_length, batch_size, vocab_size, world_size) < 1 or not 0 <= rank < world_size:
+        raise ValueError(
+            f"sequence_length {sequence_length}, batch_size {batch_size}, vocab_size {vocab_size} and world_size "
+            f"{world_size} must be positive and rank {rank} in [0, world_size)"
+        )
 
 
 def _text_streams(

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from trifocal.hf.cached_forward import cache_obstacle, cached_tokens
 from trifocal.hf.configuration import TrifocalConfig
 from trifocal.hf.row_layout import RowLayout, row_layout
-from trifocal.hf.training_loss import TrainingLoss, shifted
+from trifocal.hf.training_loss import Targets, TrainingLoss
 from trifocal.models import DecoderLM
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
@@ -340,8 +340,8 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         keep_all = output_hidden_states or self.config.output_hidden_states
         if compiled is not None and inputs_embeds is None and past_key_values is None and not keep_all:
             _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
-            targets = shifted(labels, shift_labels)
-            loss = compiled.recorded(input_ids, targets, num_items_in_batch, attention_mask, position_ids, kwargs)
+            targets = Targets(labels, shift_labels, num_items_in_batch)
+            loss = compiled.recorded(input_ids, targets, attention_mask, position_ids, kwargs)
             if loss is not None:
                 return _returned(CausalLMOutputWithPast(loss=loss), self.config, return_dict)
         outputs = self.model(
@@ -358,7 +358,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         )
         logits = loss = None
         if compiled is not None:
-            loss = compiled.of_hidden(outputs.last_hidden_state, shifted(labels, shift_labels), num_items_in_batch)
+            loss = compiled.of_hidden(outputs.last_hidden_state, Targets(labels, shift_labels, num_items_in_batch))
         else:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.head(outputs.last_hidden_state[:, kept])
