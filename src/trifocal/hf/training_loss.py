@@ -72,8 +72,7 @@ class TrainingLoss:
         if filling := filling_of(targets.numel()):
             hidden = nn.functional.pad(hidden, (0, 0, 0, filling))
             targets = nn.functional.pad(targets, (0, filling), value=IGNORED_TARGET)
-        loss: Tensor = self._run(self._model.get_output_embeddings(), hidden[None], targets) / count
-        return loss
+        return self._divided(hidden, targets, count)
 
     def recorded(
         self,
@@ -102,9 +101,11 @@ class TrainingLoss:
 
     def _of_tokens(self, tokens: Tensor, targets: Tensor, count: Tensor, documents: Documents | None) -> Tensor:
         hidden = self._decoder.hidden_of(tokens, documents)
-        loss: Tensor = (
-            self._run(self._model.get_output_embeddings(), hidden.flatten(0, 1)[None], targets.flatten()) / count
-        )
+        return self._divided(hidden.flatten(0, 1), targets.flatten(), count)
+
+    def _divided(self, hidden: Tensor, targets: Tensor, count: Tensor) -> Tensor:
+        """The sum of the losses of hidden states [N, E] and targets [N], divided by `count`."""
+        loss: Tensor = self._run(self._model.get_output_embeddings(), hidden[None], targets) / count
         return loss
 
 
