@@ -7,12 +7,15 @@
         --checkpoint.interval_steps 500 --log.sample_interval_steps 0
     python benchmarks/convert_quality.py runs/dense --directory runs/converted
     python benchmarks/convert_quality.py runs/dense --directory runs/converted --to selected --label hybrid \\
-        --dense-layers 0,4,8 --geometry.num_selected_blocks 32 --geometry.num_local_blocks 8
+        --keep-dense 3 --geometry.num_selected_blocks 32 --geometry.num_local_blocks 8
 
 For each target: `trifocal convert`, then `trifocal train --model.from`, by the configuration of the dense run, on text
 in another order. The dense model is trained on in the same way: without it, more training would look like a gain of
 the conversion. The validation loss of all of them, and of the converted model before training, is measured on the same
 text at each length.
+
+`--dense-layers 0,4,8` keeps these layers dense, `--keep-dense 3` those three whose conversion alone costs the most at
+the longest of the lengths.
 
 Flags with `geometry.` go to `trifocal convert`, other flags of a section to `trifocal train`. With other flags, give a
 `--label`: it is part of the names of models and of the result. Started again, the script continues: converted models,
@@ -30,9 +33,12 @@ from typing import Any
 import torch
 
 from trifocal.bench.results import ResultFile
+from trifocal.data import Batch
 from trifocal.evaluation import Subject
 from trifocal.evaluation.position_loss import measure_loss, read_batches
-from trifocal.models import load_model
+from trifocal.models import DecoderLM, load_model
+from trifocal.models.conversion import Target, convert_tensors, converted_config
+from trifocal.ops import Geometry
 from trifocal.train.checkpoint_folders import checkpoint_step, list_checkpoints
 from trifocal.train.pretrained import open_pretrained
 from trifocal.train.run_config import RunConfig
@@ -82,31 +88,71 @@ def train_on(source: Path, run: Path, dense: Path, config: RunConfig, steps: int
     command("train", str(dense / "config.toml"), *(f"--{name}={value}" for name, value in flags.items()), *overwrite)
 
 
-def losses(models: dict[str, Path], dense: Path, lengths: list[int], cache: Path) -> list[dict[str, Any]]:
+class Text:
+    """The validation text of the dense run, and the loss of models on it."""
+
+    def __init__(self, dense: Path) -> None:
+        with open_pretrained(dense) as found:
+            config, tokenizer = load_run(dense), found.tokenizer()
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.dense = load_model(dense)
+        self._subject = Subject(self.dense, tokenizer, config.data, config, device, config.train.precision)
+        self._config = config
+        self._batches: dict[int, list[Batch]] = {}
+
+    def measure(self, model: DecoderLM, length: int) -> dict[str, Any]:
+        """The row of `trifocal evaluate` for all targets of sequences of this length."""
+        config = self._config
+        if length not in self._batches:
+            self._batches[length] = read_batches(
+                config.data, replace(config.evaluate, batches=4 * config.evaluate.batches),
+                tokenizer=self._subject.tokenizer, vocab_size=config.model.vocab_size,
+                trained=(config.train.sequence_length, config.train.micro_batch_size), length=length, sequences=0,
+            )  # fmt: skip
+        subject = replace(self._subject, model=model.to(self._subject.device).eval())
+        [whole, *_] = measure_loss(subject, self._batches[length], lambda done: None)
+        return whole
+
+
+def losses(models: dict[str, Path], text: Text, lengths: list[int], cache: Path) -> list[dict[str, Any]]:
     """The validation loss of each model at each length, on the same text; figures in the cache are not made again."""
     rows = json.loads(cache.read_text()) if cache.exists() else []
-    with open_pretrained(dense) as found:
-        config, tokenizer = load_run(dense), found.tokenizer()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    subject = Subject(load_model(dense), tokenizer, config.data, config, device, config.train.precision)
     for length in lengths:
-        missing = [name for name in models if not any((r["model"], r["length"]) == (name, length) for r in rows)]
-        if not missing:
-            continue
-        trained = (config.train.sequence_length, config.train.micro_batch_size)
-        section = replace(config.evaluate, batches=4 * config.evaluate.batches)
-        batches = read_batches(
-            config.data, section, tokenizer=tokenizer, vocab_size=config.model.vocab_size, trained=trained,
-            length=length, sequences=0,
-        )  # fmt: skip
-        for name in missing:
-            measured = replace(subject, model=load_model(models[name]).to(device).eval())
-            [whole, *_] = measure_loss(measured, batches, lambda done: None)
+        for name, path in models.items():
+            if any((row["model"], row["length"]) == (name, length) for row in rows):
+                continue
+            whole = text.measure(load_model(path), length)
             row = {"model": name, "length": length, "loss": whole["loss"], "bits_per_byte": whole["bits_per_byte"]}
             print(row, flush=True)
             rows.append(row | {"targets": whole["targets"]})
             cache.write_text(json.dumps(rows))
     return [row for row in rows if row["model"] in models and row["length"] in lengths]
+
+
+def costs_of_layers(text: Text, to: Target, geometry: Geometry, length: int, cache: Path) -> list[dict[str, Any]]:
+    """What the loss rises by where one layer alone is converted, a row for each layer; or what the cache has."""
+    if cache.exists():
+        return list(json.loads(cache.read_text()))
+    config, tensors = text.dense.config, text.dense.state_dict()
+    loss = text.measure(text.dense, length)["loss"]
+    rows = []
+    for layer in range(config.num_layers):
+        others = [index for index in range(config.num_layers) if index != layer]
+        wanted = converted_config(config, to, geometry, dense_layers=others)
+        with torch.device("meta"):
+            model = DecoderLM(wanted)
+        model.load_state_dict(convert_tensors(tensors, wanted), assign=True)
+        above = text.measure(model, length)["loss"] - loss
+        rows.append({"target": to, "layer": layer, "length": length, "above_dense": above})
+        print(rows[-1], flush=True)
+    cache.write_text(json.dumps(rows))
+    return rows
+
+
+def most_costly(rows: list[dict[str, Any]], number: int) -> str:
+    """The layers with the highest costs, as `--dense-layers` takes them."""
+    most = sorted(rows, key=lambda row: row["above_dense"])[-number:]
+    return ",".join(str(layer) for layer in sorted(row["layer"] for row in most))
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -128,7 +174,9 @@ def main() -> int:
     parser.add_argument("dense", type=Path, help="a finished run of a dense model")
     parser.add_argument("--directory", type=Path, default=Path("runs/converted"))
     parser.add_argument("--to", nargs="+", choices=("selected", "nsa"), default=["selected", "nsa"])
-    parser.add_argument("--dense-layers", default="")
+    dense_layers = parser.add_mutually_exclusive_group()
+    dense_layers.add_argument("--dense-layers", default="")
+    dense_layers.add_argument("--keep-dense", type=int, default=0, metavar="LAYERS")
     parser.add_argument("--label", default="", help="of these flags, in the names of models and of the result")
     parser.add_argument("--share", type=float, default=0.1, help="of the dense run's steps")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192])
@@ -147,28 +195,34 @@ def main() -> int:
     models = {DENSE: options.dense, DENSE_ON: directory / "dense"}
     train_on(options.dense, models[DENSE_ON], options.dense, config, steps, extra)
     label = f"-{options.label}" if options.label else ""
+    sizes = Geometry(**{name.removeprefix("geometry."): int(value) for name, value in geometry.items()})
+    text, costs, kept = Text(options.dense), [], {}
     for target in options.to:
         converted, run = directory / f"{target}{label}-start", directory / f"{target}{label}"
+        dense_layers = options.dense_layers
+        if options.keep_dense:
+            cache = directory / f"costs-{target}{label}.json"
+            found = costs_of_layers(text, target, sizes, max(options.lengths), cache)
+            dense_layers = most_costly(found, options.keep_dense)
+            costs += found
         if not converted.exists():
-            choices = [
-                *(f"--{name}={value}" for name, value in geometry.items()),
-                f"--dense-layers={options.dense_layers}",
-            ]
+            choices = [*(f"--{name}={value}" for name, value in geometry.items()), f"--dense-layers={dense_layers}"]
             command("convert", str(options.dense), str(converted), "--to", target, *choices)
         train_on(converted, run, options.dense, config, steps, extra)
         models |= {f"{target}, converted": converted, f"{target}, trained on": run}
-    rows = compared(losses(models, options.dense, options.lengths, directory / f"losses{label}.json"))
+        kept[target] = dense_layers or "none"
+    rows = compared(losses(models, text, options.lengths, directory / f"losses{label}.json"))
     tokens = config.train.sequence_length * config.train.global_batch_size
     notes = [
         f"Dense run: {config.train.steps:,} steps of {tokens:,} tokens, {config.train.sequence_length:,} a sequence.",
         f"Trained on: {steps:,} steps more.",
-        f"Layers that stay dense: {options.dense_layers or 'none'}. Geometry: "
+        f"Layers that stay dense: {', '.join(f'{layers} ({target})' for target, layers in kept.items())}. Geometry: "
         f"{load_model(directory / f'{options.to[0]}{label}-start').config.geometry}.",
         f"Further flags: {' '.join(f'{name}={value}' for name, value in extra.items()) or 'none'}.",
     ]
     name = f"convert_quality{label.replace('-', '_')}"
     file = ResultFile(name, "Dense models made sparse, and trained on", folder=options.output, commit=options.commit)
-    print(file.write(rows, notes=notes).read_text(), flush=True)
+    print(file.write(rows, notes=notes, one_layer_converted=costs).read_text(), flush=True)
     return 0
 
 

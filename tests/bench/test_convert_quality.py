@@ -9,6 +9,7 @@ import pytest
 from tests.children import load_script
 from tests.train.tiny import write_config
 from trifocal.cli import main
+from trifocal.train.run_directory import load_run
 
 SMALL = ["--geometry.compression_block_size", "4", "--geometry.compression_stride", "2"]
 SMALL += ["--geometry.selection_block_size", "8", "--geometry.num_selected_blocks", "3"]
@@ -53,3 +54,13 @@ def test_models_are_converted_trained_on_and_measured(tmp_path: Path, monkeypatc
     assert script.main() == 0
     assert commands[5:] == ["convert", "train"] and len(list(results.glob("convert_quality_hybrid_*.json"))) == 1
     assert (directory / "selected-hybrid" / "config.toml").is_file()
+    # The layer that costs the most stays dense: so the model is at least as near to the dense one as with the other.
+    kept = ["--label", "kept", "--to", "selected", "--keep-dense", "1"]
+    monkeypatch.setattr(sys, "argv", ["convert_quality.py", *arguments, *kept])
+    assert script.main() == 0
+    [path] = results.glob("convert_quality_kept_*.json")
+    costs = {row["layer"]: row["above_dense"] for row in json.loads(path.read_text())["one_layer_converted"]}
+    worst = max(costs, key=lambda layer: costs[layer])
+    types = load_run(directory / "selected-kept").model.attention_of_layers
+    assert sorted(costs) == list(range(len(types))) and any(costs.values())
+    assert [layer for layer, kind in enumerate(types) if kind == "dense"] == [worst]
