@@ -5,6 +5,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import Tensor
 from tests.train.tiny import make_config
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.evaluation import Plan, Subject, evaluate_model, merge_rows, not_possible, subject
-from trifocal.evaluation.needles import measure_needles
+from trifocal.evaluation.needles import Haystacks, measure_needles
 from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges, read_batches
 from trifocal.evaluation.recall import measure_recall
 from trifocal.models import DecoderLM
@@ -70,10 +71,25 @@ def test_a_model_that_copies_finds_every_needle(source: str, text: str) -> None:
 @pytest.mark.parametrize("source", ["text", "needle"])
 def test_a_model_that_sees_the_near_past_finds_late_needles_alone(source: str, text: str) -> None:
     """The needle and the question are 31 bytes each in text, 6 tokens each in the task."""
-    model = copying(text if source == "text" else source, sees=70)
+    model = copying(text if source == "text" else source, sees=88)
     rows = {row["depth"]: row for row in measure_needles(model, 160, (0.0, 0.25, 1.0), 2)}
     assert [rows[depth]["accuracy"] for depth in (0.0, 0.25, 1.0)] == [0.0, 0.0, 1.0]
     assert rows[0.0]["answer_loss"] > 3 > rows[1.0]["answer_loss"]
+
+
+@pytest.mark.parametrize("source", ["text", "needle"])
+def test_needles_of_a_depth_lie_in_a_block_in_many_ways(source: str, text: str) -> None:
+    haystacks = Haystacks(copying(text if source == "text" else source))
+    for depth, prompts in haystacks.prompts(2048, (0.0, 0.5, 1.0), 16):
+        places = []
+        for tokens, targets in prompts:
+            # Of the task: the question repeats mark and key. Of text: the question's first 20 bytes.
+            first = int(np.flatnonzero(targets >= 0)[0])
+            question = tokens[first - 1 : first + 1] if haystacks.is_task else tokens[first - 24 : first - 4]
+            found = np.lib.stride_tricks.sliding_window_view(tokens, len(question))
+            places.append(int((found == question).all(1).nonzero()[0][0]))
+        assert len({place % 64 for place in places}) > 8
+        assert all(abs(place - depth * 2048) < 200 for place in places)
 
 
 def test_recall_by_distance_shows_where_a_window_ends() -> None:

@@ -19,6 +19,9 @@ Prompt = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 _NAMES = ("Anna", "Boris", "Clara", "David", "Elena", "Frank", "Grace", "Henry")
 _DIGITS = 5
+# The needles of a depth stand in a range of at most so many tokens: in one place, all would lie alike in the blocks of
+# sparse attention, and the figure would be that of this one position in a block.
+_RANGE = 128
 # Random numbers of validation rows have a key of three numbers: this one differs from theirs.
 _SPLIT = 2
 
@@ -46,9 +49,11 @@ class Haystacks:
     def prompts(self, length: int, depths: Sequence[float], samples: int) -> Iterator[tuple[float, list[Prompt]]]:
         """For each depth, the prompts of all samples; a sample has the same haystack at every depth.
 
+        The needles of a depth stand in up to 128 places one behind the other, or an eighth of a short haystack.
+
         Args:
             length: Tokens, at most.
-            depths: Places of the needle, from 0, the beginning, to 1, the end.
+            depths: Where the needles stand, from 0, the beginning, to 1, the end.
             samples: Prompts of a depth.
 
         Raises:
@@ -60,28 +65,42 @@ class Haystacks:
             if length < 12 * needles:
                 raise TooShort(f"{needles} needles and their questions need {12 * needles} tokens, got {length}")
             for depth in depths:
-                yield depth, [self._of_task(length, needles, sample, depth) for sample in range(samples)]
+                places = self._places(depth, length, samples)
+                yield depth, [self._of_task(length, needles, sample, place) for sample, place in enumerate(places)]
             return
         texts = self._read_texts(length, samples)
         for depth in depths:
-            yield depth, [self._of_text(text, length, sample, depth) for sample, text in enumerate(texts)]
+            places = self._places(depth, length, samples)
+            yield (
+                depth,
+                [
+                    self._of_text(text, length, sample, place)
+                    for sample, (text, place) in enumerate(zip(texts, places, strict=True))
+                ],
+            )
 
-    def _of_task(self, length: int, needles: int, sample: int, depth: float) -> Prompt:
+    def _places(self, depth: float, length: int, samples: int) -> list[float]:
+        """Where the needle of each sample stands, from 0 to 1; the same for all depths but for the depth."""
+        reach = min(_RANGE, length // 8)
+        offsets = random_words(samples, "places of a depth", self._data.seed) % np.uint64(reach + 1)
+        return [(depth * (length - reach) + int(offset)) / length for offset in offsets]
+
+    def _of_task(self, length: int, needles: int, sample: int, place: float) -> Prompt:
         key = (self._data.seed, _SPLIT, sample)
-        tokens, targets = haystack(self._vocab_size, length, needles, key, depth=depth)
-        # The first question alone: its needle has the depth.
+        tokens, targets = haystack(self._vocab_size, length, needles, key, depth=place)
+        # The first question alone: its needle has the place.
         end = np.flatnonzero(targets >= 0)[VALUE_TOKENS - 1] + 1
         return tokens[:end], targets[:end]
 
-    def _of_text(self, text: NDArray[np.int32], length: int, sample: int, depth: float) -> Prompt:
+    def _of_text(self, text: NDArray[np.int32], length: int, sample: int, place: float) -> Prompt:
         name, number = (int(word) for word in random_words(2, "pass key", self._data.seed, sample) >> np.uint64(1))
         question = self._tokenizer.encode(f"\nThe pass key of {_NAMES[name % len(_NAMES)]} is")
         answer = self._tokenizer.encode(f" {number % 10**_DIGITS:0{_DIGITS}}.")
         room = length + 1 - 2 * (len(question) + len(answer))
         if room < 1:
             raise TooShort(f"a needle and its question need {length + 1 - room} tokens, got {length}")
-        place = round(depth * room)
-        tokens = np.concatenate([text[:place], question, answer, text[place:room], question, answer])
+        before = round(place * room)
+        tokens = np.concatenate([text[:before], question, answer, text[before:room], question, answer])
         targets = np.full(len(tokens) - 1, -100, dtype=np.int32)
         targets[-len(answer) :] = answer
         return tokens[:-1], targets
