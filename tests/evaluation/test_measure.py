@@ -83,9 +83,9 @@ def test_needles_of_a_depth_lie_in_a_block_in_many_ways(source: str, text: str) 
     for depth, prompts in haystacks.prompts(2048, (0.0, 0.5, 1.0), 16):
         places = []
         for tokens, targets in prompts:
-            # Of the task: the question repeats mark and key. Of text: the question's first 20 bytes.
+            # Of the task: the question repeats mark and key. Of text: its last 20 bytes.
             first = int(np.flatnonzero(targets >= 0)[0])
-            question = tokens[first - 1 : first + 1] if haystacks.is_task else tokens[first - 24 : first - 4]
+            question = tokens[first - 1 : first + 1] if haystacks.is_task else tokens[first - 19 : first + 1]
             found = np.lib.stride_tricks.sliding_window_view(tokens, len(question))
             places.append(int((found == question).all(1).nonzero()[0][0]))
         assert len({place % 64 for place in places}) > 8
