@@ -12,11 +12,14 @@ Geometry travels as a list of its sizes, documents as their three tensors or thr
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from trifocal.ops import reference
 from trifocal.ops.geometry import Geometry
@@ -26,6 +29,37 @@ from trifocal.ops.layout import Documents
 ANY_STRIDES = (torch.Tag.flexible_layout,)
 
 DocumentTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
+
+
+class Operator:
+    """A function as `torch.ops.trifocal.NAME`; in inference mode a call is the function's own.
+
+    Nobody looks at operators there, and the first call of one imports PyTorch's compiler: two seconds, which a short
+    command need not wait for. Where something looks (a compiler, a dispatch mode), it sees the operator.
+
+    Args:
+        name: After `trifocal::`.
+        function: Its first argument is a tensor.
+        **rules: Of `torch.library.custom_op`.
+    """
+
+    def __init__(self, name: str, function: Callable[..., Any], **rules: Any) -> None:
+        registered = torch.library.custom_op(f"trifocal::{name}", mutates_args=(), tags=ANY_STRIDES, **rules)(function)
+        self._function, self._registered = function, registered
+        self.register_fake, self.register_autograd = registered.register_fake, registered.register_autograd
+
+    def __call__(self, x: Tensor, *others: Any) -> Any:
+        """Run it."""
+        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+            return self._registered(x, *others)
+        if _get_current_dispatch_mode() is not None or is_fake(x):
+            return self._registered(x, *others)
+        return self._function(x, *others)
+
+
+def operator(name: str, **rules: Any) -> Callable[[Callable[..., Any]], Operator]:
+    """Make a function an `Operator`."""
+    return lambda function: Operator(name, function, **rules)
 
 
 def sizes_of(geometry: Geometry) -> list[int]:
@@ -68,7 +102,7 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("trifocal::mean_compress", mutates_args=(), tags=ANY_STRIDES)
+@operator("mean_compress")
 def mean_compress(
     x: Tensor,
     geometry: list[int],
@@ -90,7 +124,7 @@ def _(x: Tensor, geometry: list[int], num_blocks: int, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], num_blocks, *x.shape[2:]))
 
 
-@torch.library.custom_op("trifocal::mean_compress_backward", mutates_args=(), tags=ANY_STRIDES)
+@operator("mean_compress_backward")
 def mean_compress_backward(
     d_x_cmp: Tensor,
     geometry: list[int],
@@ -126,7 +160,7 @@ def _mean_gradients(ctx: Any, d_x_cmp: Tensor) -> tuple[Tensor | None, ...]:
 mean_compress.register_autograd(_mean_gradients, setup_context=_save_mean)
 
 
-@torch.library.custom_op("trifocal::select_blocks", mutates_args=(), tags=ANY_STRIDES)
+@operator("select_blocks")
 def select_blocks(
     q: Tensor,
     k_cmp: Tensor,
@@ -157,7 +191,7 @@ def _(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: list[int], *_: Any) -> Te
     return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)
 
 
-@torch.library.custom_op("trifocal::compressed_attention", mutates_args=(), tags=ANY_STRIDES)
+@operator("compressed_attention")
 def compressed_attention(
     q: Tensor,
     k_cmp: Tensor,
@@ -182,7 +216,7 @@ def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any) -> tuple[Tensor, Tensor]
     return _empty_o(q, v_cmp), _empty_lse(q)
 
 
-@torch.library.custom_op("trifocal::compressed_attention_backward", mutates_args=(), tags=ANY_STRIDES)
+@operator("compressed_attention_backward")
 def compressed_attention_backward(
     d_o: Tensor,
     d_lse: Tensor | None,
@@ -233,7 +267,7 @@ def _compressed_gradients(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) ->
 compressed_attention.register_autograd(_compressed_gradients, setup_context=_save_compressed)
 
 
-@torch.library.custom_op("trifocal::selected_attention", mutates_args=(), tags=ANY_STRIDES)
+@operator("selected_attention")
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -258,7 +292,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_o(q, v), _empty_lse(q)
 
 
-@torch.library.custom_op("trifocal::selected_attention_backward", mutates_args=(), tags=ANY_STRIDES)
+@operator("selected_attention_backward")
 def selected_attention_backward(
     d_o: Tensor,
     q: Tensor,
@@ -302,7 +336,7 @@ def _selected_gradients(ctx: Any, d_o: Tensor, _: None) -> tuple[Tensor | None, 
 selected_attention.register_autograd(_selected_gradients, setup_context=_save_selected)
 
 
-@torch.library.custom_op("trifocal::window_attention", mutates_args=(), tags=ANY_STRIDES)
+@operator("window_attention")
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -325,7 +359,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_o(q, v), _empty_lse(q)
 
 
-@torch.library.custom_op("trifocal::window_attention_backward", mutates_args=(), tags=ANY_STRIDES)
+@operator("window_attention_backward")
 def window_attention_backward(
     d_o: Tensor,
     q: Tensor,

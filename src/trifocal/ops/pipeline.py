@@ -256,12 +256,7 @@ _DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions"
 _NUM_BRANCHES = len(Branches._fields)
 
 
-@torch.library.custom_op(
-    "trifocal::combine_branches",
-    mutates_args=(),
-    schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor",
-    tags=operators.ANY_STRIDES,
-)
+@operators.operator("combine_branches", schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor")
 def combine_branches(q: Tensor, *inputs: Any) -> Tensor:
     """Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
     from trifocal.ops.triton.combine import combine_forward
@@ -277,11 +272,9 @@ def _(q: Tensor, *inputs: Any) -> Tensor:
     return o_cmp.new_empty(o_cmp.shape)
 
 
-@torch.library.custom_op(
-    "trifocal::combine_branches_backward",
-    mutates_args=(),
+@operators.operator(
+    "combine_branches_backward",
     schema=f"(Tensor d_o, {_TENSORS}, {_DOCUMENTS}, SymInt[] geometry, float scale) -> ({', '.join(['Tensor'] * 8)})",
-    tags=operators.ANY_STRIDES,
 )
 def combine_branches_backward(d_o: Tensor, q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     """Gradients of q, the keys and values of the branches in their order, and the gates."""
