@@ -165,6 +165,7 @@ def main() -> int:
         f"{options.config}; sequences x {options.tokens:,} tokens a step, in documents with a median length of 1,000 "
         "tokens. Medians over the timed steps.",
         "share_of_trifocal: tokens a second over those of our own trainer's fastest row of that size. Wanted: 0.95.",
+        "peak_gib of transformers.Trainer with CUDA graphs leaves out the memory that the graphs hold.",
         f"transformers {transformers.__version__}.",
     ]
     file = ResultFile("finetune_speed", "Packed fine-tuning", folder=options.output, commit=options.commit)
