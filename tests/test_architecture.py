@@ -152,6 +152,17 @@ def test_import_is_quick_and_takes_no_triton_no_compiler_and_no_cuda():
     assert float(seconds) < 2.0
 
 
+def test_a_model_is_made_and_continues_a_text_without_pytorchs_compiler():
+    """Its import takes longer than all the rest of a short command."""
+    code = (
+        "import sys, torch; from trifocal.models import DecoderLM\n"
+        "from trifocal.testing.small_models import small_config\n"
+        "with torch.device('meta'): DecoderLM(small_config())\n"
+        "DecoderLM(small_config()).generate(torch.arange(40)[None], 3); print('torch._dynamo' in sys.modules)"
+    )
+    assert python(code).strip() == "False"
+
+
 def test_command_line_answers_without_torch():
     """`trifocal --help` is not worth waiting for."""
     assert python("import sys, trifocal.cli as cli; cli.main(['--help']); print('torch' in sys.modules)").endswith(

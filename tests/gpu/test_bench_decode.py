@@ -10,7 +10,12 @@ from trifocal.bench.recorder import Recorder
 from trifocal.bench.timing import recorded
 from trifocal.models import DecoderLM, ModelConfig
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # PyTorch's compiler warns when it is first imported, here for the plain model.
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated"),
+]
 
 SIZES = {"dim": 256, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "mlp_dim": 256}
 

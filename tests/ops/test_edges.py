@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops import cases
 from tests.ops.cases import DTYPES, Case, draw
@@ -206,6 +208,25 @@ def test_the_registered_operator_is_sound(lengths):
     lse = torch.zeros(1, 37, 4)
     arguments = (inputs.q, inputs.k_cmp, lse, [8, 4, 16, 3, 1, 1, 11], 37, 0.3, case.cu_seqlens, "reference")
     torch.library.opcheck(torch.ops.trifocal.select_blocks.default, arguments)
+
+
+def test_operators_are_left_out_in_inference_mode_unless_something_looks():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    inputs = draw(cases.named("odd length"), torch.float32)
+    arguments = (*inputs, cases.named("odd length").geometry)
+    expected = nsa_attention(*arguments, **REFERENCE)
+    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as plain:
+        assert torch.equal(nsa_attention(*arguments, **REFERENCE), expected)
+    assert not any(event.name.startswith("trifocal::") for event in plain.events())
+    with torch.inference_mode(), Watch():
+        assert torch.equal(nsa_attention(*arguments, **REFERENCE), expected)
+    assert "trifocal::select_blocks" in seen
 
 
 def test_tensors_without_data():
