@@ -210,6 +210,10 @@ def test_the_registered_operator_is_sound(lengths):
     torch.library.opcheck(torch.ops.trifocal.select_blocks.default, arguments)
 
 
+class Subclass(torch.Tensor):
+    """As fake and distributed tensors are."""
+
+
 def test_operators_are_left_out_in_inference_mode_unless_something_looks():
     seen = []
 
@@ -221,9 +225,10 @@ def test_operators_are_left_out_in_inference_mode_unless_something_looks():
     inputs = draw(cases.named("odd length"), torch.float32)
     arguments = (*inputs, cases.named("odd length").geometry)
     expected = nsa_attention(*arguments, **REFERENCE)
-    with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as plain:
-        assert torch.equal(nsa_attention(*arguments, **REFERENCE), expected)
-    assert not any(event.name.startswith("trifocal::") for event in plain.events())
+    for kind, looks in ((torch.Tensor, False), (Subclass, True)):
+        with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as events:
+            assert torch.equal(nsa_attention(inputs[0].as_subclass(kind), *arguments[1:], **REFERENCE), expected)
+        assert any(event.name == "trifocal::select_blocks" for event in events.events()) == looks
     with torch.inference_mode(), Watch():
         assert torch.equal(nsa_attention(*arguments, **REFERENCE), expected)
     assert "trifocal::select_blocks" in seen

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from trifocal.ops import reference
@@ -35,7 +34,8 @@ class Operator:
     """A function as `torch.ops.trifocal.NAME`; in inference mode a call is the function's own.
 
     Nobody looks at operators there, and the first call of one imports PyTorch's compiler: two seconds, which a short
-    command need not wait for. Where something looks (a compiler, a dispatch mode), it sees the operator.
+    command need not wait for. Where something looks (a compiler, a dispatch mode, a subclass of tensors), it sees the
+    operator.
 
     Args:
         name: After `trifocal::`.
@@ -52,7 +52,8 @@ class Operator:
         """Run it."""
         if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
             return self._registered(x, *others)
-        if _get_current_dispatch_mode() is not None or is_fake(x):
+        # Fake, distributed and other subclasses have rules of their own.
+        if _get_current_dispatch_mode() is not None or type(x) is not Tensor:
             return self._registered(x, *others)
         return self._function(x, *others)
 
