@@ -12,55 +12,18 @@ Geometry travels as a list of its sizes, documents as their three tensors or thr
 """
 
 import functools
-from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from trifocal.ops import reference
+from trifocal.ops.custom_op import custom_op
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 
-# Operators accept any strides. Without this tag the compiler copies q once for each of them.
-ANY_STRIDES = (torch.Tag.flexible_layout,)
-
 DocumentTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-class Operator:
-    """A function as `torch.ops.trifocal.NAME`; in inference mode a call is the function's own.
-
-    Nobody looks at operators there, and the first call of one imports PyTorch's compiler: two seconds, which a short
-    command need not wait for. Where something looks (a compiler, a dispatch mode, a subclass of tensors), it sees the
-    operator.
-
-    Args:
-        name: After `trifocal::`.
-        function: Its first argument is a tensor.
-        **rules: Of `torch.library.custom_op`.
-    """
-
-    def __init__(self, name: str, function: Callable[..., Any], **rules: Any) -> None:
-        registered = torch.library.custom_op(f"trifocal::{name}", mutates_args=(), tags=ANY_STRIDES, **rules)(function)
-        self._function, self._registered = function, registered
-        self.register_fake, self.register_autograd = registered.register_fake, registered.register_autograd
-
-    def __call__(self, x: Tensor, *others: Any) -> Any:
-        """Run it."""
-        if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-            return self._registered(x, *others)
-        # Fake, distributed and other subclasses have rules of their own.
-        if _get_current_dispatch_mode() is not None or type(x) is not Tensor:
-            return self._registered(x, *others)
-        return self._function(x, *others)
-
-
-def operator(name: str, **rules: Any) -> Callable[[Callable[..., Any]], Operator]:
-    """Make a function an `Operator`."""
-    return lambda function: Operator(name, function, **rules)
 
 
 def sizes_of(geometry: Geometry) -> list[int]:
@@ -103,7 +66,7 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@operator("mean_compress")
+@custom_op("mean_compress")
 def mean_compress(
     x: Tensor,
     geometry: list[int],
@@ -125,7 +88,7 @@ def _(x: Tensor, geometry: list[int], num_blocks: int, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], num_blocks, *x.shape[2:]))
 
 
-@operator("mean_compress_backward")
+@custom_op("mean_compress_backward")
 def mean_compress_backward(
     d_x_cmp: Tensor,
     geometry: list[int],
@@ -161,7 +124,7 @@ def _mean_gradients(ctx: Any, d_x_cmp: Tensor) -> tuple[Tensor | None, ...]:
 mean_compress.register_autograd(_mean_gradients, setup_context=_save_mean)
 
 
-@operator("select_blocks")
+@custom_op("select_blocks")
 def select_blocks(
     q: Tensor,
     k_cmp: Tensor,
@@ -192,7 +155,7 @@ def _(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: list[int], *_: Any) -> Te
     return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)
 
 
-@operator("compressed_attention")
+@custom_op("compressed_attention")
 def compressed_attention(
     q: Tensor,
     k_cmp: Tensor,
@@ -217,7 +180,7 @@ def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any) -> tuple[Tensor, Tensor]
     return _empty_o(q, v_cmp), _empty_lse(q)
 
 
-@operator("compressed_attention_backward")
+@custom_op("compressed_attention_backward")
 def compressed_attention_backward(
     d_o: Tensor,
     d_lse: Tensor | None,
@@ -268,7 +231,7 @@ def _compressed_gradients(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) ->
 compressed_attention.register_autograd(_compressed_gradients, setup_context=_save_compressed)
 
 
-@operator("selected_attention")
+@custom_op("selected_attention")
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -293,7 +256,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_o(q, v), _empty_lse(q)
 
 
-@operator("selected_attention_backward")
+@custom_op("selected_attention_backward")
 def selected_attention_backward(
     d_o: Tensor,
     q: Tensor,
@@ -337,7 +300,7 @@ def _selected_gradients(ctx: Any, d_o: Tensor, _: None) -> tuple[Tensor | None, 
 selected_attention.register_autograd(_selected_gradients, setup_context=_save_selected)
 
 
-@operator("window_attention")
+@custom_op("window_attention")
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -360,7 +323,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_o(q, v), _empty_lse(q)
 
 
-@operator("window_attention_backward")
+@custom_op("window_attention_backward")
 def window_attention_backward(
     d_o: Tensor,
     q: Tensor,

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from trifocal.ops import operators
+from trifocal.ops.custom_op import custom_op
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 
@@ -256,7 +257,7 @@ _DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions"
 _NUM_BRANCHES = len(Branches._fields)
 
 
-@operators.operator("combine_branches", schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor")
+@custom_op("combine_branches", schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor")
 def combine_branches(q: Tensor, *inputs: Any) -> Tensor:
     """Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
     from trifocal.ops.triton.combine import combine_forward
@@ -272,7 +273,7 @@ def _(q: Tensor, *inputs: Any) -> Tensor:
     return o_cmp.new_empty(o_cmp.shape)
 
 
-@operators.operator(
+@custom_op(
     "combine_branches_backward",
     schema=f"(Tensor d_o, {_TENSORS}, {_DOCUMENTS}, SymInt[] geometry, float scale) -> ({', '.join(['Tensor'] * 8)})",
 )
