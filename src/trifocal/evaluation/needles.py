@@ -66,18 +66,12 @@ class Haystacks:
                 raise TooShort(f"{needles} needles and their questions need {12 * needles} tokens, got {length}")
             for depth in depths:
                 places = self._places(depth, length, samples)
-                yield depth, [self._of_task(length, needles, sample, place) for sample, place in enumerate(places)]
+                yield depth, [self._of_task(length, needles, i, place) for i, place in enumerate(places)]
             return
         texts = self._read_texts(length, samples)
         for depth in depths:
             places = self._places(depth, length, samples)
-            yield (
-                depth,
-                [
-                    self._of_text(text, length, sample, place)
-                    for sample, (text, place) in enumerate(zip(texts, places, strict=True))
-                ],
-            )
+            yield depth, [self._of_text(texts[i], length, i, place) for i, place in enumerate(places)]
 
     def _places(self, depth: float, length: int, samples: int) -> list[float]:
         """Where the needle of each sample stands, from 0 to 1; the same for all depths but for the depth."""
