@@ -21,7 +21,6 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_state_dict,
     set_state_dict,
 )
@@ -210,7 +209,8 @@ def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfi
         UserError: If the checkpoint holds another model; names the differences.
     """
     _check_model(path, model_config)
-    state = {"model": get_model_state_dict(model)}
+    # By its own names: PyTorch's function for models of all kinds imports its compiler.
+    state = {"model": model.state_dict()}
     _load_weights(state, path / "weights")
     model.load_state_dict(state["model"])
 
