@@ -217,6 +217,9 @@ def test_generate_without_a_checkpoint_or_with_a_damaged_one(run: Path, tmp_path
     message = refused(capsys, "generate", str(copy), "--prompt", "a b")
     assert "rank0.json is missing" in message
     assert message.endswith(f"trifocal generate {copy} --prompt 'a b' --checkpoint step_00000004\n")
+    # No weights of a damaged checkpoint go further, also where they could be read.
+    assert "rank0.json is missing" in refused(capsys, "export", str(copy), str(tmp_path / "exported"))
+    assert not (tmp_path / "exported").exists()
     message = refused(capsys, "train", "--resume", str(copy))
     assert message.endswith(
         f"go on from the one before with: trifocal train --resume {copy} --checkpoint step_00000004\n"

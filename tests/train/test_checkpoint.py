@@ -253,13 +253,35 @@ def test_keeps_the_last_ones_and_every_mth(tmp_path: Path) -> None:
 def test_what_is_read_is_not_pruned(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     paths = [save(tmp_path, step) for step in (1, 2)]
-    with open_checkpoint(tmp_path / "checkpoints", command="") as path:
+    with open_checkpoint(tmp_path / "checkpoints", command="") as (path, _):
         save(tmp_path, 3)
         prune_checkpoints(root, keep_last=1, keep_every_steps=0)
         assert path == paths[1] and list_checkpoints(root) == [path, checkpoint_path(root, 3)]
         verify_checkpoint(path)
     prune_checkpoints(root, keep_last=1, keep_every_steps=0)
     assert [found.name for found in root.iterdir()] == ["step_00000003"]
+
+
+def test_what_is_read_is_verified_meanwhile(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    with pytest.raises(ZeroDivisionError), open_checkpoint(tmp_path / "checkpoints", command="") as intact:
+        intact.wait_verified()
+        raise ZeroDivisionError
+    file = next((path / "weights").glob("*.distcp"))
+    damaged = bytearray(file.read_bytes())
+    damaged[-1] ^= 1
+    file.write_bytes(damaged)
+    damage = rf"step_00000001 is damaged: .*{file.name} has changed since it was written"
+    root = tmp_path / "checkpoints"
+    with pytest.raises(UserError, match=damage), open_checkpoint(root, command=""):
+        pass
+    with pytest.raises(UserError, match=damage), open_checkpoint(root, command=""):
+        raise ZeroDivisionError("that came of the damage")
+    reached = []
+    with pytest.raises(UserError, match=damage), open_checkpoint(root, command="") as found:
+        found.wait_verified()
+        reached.append("what is behind the wait")
+    assert not reached
 
 
 def test_what_was_deleted_all_the_same_is_said(tmp_path: Path) -> None:
@@ -280,7 +302,7 @@ def test_a_list_that_missed_the_newest_checkpoint_is_made_again(
     lists = iter([[], [], [path]])
     monkeypatch.setattr(checkpoint_folders, "list_checkpoints", lambda root: next(lists))
     with open_checkpoint(tmp_path / "checkpoints", command="") as found:
-        assert found == path
+        assert found.path == path
 
 
 # Opens the newest checkpoint again and again, and reads all of it.
@@ -293,7 +315,7 @@ from trifocal.train.checkpoint import load_model_weights
 from trifocal.train.checkpoint_folders import open_checkpoint
 model = make_model(1)[0]
 for _ in range(60):
-    with open_checkpoint(Path(sys.argv[1]) / "checkpoints", command="") as path:
+    with open_checkpoint(Path(sys.argv[1]) / "checkpoints", command="") as (path, _):
         load_model_weights(path, model=model, model_config=CONFIG)
 """
 

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from trifocal._version import __version__
+from trifocal.cli.gpu_driver import start_driver
 from trifocal.cli.output import drop_lost_output, printable, write_what_can_be_encoded
 from trifocal.errors import UserError, unknown
 
@@ -55,6 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
+        if args[0] == "generate" and "cpu" not in args:
+            start_driver()
         command = importlib.import_module(f"trifocal.cli.{args[0]}")
         return int(command.run(args[1:]))
     except UserError as error:

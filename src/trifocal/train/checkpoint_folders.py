@@ -4,8 +4,10 @@ import contextlib
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 from trifocal.errors import UserError
 from trifocal.paths import shell_path
@@ -89,9 +91,24 @@ def _verify(path: Path, command: str) -> None:
         raise CheckpointDamaged(f"checkpoint {path.name} is damaged: {error}; {advice}") from None
 
 
+class OpenCheckpoint(NamedTuple):
+    """A checkpoint that is being read.
+
+    Attributes:
+        path: Its folder.
+        wait_verified: Returns once every file is verified; raises UserError if one is damaged, as `find_checkpoint`.
+    """
+
+    path: Path
+    wait_verified: Callable[[], None]
+
+
 @contextlib.contextmanager
-def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Path]:
+def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[OpenCheckpoint]:
     """As `find_checkpoint`, for a run that may still train: while the context lasts, the checkpoint is not pruned.
+
+    A thread verifies it, as reading it takes as long. Damage is raised by `wait_verified` and by the end of the
+    context, there also in the place of an error that came of it.
 
     Args:
         root: The run's `checkpoints`, or another folder that has them.
@@ -109,13 +126,25 @@ def open_checkpoint(root: Path, name: str = "", *, command: str) -> Iterator[Pat
             if not path.is_dir():
                 continue
             try:
-                _verify(path, command)
-                yield path
+                with _verification(path, command) as wait_verified:
+                    yield OpenCheckpoint(path, wait_verified)
             except (UserError, OSError) as error:
                 if path.is_dir():
                     raise
                 raise UserError(f"checkpoint {path.name} was deleted while it was read; try again") from error
             return
+
+
+@contextlib.contextmanager
+def _verification(path: Path, command: str) -> Iterator[Callable[[], None]]:
+    with ThreadPoolExecutor(1) as pool:
+        verified = pool.submit(_verify, path, command)
+        try:
+            yield verified.result
+        except Exception:
+            verified.result()
+            raise
+        verified.result()
 
 
 def _choose_checkpoint(root: Path, name: str) -> Path:

@@ -1,7 +1,7 @@
 """Loading a trained model from a run, from one of its checkpoints, or from a folder of exported weights."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,8 @@ class Pretrained:
     """The checkpoint, or the folder of weights."""
     run: RunConfig | None
     """The configuration of its run, if that is known."""
+    wait_verified: Callable[[], None] = lambda: None
+    """Returns once the files of a checkpoint are verified; raises UserError if one is damaged."""
 
     @property
     def _exported(self) -> bool:
@@ -95,6 +97,7 @@ class Pretrained:
             model = DecoderLM(config)
         model.to_empty(device="cpu")
         load_model_weights(self.path, model=model, model_config=config)
+        self.wait_verified()
         return model
 
 
@@ -178,11 +181,12 @@ def open_pretrained(
         path = path.resolve()
         run = path.parent.parent
         with open_checkpoint(path.parent, path.name, command=command) as found:
-            yield Pretrained(found, load_run(run) if (run / CONFIG_FILE).is_file() else None)
+            config = load_run(run) if (run / CONFIG_FILE).is_file() else None
+            yield Pretrained(found.path, config, found.wait_verified)
     else:
         config = load_run(path)
         if not checkpoint and not list_checkpoints(path / "checkpoints") and (path / "weights").is_dir():
             yield Pretrained(path / "weights", config)
             return
         with open_checkpoint(path / "checkpoints", checkpoint, command=command) as found:
-            yield Pretrained(found, config)
+            yield Pretrained(found.path, config, found.wait_verified)
