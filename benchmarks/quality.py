@@ -14,7 +14,7 @@
 | `needle` | two layers on needles in haystacks up to 65,536 tokens | needles found, by length and depth |
 
 All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads: those
-of its window and of all selected blocks. `random` is the sparse model with blocks drawn at random: it lacks the choice.
+of its window and of all selected blocks. In `hybrid`, every fourth layer is dense. `random` is the sparse model with blocks drawn at random: it lacks the choice.
 `dropout` is the sparse model, trained with the selected branch shut for a fifth of the queries. In `shared`, the
 branches share their keys and values.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Those of `needle` start from the
@@ -41,12 +41,14 @@ from trifocal.bench.results import ResultFile
 from trifocal.data.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
+from trifocal.train import load_config
 
 # The module beside this one, also where a test loads this by its path.
 sys.path.insert(0, str(Path(__file__).parent))
 from quality_parts import PARTS, VARIANTS
 
-ROOT = Path(__file__).parent.parent
+PRESET = Path(__file__).parent.parent / "configs/m7c_125m.toml"
+LAYER_TYPES = "model.layer_types"
 _STOP_SECONDS = 60.0
 _NOT_BEGUN = -1
 Row = dict[str, Any]
@@ -79,8 +81,10 @@ class Training:
         if resume and (self.folder / "config.toml").is_file():
             return ["--resume", str(self.folder)]
         start = {} if self.short is None else {"model.from": str(self.short.folder)}
-        flags = [word for name, value in (self.flags | start).items() for word in (f"--{name}", value)]
-        return [str(ROOT / "configs/m7c_125m.toml"), "--run.directory", str(self.folder), *flags]
+        flags = []
+        for name, value in (self.flags | start).items():
+            flags += [f"--{name}", *(value.split() if name == LAYER_TYPES else [value])]
+        return [str(PRESET), "--run.directory", str(self.folder), *flags]
 
     def done(self) -> int:
         """Steps that are in the metrics."""
@@ -122,6 +126,9 @@ def trainings(
         if variant == "window":
             keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
             flags["model.sliding_window"] = str(keys)
+        if variant == "hybrid":
+            layers = int((flags | extra).get("model.num_layers", load_config(PRESET).model.num_layers))
+            flags[LAYER_TYPES] = " ".join("dense" if layer % 4 == 3 else "nsa" for layer in range(layers))
         return Training(name, variant, seed, folder, flags | VARIANTS[variant] | last | extra)
 
     found = []

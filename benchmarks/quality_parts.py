@@ -4,11 +4,13 @@ from dataclasses import dataclass, field
 
 from trifocal.ops import Geometry
 
-# How each model differs from the sparse one; "window" also gets its size, which depends on the part.
+# How each model differs from the sparse one; "window" also gets its size, and "hybrid" its layers, which depend on the
+# part.
 VARIANTS: dict[str, dict[str, str]] = {
     "sparse": {},
     "dense": {"model.attention": "dense"},
     "window": {"model.attention": "window"},
+    "hybrid": {},
     "random": {"model.selection": "random"},
     "dropout": {"model.selected_dropout": "0.2"},
     "shared": {"model.shared_kv": "true"},

@@ -51,6 +51,12 @@ def test_flags_win_over_the_part(script: ModuleType, tmp_path: Path) -> None:
     assert config.data.source == "builtin" and config.model.selection == "random"
 
 
+def test_every_fourth_layer_of_a_hybrid_is_dense(script: ModuleType, tmp_path: Path) -> None:
+    (one,) = script.trainings("twins", tmp_path, [], ["hybrid"], {})
+    (path, *flags) = one.arguments(resume=False)
+    assert load_config(path, flags).model.layer_types == ("nsa", "nsa", "nsa", "dense") * 3
+
+
 TINY = {
     "model.num_layers": 1, "model.dim": 16, "model.num_heads": 2, "model.head_dim": 8, "model.value_dim": 8,
     "model.mlp_dim": 16, "model.vocab_size": 32, "data.source": "recall:4", "train.sequence_length": 32,
