@@ -14,9 +14,9 @@
 | `needle` | two layers on needles in haystacks up to 65,536 tokens | needles found, by length and depth |
 
 All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads: those
-of its window and of all selected blocks. In `hybrid`, every fourth layer is dense. `random` is the sparse model with blocks drawn at random: it lacks the choice.
-`dropout` is the sparse model, trained with the selected branch shut for a fifth of the queries. In `shared`, the
-branches share their keys and values.
+of its window and of all selected blocks. In `hybrid`, every fourth layer is dense. `random` is the sparse model with
+blocks drawn at random: it lacks the choice. `dropout` is the sparse model, trained with the selected branch shut for a
+fifth of the queries. In `shared`, the branches share their keys and values.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Those of `needle` start from the
 weights of a training on short haystacks, in a folder with `-short` behind its name. When the time is up they stop as a
 scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed on.
@@ -295,9 +295,9 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
     notes = [
         "The validation loss is that of the last step that all have reached; the other tables have only the trainings "
         "with the most steps.",
-        "window sees as many keys as the sparse model reads in its window and its selected blocks; random is the "
-        "sparse model with blocks drawn at random; dropout is trained with model.selected_dropout = 0.2, and in shared "
-        "the branches share their keys and values.",
+        "window sees as many keys as the sparse model reads in its window and its selected blocks; in hybrid every "
+        "fourth layer is dense; random is the sparse model with blocks drawn at random; dropout is trained with "
+        "model.selected_dropout = 0.2, and in shared the branches share their keys and values.",
         "One training at a time on a GPU."
         if jobs == 1
         else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",

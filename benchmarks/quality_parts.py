@@ -15,6 +15,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "dropout": {"model.selected_dropout": "0.2"},
     "shared": {"model.shared_kv": "true"},
     "shared-dropout": {"model.shared_kv": "true", "model.selected_dropout": "0.2"},
+    "shared-random": {"model.shared_kv": "true", "model.selection": "random"},
 }
 CONTROLS = ("sparse", "dense", "window", "random", "dropout")
 

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -77,3 +78,23 @@ def test_all_are_compiled_and_none_is_launched(found, case):
 
 if __name__ == "__main__":
     print(json.dumps({name: asked_for(*case) for name, case in CASES.items()}))
+
+
+def test_triton_is_hashed_in_a_thread_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its function is not public: a Triton without it hashes itself before its first kernel."""
+    import triton
+
+    from trifocal.ops.triton.ahead import start_hashing_triton
+
+    threads: list[str] = []
+    monkeypatch.setattr(
+        triton.runtime.cache, "triton_key", lambda: threads.append(threading.current_thread().name), raising=False
+    )
+    start_hashing_triton()
+    for thread in threading.enumerate():
+        if thread.name == "hash of Triton":
+            thread.join()
+    assert threads == ["hash of Triton"]
+    monkeypatch.delattr(triton.runtime.cache, "triton_key")
+    start_hashing_triton()
+    assert len(threads) == 1

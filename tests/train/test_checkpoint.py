@@ -354,5 +354,5 @@ def test_another_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(module, "FORMAT", 99)
     path = save(tmp_path, 1)
     monkeypatch.undo()
-    with pytest.raises(UserError, match="format 99, this version reads 1"):
+    with pytest.raises(UserError, match="format 99, this version reads formats up to 2"):
         verify_checkpoint(path)
