@@ -115,7 +115,7 @@ PARTS = {
         # With the usual base of 10,000 the slowest of the rotary frequencies turns once in 47,000 tokens: then no
         # dimension tells a token apart wherever it stands.
         {"data.source": "needle:2", "model.vocab_size": "256", "model.rope_theta": "1e6"}
-        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 2500, 2e-3),
+        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 3500, 2e-3),
         ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
         jobs=4,
         # A small dense model learned the task on short haystacks alone, and nothing on all lengths at once. There the
