@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE = Path(__file__).parents[1] / "quality.md"
 COLOURS = {
     "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "random": SELECTED, "dropout": INK, "shared": "#8e44ad",
-    "shared-dropout": "#c0392b",
+    "shared-dropout": "#c0392b", "shared-random": "#e67e22", "hybrid": "#16a085",
 }  # fmt: skip
 PARTS = ("twins", "seeds", "long", "recall", "needle")
 REPEATED, CHOICE = "repeated", "choice"

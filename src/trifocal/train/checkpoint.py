@@ -209,10 +209,9 @@ def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfi
         UserError: If the checkpoint holds another model; names the differences.
     """
     _check_model(path, model_config)
-    # By its own names: PyTorch's function for models of all kinds imports its compiler.
-    state = {"model": model.state_dict()}
-    _load_weights(state, path / "weights")
-    model.load_state_dict(state["model"])
+    # By its own names: PyTorch's function for models of all kinds imports its compiler. They are read into the
+    # parameters themselves.
+    _load_weights({"model": model.state_dict()}, path / "weights")
 
 
 def read_model_config(path: Path) -> ModelConfig:
