@@ -15,8 +15,8 @@ from palette import COMPRESSED, DENSE, INK, PAST, SELECTED, WINDOW
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE = Path(__file__).parents[1] / "quality.md"
 COLOURS = {
-    "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "random": SELECTED, "dropout": INK, "shared": "#8e44ad",
-    "shared-dropout": "#c0392b", "shared-random": "#e67e22", "hybrid": "#16a085",
+    "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "hybrid": "#16a085", "random": SELECTED, "dropout": INK,
+    "shared": "#8e44ad", "shared-dropout": "#c0392b", "shared-random": "#e67e22",
 }  # fmt: skip
 PARTS = ("twins", "seeds", "long", "recall", "needle")
 REPEATED, CHOICE = "repeated", "choice"
