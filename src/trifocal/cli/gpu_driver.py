@@ -1,4 +1,4 @@
-"""Starting the GPU's driver in a thread, while PyTorch is imported: each takes about a second."""
+"""Starting the GPU's driver, for half a second, in a thread beside the import of PyTorch."""
 
 import contextlib
 import ctypes

@@ -5,7 +5,7 @@
 and the size and SHA-256 of every other file. All processes write it together, in a folder that all of them see, and
 it is read by any number of them in any parallel mode. It is written under another name, flushed to the disk
 and then renamed, so a crash at any moment leaves either the whole checkpoint or none. Every file is verified before
-anything is loaded.
+anything of it is used.
 """
 
 import json
