@@ -54,7 +54,7 @@ def compile_launches(calls: Iterable[Call]) -> Iterator[dict[str, Any]]:
 
     Yields:
         call, kernel, architecture; and of a kernel that is compiled for this call, registers (a thread), spill_bytes (a
-        thread) and shared_bytes (a program).
+        thread), shared_bytes (a program) and loads (in Triton's first form of it).
     """
     compiled = set()
     for call in calls:
@@ -64,6 +64,7 @@ def compile_launches(calls: Iterable[Call]) -> Iterator[dict[str, Any]]:
                 compiled.add((kernel.__name__, call.architecture))
                 code = _compile(kernel, arguments, options, CAPABILITIES[call.architecture])
                 row |= {"shared_bytes": code.metadata.shared, **_usage(code.asm["cubin"])}
+                row["loads"] = code.asm.get("ttir", "").count("tt.load")
             yield row
 
 

@@ -5,11 +5,13 @@ import torch
 from trifocal.ops import DecodeBatch, DenseCache, Geometry, SparseCache
 
 
-def decode_step(heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False):
+def decode_step(
+    heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16
+):
     """Launch every kernel of a sparse layer, own window and gates, of a dense one, and of a window alone."""
     from trifocal.ops.triton import decode_append, decode_attention
 
-    geometry, size = Geometry(), 256
+    geometry, size = Geometry(num_selected_blocks=selected), 256
 
     def empty(*shape, dtype=dtype):
         return torch.empty(shape, device="meta", dtype=dtype)

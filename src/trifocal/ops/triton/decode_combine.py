@@ -52,18 +52,20 @@ def add_parts(
     The parts of AT_ONCE groups are asked for together. MORE: whether there may be more.
     """
     whole_maximum, whole_total, whole_o, _none = nothing_yet(ROWS, V_PAD, 0, True)
-    # Without a loop, the parts of all branches are asked for together.
-    whole_maximum, whole_total, whole_o = add_groups(
-        part_maximum, part_total, part_o, place, exists, 0, count, whole_maximum, whole_total, whole_o,
-        V, V_PAD, ROWS, GROUP_UNITS, UNITS, AT_ONCE,
-    )  # fmt: skip
     if MORE:
         PARTS: tl.constexpr = GROUP_UNITS // UNITS * AT_ONCE
-        for first in range(PARTS, count, PARTS):
+        for first in range(0, count, PARTS):
             whole_maximum, whole_total, whole_o = add_groups(
                 part_maximum, part_total, part_o, place, exists, first, count, whole_maximum, whole_total, whole_o,
                 V, V_PAD, ROWS, GROUP_UNITS, UNITS, AT_ONCE,
             )  # fmt: skip
+    else:
+        # Without a loop, the parts of all branches are asked for together. Not in front of the loop too: Triton needs
+        # eight times as long for twice as many loads, as each depends on the results of those before.
+        whole_maximum, whole_total, whole_o = add_groups(
+            part_maximum, part_total, part_o, place, exists, 0, count, whole_maximum, whole_total, whole_o,
+            V, V_PAD, ROWS, GROUP_UNITS, UNITS, AT_ONCE,
+        )  # fmt: skip
     # Not `> 0`: a NaN stays one.
     sees = whole_total != 0.0
     return whole_o * tl.where(sees, 1.0 / tl.where(sees, whole_total, 1.0), 0.0)[:, None]
