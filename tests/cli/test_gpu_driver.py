@@ -14,6 +14,7 @@ from trifocal.cli import gpu_driver
     [
         (["generate", "run", "--prompt", "x"], True),
         (["generate", "run", "--prompt", "x", "--device", "cpu"], False),
+        (["generate", "run", "--prompt", "x", "--device=cpu"], False),
         (["report", "run"], False),
     ],
 )

@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
-        if args[0] == "generate" and "cpu" not in args:
+        if args[0] == "generate" and not {"cpu", "--device=cpu"} & set(args):
             start_driver()
         return int(_import_command(args[0]).run(args[1:]))
     except UserError as error:
