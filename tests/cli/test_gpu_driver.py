@@ -22,7 +22,7 @@ def test_only_generate_on_a_gpu_starts_it(
     arguments: list[str], starts: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     started: list[bool] = []
-    monkeypatch.setattr(cli, "start_driver", lambda: started.append(True))
+    monkeypatch.setattr(gpu_driver, "start_driver", lambda: started.append(True))
     assert cli.main(arguments) == 2
     assert started == [True] * starts
 

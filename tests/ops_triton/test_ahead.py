@@ -76,10 +76,6 @@ def test_all_are_compiled_and_none_is_launched(found, case):
     assert sum("combine_forward" in name for name in names) == 1
 
 
-if __name__ == "__main__":
-    print(json.dumps({name: asked_for(*case) for name, case in CASES.items()}))
-
-
 def test_triton_is_hashed_in_a_thread_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its function is not public: a Triton without it hashes itself before its first kernel."""
     import triton
@@ -98,3 +94,7 @@ def test_triton_is_hashed_in_a_thread_or_not_at_all(monkeypatch: pytest.MonkeyPa
     monkeypatch.delattr(triton.runtime.cache, "triton_key")
     start_hashing_triton()
     assert len(threads) == 1
+
+
+if __name__ == "__main__":
+    print(json.dumps({name: asked_for(*case) for name, case in CASES.items()}))

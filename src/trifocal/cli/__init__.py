@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from trifocal._version import __version__
-from trifocal.cli.gpu_driver import start_driver
 from trifocal.cli.output import drop_lost_output, printable, write_what_can_be_encoded
 from trifocal.errors import UserError, unknown
 
@@ -60,7 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
         if args[0] == "generate" and not {"cpu", "--device=cpu"} & set(args):
-            start_driver()
+            # Before the import of PyTorch, which takes longer.
+            from trifocal.cli import gpu_driver
+
+            gpu_driver.start_driver()
         return int(_import_command(args[0]).run(args[1:]))
     except UserError as error:
         return _fail(str(error), 2)
