@@ -93,7 +93,12 @@ class Training:
 
 
 def trainings(
-    name: str, directory: Path, seeds: Sequence[int], variants: Sequence[str], extra: dict[str, str]
+    name: str,
+    directory: Path,
+    seeds: Sequence[int],
+    variants: Sequence[str],
+    extra: dict[str, str],
+    one_seed: Sequence[str] = (),
 ) -> list[Training]:
     """The trainings of a part; twins are neighbours.
 
@@ -103,6 +108,7 @@ def trainings(
         seeds: Instead of the part's own, unless empty.
         variants: The same.
         extra: Further flags of `trifocal train`, which win.
+        one_seed: Variants that are trained with the first seed alone.
     """
     part = PARTS[name]
 
@@ -132,8 +138,11 @@ def trainings(
         return Training(name, variant, seed, folder, flags | VARIANTS[variant] | last | extra)
 
     found = []
-    for seed in seeds or part.seeds:
+    seeds = seeds or part.seeds
+    for seed in seeds:
         for variant in variants or part.variants:
+            if variant in one_seed and seed != seeds[0]:
+                continue
             folder = directory / name / f"{variant}-{seed}"
             one = training(variant, seed, folder, part.flags, {})
             if part.short:
@@ -338,7 +347,7 @@ def _train(
 def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], deadline: float) -> int:
     """Train, evaluate and write a part; the number of trainings that failed."""
     part, jobs = PARTS[name], options.jobs or PARTS[name].jobs
-    found = trainings(name, options.directory, options.seeds, options.variants, extra)
+    found = trainings(name, options.directory, options.seeds, options.variants, extra, options.one_seed)
     if name == "long" and "data.source" not in extra and not (options.directory / "packages.parquet").exists():
         write_packages(options.directory / "packages.parquet")
     begin = partial(_train, jobs=jobs, options=options, deadline=deadline)
@@ -367,7 +376,7 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
 
 def plan(name: str, options: argparse.Namespace, extra: dict[str, str]) -> None:
     """Print the trainings of a part as commands."""
-    found = trainings(name, options.directory, options.seeds, options.variants, extra)
+    found = trainings(name, options.directory, options.seeds, options.variants, extra, options.one_seed)
     stages = [stage for one in found for stage in (one.short, one) if stage is not None]
     for one in stages:
         print(f"  trifocal train {' '.join(one.arguments(resume=False))}")
@@ -386,6 +395,7 @@ def main() -> int:
     parser.add_argument("--evaluate-seconds", type=float, default=120.0, help="for the evaluations of a part")
     parser.add_argument("--seeds", type=int, nargs="+", default=[])
     parser.add_argument("--variants", nargs="+", default=[], choices=VARIANTS)
+    parser.add_argument("--one-seed", nargs="+", default=[], choices=VARIANTS, help="trained with the first seed alone")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--plan", action="store_true", help="print the commands and train nothing")
     parser.add_argument("--commit", default="")

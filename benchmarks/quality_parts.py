@@ -114,12 +114,15 @@ PARTS = {
         "Does it find a needle at any depth of a long haystack?",
         # With the usual base of 10,000 the slowest of the rotary frequencies turns once in 47,000 tokens: then no
         # dimension tells a token apart wherever it stands.
-        {"data.source": "needle:2", "model.vocab_size": "256", "model.rope_theta": "1e6"}
-        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 3500, 2e-3),
+        # Eight needles give four times as many questions a row as two.
+        {"data.source": "needle:8", "model.vocab_size": "256", "model.rope_theta": "1e6"}
+        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 7000, 2e-3),
         ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
+        variants=("shared-dropout", "shared-random", "dense", "window"),
         jobs=4,
         # A small dense model learned the task on short haystacks alone, and nothing on all lengths at once. There the
         # window sees everything: a selected branch that is shut now and then taught nothing, and kept it from learning.
-        short=_batch(128, 64, 3000, 2e-3) | {"model.selected_dropout": "0", "train.compile": "false"},
+        short=_batch(128, 64, 3000, 2e-3)
+        | {"data.source": "needle:2", "model.selected_dropout": "0", "train.compile": "false"},
     ),
 }  # fmt: skip
