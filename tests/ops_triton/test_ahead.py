@@ -7,7 +7,6 @@ import sys
 import threading
 
 import pytest
-import torch
 
 CASES = {
     "in the mask's order": (512, False, False),
@@ -81,21 +80,19 @@ def test_triton_is_hashed_in_a_thread_or_not_at_all(monkeypatch: pytest.MonkeyPa
     """Its function is not public: a Triton without it hashes itself before its first kernel."""
     import triton
 
-    from trifocal.ops.triton.ahead import libraries_ahead
+    from trifocal.ops.triton.ahead import start_hashing_triton
 
     threads: list[str] = []
     monkeypatch.setattr(
         triton.runtime.cache, "triton_key", lambda: threads.append(threading.current_thread().name), raising=False
     )
-    with libraries_ahead(torch.device("cpu")):
-        pass
+    start_hashing_triton()
     for thread in threading.enumerate():
         if thread.name == "hash of Triton":
             thread.join()
     assert threads == ["hash of Triton"]
     monkeypatch.delattr(triton.runtime.cache, "triton_key")
-    with libraries_ahead(torch.device("cpu")):
-        pass
+    start_hashing_triton()
     assert len(threads) == 1
 
 

@@ -65,16 +65,15 @@ def load(options: GenerateArguments, path: Path, command: str, prompts: Sequence
         tokenizer, config = found.tokenizer(), found.config()
         tokens = _encode(prompts, config, tokenizer)
         device = choose_device(options.device)
-        libraries: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if device.type == "cuda":
             # Imported here: without a GPU there may be no Triton.
-            from trifocal.ops.triton.ahead import libraries_ahead
+            from trifocal.ops.triton.ahead import start_hashing_triton
 
-            libraries = libraries_ahead(device)
+            start_hashing_triton()
         dtype = torch.bfloat16 if found.run is not None and found.run.train.precision == "bf16" else torch.float32
         longest_prompt, longest_name = max(zip(map(len, tokens), (name for name, _ in prompts), strict=True))
         longest = longest_prompt + options.max_new_tokens
-        with memory_errors(device), libraries:
+        with memory_errors(device):
             # The last token is never read.
             plan = _plan(options, config, dtype, device, len(tokens), longest - 1, longest_name)
             model = CachedModel(

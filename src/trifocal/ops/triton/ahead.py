@@ -1,8 +1,7 @@
 """The first call of its kind: every kernel of the whole attention, forward and backward, compiled at the same time."""
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,33 +14,14 @@ from trifocal.ops.triton.launch import only_compile
 _compiled: set[tuple[object, ...]] = set()
 
 
-@contextlib.contextmanager
-def libraries_ahead(device: torch.device) -> Iterator[None]:
-    """Load in threads, beside what the context does, what the first kernels of a process wait for.
+def start_hashing_triton() -> None:
+    """Begin in a thread what Triton does before its first kernel: it hashes itself, for 0.4 s.
 
-    Triton hashes itself before its first kernel, for 0.4 s; the function has no public name, and without it nothing is
-    lost but the time. PyTorch loads cuBLAS before its first product, which the end of the context waits for: nothing
-    else may use the device while a step is recorded.
-
-    Args:
-        device: A CUDA device.
+    The function has no public name. Without it nothing is lost but the time.
     """
     key = getattr(triton.runtime.cache, "triton_key", None)
     if key is not None:
         threading.Thread(target=key, name="hash of Triton").start()
-    products = threading.Thread(target=_multiply, args=(device,), name="cuBLAS")
-    products.start()
-    try:
-        yield
-    finally:
-        products.join()
-
-
-def _multiply(device: torch.device) -> None:
-    # Where this fails, what the command does next fails too, and says why.
-    with contextlib.suppress(RuntimeError):
-        matrix = torch.ones(16, 16, device=device, dtype=torch.bfloat16)
-        torch.mm(matrix, matrix)
 
 
 def compile_once(
