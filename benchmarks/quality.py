@@ -259,28 +259,30 @@ def means(rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def pivot(rows: Sequence[Row], task: str, figure: str, along: str) -> list[Row]:
-    """A table of an evaluation: a row for each variant, a column for each place; means over seeds.
+def pivot(rows: Sequence[Row], task: str, figure: str, along: str, *, seeds: bool = False) -> list[Row]:
+    """A table of an evaluation: a row for each variant, a column for each place.
 
     Args:
         rows: Of the evaluations.
         task: The task of the rows.
         figure: The figure to show.
         along: The field of a row that names its column: `first` for a range up to `end`, or `depth`.
+        seeds: A row for each seed; otherwise figures are means over seeds.
     """
     own = [row for row in rows if row["task"] == task and figure in row]
 
     def column(row: Row) -> str:
         return f"{row['depth']:.0%}" if along == "depth" else f"{row['first']:,}-{row['end'] - 1:,}"
 
+    def head(row: Row) -> Row:
+        return {key: row[key] for key in ("variant", *["seed"] * seeds, "length", "pairs") if row.get(key) is not None}
+
     columns = dict.fromkeys(column(row) for row in sorted(own, key=lambda row: row[along]))
-    keys = dict.fromkeys((row["variant"], row["length"], row.get("pairs")) for row in own)
     table = []
-    for variant, length, pairs in keys:
-        group = [row for row in own if (row["variant"], row["length"], row.get("pairs")) == (variant, length, pairs)]
+    for key in dict.fromkeys(tuple(head(row).items()) for row in own):
+        group = [row for row in own if tuple(head(row).items()) == key]
         cells = {name: [row[figure] for row in group if column(row) == name] for name in columns}
-        head = {"variant": variant, "length": length} | ({"pairs": pairs} if pairs is not None else {})
-        table.append(head | {name: mean(values) if values else None for name, values in cells.items()})
+        table.append(dict(key) | {name: mean(values) if values else None for name, values in cells.items()})
     return table
 
 
@@ -327,6 +329,7 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         recall=recall,
         loss_by_position=pivot(evaluations, "position", "loss", "first"),
         needles_found_by_depth=pivot(evaluations, "needle", "accuracy", "depth"),
+        needles_found_by_seed=pivot(evaluations, "needle", "accuracy", "depth", seeds=True),
         recall_by_distance=pivot(evaluations, "recall_distance", "accuracy", "first"),
     )
 
