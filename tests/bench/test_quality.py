@@ -154,6 +154,13 @@ def test_short_haystacks_are_learned_without_dropout(script: ModuleType, tmp_pat
     )]  # fmt: skip
     assert [config.model.selected_dropout for config in found] == [0.2, 0.0]
     assert all(config.model.shared_kv for config in found)
+    # 64 tokens have no room for eight.
+    assert [config.data.source for config in found] == ["needle:8", "needle:2"]
+
+
+def test_a_control_can_have_the_first_seed_alone(script: ModuleType, tmp_path: Path) -> None:
+    found = script.trainings("needle", tmp_path, [1, 2], ["shared-dropout", "dense"], {}, ["dense"])
+    assert [one.folder.name for one in found] == ["shared-dropout-1", "dense-1", "shared-dropout-2"]
 
 
 def test_tables_leave_out_trainings_with_fewer_steps(
@@ -204,4 +211,6 @@ def test_needles_and_positions_become_columns(script: ModuleType) -> None:
     table = script.pivot(rows, "needle", "accuracy", "depth")
     assert table[0] == {"variant": "sparse", "length": 64, "0%": 0.5, "50%": 1.0}
     assert [row["variant"] for row in table] == ["sparse", "dense"]
+    apart = script.pivot(rows, "needle", "accuracy", "depth", seeds=True)
+    assert apart[1] == {"variant": "sparse", "seed": 1, "length": 64, "0%": 1.0, "50%": 1.5}
     assert script.pivot(rows, "position", "loss", "first") == []
