@@ -28,17 +28,18 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
     # The weights of a training on short rows are not there.
     alone = [replace(one, short=None) for one in found]
     configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in alone)]
-    own = {"model.attention", "model.selection", "model.sliding_window", "model.selected_dropout"}
+    own = {"model.attention", "model.selection", "model.sliding_window", "model.selected_dropout", "model.shared_kv"}
     for one, config in zip(found, configs, strict=True):
         first = next(other for other in found if other.seed == one.seed)
         differ = {name for name in one.flags if one.flags[name] != first.flags.get(name)}
-        assert differ <= own and (one.variant == "sparse") == (not differ)
+        assert differ <= own and (one is first) == (not differ)
         geometry = config.model.geometry
         if one.variant == "window":
             keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
             assert (config.model.attention, config.model.sliding_window) == ("window", keys)
             assert keys < config.train.sequence_length, "a window that sees all is no control"
-        assert (config.model.selected_dropout > 0) == (one.variant == "dropout")
+        assert (config.model.selected_dropout > 0) == one.variant.endswith("dropout")
+        assert config.model.shared_kv == one.variant.startswith("shared")
         assert config.run.seed == config.data.seed == one.seed
         assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
 
