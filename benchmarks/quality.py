@@ -34,8 +34,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from statistics import mean, median, stdev
-from typing import Any
+from statistics import median
 
 from trifocal.bench.results import ResultFile
 from trifocal.data.builtin import BuiltinSource
@@ -43,15 +42,15 @@ from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.train import load_config
 
-# The module beside this one, also where a test loads this by its path.
+# The modules beside this one, also where a test loads this by its path.
 sys.path.insert(0, str(Path(__file__).parent))
 from quality_parts import PARTS, VARIANTS
+from quality_tables import Row, means, pivot
 
 PRESET = Path(__file__).parent.parent / "configs/m7c_125m.toml"
 LAYER_TYPES = "model.layer_types"
 _STOP_SECONDS = 60.0
 _NOT_BEGUN = -1
-Row = dict[str, Any]
 
 
 @dataclass
@@ -235,55 +234,6 @@ def read_training(training: Training, common: int, jobs: int) -> tuple[Row, list
     }
     evaluated = run.evaluations[-1]["rows"] if run.evaluations else []
     return row, [{"variant": training.variant, "seed": training.seed, **found} for found in evaluated]
-
-
-def means(rows: Sequence[Row]) -> list[Row]:
-    """The loss of each variant over seeds, and its difference from the dense one with the same seed and data."""
-    dense = {row["seed"]: row["validation_loss"] for row in rows if row["variant"] == "dense"}
-    found = []
-    for variant in dict.fromkeys(row["variant"] for row in rows):
-        own = {row["seed"]: row["validation_loss"] for row in rows if row["variant"] == variant}
-        losses = [loss for loss in own.values() if loss is not None]
-        pairs = [(own[seed], dense.get(seed)) for seed in own]
-        apart = [loss - other for loss, other in pairs if loss is not None and other is not None]
-        found.append(
-            {
-                "variant": variant,
-                "seeds": len(losses),
-                "mean_loss": mean(losses) if losses else None,
-                "standard_deviation": stdev(losses) if len(losses) > 1 else None,
-                "above_dense": mean(apart) if apart else None,
-                "standard_error_of_that": stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None,
-            }
-        )
-    return found
-
-
-def pivot(rows: Sequence[Row], task: str, figure: str, along: str, *, seeds: bool = False) -> list[Row]:
-    """A table of an evaluation: a row for each variant, a column for each place.
-
-    Args:
-        rows: Of the evaluations.
-        task: The task of the rows.
-        figure: The figure to show.
-        along: The field of a row that names its column: `first` for a range up to `end`, or `depth`.
-        seeds: A row for each seed; otherwise figures are means over seeds.
-    """
-    own = [row for row in rows if row["task"] == task and figure in row]
-
-    def column(row: Row) -> str:
-        return f"{row['depth']:.0%}" if along == "depth" else f"{row['first']:,}-{row['end'] - 1:,}"
-
-    def head(row: Row) -> Row:
-        return {key: row[key] for key in ("variant", *["seed"] * seeds, "length", "pairs") if row.get(key) is not None}
-
-    columns = dict.fromkeys(column(row) for row in sorted(own, key=lambda row: row[along]))
-    table = []
-    for key in dict.fromkeys(tuple(head(row).items()) for row in own):
-        group = [row for row in own if tuple(head(row).items()) == key]
-        cells = {name: [row[figure] for row in group if column(row) == name] for name in columns}
-        table.append(dict(key) | {name: mean(values) if values else None for name, values in cells.items()})
-    return table
 
 
 def write_result(name: str, done: Sequence[Training], options: argparse.Namespace, statuses: Sequence[int]) -> Path:

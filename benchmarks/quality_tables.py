@@ -1,0 +1,56 @@
+"""The tables of `quality.py`: means over seeds, and evaluations with a column for each place."""
+
+from collections.abc import Sequence
+from statistics import mean, stdev
+from typing import Any
+
+Row = dict[str, Any]
+
+
+def means(rows: Sequence[Row]) -> list[Row]:
+    """The loss of each variant over seeds, and its difference from the dense one with the same seed and data."""
+    dense = {row["seed"]: row["validation_loss"] for row in rows if row["variant"] == "dense"}
+    found = []
+    for variant in dict.fromkeys(row["variant"] for row in rows):
+        own = {row["seed"]: row["validation_loss"] for row in rows if row["variant"] == variant}
+        losses = [loss for loss in own.values() if loss is not None]
+        pairs = [(own[seed], dense.get(seed)) for seed in own]
+        apart = [loss - other for loss, other in pairs if loss is not None and other is not None]
+        found.append(
+            {
+                "variant": variant,
+                "seeds": len(losses),
+                "mean_loss": mean(losses) if losses else None,
+                "standard_deviation": stdev(losses) if len(losses) > 1 else None,
+                "above_dense": mean(apart) if apart else None,
+                "standard_error_of_that": stdev(apart) / len(apart) ** 0.5 if len(apart) > 1 else None,
+            }
+        )
+    return found
+
+
+def pivot(rows: Sequence[Row], task: str, figure: str, along: str, *, seeds: bool = False) -> list[Row]:
+    """A table of an evaluation: a row for each variant, a column for each place.
+
+    Args:
+        rows: Of the evaluations.
+        task: The task of the rows.
+        figure: The figure to show.
+        along: The field of a row that names its column: `first` for a range up to `end`, or `depth`.
+        seeds: A row for each seed; otherwise figures are means over seeds.
+    """
+    own = [row for row in rows if row["task"] == task and figure in row]
+
+    def column(row: Row) -> str:
+        return f"{row['depth']:.0%}" if along == "depth" else f"{row['first']:,}-{row['end'] - 1:,}"
+
+    def head(row: Row) -> Row:
+        return {key: row[key] for key in ("variant", *["seed"] * seeds, "length", "pairs") if row.get(key) is not None}
+
+    columns = dict.fromkeys(column(row) for row in sorted(own, key=lambda row: row[along]))
+    table = []
+    for key in dict.fromkeys(tuple(head(row).items()) for row in own):
+        group = [row for row in own if tuple(head(row).items()) == key]
+        cells = {name: [row[figure] for row in group if column(row) == name] for name in columns}
+        table.append(dict(key) | {name: mean(values) if values else None for name, values in cells.items()})
+    return table
