@@ -233,7 +233,8 @@ def read_training(training: Training, common: int, jobs: int) -> tuple[Row, list
         "curve": [[step, round(loss, 4)] for step, loss in losses.items()],
     }
     evaluated = run.evaluations[-1]["rows"] if run.evaluations else []
-    return row, [{"variant": training.variant, "seed": training.seed, **found} for found in evaluated]
+    head = {"variant": training.variant, "seed": training.seed, "steps": training.done()}
+    return row, [head | found for found in evaluated]
 
 
 def write_result(name: str, done: Sequence[Training], options: argparse.Namespace, statuses: Sequence[int]) -> Path:
@@ -248,13 +249,14 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
     rows = [row for _, row, _ in found]
     # Models of different steps do not compare.
     most = max((training.done() for training in begun), default=0)
-    evaluations = [row for training, _, part in found if training.done() == most for row in part]
+    everything = [row for _, _, own in found for row in own]
+    evaluations = [row for row in everything if row["steps"] == most]
     recall = [
         {key: row.get(key) for key in ("variant", "seed", "length", "pairs", "accuracy", "answer_loss")}
         for row in evaluations if row["task"] == "recall" and "accuracy" in row
     ]  # fmt: skip
     notes = [
-        "The validation loss is that of the last step that all have reached; the other tables have only the trainings "
+        "The validation loss is that of the last step that all have reached; means over seeds have only the trainings "
         "with the most steps.",
         "window sees as many keys as the sparse model reads in its window and its selected blocks; in hybrid every "
         "fourth layer is dense; random is the sparse model with blocks drawn at random; dropout is trained with "
@@ -279,7 +281,7 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         recall=recall,
         loss_by_position=pivot(evaluations, "position", "loss", "first"),
         needles_found_by_depth=pivot(evaluations, "needle", "accuracy", "depth"),
-        needles_found_by_seed=pivot(evaluations, "needle", "accuracy", "depth", seeds=True),
+        needles_found_by_seed=pivot(everything, "needle", "accuracy", "depth", seeds=True),
         recall_by_distance=pivot(evaluations, "recall_distance", "accuracy", "first"),
     )
 
@@ -310,10 +312,12 @@ def run_part(name: str, options: argparse.Namespace, extra: dict[str, str], dead
     status |= dict.fromkeys((str(one.folder) for one in found), _NOT_BEGUN) | begin(name, ready)
     ready = [one for one in found if one.done() and not status[str(one.folder)]]
     print(f"{name}: evaluating {len(ready)}", flush=True)
-    commands = [(["evaluate", str(one.folder), *part.evaluate], one.folder.with_suffix(".log")) for one in ready]
     # Evaluations are short and have a time limit of their own.
-    judged = run_all(commands, gpus=options.gpus, jobs=jobs, deadline=time.monotonic() + options.evaluate_seconds)
-    status |= {str(one.folder): code for one, code in zip(ready, judged, strict=True)}
+    evaluated_by = time.monotonic() + options.evaluate_seconds
+    for flags in part.evaluate:
+        commands = [(["evaluate", str(one.folder), *flags], one.folder.with_suffix(".log")) for one in ready]
+        judged = run_all(commands, gpus=options.gpus, jobs=jobs, deadline=evaluated_by)
+        status |= {str(one.folder): code for one, code in zip(ready, judged, strict=True) if code}
     if any(one.done() for one in found):
         print(write_result(name, found, options, [status[str(one.folder)] for one in found]).read_text(), flush=True)
     for folder, code in status.items():

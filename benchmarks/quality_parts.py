@@ -27,7 +27,7 @@ class Part:
     Attributes:
         question: The question that they answer.
         flags: Of every training, on top of the production preset.
-        evaluate: Flags of `trifocal evaluate`.
+        evaluate: Flags of `trifocal evaluate`, for each call of it.
         seeds: A training of each variant for each.
         variants: Some of `VARIANTS`.
         jobs: Trainings at a time on one GPU. 1 leaves each the GPU alone, so that tokens/s can be compared.
@@ -38,7 +38,7 @@ class Part:
 
     question: str
     flags: dict[str, str]
-    evaluate: tuple[str, ...]
+    evaluate: tuple[tuple[str, ...], ...]
     seeds: tuple[int, ...] = (1337,)
     variants: tuple[str, ...] = CONTROLS
     jobs: int = 1
@@ -81,32 +81,33 @@ _SMALL_BLOCKS = Geometry(
     num_local_blocks=2,
     window_size=64,
 )
+_HAYSTACKS = ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16")
 
 PARTS = {
     "twins": Part(
         "Does the production model learn text as well with sparse attention?",
         _TEXT | _batch(16, 2048, 1000, 6e-4) | {"train.activation_checkpointing": "none"},
-        ("--only", "loss", "position"),
+        (("--only", "loss", "position"),),
         variants=("sparse", "dense", "window"),
     ),
     "seeds": Part(
         "How far apart are seeds, and how far the variants?",
         _TEXT | _SMALL | _model(6, 384, 6) | _batch(8, 2048, 1500, 1e-3),
-        ("--only", "loss", "position"),
+        (("--only", "loss", "position"),),
         seeds=(1337, 1338, 1339),
         jobs=12,
     ),
     "long": Part(
         "Does it use a long past, and at which speed?",
         _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 400, 1e-3) | {"data.shuffle_sequences": "64"},
-        ("--only", "loss", "position", "--sequences", "32"),
+        (("--only", "loss", "position", "--sequences", "32"),),
         variants=("sparse", "dense", "window"),
     ),
     "recall": Part(
         "Does it recall the value of any key?",
         {"data.source": "recall:64", "model.vocab_size": "512"}
         | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 1500, 2e-3),
-        ("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),
+        (("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),),
         jobs=4,
         geometry=_SMALL_BLOCKS,
     ),
@@ -117,7 +118,7 @@ PARTS = {
         # Eight needles give four times as many questions a row as two.
         {"data.source": "needle:8", "model.vocab_size": "256", "model.rope_theta": "1e6"}
         | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 7000, 2e-3),
-        ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16"),
+        (("--source", "needle:1", *_HAYSTACKS), ("--source", "needle:8", *_HAYSTACKS)),
         variants=("shared-dropout", "shared-random", "dense", "window"),
         jobs=4,
         # A small dense model learned the task on short haystacks alone, and nothing on all lengths at once. There the

@@ -44,8 +44,10 @@ def pivot(rows: Sequence[Row], task: str, figure: str, along: str, *, seeds: boo
     def column(row: Row) -> str:
         return f"{row['depth']:.0%}" if along == "depth" else f"{row['first']:,}-{row['end'] - 1:,}"
 
+    names = ("variant", *(("seed", "steps") if seeds else ()), "length", "needles", "pairs")
+
     def head(row: Row) -> Row:
-        return {key: row[key] for key in ("variant", *["seed"] * seeds, "length", "pairs") if row.get(key) is not None}
+        return {name: row[name] for name in names if row.get(name) is not None}
 
     columns = dict.fromkeys(column(row) for row in sorted(own, key=lambda row: row[along]))
     table = []

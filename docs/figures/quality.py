@@ -131,10 +131,10 @@ def _recall_table(result: dict[str, Any]) -> list[str]:
 def _needle_table(result: dict[str, Any]) -> list[str]:
     rows = result["needles_found_by_depth"]
     depths = [name for name in rows[0] if name.endswith("%")] if rows else []
-    lines = _head(["attention", "tokens", *(f"depth {name}" for name in depths)])
+    lines = _head(["attention", "tokens", "needles", *(f"depth {name}" for name in depths)])
     for row in rows:
         cells = ["" if row[name] is None else f"{row[name]:.0%}" for name in depths]
-        lines.append(f"| {row['variant']} | {row['length']:,} | {' | '.join(cells)} |")
+        lines.append(f"| {row['variant']} | {row['length']:,} | {row['needles']} | {' | '.join(cells)} |")
     return lines
 
 
@@ -187,6 +187,8 @@ def _draw_recall(result: dict[str, Any]) -> Figure:
 
 def _draw_needles(result: dict[str, Any]) -> Figure:
     rows = result["needles_found_by_depth"]
+    # One needle, if that was measured.
+    rows = [row for row in rows if row["needles"] == min(row["needles"] for row in rows)]
     variants = _variants(rows)
     depths = [name for name in rows[0] if name.endswith("%")]
     figure = Figure(figsize=(1.9 * len(variants) + 0.8, 2.6), layout="constrained", facecolor="white")

@@ -87,7 +87,7 @@ def test_a_part_trains_evaluates_and_writes_its_tables(
     script: ModuleType, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = script.PARTS["recall"]
-    short = ("--only", "recall", "loss", "position", "--samples", "2", "--pairs", "2", "4")
+    short = (("--only", "recall", "loss", "position", "--samples", "2", "--pairs", "2", "4"),)
     monkeypatch.setitem(script.PARTS, "recall", replace(part, evaluate=short))
     flags = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
     arguments = ["quality.py", "--part", "recall", "--directory", str(tmp_path / "runs"), "--output", str(tmp_path)]
@@ -125,7 +125,7 @@ def test_needles_start_from_the_weights_of_short_haystacks(
 ) -> None:
     part = script.PARTS["needle"]
     assert int(part.short["train.sequence_length"]) < int(part.flags["train.sequence_length"])
-    few = ("--only", "needle", "--lengths", "32", "--depths", "1", "--samples", "1")
+    few = (("--only", "needle", "--lengths", "32", "--depths", "1", "--samples", "1"),)
     monkeypatch.setitem(script.PARTS, "needle", replace(part, evaluate=few))
     tiny = TINY | {"data.source": "needle:1"}
     flags = [word for name, value in tiny.items() for word in (f"--{name}", str(value))]
@@ -175,7 +175,7 @@ def test_tables_leave_out_trainings_with_fewer_steps(
     position = {"task": "position", "length": 8, "first": 0, "end": 8, "loss": 1.0}
 
     def read(training: Any, common: int, jobs: int) -> Any:
-        own = {"variant": training.variant, "seed": 1}
+        own = {"variant": training.variant, "seed": 1, "steps": training.done()}
         return own | {"validation_loss": 1.0, "curve": []}, [own | position]
 
     monkeypatch.setattr(script, "read_training", read)
@@ -205,13 +205,14 @@ def test_commands_run_beside_each_other_and_none_begins_too_late(script: ModuleT
 
 def test_needles_and_positions_become_columns(script: ModuleType) -> None:
     rows = [
-        {"task": "needle", "variant": variant, "seed": seed, "length": 64, "depth": depth, "accuracy": depth + seed}
+        {"task": "needle", "variant": variant, "seed": seed, "steps": 7, "length": 64, "needles": 2, "depth": depth,
+         "accuracy": depth + seed}
         for variant in ("sparse", "dense") for seed in (0, 1) for depth in (0.0, 0.5)
     ]  # fmt: skip
     rows.append({"task": "needle", "variant": "sparse", "length": 128, "status": "not run: no memory"})
     table = script.pivot(rows, "needle", "accuracy", "depth")
-    assert table[0] == {"variant": "sparse", "length": 64, "0%": 0.5, "50%": 1.0}
+    assert table[0] == {"variant": "sparse", "length": 64, "needles": 2, "0%": 0.5, "50%": 1.0}
     assert [row["variant"] for row in table] == ["sparse", "dense"]
     apart = script.pivot(rows, "needle", "accuracy", "depth", seeds=True)
-    assert apart[1] == {"variant": "sparse", "seed": 1, "length": 64, "0%": 1.0, "50%": 1.5}
+    assert apart[1] == {"variant": "sparse", "seed": 1, "steps": 7, "length": 64, "needles": 2, "0%": 1.0, "50%": 1.5}
     assert script.pivot(rows, "position", "loss", "first") == []

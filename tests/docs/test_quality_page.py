@@ -47,8 +47,9 @@ def results(tmp_path: Path) -> Path:
     far = [{"variant": "sparse", "length": 64, "pairs": pairs, "0-63": 1.0, "64-127": 0.5} for pairs in (8, 16)]
     write(tmp_path, "quality_recall", rows=[], recall=recall, recall_by_distance=far)
     found = [
-        {"variant": variant, "length": length, "0%": 0.25, "100%": 1.0} for variant in variants for length in (64, 4096)
-    ]
+        {"variant": variant, "length": length, "needles": needles, "0%": 0.25, "100%": 1.0}
+        for variant in variants for length in (64, 4096) for needles in (1, 8)
+    ]  # fmt: skip
     write(tmp_path, "quality_needle", rows=[], needles_found_by_depth=found)
     repeated = {"attention": "dense", "cosine_at_start": 0.4, "loss_at_step_1": 6.0, "loss_at_step_12": 0.4,
                 "largest_change_by_the_future": 0.0, "fresh_bytes_last_third": 5.56}  # fmt: skip
@@ -74,7 +75,7 @@ def test_tables_come_from_the_results(quality: ModuleType, results: Path) -> Non
     assert "| dense | 2 | 1.5000 ± 0.0100 |  |" in text
     assert "After 20 steps, 4.0 M bytes each" in text
     assert "| sparse | 100.0% | 50.0% |" in text
-    assert "| window | 4,096 | 25% | 100% |" in text
+    assert "| window | 4,096 | 8 | 25% | 100% |" in text
     assert "| dense | 0.400 | 6.00 | 0.40 | 0 | 5.560 |" in text
     assert "| dense | 50.0% |  | 100.0% |  | 99.8% |" in text
     assert "benchmarks/results/quality_seeds_h200_2026-12-01.md" in text and "commit `abc`" in text

@@ -65,6 +65,7 @@ def test_a_model_that_copies_finds_every_needle(source: str, text: str) -> None:
     model = copying(text if source == "text" else source)
     rows = list(measure_needles(model, 160, (0.0, 0.3, 1.0), 2))
     assert [row["depth"] for row in rows] == [0.0, 0.3, 1.0]
+    assert all(row["needles"] == (3 if source == "needle:3" else 1) for row in rows)
     assert all(row["accuracy"] == 1.0 and row["answer_loss"] < 0.1 for row in rows)
 
 

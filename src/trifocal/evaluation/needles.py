@@ -45,6 +45,7 @@ class Haystacks:
         self._data, self._tokenizer = subject.data, subject.tokenizer
         self._vocab_size = subject.model.config.vocab_size
         self.is_task = parse_source(self._data.source).kind == "needle"
+        self.needles = task_size(self._data.source, 0) if self.is_task else 1
 
     def prompts(self, length: int, depths: Sequence[float], samples: int) -> Iterator[tuple[float, list[Prompt]]]:
         """For each depth, the prompts of all samples; a sample has the same haystack at every depth.
@@ -61,12 +62,13 @@ class Haystacks:
             UserError: If there is no validation text.
         """
         if self.is_task:
-            needles = task_size(self._data.source, length)
-            if length < 12 * needles:
-                raise TooShort(f"{needles} needles and their questions need {12 * needles} tokens, got {length}")
+            if length < 12 * self.needles:
+                raise TooShort(
+                    f"{self.needles} needles and their questions need {12 * self.needles} tokens, got {length}"
+                )
             for depth in depths:
                 places = self._places(depth, length, samples)
-                yield depth, [self._of_task(length, needles, i, place) for i, place in enumerate(places)]
+                yield depth, [self._of_task(length, i, place) for i, place in enumerate(places)]
             return
         texts = self._read_texts(length, samples)
         for depth in depths:
@@ -79,9 +81,9 @@ class Haystacks:
         offsets = random_words(samples, "places of a depth", self._data.seed) % np.uint64(reach + 1)
         return [(depth * (length - reach) + int(offset)) / length for offset in offsets]
 
-    def _of_task(self, length: int, needles: int, sample: int, place: float) -> Prompt:
+    def _of_task(self, length: int, sample: int, place: float) -> Prompt:
         key = (self._data.seed, _SPLIT, sample)
-        tokens, targets = haystack(self._vocab_size, length, needles, key, depth=place)
+        tokens, targets = haystack(self._vocab_size, length, self.needles, key, depth=place)
         # The first question alone: its needle has the place.
         end = np.flatnonzero(targets >= 0)[VALUE_TOKENS - 1] + 1
         return tokens[:end], targets[:end]
@@ -131,8 +133,8 @@ def measure_needles(subject: Subject, length: int, depths: Sequence[float], samp
         depths: From 0, the beginning, to 1, the end.
         samples: Haystacks of a depth.
     """
-    at_once = subject.rows_at_once(length)
-    for depth, prompts in Haystacks(subject).prompts(length, depths, samples):
+    at_once, haystacks = subject.rows_at_once(length), Haystacks(subject)
+    for depth, prompts in haystacks.prompts(length, depths, samples):
         found, nats, answers = 0, 0.0, 0
         for first in range(0, samples, at_once):
             part = prompts[first : first + at_once]
@@ -144,6 +146,7 @@ def measure_needles(subject: Subject, length: int, depths: Sequence[float], samp
         yield {
             "task": "needle",
             "length": length,
+            "needles": haystacks.needles,
             "depth": depth,
             "samples": samples,
             "accuracy": found / samples,

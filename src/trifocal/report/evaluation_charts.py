@@ -63,6 +63,8 @@ def _position(runs: list[Run]) -> Chart:
 
 def _needle(run: Run, index: int, num_runs: int) -> Chart:
     rows = _rows(run, "needle", "depth", "accuracy")
+    # A cell has room for one source: the last that was measured.
+    rows = [row for row in rows if row.get("source") == rows[-1].get("source")]
     lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
     found = {(row["length"], row["depth"]): row["accuracy"] for row in rows}
     values = [[found.get((length, depth)) for length in lengths] for depth in depths]
