@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import json
 import os
 import re
 import shutil
@@ -22,7 +23,7 @@ from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.train import checkpoint as module
 from trifocal.train import checkpoint_folders
-from trifocal.train.checkpoint import load_checkpoint, load_model_weights, save_checkpoint
+from trifocal.train.checkpoint import load_checkpoint, save_checkpoint
 from trifocal.train.checkpoint_folders import (
     checkpoint_path,
     find_checkpoint,
@@ -31,7 +32,8 @@ from trifocal.train.checkpoint_folders import (
     prune_checkpoints,
     set_aside_later_checkpoints,
 )
-from trifocal.train.manifest import verify_checkpoint
+from trifocal.train.checkpoint_weights import load_model_weights
+from trifocal.train.manifest import MANIFEST, verify_checkpoint
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.run_config import OptimizerSection
 
@@ -134,13 +136,12 @@ def test_no_checkpoint_and_no_such_checkpoint(tmp_path: Path) -> None:
         find_checkpoint(tmp_path, "step_4", command="")
 
 
-def test_a_checkpoint_without_newer_fields_is_of_a_model_with_their_defaults(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_without_newer_fields_is_of_a_model_with_their_defaults(tmp_path: Path) -> None:
     path = save(tmp_path, 3)
-    newer = {"layer_types", "qk_norm", "rope_scaling"}
-    read = module._read_model
-    monkeypatch.setattr(module, "_read_model", lambda path: {k: v for k, v in read(path).items() if k not in newer})
+    manifest = json.loads((path / MANIFEST).read_text())
+    for newer in ("layer_types", "qk_norm", "rope_scaling"):
+        del manifest["content"]["model"][newer]
+    (path / MANIFEST).write_text(json.dumps(manifest))
     model = DecoderLM(CONFIG)
     load_model_weights(path, model=model, model_config=CONFIG)
     with pytest.raises(UserError, match="qk_norm is False there, True here"):
@@ -311,7 +312,7 @@ import sys, warnings
 warnings.simplefilter("ignore")
 from pathlib import Path
 from tests.train.test_checkpoint import CONFIG, make_model
-from trifocal.train.checkpoint import load_model_weights
+from trifocal.train.checkpoint_weights import load_model_weights
 from trifocal.train.checkpoint_folders import open_checkpoint
 model = make_model(1)[0]
 for _ in range(60):

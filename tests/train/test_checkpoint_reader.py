@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from tests.train.test_checkpoint import CONFIG, make_model, save
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
-from trifocal.train.checkpoint import load_checkpoint, load_model_weights
+from trifocal.train.checkpoint import load_checkpoint
 from trifocal.train.checkpoint_folders import find_checkpoint
+from trifocal.train.checkpoint_weights import load_model_weights
 from trifocal.train.manifest import MANIFEST, describe_files, verify_checkpoint, write_manifest
 
 
@@ -127,4 +129,41 @@ def test_metadata_without_files_are_refused(tmp_path: Path) -> None:
         load_model_weights(path, model=model, model_config=CONFIG)
     shutil.rmtree(path / "weights")
     with pytest.raises(UserError, match=r"cannot read .*No such file"):
+        load_model_weights(path, model=model, model_config=CONFIG)
+
+
+def put_pieces(path: Path, name: str, pieces: list[tuple[tuple[int, ...], torch.Tensor]]) -> None:
+    """Store a tensor as pieces, as several processes would, each with its first element."""
+    contents = [saved(piece) for _, piece in pieces]
+    (path / "weights" / "__9_9.distcp").write_bytes(b"".join(contents))
+
+    def change(metadata: Metadata) -> None:
+        for index in [index for index in metadata.storage_data if index.fqn == name]:
+            del metadata.storage_data[index]
+        begin = 0
+        for number, ((offsets, _), content) in enumerate(zip(pieces, contents, strict=True)):
+            index = MetadataIndex(name, torch.Size(offsets), number)
+            metadata.storage_data[index] = _StorageInfo("__9_9.distcp", begin, len(content))
+            begin += len(content)
+
+    change_metadata(path, change)
+
+
+def test_weights_in_pieces_are_put_together(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    model, _ = make_model(1)
+    whole = torch.randn_like(model.state_dict()["embedding.weight"])
+    (rows, _), half = whole.shape, whole.shape[0] // 2
+    put_pieces(path, "model.embedding.weight", [((half, 0), whole[half:].clone()), ((0, 0), whole[:half].clone())])
+    with torch.device("meta"):
+        empty = type(model)(CONFIG)
+    load_model_weights(path, model=empty, model_config=CONFIG)
+    assert torch.equal(empty.state_dict()["embedding.weight"], whole)
+    assert all(parameter.requires_grad and parameter.device.type == "cpu" for parameter in empty.parameters())
+    for offsets, message in (((rows, 0), "is of another shape"), ((0,), "is of another shape")):
+        put_pieces(path, "model.embedding.weight", [(offsets, whole[half:].clone())])
+        with pytest.raises(UserError, match=message):
+            load_model_weights(path, model=model, model_config=CONFIG)
+    put_pieces(path, "model.embedding.weight", [((0, 0), whole[half:].clone())])
+    with pytest.raises(UserError, match=r"it does not hold all of model\.embedding\.weight"):
         load_model_weights(path, model=model, model_config=CONFIG)

@@ -31,17 +31,14 @@ from trifocal.errors import UserError
 from trifocal.models import ModelConfig
 from trifocal.train.checkpoint_folders import checkpoint_path
 from trifocal.train.checkpoint_reader import SafePlanner, SafeReader
+from trifocal.train.checkpoint_weights import check_model
 from trifocal.train.manifest import (
     FORMAT,
-    MANIFEST,
     CheckpointDamaged,
     describe_files,
     write_manifest,
 )
 from trifocal.train.run_files import PARTIAL, flush_folder, remove_folder
-
-# Fields that change how the model is computed, not its weights.
-_FREE_MODEL_FIELDS = frozenset({"backend"})
 
 
 def save_checkpoint(
@@ -180,7 +177,7 @@ def load_checkpoint(
         UserError: If the checkpoint holds another model; names the differences.
         CheckpointDamaged: If the process state cannot be read.
     """
-    _check_model(path, model_config)
+    check_model(path, model_config)
     state = collect_state(model, optimizer)
     _load_weights(state, path / "weights")
     hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
@@ -200,46 +197,6 @@ def _process_state(path: Path, rank: int) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise CheckpointDamaged(f"{file} cannot be read: {error}") from error
     return state
-
-
-def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfig) -> None:
-    """Load the weights alone from a verified checkpoint.
-
-    Raises:
-        UserError: If the checkpoint holds another model; names the differences.
-    """
-    _check_model(path, model_config)
-    # By its own names: PyTorch's function for models of all kinds imports its compiler. They are read into the
-    # parameters themselves.
-    _load_weights({"model": model.state_dict()}, path / "weights")
-
-
-def read_model_config(path: Path) -> ModelConfig:
-    """The model configuration of a verified checkpoint."""
-    return ModelConfig.from_dict(_read_model(path))
-
-
-def _read_model(path: Path) -> dict[str, Any]:
-    return dict(json.loads((path / MANIFEST).read_bytes())["content"]["model"])
-
-
-def _check_model(path: Path, model_config: ModelConfig) -> None:
-    # Read as a configuration: JSON has no tuples, and an older checkpoint lacks keys that have defaults by now.
-    saved = read_model_config(path).to_dict()
-    wanted = model_config.to_dict()
-    differences = [
-        f"{name} is {_shown(saved.get(name))} there, {_shown(wanted.get(name))} here"
-        for name in sorted(saved.keys() | wanted.keys())
-        if name not in _FREE_MODEL_FIELDS and saved.get(name) != wanted.get(name)
-    ]
-    if differences:
-        raise UserError(f"checkpoint {path} is of another model: {'; '.join(differences)}")
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, dict):
-        return "/".join(str(part) for part in value.values())
-    return "absent" if value is None else str(value)
 
 
 def _save_weights(state: dict[str, Any], folder: Path, processes: Processes) -> None:

@@ -6,8 +6,7 @@ itself reads tensors with `weights_only`.
 """
 
 import io
-import pickle
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,30 +15,11 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
-from trifocal.errors import UserError
+from trifocal.train.checkpoint_metadata import MetadataUnpickler, read_metadata
 
-# The classes in `.metadata`, besides numbers, text, lists and dictionaries. Calling them only stores the arguments.
-_METADATA_CLASSES = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("collections", "OrderedDict"),
-    # The path of the writer; in another module from Python 3.13 on.
-    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
-}
+
+class _Unpickler(MetadataUnpickler):
+    metadata_class = Metadata
 
 
 class SafeReader(dcp.FileSystemReader):
@@ -54,19 +34,7 @@ class SafeReader(dcp.FileSystemReader):
         # PyTorch asks for the metadata of one rank if there is no common one.
         rank = kwargs.get("rank")
         path = Path(self.path) / (".metadata" if rank is None else f"__{rank}.metadata")
-        try:
-            with path.open("rb") as file:
-                metadata = _MetadataUnpickler(file).load()
-            if not isinstance(metadata, Metadata):
-                raise pickle.UnpicklingError(f"it holds a {type(metadata).__name__}")
-            for info in metadata.storage_data.values():
-                if PurePath(info.relative_path).name != info.relative_path:
-                    raise pickle.UnpicklingError(f"it names a file elsewhere, {info.relative_path!r}")
-        except OSError as error:
-            raise UserError(f"cannot read {path}: {error.strerror}") from error
-        except Exception as error:
-            # A broken pickle can raise any exception.
-            raise UserError(f"{path} is not the metadata of a checkpoint: {error}") from error
+        metadata: Metadata = read_metadata(path, _Unpickler)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -82,12 +50,3 @@ class SafePlanner(DefaultLoadPlanner):
         torch.save(torch.load(value, weights_only=True), plain)
         plain.seek(0)
         super().load_bytes(read_item, plain)
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _METADATA_CLASSES:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")

@@ -19,6 +19,7 @@ from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
 from trifocal.paths import user_path
 from trifocal.train.checkpoint_folders import list_checkpoints, open_checkpoint
+from trifocal.train.checkpoint_weights import load_model_weights, read_model_config
 from trifocal.train.manifest import MANIFEST
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import load_run
@@ -52,8 +53,6 @@ class Pretrained:
             return read_config(self.path)
         if self.run is not None:
             return self.run.model
-        from trifocal.train.checkpoint import read_model_config
-
         return read_model_config(self.path)
 
     def sequence_length(self) -> int | None:
@@ -89,13 +88,9 @@ class Pretrained:
         """
         if self._exported:
             return load_weights(self.path)
-        # Imported here: PyTorch's checkpoints bring its distributed packages.
-        from trifocal.train.checkpoint import load_model_weights
-
         config = self.config()
         with torch.device("meta"):
             model = DecoderLM(config)
-        model.to_empty(device="cpu")
         load_model_weights(self.path, model=model, model_config=config)
         self.wait_verified()
         return model
