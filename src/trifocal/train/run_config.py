@@ -185,8 +185,8 @@ class ScheduleSection:
         )
         _require(
             self.rewarmup_steps == 0 or self.rewarmup_start >= self.warmup_steps,
-            f"schedule.rewarmup_start {self.rewarmup_start} lies in the first warm-up of {self.warmup_steps} steps; it "
-            "is the step that the run goes on from",
+            f"schedule.rewarmup_start {self.rewarmup_start} lies in the first warm-up of {self.warmup_steps} steps; "
+            f"schedule.rewarmup_steps {self.rewarmup_steps} needs the step that the run goes on from",
         )
 
 
