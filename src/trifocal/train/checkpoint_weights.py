@@ -85,13 +85,14 @@ def _read_tensors(folder: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
             continue
         piece, shape = _read_piece(folder, name, place), wanted[name].shape
         ends = [first + size for first, size in zip(offsets, piece.shape, strict=False)]
-        if not len(offsets) == piece.dim() == len(shape) or any(map(gt, ends, shape)):
+        fits = len(offsets) == piece.dim() == len(shape) and min(offsets, default=0) >= 0
+        if not fits or any(map(gt, ends, shape)):
             raise UserError(f"{name} is of another shape than {tuple(shape)}")
         if piece.shape == shape:
             found[name] = piece
         else:
             whole = found.setdefault(name, torch.empty(shape, dtype=piece.dtype))
-            whole[tuple(map(slice, offsets, ends))] = piece
+            whole[tuple(map(slice, offsets, ends))] = piece.detach()
         missing[name] -= piece.numel()
     if lacking := [name for name, left in missing.items() if left]:
         raise UserError(f"it does not hold all of {lacking[0]}")
