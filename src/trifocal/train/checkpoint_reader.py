@@ -1,8 +1,7 @@
 """Reading `torch.distributed.checkpoint` without running code from it.
 
-PyTorch reads a checkpoint's `.metadata`, and every value that is no tensor, with a pickle that may call any function.
-Here both are read by unpicklers that build plain data alone, so that a downloaded checkpoint cannot run code. PyTorch
-itself reads tensors with `weights_only`.
+Its `.metadata` is read as in `checkpoint_metadata`, and values that are no tensors with `weights_only`, as PyTorch
+itself reads tensors.
 """
 
 import io

@@ -91,8 +91,9 @@ def _read_tensors(folder: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
         if piece.shape == shape:
             found[name] = piece
         else:
-            whole = found.setdefault(name, torch.empty(shape, dtype=piece.dtype))
-            whole[tuple(map(slice, offsets, ends))] = piece.detach()
+            if name not in found:
+                found[name] = torch.empty(shape, dtype=piece.dtype)
+            found[name][tuple(map(slice, offsets, ends))] = piece.detach()
         missing[name] -= piece.numel()
     if lacking := [name for name, left in missing.items() if left]:
         raise UserError(f"it does not hold all of {lacking[0]}")
