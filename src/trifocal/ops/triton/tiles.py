@@ -196,14 +196,14 @@ def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: s
 # program asks for all of it at once.
 _DECODE_TILES: dict[str, dict[int, Tile]] = {
     "hopper": {
-        64: Tile(16, 256, 8, 2),
+        64: Tile(16, 128, 4, 2, 168),
         128: Tile(16, 64, 4, 3, 168),
         192: Tile(16, 64, 4, 3),
         256: Tile(16, 32, 4, 3),
     },
     # Shorter pipelines leave room for more programs: 9 % of a layer of 32 x 65,536 tokens.
     "hopper scores": {
-        64: Tile(16, 256, 8, 2),
+        64: Tile(16, 256, 8, 2, 128),
         128: Tile(16, 64, 4, 2, 128),
         192: Tile(16, 64, 4, 3),
         256: Tile(16, 32, 4, 3),
