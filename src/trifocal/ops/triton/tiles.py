@@ -201,7 +201,8 @@ _DECODE_TILES: dict[str, dict[int, Tile]] = {
         192: Tile(16, 64, 4, 3),
         256: Tile(16, 32, 4, 3),
     },
-    # Shorter pipelines leave room for more programs: 9 % of a layer of 32 x 65,536 tokens.
+    # Shorter pipelines and fewer registers leave room for more programs: 9 % of a layer of 32 x 65,536 tokens with 4
+    # groups of 128 columns, 12 % of one of 64 x 65,536 with 2 groups of 64.
     "hopper scores": {
         64: Tile(16, 256, 8, 2, 128),
         128: Tile(16, 64, 4, 2, 128),
