@@ -1,5 +1,6 @@
 """Checks of the machinery around training: the heartbeat, the flags, the data sources."""
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -15,11 +16,12 @@ from trifocal.checks.measurement import Measurement
 from trifocal.data import Batch, DataConfig, make_loader, make_tokenizer
 from trifocal.errors import UserError
 from trifocal.runlog import Heartbeat
-from trifocal.runlog.jsonl import read_lines
+from trifocal.runlog.jsonl import Row, read_lines
 from trifocal.train.arguments import load_config
 
 BUSY_SECONDS = 0.8
 INTERVAL_SECONDS = 0.05
+TRIES = 5
 
 BAD_OVERRIDES = (
     ("--override", "train.steps=5"),
@@ -39,29 +41,45 @@ def heartbeat(
 ) -> Measurement:
     """The heartbeat goes on while the training thread is inside one long operation, and names its phase and age.
 
-    The figure is the longest silence, as a share of the operation. Bound: a half; a heartbeat that only the training
-    thread writes is silent for all of it.
+    The figure is the longest silence, as a share of the operation; of up to five operations the best, because a busy
+    machine can keep any thread waiting. Bound: a half; a heartbeat that only the training thread writes is silent for
+    all of every operation.
     """
     size = 400
-    while True:
-        matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    tries: list[Measurement] = []
+    while len(tries) < TRIES:
         with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
-            with make_heartbeat(Path(folder), 0, INTERVAL_SECONDS) as beat, beat.phase("backward"):
-                begin = time.time()
-                torch.linalg.svdvals(matrix)
-                end = time.time()
+            begin, end = _busy_phase(Path(folder), size, make_heartbeat)
             rows = [row for path in sorted(Path(folder).glob("*.jsonl")) for row in read_lines(path)]
         # Judged by the operation itself: one before it might have been slow for other reasons.
-        if end - begin >= BUSY_SECONDS / 2:
-            break
-        # Cubic work: a little over twice as long.
-        size = size * 4 // 3
+        if end - begin < BUSY_SECONDS / 2:
+            # Cubic work: a little over twice as long.
+            size = size * 4 // 3
+            continue
+        tries.append(_longest_silence(rows, begin, end))
+        if not math.isfinite(tries[-1].figure) or tries[-1].passed:
+            return tries[-1]
+    return min(tries, key=lambda measurement: measurement.figure)
+
+
+def _busy_phase(
+    folder: Path, size: int, make_heartbeat: Callable[..., AbstractContextManager[Any]]
+) -> tuple[float, float]:
+    """Begin and end, in Unix seconds, of one long operation inside the phase `backward`."""
+    matrix = torch.randn(size, size, generator=torch.Generator().manual_seed(0))
+    with make_heartbeat(folder, 0, INTERVAL_SECONDS) as beat, beat.phase("backward"):
+        begin = time.time()
+        torch.linalg.svdvals(matrix)
+        return begin, time.time()
+
+
+def _longest_silence(rows: list[Row], begin: float, end: float) -> Measurement:
     busy = [row for row in rows if row["phase"] == "backward" and begin <= row["unix_time_seconds"] <= end]
-    moments = [begin, *(row["unix_time_seconds"] for row in busy), end]
-    silence = max(b - a for a, b in pairwise(moments))
     ages = [row["phase_seconds"] for row in busy]
     if ages != sorted(set(ages)):
         return Measurement(float("inf"), 0.5, "of its time", ("the age of the phase does not grow",))
+    moments = [begin, *(row["unix_time_seconds"] for row in busy), end]
+    silence = max(b - a for a, b in pairwise(moments))
     detail = f"{len(busy)} beats in an operation of {end - begin:.2f} s, longest silence {silence:.2f} s"
     return Measurement(silence / (end - begin), 0.5, "of its time", (detail,))
 
