@@ -9,7 +9,7 @@
 |---|---|---|
 | `twins` | the production model on 2,048 tokens | loss, and by position |
 | `seeds` | a small model on 2,048 tokens, three seeds | the same, and how far seeds are apart |
-| `long` | the small model on 32,768 tokens of whole packages | loss by position, tokens/s |
+| `long` | the small model on 2,048, then on 32,768 tokens of whole packages | loss by position, tokens/s |
 | `recall` | two layers on multi-query associative recall | values found, by pairs and by distance |
 | `needle` | two layers on needles in haystacks up to 65,536 tokens | needles found, by length and depth |
 
@@ -17,9 +17,10 @@ All variants see the same tokens in the same order. `window` sees as many keys a
 of its window and of all selected blocks. In `hybrid`, every fourth layer is dense. `random` is the sparse model with
 blocks drawn at random: it lacks the choice. `dropout` is the sparse model, trained with the selected branch shut for a
 fifth of the queries. In `shared`, the branches share their keys and values.
-Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Those of `needle` start from the
-weights of a training on short haystacks, in a folder with `-short` behind its name. When the time is up they stop as a
-scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed on.
+Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Those of `long` and `needle` start
+from the weights of a training on short rows, in a folder with `-short` behind its name. When the time is up they stop
+as a scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed
+on.
 """
 
 import argparse

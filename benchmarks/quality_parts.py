@@ -99,9 +99,13 @@ PARTS = {
     ),
     "long": Part(
         "Does it use a long past, and at which speed?",
-        _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 400, 1e-3) | {"data.shuffle_sequences": "64"},
+        # As for needles, rotary frequencies that tell distances of a whole row apart.
+        _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 400, 5e-4)
+        | {"data.shuffle_sequences": "64", "model.rope_theta": "5e5"},
         (("--only", "loss", "position", "--sequences", "32"),),
         variants=("sparse", "dense", "window"),
+        # From long rows alone, 400 steps teach nobody more than the last few hundred bytes.
+        short=_batch(32, 2048, 1500, 1e-3) | {"data.shuffle_sequences": "1024"},
     ),
     "recall": Part(
         "Does it recall the value of any key?",

@@ -13,7 +13,7 @@ import pytest
 
 from tests.children import load_script
 from trifocal.cli import main
-from trifocal.train import load_config
+from trifocal.train import RunConfig, load_config
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,24 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
         assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
 
 
+def of_stage(training: Any) -> RunConfig:
+    path, *flags = training.arguments(resume=False)
+    return load_config(path, flags)
+
+
+@pytest.mark.parametrize("part", ["long", "needle"])
+def test_short_rows_train_the_same_model(script: ModuleType, part: str, tmp_path: Path) -> None:
+    for one in script.trainings(part, tmp_path, [], [], {}):
+        short, long = of_stage(one.short), of_stage(replace(one, short=None))
+        assert short.train.sequence_length < long.train.sequence_length
+        assert replace(short.model, selected_dropout=0.0) == replace(long.model, selected_dropout=0.0)
+        assert short.data.seed == long.data.seed
+
+
 def test_flags_win_over_the_part(script: ModuleType, tmp_path: Path) -> None:
     extra = {"train.steps": "80", "data.source": "builtin"}
     (one,) = script.trainings("long", tmp_path, [5], ["random"], extra)
-    config = load_config(one.arguments(resume=False)[0], one.arguments(resume=False)[1:])
+    config = of_stage(replace(one, short=None))
     assert (config.train.steps, config.schedule.warmup_steps, config.run.seed) == (80, 4, 5)
     assert config.data.source == "builtin" and config.model.selection == "random"
 
@@ -150,9 +164,7 @@ def test_needles_start_from_the_weights_of_short_haystacks(
 
 def test_short_haystacks_are_learned_without_dropout(script: ModuleType, tmp_path: Path) -> None:
     (one,) = script.trainings("needle", tmp_path, [1], ["shared-dropout"], {})
-    found = [load_config(*(lambda path, *flags: (path, flags))(*part.arguments(resume=False))) for part in (
-        replace(one, short=None), one.short
-    )]  # fmt: skip
+    found = [of_stage(replace(one, short=None)), of_stage(one.short)]
     assert [config.model.selected_dropout for config in found] == [0.2, 0.0]
     assert all(config.model.shared_kv for config in found)
     # 64 tokens have no room for eight.
