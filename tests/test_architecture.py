@@ -1,4 +1,4 @@
-"""The shape of the code: imports between rooms, the cost of an import, the length of a file."""
+"""The shape of the code: imports between packages, the cost of an import, the length of a file."""
 
 import ast
 import re
@@ -26,8 +26,8 @@ def python(code):
     return done.stdout.strip()
 
 
-def test_rooms_import_in_one_direction():
-    """The contracts of pyproject.toml: arrows between rooms; oracle, reference and kernels never import one another."""
+def test_packages_import_in_one_direction():
+    """The contracts of pyproject.toml: arrows point one way; oracle, reference and kernels stay apart."""
     command = Path(sys.executable).with_name("lint-imports")
     if not command.exists():
         command = Path(shutil.which("lint-imports") or pytest.skip("import-linter is not installed"))
@@ -36,17 +36,17 @@ def test_rooms_import_in_one_direction():
     assert "4 kept, 0 broken" in done.stdout
 
 
-def test_every_room_has_its_place_in_the_contract():
+def test_every_package_has_its_place_in_the_contract():
     """A new folder without a place would be free to import anything."""
     contract = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    rooms = {path.parent.name for path in SOURCES if path.parent.parent.name == "trifocal"}
-    assert rooms
-    for room in rooms:
-        assert re.search(rf"trifocal\.{room}\b", contract), room
+    packages = {path.parent.name for path in SOURCES if path.parent.parent.name == "trifocal"}
+    assert packages
+    for package in packages:
+        assert re.search(rf"trifocal\.{package}\b", contract), package
 
 
 def imported(name, path, files, but=()):
-    """The files that run when a file imports others: those, and the `__init__.py` of their rooms, unless it lies there.
+    """Those that run when a file imports others: they, and the `__init__.py` of their packages, unless it lies there.
 
     Imports inside functions and for types count; those in `but` do not.
     """
@@ -59,10 +59,10 @@ def imported(name, path, files, but=()):
             members = {f"{node.module}.{alias.name}" for alias in node.names}
             names |= members & files.keys() or {node.module}
     names -= {end for start, end in but if start == name}
-    rooms = {
+    packages = {
         ".".join(parts[:length]) for parts in (other.split(".") for other in names) for length in range(1, len(parts))
     }
-    return (names | {room for room in rooms if not name.startswith(f"{room}.")}) & files.keys() - {name}
+    return (names | {package for package in packages if not name.startswith(f"{package}.")}) & files.keys() - {name}
 
 
 def circles(arrows):
@@ -91,12 +91,12 @@ def test_no_file_imports_another_in_a_circle():
 
 def test_a_circle_is_found(tmp_path):
     sources = {
-        "one": "def late():\n    from room import two",
-        "room": "",
-        "room.two": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from one import late\nimport other",
+        "one": "def late():\n    from package import two",
+        "package": "",
+        "package.two": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from one import late\nimport other",
         "other": "import sys",
         "user": "from one import late",
-        # Its room imports a file that imports it: an import of `gathered.file` first finds half a room.
+        # Its package imports a file that imports it: an import of `gathered.file` first finds half a package.
         "gathered": "from user_of import name",
         "gathered.file": "",
         "user_of": "import gathered.file",
@@ -107,14 +107,14 @@ def test_a_circle_is_found(tmp_path):
     arrows = {(start, end) for start, path in files.items() for end in imported(start, path, files)}
     assert circles(arrows) == [
         ("gathered", "user_of"),
-        ("one", "room.two"),
-        ("room.two", "one"),
+        ("one", "package.two"),
+        ("package.two", "one"),
         ("user_of", "gathered"),
     ]
 
 
 def test_no_base_name_occurs_twice():
-    """A file is found by its name. The kernels' two rooms have the same stages, under the same names."""
+    """A file is found by its name. The kernels' two packages have the same stages, under the same names."""
     names = Counter(
         path.name
         for path in SOURCES
@@ -141,8 +141,8 @@ def test_import_is_quick_and_takes_no_triton_no_compiler_and_no_cuda():
     """Under 2 s of processor time beyond torch itself; the faster of two, as the first may meet a cold disk."""
     code = (
         f"import torch, time; begin = time.process_time(); import trifocal, {LIBRARY}, sys; trifocal.nsa_attention; "
-        "print(time.process_time() - begin); rooms = {'.'.join(name.split('.')[:2]) for name in sys.modules}; "
-        "print(sorted(rooms & {'triton', 'torch._dynamo', 'torch._inductor'}), torch.cuda.is_initialized())"
+        "print(time.process_time() - begin); packages = {'.'.join(name.split('.')[:2]) for name in sys.modules}; "
+        "print(sorted(packages & {'triton', 'torch._dynamo', 'torch._inductor'}), torch.cuda.is_initialized())"
     )
     for _ in range(2):
         seconds, loaded = python(code).splitlines()

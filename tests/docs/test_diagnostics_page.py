@@ -78,8 +78,8 @@ def test_every_event_is_explained_and_its_threshold_is_that_of_the_code():
     calls = r"(?:_log_event|_event|_report|say|event)\(\s*(?:[\w.]+,\s*)?\"(\w+)\""
     code = "".join(
         path.read_text()
-        for room in ("train", "runlog", "telemetry", "report")
-        for path in ROOT.glob(f"src/trifocal/{room}/**/*.py")
+        for package in ("train", "runlog", "telemetry", "report")
+        for path in ROOT.glob(f"src/trifocal/{package}/**/*.py")
     )
     names = set(re.findall(calls, code))
     explained = {name: line for line in events_table() for name in re.findall(r"`(\w+)`", line.split(" | ")[0])}

@@ -16,8 +16,8 @@ from trifocal.train.run_config import RunConfig
 KEYS = dotted_fields(RunConfig)
 SECTIONS = {key.rpartition(".")[0] for key in KEYS}
 OUTPUT_MARK = "# →"
-ROOMS = "ops|nn|models|generate|data|distributed|runlog|telemetry|report|train|checks|doctor|evaluation|bench|cli"
-PATH = re.compile(rf"(?:src|tests|docs|configs|{ROOMS})/[\w./-]*\w")
+PACKAGES = "ops|nn|models|generate|data|distributed|runlog|telemetry|report|train|checks|doctor|evaluation|bench|cli"
+PATH = re.compile(rf"(?:src|tests|docs|configs|{PACKAGES})/[\w./-]*\w")
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=name_of)

@@ -1,4 +1,4 @@
-"""One tiny model for all tests of this room."""
+"""One tiny model for all tests of this package."""
 
 import pytest
 import torch
