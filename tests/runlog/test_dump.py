@@ -121,7 +121,7 @@ def test_a_py_spy_that_hangs_is_ended(fake_py_spy: Any) -> None:
     fake_py_spy("echo Thread 1; exec sleep 600")
     begin = time.monotonic()
     assert native_stacks(seconds=0.3) == "py-spy was ended after 0.3 s\nThread 1\n"
-    assert time.monotonic() - begin < 10
+    assert time.monotonic() - begin < 60
 
 
 def test_a_py_spy_that_fails_says_why(fake_py_spy: Any, tmp_path: Path) -> None:

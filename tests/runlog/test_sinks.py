@@ -173,7 +173,7 @@ def test_a_sink_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
         for step in range(rows):
             thread.write({"kind": "train", "step": step})
         thread.close()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 60
         sink.go_on.set()
         (sentence,) = said
         assert sentence.startswith(f"Hanging {expected}")
