@@ -85,6 +85,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
 ) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     (tmp_path / "gpt2").mkdir()
     (tmp_path / "gpt2" / "config.json").write_text('{"model_type": "gpt2"}')
     before = sorted(tmp_path.rglob("*"))
@@ -93,7 +94,8 @@ def test_bad_input_is_one_line_and_leaves_nothing(
         ([str(dense_run), str(tmp_path / "full"), "--to", "nsa"], "full exists already; give a new folder"),
         ([str(tmp_path / "gpt2"), out, "--to", "nsa"], "the architecture 'gpt2' is not supported"),
         (["meta-llama/Llama-3.1-8B", out, "--to", "nsa"], "no such folder; a model of the hub is downloaded first"),
-        ([str(dense_run), str(tmp_path / "full/mine.txt/out"), "--to", "nsa"], "Not a directory"),
+        ([str(dense_run), str(tmp_path / "full/mine.txt/out"), "--to", "nsa"], "mine.txt/out: Not a directory"),
+        ([str(dense_run), str(tmp_path / "dangling"), "--to", "nsa"], "cannot make the folder"),
         ([str(dense_run), out, "--to", "sparse"], "--to must be one of 'nsa', 'selected', got 'sparse'"),
         ([str(dense_run), out, "--to", "nsa", "--dense-layers", "first"], "numbers of layers like 0,1,2"),
         ([str(dense_run), out, "--to", "nsa", "--dense-layers", "2"], "--dense-layers names layer 2"),
@@ -103,6 +105,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(
         assert message in refused(capsys, "convert", *arguments)
         assert sorted(tmp_path.rglob("*")) == before
     assert "full exists already" in refused(capsys, "export", str(dense_run), str(tmp_path / "full"))
+    assert "dangling: File exists" in refused(capsys, "export", str(dense_run), str(tmp_path / "dangling"))
 
     def interrupted(*arguments: Any, **options: Any) -> None:
         save_weights(*arguments, **options)

@@ -54,7 +54,7 @@ def new_model_folder(folder: Path) -> Iterator[Path]:
         folder: Must not exist, or be empty.
 
     Raises:
-        UserError: If there is something in the folder.
+        UserError: If there is something in the folder, or it cannot be made.
     """
     partial = folder / partial_name("model")
     absent = not folder.exists()
@@ -62,7 +62,10 @@ def new_model_folder(folder: Path) -> Iterator[Path]:
     if not absent and (not folder.is_dir() or set(folder.iterdir()) - {partial}):
         raise UserError(f"{folder} exists already; give a new folder")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
     try:
         yield partial
         for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
@@ -93,7 +96,7 @@ def export_folder(
         shard_bytes: Larger weights are cut into files of at most this many bytes.
 
     Raises:
-        UserError: If there is something in the folder.
+        UserError: If there is something in the folder, or it cannot be made.
         OSError: If a file cannot be written.
     """
     with new_model_folder(folder) as partial:
