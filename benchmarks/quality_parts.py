@@ -13,6 +13,7 @@ VARIANTS: dict[str, dict[str, str]] = {
     "hybrid": {},
     "random": {"model.selection": "random"},
     "dropout": {"model.selected_dropout": "0.2"},
+    "learned": {"model.compressor": "mlp"},
     "shared": {"model.shared_kv": "true"},
     "shared-dropout": {"model.shared_kv": "true", "model.selected_dropout": "0.2"},
     "shared-random": {"model.shared_kv": "true", "model.selection": "random"},
