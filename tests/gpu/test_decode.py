@@ -16,7 +16,6 @@ from trifocal.ops import (
     decode_dense_attention,
     dispatch,
 )
-from trifocal.ops.triton import tiles
 from trifocal.testing.tolerances import allowed, error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -125,8 +124,9 @@ def test_equal_bits_with_any_table_and_parts(shape, dense, dtype, monkeypatch):
     layer = Layer(shape, dtype, lengths=(40, 3001, 16384, 70000))
     step = layer.dense_step if dense else layer.step
     results = []
-    for units, spare in ((1, 0), (tiles.DECODE_GROUP, 0), (1, 300)):
-        monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes, units=units: units)
+    for whole, spare in ((False, 0), (True, 0), (False, 300)):
+        units = lambda programs, units, group, device, whole=whole: group if whole else 1  # noqa: E731
+        monkeypatch.setattr(dispatch, "decode_units_of_part", units)
         table = layer.batch.block_table
         wide = torch.cat((table, table.new_full((len(table), spare), -(2**30))), 1)
         layer.batch = replace(layer.batch, block_table=wide)

@@ -65,7 +65,7 @@ def unwritten_memory_is_poison(monkeypatch):
 @pytest.fixture(autouse=True)
 def four_units_to_a_part(monkeypatch):
     """Fewer programs to interpret; one test takes both ways."""
-    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: tiles.DECODE_GROUP)
+    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda programs, units, group, device: group)
 
 
 def run(step, backend, tokens, dense=False, window_size=None):
@@ -152,10 +152,12 @@ def test_bits_do_not_depend_on_the_batch_the_table_or_the_parts(dense, past):
     assert torch.equal(o[0], together[1])
 
 
+@pytest.mark.parametrize("unit", [128, 256])
 @pytest.mark.parametrize("window", ["own", "shared"])
-def test_parts_of_one_tile(window, monkeypatch):
-    """No loop: keys are asked for before the rows are ready. Two parts of chosen blocks, and of the window."""
-    monkeypatch.setattr(dispatch, "decode_tile", lambda q, v, rows, kernel: tiles.Tile(16, 256, 4, 2))
+def test_parts_of_one_tile(window, unit, monkeypatch):
+    """No loop: keys are asked for before the rows are ready. Several parts of chosen blocks, and of the window."""
+    monkeypatch.setattr(dispatch, "decode_tile", lambda q, v, rows, kernel: tiles.Tile(16, unit, 4, 2))
+    monkeypatch.setattr(dispatch, "decode_unit", lambda q, v: unit)
     monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: 1)
     step = Step(shapes("one tile", geometry(4, 4, 16, 20, 1, 1, 270), 6, 2, window=window), (20, 700), (2, 2))
     tokens = tokens_of(step)

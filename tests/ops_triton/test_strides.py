@@ -14,7 +14,6 @@ from trifocal import nsa_attention
 from trifocal.generate import CachedModel
 from trifocal.generate.sampler import SamplingTensors, draw_step
 from trifocal.ops import DenseCache, SparseCache, decode_linear, dispatch
-from trifocal.ops.triton import tiles
 from trifocal.ops.triton.common import unit_stride
 from trifocal.ops.triton.launch import Kernel
 from trifocal.testing.inputs import cotangent
@@ -115,7 +114,7 @@ def layer_of_a_pool(x):
     ids=["layer of a pool", "tokens first", "columns"],
 )
 def test_caches_and_new_tokens_of_decoding(cache_layout, new_layout, learned, monkeypatch):
-    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda *sizes: tiles.DECODE_GROUP)
+    monkeypatch.setattr(dispatch, "decode_units_of_part", lambda programs, units, group, device: group)
     case = decode_cases.Case("", USUAL, 6, 2, 8, 6, learned=learned)
     tokens = decode_cases.draw(case, 2, 68, torch.float32)
     found = []

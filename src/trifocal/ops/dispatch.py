@@ -293,7 +293,12 @@ def decode_tile(q: Tensor, v: Tensor, rows: int, kernel: str) -> tiles.Tile:
     return tiles.decode_tile(q.dtype, rows, max(_columns(q, v)), devices.architecture(q.device), kernel)
 
 
-def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:
+def decode_unit(q: Tensor, v: Tensor) -> int:
+    """Keys of a unit of decoding: one tile where it can be, so that a program asks for all of it at once."""
+    return tiles.decode_unit(q.dtype, max(_columns(q, v)), devices.architecture(q.device))
+
+
+def decode_units_of_part(programs: int, units: int, group: int, device: torch.device) -> int:
     """How many units of keys a program of decoding adds up before it writes: 1, or a group where programs suffice.
 
     The bits are the same (`triton.decode_common`). Fewer parts are less to write and read; more fill the device.
@@ -301,9 +306,9 @@ def decode_units_of_part(programs: int, units: int, device: torch.device) -> int
     Args:
         programs: Programs for each part.
         units: Of the longest past.
+        group: Units of a group.
         device: Its multiprocessors decide.
     """
-    group = tiles.DECODE_GROUP
     return group if programs * cdiv(units, group) >= ENOUGH_DECODE_PROGRAMS * devices.multiprocessors(device) else 1
 
 

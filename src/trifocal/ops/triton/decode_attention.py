@@ -53,25 +53,27 @@ def decode_attention(
     q_per_kv, num_rows = heads // groups, num_sequences * new * heads
     tile = dispatch.decode_tile(q, cache.v_slc, new * q_per_kv, "scores")
     head_tile = dispatch.decode_tile(q, cache.v_slc, q_per_kv, "attend")
+    unit = dispatch.decode_unit(q, cache.v_slc)
     most_tokens = batch.block_table.shape[1] * page_size
 
     # Compressed blocks: tiles hold whole selection blocks, each padded to a power of two.
     taps = next_power_of_2(g.selection_block_size // g.compression_stride)
     blocks = max(1, tile.BLOCK_N // taps)
-    unit_tiles = max(1, tiles.DECODE_UNIT // (blocks * taps))
+    unit_tiles = max(1, unit // (blocks * taps))
+    cmp_group = _group_units(unit_tiles * blocks * taps)
     starts = cdiv(g.num_compressed_blocks(most_tokens), g.selection_block_size // g.compression_stride)
     num_tiles = cdiv(starts, blocks)
     # The last tile's last overflow lies in the block behind it.
     block_lines = cdiv(num_tiles * blocks + 1, LINE.value)
     row_tiles = cdiv(new * q_per_kv, tile.BLOCK_M)
     programs = num_sequences * groups * row_tiles
-    cmp_units = dispatch.decode_units_of_part(programs, cdiv(num_tiles, unit_tiles), q.device)
+    cmp_units = dispatch.decode_units_of_part(programs, cdiv(num_tiles, unit_tiles), cmp_group, q.device)
     cmp_parts = cdiv(num_tiles, unit_tiles * cmp_units) if gates is not None else 0
 
-    chosen_units = cdiv(g.num_selected_blocks * g.selection_block_size, tiles.DECODE_UNIT)
-    units = dispatch.decode_units_of_part(num_sequences * groups * new, chosen_units, q.device)
+    chosen_units, group_units = cdiv(g.num_selected_blocks * g.selection_block_size, unit), _group_units(unit)
+    units = dispatch.decode_units_of_part(num_sequences * groups * new, chosen_units, group_units, q.device)
     chosen_parts = cdiv(chosen_units, units)
-    window_parts = cdiv(min(g.window_size, most_tokens), tiles.DECODE_UNIT * units) if window else 0
+    window_parts = cdiv(min(g.window_size, most_tokens), unit * units) if window else 0
     num_parts = cmp_parts + chosen_parts + window_parts
     parts = _empty_parts(q, num_parts, value_dim)
 
@@ -118,7 +120,7 @@ def decode_attention(
         *q.stride()[:3], *(stride for x in (cache.k_slc, cache.v_slc, k_win, v_win) for stride in x.stride()[:3]),
         columns, num_parts, cmp_parts, chosen_parts, g.window_size, scale * LOG2_E,
         **sizes, **widths, SELECTION=g.selection_block_size, NUM_SELECTED=g.num_selected_blocks, PAGE_ROWS=page_size,
-        RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=tiles.DECODE_UNIT // head_tile.BLOCK_N, UNITS=units,
+        RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=unit // head_tile.BLOCK_N, UNITS=units,
         WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages), **_options(q, head_tile),
     )  # fmt: skip
     o = q.new_empty(num_sequences, new, heads, value_dim)
@@ -128,10 +130,10 @@ def decode_attention(
         num_parts, cmp_parts, cmp_parts + chosen_parts, g.window_size,
         NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=False, GATED=gates is not None,
         WINDOW=window, **block_sizes, NUM_SELECTED=g.num_selected_blocks, BLOCKS=blocks, UNIT_TILES=unit_tiles,
-        **_units(), COMPRESSED_UNITS=cmp_units, UNITS=units, COMPRESSED_AT_ONCE=_at_once(cmp_parts, cmp_units),
-        CHOSEN_AT_ONCE=_at_once(chosen_parts, units), WINDOW_AT_ONCE=_at_once(window_parts, units),
-        MORE_COMPRESSED=_more_parts(cmp_parts, cmp_units), MORE_CHOSEN=_more_parts(chosen_parts, units),
-        MORE_WINDOW=_more_parts(window_parts, units),
+        UNIT_KEYS=unit, COMPRESSED_GROUP=cmp_group, GROUP_UNITS=group_units, COMPRESSED_UNITS=cmp_units, UNITS=units,
+        **_combined("COMPRESSED", cmp_parts, cmp_units, cmp_group),
+        **_combined("CHOSEN", chosen_parts, units, group_units),
+        **_combined("WINDOW", window_parts, units, group_units),
         ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
     )  # fmt: skip
     return o
@@ -150,8 +152,9 @@ def decode_dense_attention(
     tile = dispatch.decode_tile(q, cache.v, new * q_per_kv, "dense")
     row_tiles = cdiv(new * q_per_kv, tile.BLOCK_M)
     programs = num_sequences * groups * row_tiles
-    most_units = min(MOST_UNITS.value, cdiv(batch.block_table.shape[1] * page_size, tiles.DECODE_UNIT))
-    units = dispatch.decode_units_of_part(programs, most_units, q.device)
+    unit = tiles.DECODE_UNIT
+    most_units = min(MOST_UNITS.value, cdiv(batch.block_table.shape[1] * page_size, unit))
+    units = dispatch.decode_units_of_part(programs, most_units, _group_units(unit), q.device)
     num_parts = cdiv(most_units, units)
     parts = _empty_parts(q, num_parts, value_dim)
     grid = dispatch.decode_programs(programs, num_parts, q.device)
@@ -160,9 +163,9 @@ def decode_dense_attention(
         *q.stride()[:3], *cache.k.stride()[:3], *cache.v.stride()[:3],
         batch.block_table.stride(0), num_parts, scale * LOG2_E,
         NEW=new, GROUPS=groups, Q_PER_KV=q_per_kv, **_widths(dim, value_dim), PAGE_ROWS=page_size,
-        KEYS=tile.BLOCK_N, UNIT_KEYS=tiles.DECODE_UNIT, UNITS=units, **_options(q, tile),
+        KEYS=tile.BLOCK_N, UNIT_KEYS=unit, UNITS=units, **_options(q, tile),
     )  # fmt: skip
-    return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, None)
+    return _combine_one_branch(parts, q, batch, value_dim, num_parts, unit, units, None)
 
 
 def _decode_window(
@@ -172,8 +175,9 @@ def _decode_window(
     num_sequences, new, heads, dim = q.shape
     groups, page_size, value_dim = *cache.k.shape[1:3], cache.v.shape[3]
     tile = dispatch.decode_tile(q, cache.v, heads // groups, "attend")
-    most_units = cdiv(min(window_size, batch.block_table.shape[1] * page_size), tiles.DECODE_UNIT)
-    units = dispatch.decode_units_of_part(num_sequences * groups * new, most_units, q.device)
+    unit = dispatch.decode_unit(q, cache.v)
+    most_units = cdiv(min(window_size, batch.block_table.shape[1] * page_size), unit)
+    units = dispatch.decode_units_of_part(num_sequences * groups * new, most_units, _group_units(unit), q.device)
     num_parts = cdiv(most_units, units)
     parts = _empty_parts(q, num_parts, value_dim)
     strides = (*cache.k.stride()[:3], *cache.v.stride()[:3])
@@ -184,10 +188,10 @@ def _decode_window(
         *parts, *q.stride()[:3], *strides, *strides, table.stride(0), num_parts, 0, 0, window_size, scale * LOG2_E,
         NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **_widths(dim, value_dim), SELECTION=page_size,
         NUM_SELECTED=1, PAGE_ROWS=page_size, RING=0, KEYS=tile.BLOCK_N,
-        UNIT_TILES=tiles.DECODE_UNIT // tile.BLOCK_N, UNITS=units,
+        UNIT_TILES=unit // tile.BLOCK_N, UNITS=units,
         WINDOW_STAGES=_stages_of_pages(tile.stages), **_options(q, tile),
     )  # fmt: skip
-    return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, window_size)
+    return _combine_one_branch(parts, q, batch, value_dim, num_parts, unit, units, window_size)
 
 
 def _combine_one_branch(
@@ -196,6 +200,7 @@ def _combine_one_branch(
     batch: DecodeBatch,
     value_dim: int,
     num_parts: int,
+    unit: int,
     units: int,
     window_size: int | None,
 ) -> Tensor:
@@ -206,9 +211,10 @@ def _combine_one_branch(
         *parts, o, o, batch.lengths, batch.num_new, 0, 0, 0, 0, num_parts, 0, 0, window_size or 0,
         NEW=new, HEADS=heads, V=value_dim, V_PAD=next_power_of_2(value_dim), DENSE=True, GATED=False,
         WINDOW=window_size is not None,
-        COMPRESSION=1, STRIDE=1, SELECTION=1, NUM_SELECTED=1, BLOCKS=1, UNIT_TILES=1, **_units(),
-        COMPRESSED_UNITS=1, UNITS=units, COMPRESSED_AT_ONCE=1, CHOSEN_AT_ONCE=_at_once(num_parts, units),
-        WINDOW_AT_ONCE=1, MORE_COMPRESSED=False, MORE_CHOSEN=_more_parts(num_parts, units), MORE_WINDOW=False,
+        COMPRESSION=1, STRIDE=1, SELECTION=1, NUM_SELECTED=1, BLOCKS=1, UNIT_TILES=1, UNIT_KEYS=unit,
+        COMPRESSED_GROUP=1, GROUP_UNITS=_group_units(unit), COMPRESSED_UNITS=1, UNITS=units,
+        **_combined("COMPRESSED", 0, 1, 1), **_combined("CHOSEN", num_parts, units, _group_units(unit)),
+        **_combined("WINDOW", 0, 1, 1),
         ROWS=_COMBINED_HEADS, num_warps=4, **dependent_launch(q.device),
     )  # fmt: skip
     return o
@@ -227,19 +233,19 @@ def _stages_of_pages(stages: int) -> int:
     return 2 * stages
 
 
-def _units() -> dict[str, int]:
-    return {"UNIT_KEYS": tiles.DECODE_UNIT, "GROUP_UNITS": tiles.DECODE_GROUP}
+def _group_units(unit: int) -> int:
+    """Units of so many keys in a group."""
+    return max(1, tiles.DECODE_GROUP // unit)
 
 
-def _at_once(parts: int, units: int) -> int:
-    """Groups whose parts combine asks for together: all up to 16 parts, a power of two."""
-    most = max(1, _PARTS_AT_ONCE * units // tiles.DECODE_GROUP)
-    return min(most, next_power_of_2(max(1, cdiv(parts * units, tiles.DECODE_GROUP))))
+def _combined(branch: str, parts: int, units: int, group_units: int) -> dict[str, int]:
+    """How combine takes the parts of a branch: how many groups it asks for together, and whether there are more.
 
-
-def _more_parts(parts: int, units: int) -> bool:
-    """Whether there are more parts than combine asks for together."""
-    return parts * units > _at_once(parts, units) * tiles.DECODE_GROUP
+    Up to `_PARTS_AT_ONCE` parts, in whole groups, a power of two.
+    """
+    groups = cdiv(parts * units, group_units)
+    at_once = min(max(1, _PARTS_AT_ONCE * units // group_units), next_power_of_2(max(1, groups)))
+    return {f"{branch}_AT_ONCE": at_once, f"MORE_{branch}": groups > at_once}
 
 
 def _widths(dim: int, value_dim: int) -> dict[str, int]:

@@ -80,9 +80,10 @@ def decode_combine_kernel(
     NEW: tl.constexpr, HEADS: tl.constexpr, V: tl.constexpr, V_PAD: tl.constexpr, DENSE: tl.constexpr,
     GATED: tl.constexpr, WINDOW: tl.constexpr, COMPRESSION: tl.constexpr, STRIDE: tl.constexpr,
     SELECTION: tl.constexpr, NUM_SELECTED: tl.constexpr, BLOCKS: tl.constexpr, UNIT_TILES: tl.constexpr,
-    UNIT_KEYS: tl.constexpr, GROUP_UNITS: tl.constexpr, COMPRESSED_UNITS: tl.constexpr, UNITS: tl.constexpr,
-    COMPRESSED_AT_ONCE: tl.constexpr, CHOSEN_AT_ONCE: tl.constexpr, WINDOW_AT_ONCE: tl.constexpr,
-    MORE_COMPRESSED: tl.constexpr, MORE_CHOSEN: tl.constexpr, MORE_WINDOW: tl.constexpr, ROWS: tl.constexpr,
+    UNIT_KEYS: tl.constexpr, COMPRESSED_GROUP: tl.constexpr, GROUP_UNITS: tl.constexpr,
+    COMPRESSED_UNITS: tl.constexpr, UNITS: tl.constexpr, COMPRESSED_AT_ONCE: tl.constexpr,
+    CHOSEN_AT_ONCE: tl.constexpr, WINDOW_AT_ONCE: tl.constexpr, MORE_COMPRESSED: tl.constexpr,
+    MORE_CHOSEN: tl.constexpr, MORE_WINDOW: tl.constexpr, ROWS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """o of one tile of heads of one token; zero where the sequence has no such token."""
@@ -120,7 +121,7 @@ def decode_combine_kernel(
             count = tl.cdiv(tiles, COMPRESSED_UNITS * UNIT_TILES)
             o_cmp = add_parts(
                 part_maximum, part_total, part_o, place, exists, tl.where(is_token, count, 0),
-                V, V_PAD, ROWS, GROUP_UNITS, COMPRESSED_UNITS, COMPRESSED_AT_ONCE, MORE_COMPRESSED,
+                V, V_PAD, ROWS, COMPRESSED_GROUP, COMPRESSED_UNITS, COMPRESSED_AT_ONCE, MORE_COMPRESSED,
             )  # fmt: skip
             # Said so, every compiled code rounds the same way.
             mixed = tl.fma(o_cmp, tl.load(gate, mask=exists, other=0.0).to(tl.float32)[:, None], mixed)

@@ -1,10 +1,10 @@
 """Shared by the decoding kernels: rows, pages, and a softmax over keys whose bits do not depend on who adds it up.
 
-Keys are taken in tiles, tiles in units of 256 keys from the first key on, units in groups of four (`tiles`). Within a
-unit a running softmax goes from tile to tile; a group adds its units one after the other; a row adds its groups one
-after the other. With few sequences a program takes one unit, so that many multiprocessors work on a row; with many, it
-takes a whole group and writes a quarter of the partial results. Both give the same bits, and so do a batch of one and
-of any.
+Keys are taken in tiles, tiles in units of 128 or 256 keys from the first key on, units in groups of 1,024 (`tiles`).
+Within a unit a running softmax goes from tile to tile; a group adds its units one after the other; a row adds its
+groups one after the other. With few sequences a program takes one unit, so that many multiprocessors work on a row;
+with many, it takes a whole group and writes fewer partial results. Both give the same bits, and so do a batch of one
+and of any.
 
 For that the running maximum is rounded up to a whole number. Then weights between partial results are powers of two,
 and nothing but the additions themselves rounds, whether they are made in registers or between kernels. The probability

@@ -222,9 +222,9 @@ _DECODE_TILES: dict[str, dict[int, Tile]] = {
 }
 # Most rows of a tile, and most of its scores, so that they fit the registers of eight warps.
 _DECODE_MOST_ROWS, _DECODE_MOST_SCORES = 64, 64 * 128
-# Keys that decoding adds up one after the other in any case, and such units of a group; see `decode_common`.
+# Keys that decoding adds up one after the other in any case, and keys of a group of such units; see `decode_common`.
 DECODE_UNIT = 256
-DECODE_GROUP = 4
+DECODE_GROUP = 1024
 
 
 def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, kernel: str) -> Tile:
@@ -247,3 +247,8 @@ def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, 
     return tile._replace(
         BLOCK_M=most_rows, warps=8 if most_rows == _DECODE_MOST_ROWS else max(4, tile.warps), registers=None
     )
+
+
+def decode_unit(dtype: torch.dtype, columns: int, architecture: str) -> int:
+    """Keys of a unit of decoding, except of dense attention; arguments as of `decode_tile`."""
+    return 128 if dtype != torch.float32 and architecture == "hopper" and columns <= 64 else DECODE_UNIT
