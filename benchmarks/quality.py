@@ -233,6 +233,8 @@ def read_training(training: Training, common: int, jobs: int) -> tuple[Row, list
         "trainings_at_a_time": jobs,
         "curve": [[step, round(loss, 4)] for step, loss in losses.items()],
     }
+    if training.short is not None:
+        row["short_loss"] = (read_run(training.short.folder).series("evaluation", "validation_loss")[1] or [None])[-1]
     evaluated = run.evaluations[-1]["rows"] if run.evaluations else []
     head = {"variant": training.variant, "seed": training.seed, "steps": training.done()}
     return row, [head | found for found in evaluated]
@@ -274,13 +276,15 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         notes.append(f"Failed: {', '.join(failed)}.")
     file = ResultFile(f"quality_{name}", part.question, folder=options.output, commit=options.commit)
     columns = ("variant", "seed", "steps", "tokens", "validation_loss", "bits_per_byte", "tokens_per_second")
+    columns += ("short_loss",) if part.short else ()
     return file.write(
         rows,
         notes=notes,
         columns=columns,
         means=means(rows),
+        means_on_short_rows=means(rows, "short_loss") if part.short else [],
         recall=recall,
-        loss_by_position=pivot(evaluations, "position", "loss", "first"),
+        loss_by_position=pivot(evaluations, "position", "loss", "first", seeds=True),
         needles_found_by_depth=pivot(evaluations, "needle", "accuracy", "depth"),
         needles_found_by_seed=pivot(everything, "needle", "accuracy", "depth", seeds=True),
         recall_by_distance=pivot(evaluations, "recall_distance", "accuracy", "first"),

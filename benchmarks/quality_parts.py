@@ -93,10 +93,11 @@ PARTS = {
     ),
     "seeds": Part(
         "How far apart are seeds, and how far the variants?",
-        _TEXT | _SMALL | _model(6, 384, 6) | _batch(8, 2048, 1500, 1e-3),
+        _TEXT | _SMALL | _model(6, 384, 6) | _batch(32, 2048, 1000, 1e-3) | {"data.shuffle_sequences": "1024"},
         (("--only", "loss", "position"),),
         seeds=(1337, 1338, 1339),
-        jobs=12,
+        variants=("sparse", "shared", "learned", "dense"),
+        jobs=6,
     ),
     "long": Part(
         "Does it use a long past, and at which speed?",

@@ -16,7 +16,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 PAGE = Path(__file__).parents[1] / "quality.md"
 COLOURS = {
     "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "hybrid": "#16a085", "random": SELECTED, "dropout": INK,
-    "shared": "#8e44ad", "shared-dropout": "#c0392b", "shared-random": "#e67e22",
+    "learned": "#2980b9", "shared": "#8e44ad", "shared-dropout": "#c0392b", "shared-random": "#e67e22",
 }  # fmt: skip
 PARTS = ("twins", "seeds", "long", "recall", "needle")
 REPEATED, CHOICE = "repeated", "choice"
@@ -103,13 +103,13 @@ def _loss_table(result: dict[str, Any]) -> list[str]:
             speeds.setdefault(row["variant"], []).append(row["tokens_per_second"])
     alone = all(row["trainings_at_a_time"] == 1 for row in result["rows"])
     steps, tokens = min(row["steps"] for row in result["rows"]), max(row["tokens"] for row in result["rows"])
-    head = ["attention", "seeds", "loss, nats/byte", "above dense"] + ["tokens/s"] * alone
+    short = {row["variant"]: row for row in result.get("means_on_short_rows", [])}
+    head = ["attention", "seeds", *(["above dense, short rows"] if short else [])]
+    head += ["loss, nats/byte", "above dense"] + ["tokens/s"] * alone
     lines = [f"After {steps:,} steps, {tokens / 1e6:,.1f} M bytes each:", "", *_head(head)]
     for row in result["means"]:
-        cells = [row["variant"], str(row["seeds"]), _with_error(row["mean_loss"], row["standard_deviation"])]
-        cells.append(
-            "" if row["variant"] == "dense" else _with_error(row["above_dense"], row["standard_error_of_that"])
-        )
+        cells = [row["variant"], str(row["seeds"]), *([_above_dense(short[row["variant"]])] if short else [])]
+        cells += [_with_error(row["mean_loss"], row["standard_deviation"]), _above_dense(row)]
         if alone:
             cells.append(f"{np.median(speeds[row['variant']]):,.0f}" if row["variant"] in speeds else "")
         lines.append(f"| {' | '.join(cells)} |")
@@ -142,6 +142,10 @@ def _head(names: list[str]) -> list[str]:
     return [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
 
 
+def _above_dense(row: dict[str, Any]) -> str:
+    return "" if row["variant"] == "dense" else _with_error(row["above_dense"], row["standard_error_of_that"])
+
+
 def _with_error(value: float | None, error: float | None) -> str:
     if value is None:
         return ""
@@ -157,12 +161,14 @@ def _draw_losses(result: dict[str, Any]) -> Figure:
             label = variant if number == 0 else None
             left.plot(*zip(*curve, strict=True), color=COLOURS[variant], linewidth=1.2, alpha=0.8, label=label)
     left.set(xlabel="step", ylabel="nats per byte", title="validation loss")
-    table = {row["variant"]: row for row in result["loss_by_position"]}
-    dense = table.get("dense", {})
-    places = [name for name in dense if re.match(r"\d", name)]
-    for variant, row in table.items():
-        if variant != "dense":
-            apart = [row[name] - dense[name] for name in places]
+    # Older results have one row for all seeds.
+    table = result["loss_by_position"]
+    dense = {row.get("seed"): row for row in table if row["variant"] == "dense"}
+    places = [name for name in table[0] if re.match(r"\d", name)]
+    for variant in _variants(table):
+        own = [row for row in table if row["variant"] == variant and row.get("seed") in dense]
+        if variant != "dense" and own:
+            apart = np.mean([[row[name] - dense[row.get("seed")][name] for name in places] for row in own], axis=0)
             right.plot(range(len(places)), apart, color=COLOURS[variant], marker="o", markersize=3, label=variant)
     right.axhline(0, color=DENSE, linewidth=1)
     right.set_xticks(range(len(places)), [name.rpartition("-")[0] for name in places], rotation=60)

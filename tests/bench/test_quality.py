@@ -28,7 +28,8 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
     # The weights of a training on short rows are not there.
     alone = [replace(one, short=None) for one in found]
     configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in alone)]
-    own = {"model.attention", "model.selection", "model.sliding_window", "model.selected_dropout", "model.shared_kv"}
+    names = ("attention", "selection", "sliding_window", "selected_dropout", "shared_kv", "compressor")
+    own = {f"model.{name}" for name in names}
     for one, config in zip(found, configs, strict=True):
         first = next(other for other in found if other.seed == one.seed)
         differ = {name for name in one.flags if one.flags[name] != first.flags.get(name)}
@@ -40,6 +41,7 @@ def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, p
             assert keys < config.train.sequence_length, "a window that sees all is no control"
         assert (config.model.selected_dropout > 0) == one.variant.endswith("dropout")
         assert config.model.shared_kv == one.variant.startswith("shared")
+        assert (config.model.compressor == "mlp") == (one.variant == "learned")
         assert config.run.seed == config.data.seed == one.seed
         assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
 
@@ -123,7 +125,7 @@ def test_a_part_trains_evaluates_and_writes_its_tables(
     assert {(row["variant"], row["pairs"]) for row in content["recall"]} == {
         (variant, pairs) for variant in ("dense", "window") for pairs in (2, 4)
     }
-    assert [row["variant"] for row in content["loss_by_position"]] == ["dense", "window"]
+    assert [(row["variant"], row["seed"]) for row in content["loss_by_position"]] == list(losses)
     assert {"0-63"} <= content["recall_by_distance"][0].keys()
     assert "## Loss by position" in file.with_suffix(".md").read_text()
 

@@ -41,8 +41,15 @@ def results(tmp_path: Path) -> Path:
              "standard_error_of_that": None}
             for variant in variants
         ]  # fmt: skip
-        positions = [{"variant": variant, "length": 2048, "0-7": 3.0, "8-15": 2.0} for variant in variants]
-        write(tmp_path, f"quality_{part}", rows=rows, means=means, loss_by_position=positions)
+        # The last variant has one seed.
+        positions = [
+            {"variant": variant, "seed": seed, "length": 2048, "0-7": 3.0 + seed + (variant == "window"), "8-15": 2.0}
+            for variant in variants for seed in (1, 2) if (variant, seed) != ("window", 1)
+        ]  # fmt: skip
+        short = [row | {"above_dense": 0.125} for row in means] if part == "long" else []
+        write(
+            tmp_path, f"quality_{part}", rows=rows, means=means, means_on_short_rows=short, loss_by_position=positions
+        )
     recall = [{"variant": "sparse", "pairs": pairs, "accuracy": accuracy} for pairs, accuracy in ((8, 1.0), (16, 0.5))]
     far = [{"variant": "sparse", "length": 64, "pairs": pairs, "0-63": 1.0, "64-127": 0.5} for pairs in (8, 16)]
     write(tmp_path, "quality_recall", rows=[], recall=recall, recall_by_distance=far)
@@ -68,10 +75,9 @@ def test_the_page_is_what_the_script_writes(quality: ModuleType) -> None:
 def test_tables_come_from_the_results(quality: ModuleType, results: Path) -> None:
     text = quality.page(quality.PAGE.read_text(encoding="utf-8"), results)
     assert "Not measured yet" not in text
-    assert text.count("| sparse | 2 | 1.5000 ± 0.0100 | 0.0200 |") == 3
-    assert text.count("| sparse | 2 | 1.5000 ± 0.0100 | 0.0200 | 1,002 |") == 2, (
-        "tokens/s of a shared GPU are not shown"
-    )
+    assert text.count("| sparse | 2 | 1.5000 ± 0.0100 | 0.0200 |") == 2
+    assert text.count("| 0.0200 | 1,002 |") == 4, "tokens/s of a shared GPU are not shown"
+    assert "| sparse | 2 | 0.1250 | 1.5000 ± 0.0100 | 0.0200 | 1,002 |" in text
     assert "| dense | 2 | 1.5000 ± 0.0100 |  |" in text
     assert "After 20 steps, 4.0 M bytes each" in text
     assert "| sparse | 100.0% | 50.0% |" in text
@@ -91,6 +97,12 @@ def test_every_part_has_a_figure(quality: ModuleType, results: Path) -> None:
         assert draw().axes
     assert quality.figures(results / "nothing") == {}
     assert len(figures["quality_needle.svg"]().axes) == 3 + 1, "a panel for each variant, and the scale"
+
+
+def test_positions_are_compared_with_dense_attention_of_the_same_seed(quality: ModuleType, results: Path) -> None:
+    axes = quality.figures(results)["quality_long.svg"]().axes[1]
+    drawn = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    assert drawn["sparse"] == [0.0, 0.0] and drawn["window"] == [1.0, 0.0]
 
 
 def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
