@@ -46,6 +46,9 @@ def train_sharded(rank: int, port: int, out: Path) -> None:
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": PROCESSES, "LOCAL_WORLD_SIZE": PROCESSES}
     places |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
     os.environ.update({name: str(value) for name, value in places.items()})
+    # Threads of the process that this one was forked from are not there, and OpenMP would wait for them.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     # The process that this one was forked from may have trained too.
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
