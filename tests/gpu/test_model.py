@@ -7,6 +7,7 @@ import torch
 
 from trifocal import Geometry, nsa_attention
 from trifocal.models import DecoderLM, ModelConfig
+from trifocal.testing.small_models import draw_keys_apart
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -16,6 +17,7 @@ def make_model(num_layers=2):
     config = ModelConfig(vocab_size=257, num_layers=num_layers, geometry=Geometry(), backend="triton", **sizes)
     model = DecoderLM(config).cuda()
     model.init_weights(0)
+    draw_keys_apart(model)
     return model
 
 

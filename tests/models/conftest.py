@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.testing.small_models import SMALL
+from trifocal.testing.small_models import SMALL, draw_keys_apart
 
 SIZES: dict[str, Any] = {
     "vocab_size": 31,
@@ -35,6 +35,7 @@ def make_model(make_config: Callable[..., ModelConfig]) -> Callable[..., Decoder
     def make(**changes: Any) -> DecoderLM:
         model = DecoderLM(make_config(**changes))
         model.init_weights(0)
+        draw_keys_apart(model)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "attention." in name and parameter.ndim > 1:

@@ -96,9 +96,13 @@ def test_initial_weights(make_config: Callable[..., ModelConfig]) -> None:
                 expected /= (2 * 8) ** 0.5
             if name.endswith(("positions", "compressor.down_proj.weight", "embedding.weight")):
                 expected = 0.02
-            # Five standard errors of an estimate from this many draws.
-            error = 5 / (2 * parameter.numel()) ** 0.5
+            # Five standard errors of an estimate from this many draws; of keys a third is drawn.
+            error = 5 / (2 * parameter.numel() // (3 if name.endswith("k_proj.weight") else 1)) ** 0.5
             assert parameter.std().item() == pytest.approx(expected, rel=error), name
+    attention = model.blocks[1].attention
+    keys = attention.k_proj.weight.chunk(3)
+    assert torch.equal(keys[0], keys[1]) and torch.equal(keys[0], keys[2]), "the branches start with the same keys"
+    assert not torch.equal(*attention.v_proj.weight.chunk(3)[:2])
     again.init_weights(4)
     assert not torch.equal(model.embedding.weight, again.embedding.weight)
 

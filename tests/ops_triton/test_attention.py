@@ -11,6 +11,7 @@ from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import dispatch, operators
 from trifocal.ops.support import unsupported_reason
 from trifocal.testing.inputs import cotangent
+from trifocal.testing.small_models import draw_keys_apart
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
@@ -173,6 +174,7 @@ def test_a_model_compiles_whole_and_keeps_its_attention_through_checkpointing():
     sizes = {"dim": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 1, "head_dim": 8, "value_dim": 6}
     model = DecoderLM(ModelConfig(vocab_size=31, mlp_dim=16, geometry=USUAL, backend="triton", **sizes))
     model.init_weights(0)
+    draw_keys_apart(model)
     tokens = torch.randint(31, (1, 20), generator=torch.Generator().manual_seed(0))
 
     def step(function):

@@ -23,7 +23,7 @@ from trifocal.telemetry.statistics import (
     importance_covered,
     selection_statistics,
 )
-from trifocal.testing.small_models import small_config
+from trifocal.testing.small_models import draw_keys_apart, small_config
 
 GEOMETRY = Geometry(
     compression_block_size=8,
@@ -237,6 +237,7 @@ def test_gate_figures() -> None:
 def model_of(**changes: Any) -> DecoderLM:
     model = DecoderLM(small_config(num_layers=3, value_dim=8, geometry=GEOMETRY, **changes))
     model.init_weights(3)
+    draw_keys_apart(model)
     return model
 
 

@@ -172,6 +172,10 @@ def draw_weights(weights: Tensor, name: str, config: ModelConfig, generator: tor
         weights.zero_()
     else:
         weights.normal_(std=_initial_std(name, weights.shape, config), generator=generator)
+        if name.endswith(".k_proj.weight"):
+            # Each branch starts with the keys of the first one.
+            branches = weights.unflatten(0, (-1, config.num_kv_heads * config.head_dim))
+            branches[1:] = branches[0]
 
 
 def _initial_std(name: str, shape: torch.Size, config: ModelConfig) -> float:

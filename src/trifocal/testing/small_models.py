@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
@@ -66,12 +66,22 @@ def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = t
     """A model with weights larger than at the start of training, so that attention is far from uniform."""
     model = DecoderLM(config)
     model.init_weights(0)
+    draw_keys_apart(model)
     model.to(device, dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if not name.endswith(("norm.weight", ".bias")):
                 parameter.mul_(5)
     return model
+
+
+@torch.no_grad()
+def draw_keys_apart(model: nn.Module) -> None:
+    """Give each branch keys of its own, as training does: while they are equal, none is seen taken for another."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith(".k_proj.weight"):
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
 
 
 def random_tokens(shape: tuple[int, ...], vocab_size: int, device: torch.device, seed: int = 1) -> Tensor:
