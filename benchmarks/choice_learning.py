@@ -29,6 +29,7 @@ from trifocal.bench.results import ResultFile, cpu_name
 from trifocal.data.synthetic import associations
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
+from trifocal.testing.small_models import draw_keys_apart
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.run_config import OptimizerSection
 
@@ -58,6 +59,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dense": {"attention": "dense"},
     "random": {"selection": "random"},
     "sparse": {},
+    "sparse, keys drawn apart": {},
+    "sparse, learned φ": {"compressor": "mlp"},
     "sparse, shared keys": {"shared_kv": True},
     "selected": {"attention": "selected"},
     "sparse, dropout 0.2": {"selected_dropout": 0.2},
@@ -88,6 +91,8 @@ def make(variant: str, seed: int) -> DecoderLM:
     """An untrained model; those of a seed differ in the attention alone."""
     model = DecoderLM(replace(CONFIG, **VARIANTS[variant]))
     model.init_weights(seed)
+    if variant == "sparse, keys drawn apart":
+        draw_keys_apart(model, seed)
     model.embedding = TwoTokens(CONFIG.vocab_size, CONFIG.dim, torch.Generator().manual_seed(seed))  # type: ignore[assignment]
     return model
 

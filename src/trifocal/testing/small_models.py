@@ -76,9 +76,9 @@ def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype = t
 
 
 @torch.no_grad()
-def draw_keys_apart(model: nn.Module) -> None:
+def draw_keys_apart(model: nn.Module, seed: int = 1) -> None:
     """Give each branch keys of its own, as training does: while they are equal, none is seen taken for another."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith(".k_proj.weight"):
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5)
