@@ -16,7 +16,8 @@
 All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads: those
 of its window and of all selected blocks. In `hybrid`, every fourth layer is dense. `random` is the sparse model with
 blocks drawn at random: it lacks the choice. `dropout` is the sparse model, trained with the selected branch shut for a
-fifth of the queries. In `shared`, the branches share their keys and values.
+fifth of the queries. In `learned`, the compressor is the paper's learnable one; in `shared`, the branches share their
+keys and values.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Those of `long` and `needle` start
 from the weights of a training on short rows, in a folder with `-short` behind its name. When the time is up they stop
 as a scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed
@@ -263,7 +264,8 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         "with the most steps.",
         "window sees as many keys as the sparse model reads in its window and its selected blocks; in hybrid every "
         "fourth layer is dense; random is the sparse model with blocks drawn at random; dropout is trained with "
-        "model.selected_dropout = 0.2, and in shared the branches share their keys and values.",
+        "model.selected_dropout = 0.2, learned has the learnable compressor, and in shared the branches share their "
+        "keys and values.",
         "One training at a time on a GPU."
         if jobs == 1
         else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",

@@ -7,17 +7,17 @@ from typing import Any
 Row = dict[str, Any]
 
 
-def means(rows: Sequence[Row], loss: str = "validation_loss") -> list[Row]:
+def means(rows: Sequence[Row], figure: str = "validation_loss") -> list[Row]:
     """The loss of each variant over seeds, and its difference from the dense one with the same seed and data.
 
     Args:
         rows: A training each.
-        loss: Name of the loss in a row.
+        figure: Name of the loss in a row.
     """
-    dense = {row["seed"]: row[loss] for row in rows if row["variant"] == "dense"}
+    dense = {row["seed"]: row[figure] for row in rows if row["variant"] == "dense"}
     found = []
     for variant in dict.fromkeys(row["variant"] for row in rows):
-        own = {row["seed"]: row[loss] for row in rows if row["variant"] == variant}
+        own = {row["seed"]: row[figure] for row in rows if row["variant"] == variant}
         losses = [loss for loss in own.values() if loss is not None]
         pairs = [(own[seed], dense.get(seed)) for seed in own]
         apart = [loss - other for loss, other in pairs if loss is not None and other is not None]

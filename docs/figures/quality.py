@@ -164,7 +164,7 @@ def _draw_losses(result: dict[str, Any]) -> Figure:
     # Older results have one row for all seeds.
     table = result["loss_by_position"]
     dense = {row.get("seed"): row for row in table if row["variant"] == "dense"}
-    places = [name for name in table[0] if re.match(r"\d", name)]
+    places = [name for name in next(iter(dense.values()), {}) if re.match(r"\d", name)]
     for variant in _variants(table):
         own = [row for row in table if row["variant"] == variant and row.get("seed") in dense]
         if variant != "dense" and own:

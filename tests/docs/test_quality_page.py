@@ -105,6 +105,13 @@ def test_positions_are_compared_with_dense_attention_of_the_same_seed(quality: M
     assert drawn["sparse"] == [0.0, 0.0] and drawn["window"] == [1.0, 0.0]
 
 
+def test_a_result_without_positions_is_drawn(quality: ModuleType, results: Path) -> None:
+    (file,) = results.glob("quality_long_*.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"loss_by_position": []}))
+    axes = quality.figures(results)["quality_long.svg"]().axes
+    assert len(axes[0].lines) == 6 and len(axes[1].lines) == 1
+
+
 def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
     script = (ROOT / "benchmarks" / "quality_parts.py").read_text(encoding="utf-8")
     assert set(quality.PARTS) == set(re.findall(r'^    "(\w+)": Part\(', script, re.MULTILINE))

@@ -7,7 +7,7 @@ import torch
 
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Documents, Geometry
-from trifocal.testing.small_models import draw_keys_apart, make_model, random_tokens
+from trifocal.testing.small_models import make_model, random_tokens
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,5 +53,4 @@ def first_model(config: ModelConfig) -> DecoderLM:
     """A model as training begins with it."""
     model = DecoderLM(config)
     model.init_weights(0)
-    draw_keys_apart(model)
     return model.to(CUDA)

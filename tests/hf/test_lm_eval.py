@@ -1,6 +1,5 @@
 """An exported model in lm-eval, on tasks made of local files, as `--model hf --model_args pretrained=DIR` loads it."""
 
-import itertools
 import json
 import sys
 from pathlib import Path
@@ -93,10 +92,9 @@ def test_tasks_give_the_figures_of_our_own_model(decoder: DecoderLM, folder: Pat
         assert continued["resps"][0][0][0] == pytest.approx(expected[row["answer"]], rel=1e-6)
         # Alone, without padding.
         prompt = torch.from_numpy(TOKENIZER.encode(row["context"])).long()[None]
-        tokens = decoder.generate(prompt, max_new_tokens=8, temperature=0.0)[0, prompt.shape[1] :]
-        # lm-eval stops at the token that ends a text.
-        text = list(itertools.takewhile(lambda token: token != TOKENIZER.separator, tokens.tolist()))
-        assert written["resps"] == [[TOKENIZER.decode(text)]]
+        # lm-eval stops at the token that ends a text too.
+        written_alone = decoder.generate(prompt, 8, temperature=0.0, stop_token=TOKENIZER.separator)
+        assert written["resps"] == [[TOKENIZER.decode(written_alone[0, prompt.shape[1] :].tolist())]]
 
 
 def log_likelihood(decoder: DecoderLM, context: str, continuation: str) -> float:

@@ -68,8 +68,8 @@ class DecoderLM(nn.Module):
         Adam's first steps change it visibly. So do the positions and the output of a learned compressor, which starts
         as the mean. Norms start at 1, biases at 0.
 
-        The branches of sparse attention start with the same keys, so that from the first step on a block is chosen by
-        the keys that are then read in it, and become different ones as they learn.
+        The branches of sparse attention start with the same keys, which become different as they learn. So from the
+        first step on, a block is chosen by the keys that are then read in it.
 
         Args:
             seed: A number, which gives the same weights on every device; or a generator; or None for PyTorch's
