@@ -271,8 +271,8 @@ def write_result(name: str, done: Sequence[Training], options: argparse.Namespac
         else f"{jobs} trainings at a time on a GPU: tokens/s are those of a shared one, and do not compare.",
         f"Flags on top of configs/m7c_125m.toml: {' '.join(f'{k}={v}' for k, v in done[0].flags.items())}",
     ]
-    if part.short:
-        first = " ".join(f"{k}={v}" for k, v in part.short.items())
+    if done[0].short is not None:
+        first = " ".join(f"{k}={v}" for k, v in done[0].short.flags.items() if v != done[0].flags.get(k))
         notes.append(f"Each starts from the weights of a training on short rows, with the same flags but: {first}")
     if failed := [f"{one.variant}-{one.seed}" for one, status in zip(done, statuses, strict=True) if status > 0]:
         notes.append(f"Failed: {', '.join(failed)}.")
