@@ -176,6 +176,8 @@ def draw_weights(weights: Tensor, name: str, config: ModelConfig, generator: tor
             # Each branch starts with the keys of the first one.
             branches = weights.unflatten(0, (-1, config.num_kv_heads * config.head_dim))
             branches[1:] = branches[0]
+            if len(branches) > 1:
+                branches[0] *= config.geometry.compression_block_size**0.5
 
 
 def _initial_std(name: str, shape: torch.Size, config: ModelConfig) -> float:
