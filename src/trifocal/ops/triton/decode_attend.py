@@ -24,6 +24,8 @@ from trifocal.ops.triton.launch import Kernel
 
 # A dense row has at most so many units; in longer pasts they are longer. Their length depends on the row's past alone.
 MOST_UNITS = tl.constexpr(64)
+# A program whose one unit has so many tiles or fewer asks for all of their keys and values before it uses any.
+MOST_TILES_AT_ONCE = tl.constexpr(2)
 
 
 @triton.jit
@@ -75,8 +77,18 @@ def chosen_offsets(
 
 
 @triton.jit
+def load_page(block_table, key, is_key, PAGE_ROWS: tl.constexpr, RING: tl.constexpr):
+    """Page of each of a window's keys; in a ring there are none."""
+    if RING > 0:
+        page = key * 0
+    else:
+        page = tl.load(block_table + key // PAGE_ROWS, mask=is_key, other=0)
+    return page
+
+
+@triton.jit
 def window_offsets(
-    block_table, key, is_key, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+    page, key, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
     k_ring_row_stride, v_ring_row_stride, PAGE_ROWS: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Offsets of a window's keys and of their values, in a ring or in pages."""
@@ -84,7 +96,7 @@ def window_offsets(
         row = (key % RING).to(tl.int64)
         k_offsets, v_offsets = row * k_ring_row_stride, row * v_ring_row_stride
     else:
-        page = tl.load(block_table + key // PAGE_ROWS, mask=is_key, other=0).to(tl.int64)
+        page = page.to(tl.int64)
         k_offsets = page * k_page_stride + key % PAGE_ROWS * k_row_stride
         v_offsets = page * v_page_stride + key % PAGE_ROWS * v_row_stride
     return k_offsets, v_offsets
@@ -140,8 +152,9 @@ def decode_attend_kernel(
     """One part of the chosen blocks, or of the window, of one token and group. RING: its tokens; 0: no rings."""
     release_next(DEPENDENT)
     PART_TILES: tl.constexpr = UNITS * UNIT_TILES
-    # As in `decode_scores`.
-    ONE_TILE: tl.constexpr = PART_TILES == 1
+    # As in `decode_scores`; a pipeline of two tiles would wait for memory twice: its second tile is asked for when the
+    # table's entries for the first have come.
+    AT_ONCE: tl.constexpr = UNITS == 1 and UNIT_TILES <= MOST_TILES_AT_ONCE
     PAGE_BLOCKS: tl.constexpr = PAGE_ROWS // SELECTION
     part = tl.program_id(0)
     group, token = tl.program_id(1) % GROUPS, tl.program_id(1) // GROUPS
@@ -170,8 +183,13 @@ def decode_attend_kernel(
     selected_blocks += chosen
     places += chosen
     # Asked for with the length, the choice comes with it.
-    if ONE_TILE:
-        block, place = load_choice(selected_blocks, places, first_tile, in_window == 0, SELECTION, NUM_SELECTED, KEYS)
+    if AT_ONCE:
+        is_chosen = in_window == 0
+        block, place = load_choice(selected_blocks, places, first_tile, is_chosen, SELECTION, NUM_SELECTED, KEYS)
+        # Of the next tile, here and below, the compiler drops what a part of one tile does not use.
+        next_block, next_place = load_choice(
+            selected_blocks, places, first_tile + 1, is_chosen, SELECTION, NUM_SELECTED, KEYS
+        )
     if RING > 0:
         ring = tl.load(rows + batch).to(tl.int64)
         window_k += ring * k_ring_stride
@@ -187,25 +205,49 @@ def decode_attend_kernel(
         offsets = batch * q_batch_stride + token.to(tl.int64) * q_time_stride + head * q_head_stride
         positions = position + head * 0
         maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
-        if ONE_TILE:
+        if AT_ONCE:
             key = first_tile * KEYS + tl.arange(0, KEYS)
-            is_key = key < num_keys
+            next_key = key + KEYS
+            is_key, is_next = key < num_keys, next_key < num_keys
             if in_window:
                 k, v = window_k, window_v
+                key += position + 1 - num_keys
+                next_key += position + 1 - num_keys
+                page = load_page(block_table, key, is_key, PAGE_ROWS, RING)
+                next_page = load_page(block_table, next_key, is_next, PAGE_ROWS, RING)
                 k_offsets, v_offsets = window_offsets(
-                    block_table, key + position + 1 - num_keys, is_key, k_page_stride, k_row_stride,
-                    v_page_stride, v_row_stride, k_ring_row_stride, v_ring_row_stride, PAGE_ROWS, RING,
+                    page, key, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+                    k_ring_row_stride, v_ring_row_stride, PAGE_ROWS, RING,
+                )  # fmt: skip
+                next_k_offsets, next_v_offsets = window_offsets(
+                    next_page, next_key, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+                    k_ring_row_stride, v_ring_row_stride, PAGE_ROWS, RING,
                 )  # fmt: skip
             else:
                 k_offsets, v_offsets, is_key = chosen_offsets(
                     block, place, key, is_key, position, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
                     SELECTION, PAGE_BLOCKS,
                 )  # fmt: skip
+                next_k_offsets, next_v_offsets, is_next = chosen_offsets(
+                    next_block, next_place, next_key, is_next, position, k_page_stride, k_row_stride,
+                    v_page_stride, v_row_stride, SELECTION, PAGE_BLOCKS,
+                )  # fmt: skip
             k_1, k_2, v_1, v_2 = load_keys(k, v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True)
+            if UNIT_TILES == 2:
+                next_k_1, next_k_2, next_v_1, next_v_2 = load_keys(
+                    k, v, next_k_offsets, next_v_offsets, is_next, D, D_1, D_2, V, V_1, V_2, True
+                )
             q_1, q_2 = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
             maximum, total, o_1, o_2, _ = attend_tile(
                 q_1, q_2, k_1, k_2, v_1, v_2, is_key[None, :], score_scale, maximum, total, o_1, o_2, D_2, V_2, True
             )
+            if UNIT_TILES == 2:  # noqa: SIM102
+                # A tile without keys could make a zero of -0, where the loop leaves it.
+                if (first_tile + 1) * KEYS < num_keys:
+                    maximum, total, o_1, o_2, _ = attend_tile(
+                        q_1, q_2, next_k_1, next_k_2, next_v_1, next_v_2, is_next[None, :], score_scale,
+                        maximum, total, o_1, o_2, D_2, V_2, True,
+                    )  # fmt: skip
         else:
             q_1, q_2 = load_rotated_parts(q, offsets, positions, exists, cos, sin, D, D_1, D_2)
             whole_maximum, whole_total, whole_1, whole_2 = nothing_yet(ROWS, V_1, V_2, True)
@@ -220,9 +262,11 @@ def decode_attend_kernel(
                             maximum, total, o_1, o_2 = nothing_yet(ROWS, V_1, V_2, True)
                     key = tile * KEYS + tl.arange(0, KEYS)
                     is_key = key < num_keys
+                    key += position + 1 - num_keys
+                    page = load_page(block_table, key, is_key, PAGE_ROWS, RING)
                     k_offsets, v_offsets = window_offsets(
-                        block_table, key + position + 1 - num_keys, is_key, k_page_stride, k_row_stride,
-                        v_page_stride, v_row_stride, k_ring_row_stride, v_ring_row_stride, PAGE_ROWS, RING,
+                        page, key, k_page_stride, k_row_stride, v_page_stride, v_row_stride,
+                        k_ring_row_stride, v_ring_row_stride, PAGE_ROWS, RING,
                     )  # fmt: skip
                     k_1, k_2, v_1, v_2 = load_keys(
                         window_k, window_v, k_offsets, v_offsets, is_key, D, D_1, D_2, V, V_1, V_2, True

@@ -18,7 +18,12 @@ from trifocal.ops.decode_caches import DecodeBatch, DenseCache, Rotary, SparseCa
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.triton import tiles
 from trifocal.ops.triton.common import LOG2_E, unit_stride
-from trifocal.ops.triton.decode_attend import MOST_UNITS, decode_attend_kernel, decode_dense_kernel
+from trifocal.ops.triton.decode_attend import (
+    MOST_TILES_AT_ONCE,
+    MOST_UNITS,
+    decode_attend_kernel,
+    decode_dense_kernel,
+)
 from trifocal.ops.triton.decode_choice import decode_choice_kernel
 from trifocal.ops.triton.decode_combine import decode_combine_kernel
 from trifocal.ops.triton.decode_scores import decode_scores_kernel
@@ -118,8 +123,8 @@ def decode_attention(
         *q.stride()[:3], *(stride for x in (cache.k_slc, cache.v_slc, k_win, v_win) for stride in x.stride()[:3]),
         columns, num_parts, cmp_parts, chosen_parts, g.window_size, scale * LOG2_E,
         **sizes, **widths, SELECTION=g.selection_block_size, NUM_SELECTED=g.num_selected_blocks, PAGE_ROWS=page_size,
-        RING=ring, KEYS=head_tile.BLOCK_N, UNIT_TILES=tiles.DECODE_UNIT // head_tile.BLOCK_N, UNITS=units,
-        WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages), **_options(q, head_tile),
+        RING=ring, WINDOW_STAGES=head_tile.stages if ring else _stages_of_pages(head_tile.stages),
+        **_attend_options(q, head_tile, units),
     )  # fmt: skip
     o = q.new_empty(num_sequences, new, heads, value_dim)
     gate_strides = (0, 0, 0, 0) if gates is None else gates.stride()
@@ -183,9 +188,8 @@ def _decode_window(
         q, cache.k, cache.v, cache.k, cache.v, *rotary, batch.rows, batch.lengths, batch.num_new, table, table, table,
         *parts, *q.stride()[:3], *strides, *strides, table.stride(0), num_parts, 0, 0, window_size, scale * LOG2_E,
         NEW=new, GROUPS=groups, Q_PER_KV=heads // groups, **_widths(dim, value_dim), SELECTION=page_size,
-        NUM_SELECTED=1, PAGE_ROWS=page_size, RING=0, KEYS=tile.BLOCK_N,
-        UNIT_TILES=tiles.DECODE_UNIT // tile.BLOCK_N, UNITS=units,
-        WINDOW_STAGES=_stages_of_pages(tile.stages), **_options(q, tile),
+        NUM_SELECTED=1, PAGE_ROWS=page_size, RING=0, WINDOW_STAGES=_stages_of_pages(tile.stages),
+        **_attend_options(q, tile, units),
     )  # fmt: skip
     return _combine_one_branch(parts, q, batch, value_dim, num_parts, units, window_size)
 
@@ -220,6 +224,14 @@ def _options(q: Tensor, tile: Tile) -> dict[str, int | None]:
         "ROWS": tile.BLOCK_M, "STAGES": _stages_of_pages(tile.stages), "num_warps": tile.warps,
         "maxnreg": tile.registers,
     }  # fmt: skip
+
+
+def _attend_options(q: Tensor, tile: Tile, units: int) -> dict[str, int | None]:
+    unit_tiles = tiles.DECODE_UNIT // tile.BLOCK_N
+    if units == 1 and unit_tiles <= MOST_TILES_AT_ONCE.value:
+        # All tiles at once take more registers, and so few programs need not share a multiprocessor.
+        tile = tile._replace(registers=None)
+    return {"KEYS": tile.BLOCK_N, "UNIT_TILES": unit_tiles, "UNITS": units, **_options(q, tile)}
 
 
 def _stages_of_pages(stages: int) -> int:
