@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,6 +33,7 @@ class Lesson:
         chooser: `"compressed"`, `"exact"`, `"mass"` or `"maximum"`; the last two are index heads.
         weight: Of the loss; 0 teaches nothing.
         stretch: One query in so many is sampled.
+        heads: Index heads of each KV head, each with a bias of its own. Their maxima, or their masses, are joined.
         step: Draws the queries.
         measure: Whether the share of the exact mass that the choice holds is measured.
         losses: Of the layers, a scalar each.
@@ -40,6 +43,7 @@ class Lesson:
     chooser: str = "compressed"
     weight: float = 0.0
     stretch: int = 256
+    heads: int = 1
     step: int = 0
     measure: bool = False
     losses: list[Tensor] = field(default_factory=list)
@@ -71,7 +75,7 @@ def at(x: Tensor, positions: Tensor) -> Tensor:
 
 
 def token_scores(q: Tensor, k: Tensor, positions: Tensor, scale: float) -> Tensor:
-    """Scores of sampled queries [B, M, G, R, D] and all keys [B, S, G, D], fp32, [B, G, R, M, S]; the future is -inf."""
+    """Scores of queries [B, M, G, R, D] and all keys [B, S, G, D], fp32, [B, G, R, M, S]; the future is -inf."""
     scores = torch.einsum("bmgrd,bsgd->bgrms", q.float(), k.float()) * scale
     future = torch.arange(k.shape[1], device=k.device) > positions[..., None]
     return scores.masked_fill(future[:, None, None], -torch.inf)
@@ -90,13 +94,19 @@ def teacher_masses(q: Tensor, k: Tensor, positions: Tensor, geometry: Geometry) 
     return by_block(p.mean(2), geometry.selection_block_size, 0.0).sum(-1).transpose(1, 2)
 
 
-def index_importance(q: Tensor, k: Tensor, positions: Tensor, free: Tensor, geometry: Geometry, score: str) -> Tensor:
-    """Shares of the free blocks by index heads, [B, M, G, J]: q [B, M, G, Di], k [B, S, Di]."""
+def index_importance(
+    q: Tensor, k: Tensor, bias: Tensor, positions: Tensor, free: Tensor, geometry: Geometry, score: str
+) -> Tensor:
+    """Shares of the free blocks by index heads, [B, M, G, J]: q [B, M, G, R, Di], k [B, S, Di], bias [B, M, G, R]."""
     k = k[:, :, None].expand(-1, -1, q.shape[2], -1)
-    scores = token_scores(q[:, :, :, None], k, positions, q.shape[-1] ** -0.5)[:, :, 0]
+    scores = token_scores(q, k, positions, q.shape[-1] ** -0.5)
     blocks = by_block(scores, geometry.selection_block_size, -torch.inf)
-    blocks = blocks.amax(-1) if score == "maximum" else blocks.logsumexp(-1)
-    return blocks.transpose(1, 2).masked_fill(~free[:, :, None], -1e30).softmax(-1)
+    if score == "maximum":
+        blocks = (blocks.amax(-1) + bias.permute(0, 2, 3, 1)[..., None].float()).amax(2)
+        return blocks.transpose(1, 2).masked_fill(~free[:, :, None], -1e30).softmax(-1)
+    blocks = blocks.logsumexp(-1).transpose(1, 3)
+    # A mixture of the heads' masses: [B, M, R, G, J].
+    return blocks.masked_fill(~free[:, :, None, None], -1e30).softmax(-1).mean(2)
 
 
 def compressed_importance(q: Tensor, k_cmp: Tensor, positions: Tensor, blocks: int, geometry: Geometry) -> Tensor:
@@ -159,57 +169,83 @@ def choose_by_mass(q: Tensor, k: Tensor, geometry: Geometry) -> Tensor:
     return select_blocks(q, k, lse, every)
 
 
+@triton.jit
+def block_maxima(q, k, bias, out, tokens, blocks, HEADS: tl.constexpr, GROUPS: tl.constexpr, D: tl.constexpr,
+                 SIZE: tl.constexpr, ROWS: tl.constexpr):  # fmt: skip
+    """The largest score of each block before a query's own: q [B, T, G, R, D], k [B, T, D], out [B, T, G, J]."""
+    batch, group = tl.program_id(1).to(tl.int64) // GROUPS, tl.program_id(1) % GROUPS
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    exists, column, key = row < tokens, tl.arange(0, D), tl.arange(0, SIZE)
+    q_row = ((batch * tokens + row) * GROUPS + group) * HEADS
+    end = tl.minimum((tl.program_id(0) * ROWS + ROWS - 1) // SIZE, blocks - 1)
+    for block in range(end):
+        k_offsets = (batch * tokens + block * SIZE + key)[None, :] * D + column[:, None]
+        keys = tl.load(k + k_offsets)
+        best = tl.full([ROWS], float("-inf"), tl.float32)
+        for head in tl.static_range(HEADS):
+            rows = tl.load(q + (q_row + head)[:, None] * D + column[None, :], mask=exists[:, None], other=0.0)
+            top = tl.max(tl.dot(rows, keys, input_precision="ieee"), 1)
+            best = tl.maximum(best, top + tl.load(bias + q_row + head, mask=exists, other=0.0))
+        tl.store(out + ((batch * tokens + row) * GROUPS + group) * blocks + block, best, mask=exists)
+
+
 @torch.no_grad()
-def choose_by_maximum(q: Tensor, k: Tensor, geometry: Geometry) -> Tensor:
-    """The blocks with the largest token score: q [B, T, G, Di], k [B, T, Di]."""
-    batch, tokens, groups, _ = q.shape
+def choose_by_maximum(q: Tensor, k: Tensor, bias: Tensor, geometry: Geometry) -> Tensor:
+    """The blocks with the largest token score: q [B, T, G, R, Di], k [B, T, Di], bias [B, T, G, R]."""
+    batch, tokens, groups, heads, width = q.shape
     size, slots = geometry.selection_block_size, geometry.num_selected_blocks
     blocks = geometry.num_selection_blocks(tokens)
-    chunk, parts = max(size, min(tokens, 2**28 // (batch * groups * tokens) // size * size)), []
-    block, keys = torch.arange(blocks, device=q.device), k.transpose(1, 2)
-    for first in range(0, tokens, chunk):
-        end = min(first + chunk, tokens)
-        # The products of bf16 as the matrix units add them: rounded to bf16, many maxima would be equal.
-        exact = {"out_dtype": torch.float32} if q.is_cuda else {}
-        rows, seen = q[:, first:end].transpose(1, 2).flatten(1, 2), keys[:, :, :end]
-        scores = torch.bmm(rows, seen, **exact).unflatten(1, (groups, -1))
-        position = torch.arange(first, end, device=q.device)
-        # Blocks before the query's own lie wholly in its past; its own is forced.
-        best = F.pad(
-            by_block(scores, size, -torch.inf).amax(-1).float(), (0, blocks - -(-end // size)), value=-torch.inf
+    position = torch.arange(tokens, device=q.device)
+    # Scores are q . k / sqrt(Di); a bias is in their unit.
+    bias = (bias.float() * width**0.5).contiguous()
+    if q.is_cuda:
+        # Blocks behind the query's tile are not written: they are masked below.
+        best = q.new_empty(batch, tokens, groups, blocks, dtype=torch.float32)
+        grid = (triton.cdiv(tokens, 128), batch * groups)
+        q, k = q.contiguous(), k.contiguous()
+        block_maxima[grid](q, k, bias, best, tokens, blocks, heads, groups, width, size, 128, num_warps=8)
+    else:
+        scores = torch.einsum("btgrd,bsd->btgrs", q, k).masked_fill(
+            (position > position[:, None])[:, None, None], -torch.inf
         )
-        own = (position // size)[:, None]
-        best = best.masked_fill(
-            (block < geometry.num_initial_blocks) | (block > own - geometry.num_local_blocks), torch.inf
-        )
-        best = best.masked_fill(block > own, -torch.inf)
-        value, index = best.topk(min(slots, blocks), -1)
-        index = index.masked_fill(value == -torch.inf, blocks).sort(-1).values
-        parts.append(index.masked_fill(index == blocks, -1).transpose(1, 2))
-    chosen = torch.cat(parts, 1).int()
+        best = (by_block(scores, size, -torch.inf).amax(-1) + bias[..., None]).amax(3)
+    block, own = torch.arange(blocks, device=q.device), (position // size)[:, None, None]
+    best = best.masked_fill(
+        (block < geometry.num_initial_blocks) | (block > own - geometry.num_local_blocks), torch.inf
+    )
+    best = best.masked_fill(block > own, -torch.inf)
+    value, index = best.topk(min(slots, blocks), -1)
+    index = index.masked_fill(value == -torch.inf, blocks).sort(-1).values
+    chosen = index.masked_fill(index == blocks, -1).int()
     return F.pad(chosen, (0, slots - chosen.shape[-1]), value=-1)
 
 
 class Index(nn.Module):
-    """One index query a KV head and one index key a token, rotated; its input is detached."""
+    """Index queries of each KV head and one index key a token, rotated; their input is detached."""
 
-    def __init__(self, attention: nn.Module, seed: int) -> None:
+    def __init__(self, attention: nn.Module, heads: int, seed: int) -> None:
         super().__init__()
         dim = attention.q_proj.in_features
-        self.theta, self.heads = attention.rope_theta, attention.num_kv_heads
-        self.q_proj = nn.Linear(dim, self.heads * INDEX_DIM, bias=False)
+        self.theta, self.groups, self.heads = attention.rope_theta, attention.num_kv_heads, heads
+        self.q_proj = nn.Linear(dim, self.groups * heads * INDEX_DIM, bias=False)
         self.k_proj = nn.Linear(dim, INDEX_DIM, bias=False)
         generator = torch.Generator().manual_seed(seed)
         for linear in (self.q_proj, self.k_proj):
             nn.init.normal_(linear.weight, std=dim**-0.5, generator=generator)
+        self.bias = nn.Linear(dim, self.groups * heads) if heads > 1 else None
+        if self.bias is not None:
+            nn.init.zeros_(self.bias.weight)
+            nn.init.zeros_(self.bias.bias)
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = x.detach()
         positions = torch.arange(x.shape[1], device=x.device)
         cos, sin = rotary_tables(positions, INDEX_DIM, self.theta, torch.float32)
-        q = rotate(self.q_proj(x).unflatten(-1, (self.heads, INDEX_DIM)), cos, sin)
+        q = rotate(self.q_proj(x).unflatten(-1, (self.groups * self.heads, INDEX_DIM)), cos, sin)
         k = rotate(self.k_proj(x)[:, :, None], cos, sin)[:, :, 0]
-        return q, k
+        q = q.unflatten(2, (self.groups, self.heads))
+        bias = q.new_zeros(q.shape[:-1]) if self.bias is None else self.bias(x).view(q.shape[:-1])
+        return q, k, bias
 
 
 class _Chooses:
@@ -222,18 +258,18 @@ class _Chooses:
     def choose(self, x: Tensor, q: Tensor, k_slc: Tensor, k_cmp: Tensor, length: int) -> Tensor | None:
         lesson, geometry = self.lesson, self.geometry
         blocks = geometry.num_selection_blocks(x.shape[1])
-        q_idx = k_idx = None
+        q_idx = k_idx = bias = None
         if self.index is not None:
-            q_idx, k_idx = self.index(x)
+            q_idx, k_idx, bias = self.index(x)
         if blocks <= geometry.num_selected_blocks:
             chosen = None
         elif lesson.chooser == "exact":
             chosen = choose_by_mass(q.detach(), k_slc.detach(), geometry)
         elif lesson.chooser == "mass":
             keys = k_idx.detach()[:, :, None].expand(-1, -1, q_idx.shape[2], -1).contiguous()
-            chosen = choose_by_mass(q_idx.detach(), keys, geometry)
+            chosen = choose_by_mass(q_idx.detach().flatten(2, 3), keys, geometry)
         elif lesson.chooser == "maximum":
-            chosen = choose_by_maximum(q_idx.detach(), k_idx.detach(), geometry)
+            chosen = choose_by_maximum(q_idx.detach(), k_idx.detach(), bias.detach(), geometry)
         elif lesson.measure or isinstance(self, SelectedAttention):
             with torch.no_grad():
                 _, lse = compressed_attention(q, k_cmp, k_cmp[..., :16], geometry)
@@ -256,7 +292,8 @@ class _Chooses:
                     if self.index is None:
                         i = compressed_importance(q_at, k_cmp, positions, blocks, geometry)
                     else:
-                        i = index_importance(at(q_idx, positions), k_idx, positions, free, geometry, lesson.chooser)
+                        asked, biases = at(q_idx, positions), at(bias, positions)
+                        i = index_importance(asked, k_idx, biases, positions, free, geometry, lesson.chooser)
                     lesson.losses.append(divergence(m, i, free, eligible))
         return chosen
 
@@ -310,6 +347,6 @@ def teach(model: DecoderLM, lesson: Lesson, seed: int) -> list[nn.Parameter]:
             continue
         attention.lesson, attention.layer, attention.index = lesson, layer, None
         if lesson.chooser in ("mass", "maximum"):
-            attention.index = Index(attention, 1000 * seed + layer)
+            attention.index = Index(attention, lesson.heads, 1000 * seed + layer)
             new += attention.index.parameters()
     return new

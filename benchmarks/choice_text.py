@@ -1,19 +1,21 @@
-"""Does a choice that learns make sparse attention as good as dense attention? Trainings in plain PyTorch, side by side.
+"""Does a choice that learns make sparse attention as good as dense attention? Trainings in plain PyTorch.
 
-    python benchmarks/choice_text.py --task text --runs sparse:1337 dense:1337 exact:1337 index-max:1337 --gpus 2 --jobs 2
+    python benchmarks/choice_text.py --task text --runs sparse:1337 dense:1337 exact:1337 --gpus 2 --jobs 2
     python benchmarks/choice_text.py --task recall --runs sparse:1 phi:1 index-mass-w1:1 --gpus 1 --jobs 4
 
 `text` trains the model of the part `long` of quality.py, 800 steps of 32 rows of 2,048 bytes, then 300 of 2 rows of
 32,768: chunks of the Python packages of this machine, each inside one package, none read twice; all variants see the
 same rows in the same order. `recall` trains two layers of width 256 on associative recall of 64 pairs in 1,024 tokens.
 A variant is a chooser, then what differs from its defaults: `-w0.1` the weight of the loss, `-s64` one sampled query in
-64. Each training is a process; its lines go to OUTPUT, one JSON object each, as they come.
+64, `-l3` a learning rate of the index three times as high, `-h4` four index heads a KV head. Each training is a
+process; its lines go to OUTPUT, one JSON object each, as they come.
 
 `found` is the mean over sampled queries of the mass of free blocks that the choice holds over what the exact choice
 holds; `held` and `best` are the two shares of the mass of all free blocks. By layer, and their mean.
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -48,6 +50,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, float]] = {
     "exact": ({}, "exact", 0.0),
     "mean": ({}, "compressed", 1.0),
     "phi": ({"compressor": "mlp"}, "compressed", 1.0),
+    "phi-exact": ({"compressor": "mlp"}, "exact", 0.0),
+    "phi-index-mass": ({"compressor": "mlp"}, "mass", 1.0),
+    "phi-index-max": ({"compressor": "mlp"}, "maximum", 1.0),
     "index-mass": ({}, "mass", 1.0),
     "index-max": ({}, "maximum", 1.0),
     "selected": ({"attention": "selected"}, "compressed", 0.0),
@@ -57,11 +62,13 @@ VARIANTS: dict[str, tuple[dict[str, Any], str, float]] = {
 }
 
 
-def variant_of(name: str) -> tuple[dict[str, Any], Lesson]:
-    """The model's keys and the lesson of a variant's name."""
-    base, weight, stretch = re.fullmatch(r"([a-z-]+?)(?:-w([0-9.]+))?(?:-s(\d+))?", name).groups()
+def variant_of(name: str) -> tuple[dict[str, Any], Lesson, float]:
+    """The model's keys and the lesson of a variant's name, and the factor on the learning rate of the index."""
+    pattern = r"([a-z-]+?)(?:-w([0-9.]+))?(?:-s(\d+))?(?:-l([0-9.]+))?(?:-h(\d+))?"
+    base, weight, stretch, rate, heads = re.fullmatch(pattern, name).groups()
     keys, chooser, usual = VARIANTS[base]
-    return keys, Lesson(chooser, usual if weight is None else float(weight), int(stretch or 256))
+    lesson = Lesson(chooser, usual if weight is None else float(weight), int(stretch or 256), int(heads or 1))
+    return keys, lesson, float(rate or 1)
 
 
 def write_chunks(path: Path) -> None:
@@ -124,7 +131,7 @@ class Training:
     """A model, its optimizer, and lines of results."""
 
     def __init__(self, name: str, seed: int, config: dict[str, Any], options: argparse.Namespace) -> None:
-        keys, self.lesson = variant_of(name)
+        keys, self.lesson, self.rate = variant_of(name)
         self.name, self.seed, self.output = name, seed, options.output
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         model = DecoderLM(ModelConfig(**(config | keys)))
@@ -150,8 +157,9 @@ class Training:
 
     def optimizer(self, rate: float) -> torch.optim.AdamW:
         groups = [
-            {"params": [p for p in self.old + self.new if p.ndim == 2], "weight_decay": 0.01},
-            {"params": [p for p in self.old + self.new if p.ndim != 2], "weight_decay": 0.0},
+            {"params": [p for p in self.old if p.ndim == 2], "weight_decay": 0.01, "factor": 1.0},
+            {"params": [p for p in self.old if p.ndim != 2], "weight_decay": 0.0, "factor": 1.0},
+            {"params": self.new, "weight_decay": 0.01, "factor": self.rate},
         ]
         return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.95), eps=1e-8, fused=self.device.type == "cuda")
 
@@ -160,7 +168,7 @@ class Training:
     ) -> tuple[Tensor, Tensor]:
         """One update; the mean loss over all targets, and the choice's loss."""
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["factor"]
         optimizer.zero_grad()
         self.lesson.step += 1
         total = sum((targets >= 0).sum() for _, targets in batches)
@@ -186,7 +194,7 @@ class Training:
         shares = torch.stack(lesson.held).view(-1, layers, 3).mean(0)
         lesson.held.clear()
         shares = shares.tolist()
-        names = dict(zip(("held", "best", "found"), (sum(c) / layers for c in zip(*shares)), strict=True))
+        names = dict(zip(("held", "best", "found"), (sum(c) / layers for c in zip(*shares, strict=True)), strict=True))
         return {k: round(v, 4) for k, v in names.items()} | {"found_by_layer": [round(s[2], 3) for s in shares]}
 
     @torch.no_grad()
@@ -204,11 +212,11 @@ class Training:
             )
             loss = torch.nn.functional.pad(loss.view(len(tokens), -1), (1, 0))
             edges = [1, 1024, 2048, 4096, 8192, 16384, 32768]
-            buckets = buckets + torch.stack([loss[:, a:b].sum() for a, b in zip(edges, edges[1:]) if a < length]) / len(
-                tokens
-            )
+            buckets = buckets + torch.stack(
+                [loss[:, a:b].sum() for a, b in itertools.pairwise(edges) if a < length]
+            ) / len(tokens)
         self.lesson.measure = False
-        widths = [min(b, length) - a for a, b in zip(edges, edges[1:]) if a < length]
+        widths = [min(b, length) - a for a, b in itertools.pairwise(edges) if a < length]
         sums = (buckets / len(rows)).tolist()
         by = [round(s / w, 4) for s, w in zip(sums, widths, strict=True)]
         return {"loss": round(sum(sums) / sum(widths), 4), "by_position": by} | self.held()
@@ -234,7 +242,7 @@ def text(name: str, seed: int, options: argparse.Namespace) -> None:
         for step in range(steps[phase]):
             tokens = torch.from_numpy(data.rows(phase, step).astype(np.int64)).to(training.device, non_blocking=True)
             recent.append(training.step([(tokens, targets_of(tokens))], optimizer, rate * factor(step, steps[phase])))
-            at = {"short": (200, 400, steps["short"]), "long": (25, 50, 100, 200, steps["long"])}[phase]
+            at = {"short": (steps["short"],), "long": (50, 100, 200, steps["long"])}[phase]
             if step + 1 in at:
                 train, taught = torch.stack([torch.stack(one) for one in recent]).mean(0).tolist()
                 per_step = (time.perf_counter() - last) / len(recent)
