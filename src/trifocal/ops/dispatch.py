@@ -20,12 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trifocal.ops import devices
+from trifocal.ops import devices, tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.hopper import tiles as hopper_tiles
 from trifocal.ops.support import unsupported_reason
-from trifocal.ops.triton import tiles
-from trifocal.ops.triton.tiles import cdiv
+from trifocal.ops.tiles import cdiv
 
 Backend = Literal["auto", "reference", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
@@ -281,7 +280,7 @@ def block_major_backward_is_warp_specialized(q_per_kv: int, *tensors: Tensor) ->
 
 
 def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper: bool) -> tiles.SelectedTile:
-    """The tile of a kernel of selected attention; names as in `triton.tiles.selected_tile`."""
+    """The tile of a kernel of selected attention; names as in `ops.tiles.selected_tile`."""
     dim, value_dim = _columns(q, v)
     if on_hopper:
         return hopper_tiles.selected_tile(kernel, q_per_kv, max(dim, value_dim))
@@ -296,7 +295,7 @@ def decode_tile(q: Tensor, v: Tensor, rows: int, kernel: str) -> tiles.Tile:
 def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:
     """How many units of keys a program of decoding adds up before it writes: 1, or a group where programs suffice.
 
-    The bits are the same (`triton.decode_common`). Fewer parts are less to write and read; more fill the device.
+    The bits are the same (`decode.triton.common`). Fewer parts are less to write and read; more fill the device.
 
     Args:
         programs: Programs for each part.

@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from trifocal.ops import devices
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.hopper.common import allocate_tiles, copy_tile, multiply, part_descriptors
+from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LOG2_E_KERNEL, strides
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.tiles import cdiv, split_width
 
 QUERIES = gl.constexpr(64)
 # Compressed keys of one part of a program.

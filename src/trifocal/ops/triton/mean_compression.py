@@ -22,10 +22,10 @@ from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, first_compressed_blocks
-from trifocal.ops.triton.choice_index import documents_or
-from trifocal.ops.triton.compressed import place_slots
+from trifocal.ops.tiles import cdiv, next_power_of_2
+from trifocal.ops.triton.interval.compressed import place_slots
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.tiles import cdiv, next_power_of_2
+from trifocal.ops.triton.selected.block_csr import default_documents
 
 # Numbers of a tile: 8 for each thread of 4 warps, 16 bytes in 16-bit types.
 _TILE = 1024
@@ -166,7 +166,7 @@ def mean_compress_backward(d_x_cmp: Tensor, geometry: Geometry, num_tokens: int,
     if not d_x_cmp.numel():
         return d_x.zero_()
     first_blocks = d_x if documents is None else first_compressed_blocks(documents, geometry)
-    ids, positions, cu_seqlens = documents_or(documents, d_x)
+    ids, positions, cu_seqlens = default_documents(documents, d_x)
     constants = _constants(d_x, geometry, documents)
     mean_compress_backward_kernel[(batch * groups * cdiv(num_tokens, constants["ROWS"]),)](
         d_x_cmp, d_x, ids, positions, cu_seqlens, first_blocks, *_strides(d_x_cmp), num_tokens, **constants
