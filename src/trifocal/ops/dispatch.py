@@ -37,7 +37,7 @@ IMPORTANCE_BUFFER_BYTES = 2**28
 MASKED_UP_TO = 4
 MASKED_BACKWARD_UP_TO = 2
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
-FEWEST_SHARERS = 2
+FEWEST_QUERIES_PER_BLOCK = 2
 # A slot of fewer rows cannot be copied into a tile by itself.
 FEWEST_HEADS_OF_WARP_SPECIALIZED = 8
 # Programs a multiprocessor, at most, that the masked order's d_k, d_v makes of few blocks by cutting their rows into
@@ -249,8 +249,8 @@ def selected_order(
     because the index has its own cost. The number of programs does not matter: both orders cut long ones.
     """
     num_blocks = cdiv(num_keys, block_size)
-    sharers = num_queries * min(num_selected, num_blocks) / num_blocks
-    if sharers < FEWEST_SHARERS:
+    queries_per_block = num_queries * min(num_selected, num_blocks) / num_blocks
+    if queries_per_block < FEWEST_QUERIES_PER_BLOCK:
         return "query_major"
     up_to = MASKED_BACKWARD_UP_TO if backward and not packed else MASKED_UP_TO
     return "masked" if num_blocks <= up_to * num_selected else "block_major"
@@ -299,7 +299,7 @@ def decode_units_of_part(programs: int, units: int, device: torch.device) -> int
 
     Args:
         programs: Programs for each part.
-        units: Of the longest past.
+        units: Units of the longest past.
         device: Its multiprocessors decide.
     """
     group = tiles.DECODE_GROUP
@@ -321,7 +321,7 @@ def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiproce
         num_queries: T.
         q_per_kv: Query heads of a group.
         blocks: Blocks of all batch entries and groups.
-        multiprocessors: Those of the device.
+        multiprocessors: Number of multiprocessors.
     """
     parts = min(ENOUGH_PROGRAMS * multiprocessors // blocks, num_queries * q_per_kv // FEWEST_ROWS_OF_A_PART)
     return cdiv(cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries

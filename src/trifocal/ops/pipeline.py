@@ -113,7 +113,7 @@ def nsa_attention(
     Args:
         q: Queries.
         inputs: Keys and values: k_cmp, v_cmp, k_slc, v_slc, k_win, v_win.
-        gates: Of the branches.
+        gates: Weights of the branches.
         geometry: Block sizes, in tokens.
         scale: Factor on the scores.
         documents: Packed documents, or None.
@@ -205,7 +205,7 @@ def precompile_kernels(
     """Compile the kernels of a call at the same time, unless one of its kind was compiled; see `triton.precompile`.
 
     Args:
-        q, inputs, gates, geometry, scale, documents, selected_blocks: As for `nsa_attention`, on a CUDA device.
+        q, inputs, gates, geometry, scale, documents, selected_blocks: Arguments of `nsa_attention`, on a CUDA device.
         backward: Whether gradients will be asked for.
     """
     from trifocal.ops.triton.precompile import precompile

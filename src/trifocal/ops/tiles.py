@@ -123,7 +123,7 @@ def interval_tile(kernel: str, dtype: torch.dtype, columns: int, architecture: s
 
     Args:
         kernel: Which of the three.
-        dtype: Of q, k and v.
+        dtype: Type of q, k and v.
         columns: Columns of the wider of q and v, as a tile holds them.
         architecture: See `devices.architecture`.
         window: Whether the branch is the window's.
@@ -140,7 +140,7 @@ def selected_tile(
 
     Args:
         kernel: `"forward"` and an order, `"block_major backward"`, `"masked d_q"` or `"masked dkdv"`.
-        dtype: Of q, k and v.
+        dtype: Type of q, k and v.
         q_per_kv: Query heads of a group.
         dim, value_dim: Columns of q and of v, as a tile holds them.
         architecture: See `devices.architecture`.
@@ -231,7 +231,7 @@ def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, 
     """The tile of a decoding kernel.
 
     Args:
-        dtype: Of q, k and v.
+        dtype: Type of q, k and v.
         rows: Rows that share keys: heads of a group, for one or all new tokens.
         columns: Columns of the wider of q and v, as a tile holds them.
         architecture: See `devices.architecture`.

@@ -48,8 +48,8 @@ def append_sparse(
         batch: Where the sequences lie; the caches hold `lengths + num_new` tokens afterwards.
         k_raw, v_raw: Keys and values of the compressed branch, [B, T, G, D] and [B, T, G, V]; v_raw is None where the
             cache has none. No key is rotated yet.
-        k_slc, v_slc: Those of the selected branch.
-        k_win, v_win: Those of the window; None where the cache has no rings for it.
+        k_slc, v_slc: Keys and values of the selected branch.
+        k_win, v_win: Keys and values of the window; None where the cache has no rings for it.
         geometry: Block sizes, in tokens.
         rotary: Tables of all positions. Compressed keys are rotated by the position of their first token.
         compress: The learned φ of keys and of values; the mean where not given.
@@ -120,7 +120,7 @@ def decode_attention(
         q: Queries, [B, T, H, D], not rotated yet; query `t` is at position `lengths + t`.
         gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3]. None: the selected branch alone.
         cache: The layer's caches.
-        batch: As for `append_sparse`.
+        batch: The same batch that `append_sparse` got.
         geometry: Block sizes, in tokens.
         rotary: Tables of all positions.
         window: Whether there is a window branch.

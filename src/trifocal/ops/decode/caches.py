@@ -150,7 +150,7 @@ def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | Non
 
     Args:
         first: New keys, [B, T, ...].
-        k_held, v_held: Of the cache, [*, G, tokens, *].
+        k_held, v_held: Keys and values of the cache, [*, G, tokens, *].
         **new: [B, T, G, *]; None where there are none.
     """
     batch, num_new, *_ = first.shape

@@ -38,7 +38,7 @@ def append_sparse(
         if ring is not None and x is not None:
             _write(ring, batch.rows[:, None].expand_as(position_BT), position_BT % ring.shape[2], x, exists_BT)
 
-    # Of the blocks that T tokens can end at most, those that they do end.
+    # T tokens can end this many blocks at most; keep those that they do end.
     stride, length = geometry.compression_stride, geometry.compression_block_size
     before_B = _num_compressed(batch.lengths, geometry)
     after_B = _num_compressed(batch.lengths + batch.num_new, geometry)
@@ -135,7 +135,7 @@ def _positions(batch: DecodeBatch, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _num_compressed(lengths: Tensor, geometry: Geometry) -> Tensor:
-    """As `Geometry.num_compressed_blocks`."""
+    """Tensor version of `Geometry.num_compressed_blocks`."""
     stride = geometry.compression_stride
     return ((lengths.long() - geometry.compression_block_size) // stride + 1).clamp(min=0)
 
@@ -157,8 +157,8 @@ def _in_pages(batch: DecodeBatch, index: Tensor, page_rows: int) -> tuple[Tensor
 def _write(cache: Tensor, first: Tensor, row: Tensor, x: Tensor, exists: Tensor) -> None:
     """`cache[first, :, row] = x` where it exists: cache [pages or rows, G, *, width], x [B, T, G, width].
 
-    As many entries are written in any case. Those that do not exist repeat the first one that does; if none does, they
-    write back what is there.
+    The same number of entries is always written. Entries that do not exist repeat the first one that does; if none
+    does, they write back what is there.
     """
     view = cache.transpose(1, 2)
     first, row, exists, x = (part.flatten(0, 1) for part in (first.long(), row.long(), exists, x.to(cache.dtype)))

@@ -334,7 +334,7 @@ def launch_importance(
     """Write the importance of the first blocks for a chunk of queries.
 
     Args:
-        q, k_cmp, lse: As `scoring.select_blocks_forward` takes them.
+        q, k_cmp, lse: Arguments of `triton.scoring.select_blocks_forward`.
         direct, overflow: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
         geometry: Block sizes, in tokens; a selection block holds 2 to 64 compression strides, a power of two.
         first_query, end_query: The chunk.

@@ -69,7 +69,7 @@ def mean_compress_kernel(
         # Each round has a sum of its own: of fewer numbers, it errs by less.
         part = tl.zeros([ROWS, D_PAD], tl.float32)
         for step in tl.static_range(UNROLL):
-            # Of every stripe in turn one token.
+            # One token of each split in turn.
             token = (begin + step) % (BLOCK // STRIDE) * STRIDE + (begin + step) // (BLOCK // STRIDE)
             rows = (first + token).to(tl.int64) * time_stride
             part += tl.load(x + rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -155,7 +155,7 @@ def mean_compress_backward(d_x_cmp: Tensor, geometry: Geometry, num_tokens: int,
 
     Args:
         d_x_cmp: Gradient of the result, [B, C, G, D], with any strides.
-        geometry, documents: As in forward.
+        geometry, documents: Arguments of forward.
         num_tokens: S.
 
     Returns:

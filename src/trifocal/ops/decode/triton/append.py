@@ -46,7 +46,7 @@ def load_halves(x, offsets, keep, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def load_rotated_halves(x, offsets, keep, position, cos, sin, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    """As `load_halves`, rotated; in fp32."""
+    """Load both halves and rotate them, in fp32."""
     first, second = load_halves(x, offsets, keep, SIZE, COLUMNS)
     return rotate_halves(
         first.to(tl.float32), second.to(tl.float32), cos, sin, position, keep, (SIZE + 1) // 2, COLUMNS

@@ -140,7 +140,7 @@ def decode_attend_kernel(
     """One part of the chosen blocks, or of the window, of one token and group. RING: its tokens; 0: no rings."""
     release_next(DEPENDENT)
     PART_TILES: tl.constexpr = UNITS * UNIT_TILES
-    # As in `scores`.
+    # See `scores`.
     ONE_TILE: tl.constexpr = PART_TILES == 1
     PAGE_BLOCKS: tl.constexpr = PAGE_ROWS // SELECTION
     part = tl.program_id(0)

@@ -52,7 +52,7 @@ def most_important_of_row(importance, free, num_free, wanted):
         step = tl.cdiv(high - low, THRESHOLDS)
     chosen = bits >= low
     if reached != wanted:
-        # Of values that are equal, the lower indices are taken.
+        # Ties: the lower index.
         above = bits > low
         equal = bits == low
         chosen = above | (equal & (tl.cumsum(equal.to(tl.int32), 0) <= wanted - tl.sum(above.to(tl.int32), 0)))
@@ -117,7 +117,7 @@ def decode_choice_kernel(
                 for step in tl.static_range(UNROLL):
                     unit_maximum, unit_total, direct, direct_maximum, overflow, overflow_maximum = loaded[step]
                     maximum = tl.max(unit_maximum, 0)
-                    # Of whole numbers: in whatever order threads add them up, the sum has the same bits.
+                    # A sum of whole numbers has the same bits in any order.
                     weighed = unit_total * power_of_2(unit_maximum - maximum) * FIXED_POINT
                     total = tl.sum(weighed.to(tl.int64), 0).to(tl.float32) * (1.0 / FIXED_POINT)
                     share = tl.where(total != 0.0, 1.0 / tl.where(total != 0.0, total, 1.0), 0.0)

@@ -53,7 +53,7 @@ def load_rotated(q, offsets, position, keep, cos, sin, FIRST: tl.constexpr, PART
 
 @triton.jit
 def load_once(base, offsets, keep, FIRST: tl.constexpr, PART: tl.constexpr, SIZE: tl.constexpr):
-    """As `common.load_tile` with a mask, for keys and values that a step reads once: they need not stay in a cache."""
+    """Masked `common.load_tile` for keys and values that a step reads once: they need not stay in a cache."""
     column = FIRST + tl.arange(0, PART)
     mask = keep[:, None]
     if FIRST + PART > SIZE:
@@ -65,7 +65,7 @@ def load_once(base, offsets, keep, FIRST: tl.constexpr, PART: tl.constexpr, SIZE
 def load_rotated_parts(
     q, offsets, position, keep, cos, sin, D: tl.constexpr, D_1: tl.constexpr, D_2: tl.constexpr
 ):  # fmt: skip
-    """As `load_rotated`, all columns in one or two parts."""
+    """Load and rotate all columns, in one or two parts."""
     q_1 = load_rotated(q, offsets, position, keep, cos, sin, 0, D_1, D)
     q_2 = q_1
     if D_2 > 0:

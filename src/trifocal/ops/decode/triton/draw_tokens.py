@@ -90,7 +90,7 @@ def mix(x):
 
 @triton.jit
 def load_largest(maxima, row, PARTS: tl.constexpr, PARTS_PAD: tl.constexpr):
-    """As `largest`, of all parts; the place is that of the part."""
+    """The largest value of all parts, and the place of its part."""
     part = tl.arange(0, PARTS_PAD)
     pointers = maxima + (row * PARTS + part) * 2
     highest = tl.max(tl.load(pointers, mask=part < PARTS, other=-float("inf")), 0)
@@ -235,7 +235,7 @@ def draw_tokens(
     Args:
         logits: [B, vocab_size].
         keep: Tokens that may be drawn, [B, vocab_size], bool; None for all.
-        temperature, top_k, repetition_penalty, seed, seen: As `generate.sampler.SamplingTensors` has them.
+        temperature, top_k, repetition_penalty, seed, seen: Fields of `SamplingTensors`.
         lengths, num_new: int32, [B]; without `num_new` the lengths stay.
         tokens: int64, [B], written.
         drawn: fp64, [B, 2], written.

@@ -256,7 +256,7 @@ def sum_keys(
     key_begin, key_end = seeing_queries(
         gl.minimum(key, num_keys - 1), num_queries, query_shift, window_size, query_begin, query_end,
         COMPRESSED, BLOCK, STRIDE, PACKED)
-    # Of the program's tiles of rows, this half's keys are seen from `first` to `last`, all of them from
+    # The program's tiles of rows see this half's keys from `first` to `last`, all of them from
     # `first_full` to `last_full`.
     begin, full_end = seeing_queries(
         gl.minimum(half_key, num_keys - 1), num_queries, query_shift, window_size, query_begin, query_end,

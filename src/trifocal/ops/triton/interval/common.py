@@ -211,7 +211,7 @@ class IntervalProblem(NamedTuple):
 
     Attributes:
         d_o: Gradient of the branch's output or, with a gate, of the mixed output, [B, T, H, V].
-        q, k, v: As in forward, [B, T, H, D], [B, S, G, D] and [B, S, G, V].
+        q, k, v: Inputs of forward, [B, T, H, D], [B, S, G, D] and [B, S, G, V].
         lse: From forward, [B, T, H], contiguous.
         delta: Row sums of `d_o * o`, less the gradient of lse if there is one, [B, T, H], fp32, contiguous.
         gate: Weight of this branch in the mixed output, [B, T, H], any strides; None for ones.
@@ -241,7 +241,7 @@ class IntervalProblem(NamedTuple):
 
     @property
     def gate_strides(self) -> tuple[int, ...]:
-        """Of batch, position and head."""
+        """Strides of batch, position and head."""
         return (0, 0, 0) if self.gate is None else self.gate.stride()
 
     def constants(self) -> dict[str, int | bool]:

@@ -67,7 +67,7 @@ def compressed_backward(
 
     Args:
         d_o: Gradient of o or, with a gate, of the mixed output, [B, T, H, V].
-        q, k_cmp, v_cmp, geometry, num_keys, scale, documents: As in forward.
+        q, k_cmp, v_cmp, geometry, num_keys, scale, documents: Arguments of forward.
         o, lse: From forward; o may be None when delta is given.
         d_lse: Gradient of lse, [B, T, H], or None; not together with delta.
         delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.

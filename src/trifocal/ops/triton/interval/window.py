@@ -56,7 +56,7 @@ def window_backward(
 
     Args:
         d_o: Gradient of o or, with a gate, of the mixed output, [B, T, H, V].
-        q, k, v, window_size, scale, documents: As in forward.
+        q, k, v, window_size, scale, documents: Arguments of forward.
         o, lse: From forward; o may be None when delta is given.
         delta: Row sums of `d_o * o`, [B, T, H], fp32; computed here when None.
         gate: This branch's weight in the mixed output, [B, T, H], or None.
