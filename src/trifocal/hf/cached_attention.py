@@ -13,7 +13,7 @@ from trifocal.generate.prefill import Chunk, Compress, causal_attention, extend_
 from trifocal.hf.layer_cache import TrifocalLayer
 from trifocal.nn import DenseAttention, MeanCompressor, NSAttention, SelectedAttention, WindowAttention
 from trifocal.nn.gate import NUM_BRANCHES
-from trifocal.nn.selected_attention import VALUE_COLUMNS
+from trifocal.nn.chooser import VALUE_COLUMNS
 from trifocal.ops import (
     DecodeBatch,
     Geometry,

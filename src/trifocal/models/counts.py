@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from trifocal.models.model_config import Attention, ModelConfig
+from trifocal.nn.chooser import INDEX_DIM, VALUE_COLUMNS
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
-from trifocal.nn.selected_attention import VALUE_COLUMNS
 from trifocal.ops import Geometry
 from trifocal.ops.validation import check_whole_number
 
@@ -139,7 +139,10 @@ def _computed_in_layer(
     if kind in ("nsa", "selected"):
         # With the kernels each query sees half of the compressed keys on average.
         scoring = keys_dim * compressed * (1.0 if exact else 0.5)
-    if kind == "selected":
+    if kind in ("nsa", "selected") and config.has_index:
+        # Plain PyTorch on every backend: whole tiles, which are then masked.
+        scoring = 2.0 * config.num_kv_heads * INDEX_DIM * sequence_length
+    elif kind == "selected":
         # Their log-sum-exp, with few values.
         scoring *= 2 + min(VALUE_COLUMNS, config.head_dim) / config.head_dim
     forward = (keys_dim + values_dim) * keys
@@ -147,7 +150,7 @@ def _computed_in_layer(
     backward = (3 * keys_dim + 2 * values_dim) * keys
     # The kernels' results and every choice are kept.
     again = forward if exact or kind == "dense" else 0.0
-    if kind == "selected" and exact:
+    if kind == "selected" and exact and not config.has_index:
         again += scoring - keys_dim * compressed
     matrices = _matrix_flops(config, kind, sequence_length)
     return ComputedFlops(
@@ -201,7 +204,9 @@ def _forward_flops(config: ModelConfig, sequence_length: int) -> tuple[float, fl
         keys = _attended(config, kind, sequence_length) / sequence_length
         total += _matrix_flops(config, kind, sequence_length)
         total += 2 * config.num_heads * (config.head_dim + config.value_dim) * keys
-        if kind == "selected":
+        if kind in ("nsa", "selected") and config.has_index:
+            choosing += config.num_kv_heads * INDEX_DIM * (sequence_length + 1)
+        elif kind == "selected":
             compressed = _compressed_keys(config.geometry, sequence_length) / sequence_length
             choosing += 2 * config.num_heads * config.head_dim * compressed
     return total, choosing
@@ -228,6 +233,8 @@ def _projection_weights(config: ModelConfig, kind: Attention) -> int:
     """Multiplications that one token costs in the linear maps of one layer."""
     columns = config.num_heads * (config.head_dim + config.value_dim) + _key_value_columns(config, kind)
     weights = config.dim * columns + 3 * config.dim * config.mlp_dim
+    if kind in ("nsa", "selected") and config.has_index:
+        weights += config.dim * (config.num_kv_heads + 1) * INDEX_DIM
     if kind != "nsa":
         return weights
     if config.gate == "sigmoid":

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trifocal.nn.selected_attention import VALUE_COLUMNS
+from trifocal.nn.chooser import VALUE_COLUMNS
 from trifocal.ops import Documents, Geometry
 from trifocal.ops.pipeline import Stages, run_backward, run_stages
 

@@ -24,9 +24,9 @@ import torch
 
 from trifocal.models.kernel_memory import KernelMemory, kernel_memory
 from trifocal.models.model_config import ModelConfig
+from trifocal.nn.chooser import VALUE_COLUMNS
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
-from trifocal.nn.selected_attention import VALUE_COLUMNS
 
 FP32, INT32, BF16 = 4, 4, 2
 

@@ -10,6 +10,7 @@ import tyro
 
 from trifocal.errors import UserError
 from trifocal.fields import from_table
+from trifocal.nn.attention_base import INDEX_DIM
 from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Geometry
 from trifocal.ops.geometry import LARGEST_SIZE
@@ -17,7 +18,8 @@ from trifocal.ops.geometry import LARGEST_SIZE
 Attention = Literal["nsa", "selected", "window", "dense"]
 Compressor = Literal["mean", "mlp"]
 Gate = Literal["sigmoid", "softmax"]
-Selection = Literal["importance", "random"]
+Chooser = Literal["compressed", "index"]
+Selection = Literal["importance", "exact", "random"]
 Backend = Literal["auto", "reference", "triton"]
 
 
@@ -41,7 +43,10 @@ class ModelConfig:
             the last tokens alone; or `"dense"`, for the dense baseline. They differ in the attention alone.
         layer_types: The attention of each layer, where layers differ; empty: `attention` in all of them.
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
-        selection: `"importance"`, or `"random"`: a control that draws the blocks that are not forced.
+        chooser: What scores the blocks: `"compressed"`, the keys of the compressed branch; or `"index"`, small queries
+            and keys that do nothing else. Each can be taught: `train.choice_loss_weight`.
+        selection: `"importance"`, by the chooser's scores; or a control: `"exact"`, by the attention of the selected
+            branch itself over the whole past; `"random"`, which draws the blocks that are not forced.
         compressor: φ of the compressed branch, `"mean"` or `"mlp"`.
         gate: `"sigmoid"` per head or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
@@ -74,6 +79,7 @@ class ModelConfig:
     attention: Attention = "nsa"
     layer_types: tuple[Attention, ...] = ()
     sliding_window: int = 0
+    chooser: Chooser = "compressed"
     selection: Selection = "importance"
     compressor: Compressor = "mean"
     gate: Gate = "sigmoid"
@@ -105,6 +111,7 @@ class ModelConfig:
                 raise UserError(f"model.{name} must be a positive integer, got {value!r}")
         for name, choices in (
             ("attention", get_args(Attention)),
+            ("chooser", get_args(Chooser)),
             ("selection", get_args(Selection)),
             ("compressor", get_args(Compressor)),
             ("gate", get_args(Gate)),
@@ -137,6 +144,8 @@ class ModelConfig:
             raise UserError(f"model.rope_scaling must be a RopeScaling, got {type(self.rope_scaling).__name__}")
         try:
             self.rope_scaling.check_head_dim(self.head_dim)
+            if self.has_index:
+                self.rope_scaling.check_head_dim(INDEX_DIM)
         except ValueError as error:
             raise UserError(f"model.{error}") from error
 
@@ -164,6 +173,31 @@ class ModelConfig:
     def chooses_blocks(self) -> bool:
         """Whether any layer selects blocks."""
         return any(kind in ("nsa", "selected") for kind in self.attention_of_layers)
+
+    @property
+    def has_index(self) -> bool:
+        """Whether any layer chooses its blocks by an index."""
+        return self.chooses_blocks and self.chooser == "index" and self.selection == "importance"
+
+    @property
+    def untaught_choice(self) -> str:
+        """Why the choice has nothing that a loss of its own could teach; empty if it has."""
+        if not self.chooses_blocks:
+            return "no layer chooses blocks"
+        if self.selection != "importance":
+            return f'model.selection "{self.selection}" learns nothing'
+        if self.chooser == "index":
+            return ""
+        if "selected" in self.attention_of_layers:
+            return (
+                'the compressed keys of "selected" layers have no parameters of their own; set model.chooser to "index"'
+            )
+        if self.shared_kv and self.compressor == "mean":
+            return (
+                "with model.shared_kv and the mean compressor, compressed keys have no parameters of their own; "
+                'set model.chooser to "index"'
+            )
+        return ""
 
     @property
     def all_dense(self) -> bool:

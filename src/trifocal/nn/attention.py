@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from trifocal.nn.attention_base import AttentionBase, Past, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.attention_base import AttentionBase, Lesson, Past, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.chooser import ChoosingAttention
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
 from trifocal.nn.rope import rotate
@@ -18,7 +19,7 @@ from trifocal.ops.geometry import LARGEST_SIZE
 from trifocal.ops.validation import check_whole_number
 
 
-class NSAttention(AttentionBase):
+class NSAttention(ChoosingAttention):
     """Native Sparse Attention as a layer: projections, rotary positions, compressor, gates, three branches.
 
     Each branch has its own keys and values. Queries are rotated once, keys by the position of their token, compressed
@@ -30,8 +31,9 @@ class NSAttention(AttentionBase):
         gate: `"sigmoid"` per head, or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
         backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
-        **sizes: `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`. The heads
-            that share a KV head share its chosen blocks too.
+        **sizes: `chooser` (what chooses the blocks: `"compressed"` keys, an `"index"`, or the `"exact"` mass), `dim`,
+            `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`. The heads that share a
+            KV head share its chosen blocks too.
 
     Raises:
         ValueError: If the sizes do not fit one another.
@@ -77,7 +79,8 @@ class NSAttention(AttentionBase):
         selected_blocks: Tensor | None = None,
         dropped: Tensor | None = None,
         past: Past | None = None,
-    ) -> Tensor:
+        lesson: Lesson | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend.
 
         Args:
@@ -87,9 +90,10 @@ class NSAttention(AttentionBase):
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
             dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
             past: Earlier tokens, which give these their positions; the other arguments are ignored with it.
+            lesson: What the choice learns in a training step.
 
         Returns:
-            [B, T, E].
+            [B, T, E]; with a lesson, and the scaled loss of the choice, a scalar.
 
         Raises:
             ValueError: If the boundaries do not fit.
@@ -117,6 +121,9 @@ class NSAttention(AttentionBase):
         k_slc = rotate(k_slc, cos, sin)
         k_win = k_slc if self.shared_kv else rotate(k_win, cos, sin)
         k_cmp, v_cmp = self._compress(k_cmp, v_cmp, documents, rotary, length)
+        index = self._index(x, positions, rotary, length)
+        if selected_blocks is None:
+            selected_blocks = self._chosen(q, k_slc, index, documents)
         o = nsa_attention(
             q,
             k_cmp,
@@ -131,7 +138,9 @@ class NSAttention(AttentionBase):
             selected_blocks=selected_blocks,
             backend=self.backend,
         )
-        return self.o_proj(o.flatten(2))
+        if lesson is None:
+            return self.o_proj(o.flatten(2))
+        return self.o_proj(o.flatten(2)), self._taught(lesson, x, q, k_slc, index, documents, rotary, length)
 
     def _compress(
         self,

@@ -5,6 +5,7 @@ from trifocal.ops.api import (
     mean_compress,
     nsa_attention,
     select_blocks,
+    select_blocks_by_index,
     selected_attention,
     window_attention,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "mean_compress",
     "nsa_attention",
     "select_blocks",
+    "select_blocks_by_index",
     "selected_attention",
     "window_attention",
 ]

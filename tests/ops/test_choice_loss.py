@@ -1,0 +1,177 @@
+"""The choice by an index and the loss that teaches a choice, against loops over queries, blocks and tokens in fp64."""
+
+import itertools
+
+import pytest
+import torch
+
+from trifocal import ops
+from trifocal.ops import Documents, Geometry, choice_loss, reference
+from trifocal.ops.choice_loss import FLOOR, Sample, sample_queries, stretch_keys
+
+GEOMETRY = Geometry(4, 2, 8, 5, 1, 2, 8)
+TOKENS, GROUPS, HEADS, DIM = 120, 2, 4, 8
+SIZE, SLOTS = GEOMETRY.selection_block_size, GEOMETRY.num_selected_blocks
+BORDERS = (0, 3, 53, 56, TOKENS)
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def past_of(token, borders):
+    """First token of the document that holds a token, and the token's position in it."""
+    start = max(border for border in borders[:-1] if border <= token)
+    return start, token - start
+
+
+def tokens_of_block(block, start, position):
+    return range(start + block * SIZE, start + min((block + 1) * SIZE, position + 1))
+
+
+@pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
+@pytest.mark.parametrize("queries", [TOKENS, 37])
+def test_choice_by_index_is_that_of_a_loop(borders, queries, monkeypatch):
+    if len(borders) > 2 and queries < TOKENS:
+        pytest.skip("packed documents are whole")
+    # Chunks end inside of a document and of a block.
+    monkeypatch.setattr(reference, "_MOST_INDEX_SCORES", 3000)
+    batch = 1 if len(borders) > 2 else 2
+    q, k = drawn(batch, queries, GROUPS, DIM), drawn(batch, TOKENS, DIM)
+    cu_seqlens = torch.tensor(borders) if len(borders) > 2 else None
+    chosen = ops.select_blocks_by_index(q, k, GEOMETRY, cu_seqlens=cu_seqlens)
+    for row in range(batch):
+        for query in range(queries):
+            start, position = past_of(TOKENS - queries + query, borders)
+            own = position // SIZE
+            for group in range(GROUPS):
+                tokens = {block: list(tokens_of_block(block, start, position)) for block in range(own + 1)}
+                best = {block: float((k[row, inside] @ q[row, query, group]).max()) for block, inside in tokens.items()}
+                forced = {block for block in (0, own - 1, own) if block >= 0}
+                free = sorted(best.keys() - forced, key=lambda block: (-best[block], block))
+                expected = sorted([*forced, *free[: SLOTS - len(forced)]])
+                assert chosen[row, query, group].tolist() == expected + [-1] * (SLOTS - len(expected))
+
+
+def loop_loss(student, q, k, sample, borders, *, k_cmp=None, q_idx=None, k_idx=None):
+    """The loss as DESIGN.md words it, query by query; differentiable by autograd alone."""
+    loss = torch.zeros((), dtype=torch.float64)
+    heads = HEADS // GROUPS
+    for row in range(q.shape[0]):
+        for place, token in enumerate(sample.tokens[row].tolist()):
+            start, position = past_of(token, borders)
+            own = position // SIZE
+            free = [block for block in range(own + 1) if block >= 1 and block <= own - 2]
+            if not sample.eligible[row, place]:
+                continue
+            assert len(free) > 2
+            for group in range(GROUPS):
+                mass, importance = torch.zeros(own + 1, dtype=q.dtype), [torch.zeros((), dtype=q.dtype)] * (own + 1)
+                for head in range(group * heads, (group + 1) * heads):
+                    scores = k[row, start : token + 1, group].detach() @ q[row, token, head].detach() * DIM**-0.5
+                    for block, part in enumerate(scores.softmax(0).split(SIZE)):
+                        mass[block] += part.sum() / heads
+                    if student == "compressed":
+                        first = sum(
+                            GEOMETRY.num_compressed_blocks(b - a)
+                            for a, b in itertools.pairwise(borders)
+                            if b <= start
+                        )
+                        seen = GEOMETRY.num_compressed_blocks(position + 1)
+                        keys = k_cmp[row, first : first + seen, group]
+                        p = (keys @ q[row, token, head].detach() * DIM**-0.5).softmax(0)
+                        for block in range(own + 1):
+                            for number in range(seen):
+                                weight = GEOMETRY.overlap_tokens(number, block) / GEOMETRY.compression_stride / heads
+                                importance[block] = importance[block] + weight * p[number]
+                if student == "index":
+                    best = [
+                        (k_idx[row, list(tokens_of_block(block, start, position))] @ q_idx[row, token, group]).max()
+                        for block in free
+                    ]
+                    shares = (torch.stack(best) * DIM**-0.5).softmax(0)
+                else:
+                    shares = torch.stack([importance[block] for block in free])
+                m = mass[free] / mass[free].sum()
+                i = (shares + FLOOR) / (shares + FLOOR).sum()
+                loss = loss + (m * (m.log() - i.log())).sum()
+    return loss
+
+
+@pytest.mark.parametrize("student", ["index", "compressed"])
+@pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_loss_and_gradient_are_those_of_a_loop(student, borders, parts, monkeypatch):
+    packed = len(borders) > 2
+    batch = 1 if packed else 2
+    q, k = drawn(batch, TOKENS, HEADS, DIM).requires_grad_(), drawn(batch, TOKENS, GROUPS, DIM).requires_grad_()
+    documents = Documents.from_cu_seqlens(torch.tensor(borders), TOKENS) if packed else None
+    positions = documents.positions if packed else torch.arange(TOKENS)
+    keys = stretch_keys(torch.arange(batch * TOKENS).view(batch, TOKENS), TOKENS, 6)
+    sample = sample_queries(keys, positions, 7, 1, GEOMETRY, TOKENS, 6)
+    assert 4 <= sample.eligible.sum() < sample.eligible.numel()
+    if student == "index":
+        parameters = {"q_idx": drawn(batch, TOKENS, GROUPS, DIM, seed=1), "k_idx": drawn(batch, TOKENS, DIM, seed=1)}
+    else:
+        # More slots than the documents fill, which hold what nobody may read.
+        k_cmp = drawn(batch, TOKENS // 2 if packed else GEOMETRY.num_compressed_blocks(TOKENS), GROUPS, DIM, seed=1)
+        parameters = {"k_cmp": k_cmp}
+    for parameter in parameters.values():
+        parameter.requires_grad_()
+    monkeypatch.setattr(choice_loss, "_MOST_SCORES", batch * sample.tokens.shape[1] * HEADS * TOKENS // parts)
+    loss = choice_loss.choice_loss(q, k, sample, GEOMETRY, documents, **parameters)
+    expected = loop_loss(student, q, k, sample, borders, **parameters)
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
+    got = torch.autograd.grad(loss, [*parameters.values(), q, k], allow_unused=True)
+    wanted = torch.autograd.grad(expected, list(parameters.values()))
+    for one, other in zip(got, wanted, strict=False):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-12)
+    assert got[-2:] == (None, None)
+
+
+def test_sample_does_not_depend_on_the_batch():
+    """The same queries in rows, in rows packed into one, and row by row; others in another step or layer."""
+    length, stretch = 50, 8
+    tokens = torch.randint(0, 256, (3, length), generator=torch.Generator().manual_seed(0))
+    tokens[1] = tokens[0].roll(1)
+
+    def draw(rows, step=5, layer=2, packed=False):
+        keys = stretch_keys(rows.view(1, -1) if packed else rows, length, stretch)
+        positions = torch.arange(length).repeat(len(rows) if packed else 1)
+        return sample_queries(keys, positions, step, layer, GEOMETRY, length, stretch)
+
+    whole = draw(tokens)
+    alone = [draw(row[None]) for row in tokens]
+    assert torch.equal(torch.cat([one.tokens for one in alone]), whole.tokens)
+    assert torch.equal(torch.cat([one.eligible for one in alone]), whole.eligible)
+    packed = draw(tokens, packed=True)
+    assert torch.equal(packed.tokens.view(3, -1) - torch.arange(3)[:, None] * length, whole.tokens)
+    assert torch.equal(packed.eligible.view(3, -1), whole.eligible)
+    assert torch.equal(draw(tokens, step=torch.tensor(5)).tokens, whole.tokens)
+    for other in (draw(tokens, step=6), draw(tokens, layer=3)):
+        assert not torch.equal(other.tokens, whole.tokens)
+    # Every query is drawn in some step.
+    drawn_tokens = torch.cat([draw(tokens[:1], step=step).tokens for step in range(120)])
+    assert set(drawn_tokens.unique().tolist()) == set(range(length))
+
+
+def test_held_shares_of_a_choice():
+    mass = torch.tensor([0.1, 0.3, 0.2, 0.0, 0.1, 0.3]).view(1, 1, 1, 6)
+    geometry = Geometry(4, 2, 8, 3, 1, 1, 8)
+    sample = Sample(torch.tensor([[5 * 8]]), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[True]]))
+    free = choice_loss.free_blocks(sample, geometry, 6)
+    assert free[0, 0].tolist() == [False, True, True, True, True, False]
+    held, best = choice_loss.held_shares(
+        mass, torch.tensor([0, 2, 5]).view(1, 1, 1, 3), free, sample.eligible, geometry
+    )
+    torch.testing.assert_close([held.item(), best.item()], [0.2 / 0.6, 0.3 / 0.6])
+
+
+def test_refusals_of_the_index():
+    q, k = drawn(1, 20, GROUPS, DIM), drawn(1, 20, DIM)
+    with pytest.raises(ValueError, match="must have num_keys = 21 keys"):
+        ops.select_blocks_by_index(q, k, GEOMETRY, num_keys=21)
+    with pytest.raises(ValueError, match="it has no kernel yet"):
+        ops.select_blocks_by_index(q, k, GEOMETRY, backend="triton")
+    with pytest.raises(ValueError, match="must share B and D"):
+        ops.select_blocks_by_index(q, drawn(1, 20, DIM + 1), GEOMETRY)
