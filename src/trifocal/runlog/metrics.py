@@ -16,12 +16,13 @@ this machine (MFU on a CPU) is null or left out.
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Self
 
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger, read_lines
-from trifocal.runlog.sinks.thread import Sink, SinkThread
+from trifocal.runlog.sinks.rows import Sink
 from trifocal.runlog.valid_rows import KIND_FIELDS
 
 
@@ -34,18 +35,18 @@ class MetricsWriter:
     Args:
         path: The `metrics.jsonl`; appended to if it exists.
         resume_step: The step of the checkpoint from which the run resumes; None for a new run.
-        sinks: Consumers of the same rows, each in a thread of its own. A sink that fails gives one warning and a
-            `sink_failed` event, and gets no more rows.
+        sinks: Consumers of the same rows. A sink that raises gives one warning and a `sink_failed` event, and gets no
+            more rows.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, resume_step: int | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
-        # Reentrant: writing a row may find a slow sink, which writes an event row.
+        # Reentrant: a sink that fails in writing a row is reported by an event row.
         self._lock = threading.RLock()
         self._file = JsonLinesWriter(path)
         self._step = 0
-        self._sinks = [SinkThread(sink, self._report_failure) for sink in sinks]
+        self._sinks = list(sinks)
         if resume_step is not None:
             rows_dropped = self._drop_after(resume_step)
             message = f"resumed from step {resume_step}, {rows_dropped} later rows dropped"
@@ -63,8 +64,8 @@ class MetricsWriter:
         with self._lock:
             self._step = step
             self._file.append(row)
-            for sink in self._sinks:
-                sink.write(row)
+            for sink in [*self._sinks]:
+                self._call(sink, partial(sink.write, row))
 
     def event(self, step: int, name: str, message: str, *, severity: str = "info", **values: Any) -> None:
         """Append an event row.
@@ -79,14 +80,24 @@ class MetricsWriter:
         self.write("event", step, name=name, severity=severity, message=message, **values)
 
     def close(self) -> None:
-        """Close the sinks, within a bounded time, and the file."""
-        for sink in self._sinks:
-            sink.close()
-        self._file.close()
+        """Close the sinks and the file."""
+        with self._lock:
+            for sink in [*self._sinks]:
+                self._call(sink, sink.close)
+            self._file.close()
 
-    def _report_failure(self, sentence: str) -> None:
-        logger.warning("%s", sentence)
-        self.event(self._step, "sink_failed", sentence, severity="warning")
+    def _call(self, sink: Sink, action: Callable[[], None]) -> None:
+        """Call a sink; if it raises, leave it out from here on."""
+        try:
+            action()
+        except Exception as error:
+            self._sinks.remove(sink)
+            sentence = (
+                f"{type(sink).__name__} fails ({type(error).__name__}: {one_line(error)}) and is left out "
+                "from here on; training goes on"
+            )
+            logger.warning("%s", sentence)
+            self.event(self._step, "sink_failed", sentence, severity="warning")
 
     @classmethod
     def silent(cls) -> "MetricsWriter":

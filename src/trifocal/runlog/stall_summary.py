@@ -25,7 +25,6 @@ _HINTS = {
 }
 _FILES = (
     ("stacks_rank*.txt", "the Python stacks of all threads, the most recent call first"),
-    ("native_stacks_rank*.txt", "the same with the frames of C and C++ code"),
     ("collectives_rank*.txt", "the last collectives; those that have not ended come first"),
     ("cuda_memory_rank*.txt", "PyTorch's summary of the GPU's memory"),
 )

@@ -34,7 +34,7 @@ from trifocal.runlog.whole_files import write_whole
 
 # A rank that stalls this soon after another adds to the other's dump.
 _SAME_STALL_SECONDS = 60.0
-# The other ranks check for dumps with every row of their heartbeats; then py-spy needs time.
+# The other ranks check for dumps with every row of their heartbeats.
 _ANSWER_INTERVALS = 2.0
 _ANSWER_SECONDS = 15.0
 _POLL_SECONDS = 0.2
