@@ -1,6 +1,7 @@
 """Stacks on a signal, when the process dies, and in one line."""
 
 import gc
+import io
 import os
 import signal
 import subprocess
@@ -11,12 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from tests import warm
 from tests.children import environment
 from tests.train.tiny import write_config
 from tests.written_runs import wait_for
+from trifocal.report import summarise
+from trifocal.report.live_view import render
 from trifocal.runlog import Heartbeat, StackDump, Watchdog
+from trifocal.runlog.run import read_run
 from trifocal.runlog.stacks import running_threads, where
 
 
@@ -128,3 +133,10 @@ def test_a_fatal_signal_leaves_the_stacks_of_the_run(
     assert process.wait(120) == -number
     stacks = (tmp_path / "run" / "dumps" / "stacks_rank0.txt").read_text()
     assert said in stacks and "die_in_step_3" in stacks
+    run = read_run(tmp_path / "run")
+    beats = run.heartbeats[0]
+    beats[-1]["unix_time_seconds"] -= 1000.0
+    assert str(run.crash_stacks(0)) in summarise(run)[3].text
+    console = Console(file=io.StringIO(), width=300)
+    console.print(render(run, width=300))
+    assert str(run.crash_stacks(0)) in console.file.getvalue()  # type: ignore[attr-defined]

@@ -13,6 +13,7 @@ A number that is not finite is written as NaN or Infinity, which Python's json r
 this machine (MFU on a CPU) is null or left out.
 """  # noqa: E501
 
+import json
 import os
 import threading
 import time
@@ -20,10 +21,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Self
 
-from trifocal.errors import UserError, one_line
+from trifocal.errors import one_line
 from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger, read_lines
 from trifocal.runlog.sinks.rows import Sink
-from trifocal.runlog.valid_rows import KIND_FIELDS
+from trifocal.runlog.valid_rows import is_metrics_row
 
 
 class MetricsWriter:
@@ -107,11 +108,10 @@ class MetricsWriter:
     def _drop_after(self, step: int) -> int:
         if not self._file.path.exists():
             return 0
-        rows = read_lines(self._file.path)
         lines = self._file.path.read_bytes().splitlines(keepends=True)
-        keep = next((index for index, row in enumerate(rows) if row.get("step", 0) > step), len(rows))
+        keep = next((index for index, line in enumerate(lines) if _step_of(line) > step), len(lines))
         self._file.truncate(sum(map(len, lines[:keep])))
-        return len(rows) - keep
+        return len(lines) - keep
 
     def __enter__(self) -> Self:
         return self
@@ -139,16 +139,19 @@ def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[
         kind: Only rows of this kind; None for all.
 
     Returns:
-        The rows in the order written; a torn last line is left out.
+        The rows in the order written, without damaged ones.
 
     Raises:
-        UserError: If the file is missing, or a complete line is not a JSON object with `kind`, `step` and the fields
-            of its kind.
+        UserError: If the file is missing or no regular file.
     """
-    rows = read_lines(path, required=("kind", "step"))
-    for row in rows:
-        missing = [name for name in KIND_FIELDS.get(str(row["kind"]), ()) if name not in row]
-        if missing or type(row["step"]) is not int:
-            wrong = f"without {missing[0]!r}" if missing else f"whose step is {row['step']!r}"
-            raise UserError(f"{path}: there is a row of kind {row['kind']!r} {wrong}; remove that line")
-    return rows if kind is None else [row for row in rows if row.get("kind") == kind]
+    rows = read_lines(path, usable=is_metrics_row)
+    return rows if kind is None else [row for row in rows if row["kind"] == kind]
+
+
+def _step_of(line: bytes) -> int:
+    """Step of a line; -1 of a damaged one."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return -1
+    return row["step"] if isinstance(row, dict) and is_metrics_row(row) else -1

@@ -170,7 +170,7 @@ class Watchdog:
 
     def _running_ranks(self) -> set[int]:
         try:
-            run = read_run(self.directory, whole_heartbeats=False)
+            run = read_run(self.directory, live=True)
         except (UserError, OSError):
             return set()
         return {rank for rank, rows in run.heartbeats.items() if rows[-1]["status"] == "running"}
