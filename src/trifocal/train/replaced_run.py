@@ -18,7 +18,7 @@ from pathlib import Path
 
 from trifocal.errors import UserError
 from trifocal.paths import shell_path
-from trifocal.runlog.whole_files import partial_name
+from trifocal.runlog.whole_files import is_partial
 from trifocal.train.lock import LOCK_FILE, RunLock
 from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run
 
@@ -114,8 +114,9 @@ def restore_replaced(folder: Path, lock: RunLock) -> str:
             kept = f"; its files are in {failed}"
         elif real.is_dir():
             # That start ended before its configuration was there.
-            for name in (LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)):
-                (real / name).unlink(missing_ok=True)
+            for path in list(real.iterdir()):
+                if path.name in (LOCK_FILE, RUN_FILE) or is_partial(path.name, {CONFIG_FILE}):
+                    path.unlink()
             real.rmdir()
         replaced.rename(real)
         flush_folder(real.parent)

@@ -239,10 +239,10 @@ class LogSection:
     heartbeat_seconds: float = 5.0
     """Time between rows of the heartbeat."""
     sinks: str = ""
-    """Further destinations of the metrics, separated by commas: "tensorboard", "wandb", "trackio"; each needs the extra
-    of its name."""
+    """Further destinations of the metrics, separated by commas: "tensorboard", "wandb"; each needs the extra of its
+    name."""
     project: str = "trifocal"
-    """Project under which wandb and trackio file the run."""
+    """Project under which wandb files the run."""
 
     def __post_init__(self) -> None:
         _at_least(self, "log", interval_steps=1, sample_interval_steps=0, sample_tokens=1, telemetry_interval_steps=0)

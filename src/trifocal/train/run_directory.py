@@ -7,7 +7,7 @@ from typing import Self
 from trifocal.errors import UserError
 from trifocal.fields import from_table
 from trifocal.paths import shell_path
-from trifocal.runlog.whole_files import partial_name, write_whole
+from trifocal.runlog.whole_files import is_partial, write_whole
 from trifocal.train.lock import LOCK_FILE, RunLock
 from trifocal.train.replaced_run import path_after_restore, replace_run, replaced_note, restore_replaced
 from trifocal.train.run_config import RunConfig
@@ -15,7 +15,7 @@ from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run
 from trifocal.train.toml import read_toml, to_toml
 
 # Files of a start that was killed before it saved its configuration.
-_LEFT_OVER = {LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)}
+_LEFT_OVER = {LOCK_FILE, RUN_FILE}
 _CONTENTS = _LEFT_OVER | {
     CONFIG_FILE,
     *("env.json", "backends.json", "metrics.jsonl", "report.html"),
@@ -69,9 +69,13 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
     return note
 
 
+def _is_left_over(name: str) -> bool:
+    return name in _LEFT_OVER or is_partial(name, {CONFIG_FILE})
+
+
 def _check_contents(folder: Path, *, overwrite: bool) -> bool:
     """Whether the folder holds a run that may be replaced; raises if it holds anything else."""
-    if not folder.exists() or (folder.is_dir() and all(path.name in _LEFT_OVER for path in folder.iterdir())):
+    if not folder.exists() or (folder.is_dir() and all(_is_left_over(path.name) for path in folder.iterdir())):
         return False
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"{folder} exists and is not a run; choose another --run.directory")
@@ -100,7 +104,7 @@ def _foreign(path: Path) -> str:
     """The name of a file that no run writes; empty for any other."""
     if path.is_symlink() or path.is_mount():
         return f"{path.name} ({'a link' if path.is_symlink() else 'a mount point'})"
-    known = path.name in _CONTENTS or path.name in map(partial_name, _CONTENTS)
+    known = path.name in _CONTENTS or is_partial(path.name, _CONTENTS)
     return "" if known else path.name
 
 
