@@ -247,15 +247,6 @@ def test_a_report_is_not_written_through_a_link(make_run: MakeRun, tmp_path: Pat
     assert outside.read_text() == "mine" and page.is_file() and not page.is_symlink()
 
 
-def test_secrets_of_an_earlier_version_are_not_shown(make_run: MakeRun) -> None:
-    run = make_run(steps=100)
-    environment = {"variables": {"NVIDIA_API_KEY": "hunter2"}, "command": ["--api-key", "hunter2"]}
-    (run / "env.json").write_text(json.dumps(environment))
-    with (run / "config.toml").open("a") as file:
-        file.write('\n[mirror]\nsource = "https://me:hunter2@host/data"\n')
-    assert "hunter2" not in write_report(run).read_text()
-
-
 def test_a_run_that_only_began_and_one_that_is_broken(make_run: MakeRun, tmp_path: Path) -> None:
     empty = tmp_path / "empty"
     (empty / "heartbeat").mkdir(parents=True)
