@@ -414,7 +414,10 @@ def test_a_source_that_gives_nothing_for_a_while_is_an_event(
     monkeypatch.setattr(data_loader, "STALL_SECONDS", 0.2)
     flags = ("--train.steps", "1", "--evaluate.interval_steps", "0")
     run = train(make_config(tmp_path, *flags)).directory
-    stalls = [row for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "data_stall"]
+    events = read_metrics(run / "metrics.jsonl", "event")
+    stalls = [row for row in events if row["name"] == "data_stall"]
+    (came,) = [row["message"] for row in events if row["name"] == "first_batch"]
+    assert came.startswith("the first batch came after ") and float(came.split()[-2]) >= 0.6
     assert stalls and stalls[0]["severity"] == "warning" and stalls[0]["stall_seconds"] >= 0.2
     assert "data stall: no batch for 0 s; the data thread is" in stalls[0]["message"]
     assert "WARNING: data stall" in capsys.readouterr().out

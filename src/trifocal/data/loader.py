@@ -84,6 +84,7 @@ class Loader:
             after the branch has moved.
         name: The data in messages: the source, with its commit on the hub.
         fingerprint: Hash of the files' names and sizes, or of the commit; empty without text.
+        first_wait: Seconds that the consumer waited for the first batch; 0 before it.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class Loader:
         self._state = self._describe(0)
         self._closed = False
         self._waits: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+        self.first_wait = 0.0
         self._no_documents = BadDocuments()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -145,6 +147,7 @@ class Loader:
         begin = time.perf_counter()
         batch, state = self._prefetcher.get()
         self._waits.append(time.perf_counter() - begin)
+        self.first_wait = self.first_wait or self._waits[0]
         self._state = state
         return batch
 
