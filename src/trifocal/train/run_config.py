@@ -5,12 +5,11 @@ A run saves its resolved configuration, without secrets, as `config.toml` in its
 one.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trifocal.data import DataConfig
 from trifocal.fields import check_seconds, checked, dotted_fields, value_of
-from trifocal.masking import mask_text
 from trifocal.models import ModelConfig
 from trifocal.paths import user_path
 from trifocal.runlog import SINKS
@@ -329,7 +328,3 @@ class RunConfig:
         # Code makes configurations too, and a saved configuration must load again.
         for name, kind in dotted_fields(RunConfig).items():
             checked(kind, value_of(self, name), name)
-
-    def without_secrets(self) -> "RunConfig":
-        """The configuration as it may be written down: secrets in the URLs of `data.source` are masked."""
-        return replace(self, data=replace(self.data, source=mask_text(self.data.source)))
