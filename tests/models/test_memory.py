@@ -31,7 +31,6 @@ CASES = {
     "checkpointed in part": (DEEP, setup(128, 4, checkpointed_layers=(2, 6))),
     "packed": (SMALL, setup(192, 2, packed=True)),
     "mlp compressor": (replace(SMALL, compressor="mlp"), setup(256, 2)),
-    "softmax gate": (replace(SMALL, gate="softmax"), setup(256, 2)),
     "shared keys": (replace(SMALL, shared_kv=True), setup(256, 2)),
     "tied, large vocabulary": (replace(WORDY, tie_embeddings=True), setup(128, 2)),
     "dense": (DENSE, setup(512, 2)),

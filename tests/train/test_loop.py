@@ -349,10 +349,6 @@ def test_an_existing_run_is_safe(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds a run already.*--resume \S+/run.*--overwrite"):
         train(config)
     assert (tmp_path / "run" / "weights" / "model.safetensors").read_bytes() == weights
-    (tmp_path / "run" / "samples").mkdir(exist_ok=True)
-    (tmp_path / "run" / "samples" / "old.txt").touch()
-    assert train(config, overwrite=True).finished
-    assert not (tmp_path / "run" / "samples" / "old.txt").exists()
 
 
 def test_a_folder_that_is_not_a_run_is_never_deleted(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trifocal.train.launch import resume, resume_command, train
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.result import TrainResult
 from trifocal.train.run_config import RunConfig
-from trifocal.train.run_directory import load_run_to_resume
+from trifocal.train.run_directory import load_run
 
 _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}
 
@@ -38,7 +38,7 @@ class TrainArguments(RunConfig):
     checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""
     """With --resume: go on from this checkpoint of the run instead, like step_00000500."""
     overwrite: Annotated[bool, tyro.conf.arg(metavar="(no value)")] = False
-    """Replace the run that is in run.directory already."""
+    """Rename the run that is in run.directory to NAME.old-1, -2, …, and begin in its place."""
 
 
 def run(args: Sequence[str]) -> int:
@@ -93,7 +93,7 @@ def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) ->
     if "model.from" in overrides:
         raise UserError("--model.from begins a new run, and --resume goes on with one; leave one of them out")
     directory = user_path(own["resume"], "--resume")
-    saved = load_run_to_resume(directory)
+    saved = load_run(directory)
     config = override(saved, overrides)
     if config.run.directory != saved.run.directory and Path(config.run.directory).resolve() != directory.resolve():
         raise UserError(f"--resume goes on in {directory}; leave --run.directory {config.run.directory} out")

@@ -126,7 +126,7 @@ class LayerMemory:
         """Columns of the product of the attention's input with all its projections."""
         c = self.config
         columns = c.num_heads * c.head_dim + self._key_branches * c.num_kv_heads * (c.head_dim + c.value_dim)
-        if c.attention == "nsa" and c.gate == "sigmoid":
+        if c.attention == "nsa":
             columns += NUM_BRANCHES * c.num_heads
         return columns + (-columns % 64 if self.setup.device == "cuda" else 0)
 
@@ -234,8 +234,6 @@ class LayerMemory:
             # The one output is the output projection's input too.
             return kept + keys + projected + self.branch_outputs + (self.choice if c.chooses_blocks else 0)
         gates = FP32 * n * c.num_heads * NUM_BRANCHES
-        if c.gate == "softmax":
-            gates += n * c.num_kv_heads * (item * c.head_dim + FP32 * NUM_BRANCHES)
         return kept + keys + projected + gates + self._compressor_kept + self.branch_outputs + self.choice + heads_v
 
     @cached_property

@@ -16,7 +16,6 @@ from trifocal.ops.geometry import LARGEST_SIZE
 
 Attention = Literal["nsa", "selected", "window", "dense"]
 Compressor = Literal["mean", "mlp"]
-Gate = Literal["sigmoid", "softmax"]
 Selection = Literal["importance", "random"]
 Backend = Literal["auto", "reference", "triton"]
 
@@ -43,7 +42,6 @@ class ModelConfig:
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
         selection: `"importance"`, or `"random"`: a control that draws the blocks that are not forced.
         compressor: φ of the compressed branch, `"mean"` or `"mlp"`.
-        gate: `"sigmoid"` per head or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
         selected_dropout: Share of the queries whose selected branch is dropped in a training step, drawn for each layer
             anew, so that the compressed branch learns to find what they ask for: its scores choose the blocks.
@@ -76,7 +74,6 @@ class ModelConfig:
     sliding_window: int = 0
     selection: Selection = "importance"
     compressor: Compressor = "mean"
-    gate: Gate = "sigmoid"
     shared_kv: bool = False
     selected_dropout: float = 0.0
     qk_norm: bool = False
@@ -107,7 +104,6 @@ class ModelConfig:
             ("attention", get_args(Attention)),
             ("selection", get_args(Selection)),
             ("compressor", get_args(Compressor)),
-            ("gate", get_args(Gate)),
             ("backend", get_args(Backend)),
         ):
             if getattr(self, name) not in choices:
