@@ -64,7 +64,7 @@ def _run(args: Sequence[str]) -> int:
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
     except (NonFiniteError, AnomalyFound, FloatingPointError, torch.OutOfMemoryError) as error:
-        print(printable(f"trifocal: {error}"), file=sys.stderr)
+        print(printable("; ".join([f"trifocal: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         return 1
     except PeerLost as error:
         print(printable(f"trifocal: {error}"), file=sys.stderr)

@@ -44,12 +44,15 @@ def remedies_on_out_of_memory(config: RunConfig, num_devices: int) -> Iterator[N
     """Name the remedies where an allocation fails.
 
     Raises:
-        torch.OutOfMemoryError: With the remedies in its one line, in place of the allocator's error.
+        torch.OutOfMemoryError: With the remedies in its one line and the notes of the allocator's error, in its place.
     """
     try:
         yield
-    except (MemoryError, RuntimeError) as error:
+    except RuntimeError as error:
         if not is_out_of_memory(error):
             raise
         remedies = ", or ".join(memory_remedies(config, num_devices))
-        raise torch.OutOfMemoryError(f"out of memory ({one_line(error, 160)}); try {remedies}") from error
+        named = torch.OutOfMemoryError(f"out of memory ({one_line(error, 160)}); try {remedies}")
+        for note in getattr(error, "__notes__", ()):
+            named.add_note(note)
+        raise named from error
