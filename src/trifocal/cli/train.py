@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from trifocal.cli.output import printable
@@ -62,8 +63,8 @@ def _run(args: Sequence[str]) -> int:
     own = {name: overrides.pop(name) for name in _OWN_FLAGS if name in overrides}
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
-    except (NonFiniteError, AnomalyFound, FloatingPointError) as error:
-        print(printable(f"trifocal: {error}"), file=sys.stderr)
+    except (NonFiniteError, AnomalyFound, FloatingPointError, torch.OutOfMemoryError) as error:
+        print(printable("; ".join([f"trifocal: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         return 1
     except PeerLost as error:
         print(printable(f"trifocal: {error}"), file=sys.stderr)

@@ -12,6 +12,7 @@ from trifocal.train.evaluator import Evaluator
 from trifocal.train.exporting import WEIGHTS
 from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import FiniteGuard
+from trifocal.train.out_of_memory import remedies_on_out_of_memory
 from trifocal.train.result import TrainResult
 from trifocal.train.run_directory import save_config
 from trifocal.train.run_logger import RunLogger, open_logger
@@ -35,8 +36,10 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
     Raises:
         UserError: If the data fail, the last checkpoint cannot be written, or the run's folder is moved or deleted.
         NonFiniteError: If a loss, a gradient or a weight is not finite.
+        torch.OutOfMemoryError: If the memory does not suffice; names what to lower.
     """
     with ExitStack() as stack:
+        stack.enter_context(remedies_on_out_of_memory(setup.config, setup.processes.size))
         stack.callback(setup.loader.close)
         stack.enter_context(deterministic_operations(setup.config.run.deterministic))
         if checkpoint is not None:
