@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.recorder import child_environment
-from trifocal.bench.results import ResultFile
+from lib.recorder import child_environment
+from lib.results import ResultFile
 from trifocal.distributed.rendezvous import places_here
 from trifocal.doctor.needs import Machine, setup_of
 from trifocal.models import training_memory

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 from tests.train.tiny import make_config
+
 from trifocal.cli import main
 from trifocal.data import DataConfig, DataError, Loader, make_loader, make_tokenizer
 from trifocal.data.activity import Activity

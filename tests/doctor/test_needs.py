@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.train.tiny import make_config
+
 from trifocal.doctor import needs
 from trifocal.doctor.needs import USABLE_SHARE, Machine, advice, need_of, setup_of
 from trifocal.generate.paged_cache import memory_for_caches, plan_cache

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.models.measured_memory import allocated_peak_on_gpu
+
 from trifocal.doctor import examine
 from trifocal.doctor.needs import Machine
 from trifocal.models import ModelConfig, TrainingSetup, training_memory

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hf.test_modeling import padded
 from torch import Tensor
 
-from tests.hf.test_modeling import padded
 from trifocal.hf import TrifocalForCausalLM
 from trifocal.models.layers import run_block
 from trifocal.testing.small_models import make_model, random_tokens, small_config

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hf.test_modeling import padded
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from tests.hf.test_modeling import padded
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM
 from trifocal.nn import RopeScaling
 from trifocal.testing.small_models import make_model, small_config

@@ -12,9 +12,9 @@ import datasets
 import pytest
 import torch
 import transformers
-
 from tests.hf.recorder import record_on_a_cpu, recorder_of
 from tests.hf.test_trainers import QUIET
+
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM
 from trifocal.testing.small_models import random_tokens, small_config
 

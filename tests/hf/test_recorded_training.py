@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
 from tests.hf.recorder import not_compiled, record_on_a_cpu, recorder_of
 from tests.hf.test_compiled_training import gradients, packed
+from torch import Tensor
+
 from trifocal.hf import TrifocalForCausalLM
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from tests.models.measured_memory import allocated_peak, shaped_peak
+
 from trifocal.models import ModelConfig, TrainingSetup, parameter_count, training_memory
 from trifocal.ops import Geometry, support
 

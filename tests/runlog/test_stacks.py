@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.written_runs import wait_for
+
 from trifocal.runlog import Heartbeat, StackDump, Watchdog
 from trifocal.runlog.stacks import running_threads, where
 

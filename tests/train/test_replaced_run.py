@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-
 from tests import warm
 from tests.children import environment
 from tests.distributed.workers import train as start
 from tests.train.tiny import before_step, make_config, write_config
+
 from trifocal.cli import main
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics

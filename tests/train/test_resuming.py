@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-
 from tests.train.tiny import make_config
+
 from trifocal.train.resuming import differences, resume_notes
 from trifocal.train.schedule import learning_rate_of
 

@@ -33,7 +33,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "wandb": (("wandb",), "log.sinks wandb"),
     "trackio": (("trackio",), "log.sinks trackio"),
     "report": (("plotly",), "trifocal report"),
-    "docs": (("matplotlib",), "plots of trifocal bench"),
+    "docs": (("matplotlib",), "figures of the docs"),
 }
 
 # Variables of an earlier NSA training system, which people still have in their scripts -> the setting here.
