@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import Documents
-from trifocal.ops.layout import pad_borders
+from trifocal.ops.layout import pad_boundaries
 
 
 class RowLayout(NamedTuple):
@@ -114,7 +114,7 @@ def _filled(layout: RowLayout) -> RowLayout:
         borders = torch.nn.functional.pad(borders, (0, 1), value=num_tokens + filling)
         longest = max(longest, filling)
         num_tokens += filling
-    filled = Documents.from_checked(pad_borders(borders, num_tokens), num_tokens)
+    filled = Documents.from_checked(pad_boundaries(borders, num_tokens), num_tokens)
     return layout._replace(documents=filled._replace(max_length=_power_of_two(longest)), filling=filling)
 
 

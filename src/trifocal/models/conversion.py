@@ -15,7 +15,7 @@ from trifocal.ops import Geometry
 
 Target = Literal["nsa", "selected"]
 FIRST_GATE = 1 / NUM_BRANCHES
-"""Each gate of a converted layer begins here: no branch is shut, and together they weigh as much as dense attention."""
+"""Each gate of a converted layer begins here: no gate is closed, and together they weigh as much as dense attention."""
 
 
 def converted_config(
