@@ -36,8 +36,8 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.recorder import child_environment
-from trifocal.bench.results import ResultFile
+from lib.recorder import child_environment
+from lib.results import ResultFile
 from trifocal.distributed.rendezvous import places_here
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests.hf.test_modeling import padded
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from tests.hf.test_modeling import padded
 from trifocal.data import make_tokenizer
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM
 from trifocal.nn import RopeScaling

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.distributed.workers import train as start
 from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
+
 from trifocal.cli import main
 from trifocal.data import load_tokenizer
 from trifocal.distributed import Processes

@@ -26,7 +26,6 @@ COMMANDS = {
     "doctor": "examine this machine, measure two steps of CONFIG.toml here, and name the remedy of each fault",
     "report": "write one self-contained HTML page of a run: RUN_DIR",
     "watch": "show a run live in the terminal: RUN_DIR",
-    "bench": "time attention, train, decode or kernels, beside dense attention in one run",
 }
 
 _DISK_ERRORS = {
