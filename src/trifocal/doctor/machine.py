@@ -31,7 +31,6 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("tensorboard",), "log.sinks tensorboard"),
     "wandb": (("wandb",), "log.sinks wandb"),
     "report": (("plotly",), "trifocal report"),
-    "docs": (("matplotlib",), "figures of the docs"),
 }
 
 # Variables of an earlier NSA training system, which people still have in their scripts -> the setting here.

@@ -184,7 +184,7 @@ class OpenDirectory:
 
 def save_config(config: RunConfig, folder: Path) -> None:
     """Write `config.toml`, whole or not at all, even in a power cut: without it a run cannot be resumed."""
-    write_whole(folder / CONFIG_FILE, to_toml(config.without_secrets()), flush=True)
+    write_whole(folder / CONFIG_FILE, to_toml(config), flush=True)
     flush_folder(folder)
 
 
