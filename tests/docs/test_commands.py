@@ -25,7 +25,7 @@ def take_train(arguments, monkeypatch):
         return
     showcase = load_config(ROOT / "configs/showcase.toml")
     started = []
-    monkeypatch.setattr(train_command, "load_run_to_resume", lambda directory: showcase)
+    monkeypatch.setattr(train_command, "load_run", lambda directory: showcase)
     monkeypatch.setattr(train_command, "load_config", load_of_repository)
     monkeypatch.setattr(train_command, "_summary", lambda result: "")
     for name in ("train", "resume"):

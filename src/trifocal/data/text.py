@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from trifocal.data.local_files import COMPRESSED, DAMAGED, content_hash, find_files, open_file, sizes
+from trifocal.data.local_files import DAMAGED, content_hash, find_files, open_file, sizes
 from trifocal.data.sources import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document, no_field
 from trifocal.errors import UserError, one_line
 
@@ -45,7 +45,6 @@ class TextSource:
         found = sizes(self._files)
         self._starts = [0, *itertools.accumulate(size for _, size in found)]
         self._document_bytes, self._marked_every, self._all_marked = document_bytes, 0, False
-        cut = [document_bytes]
         if document_bytes:
             total, fraction = self._starts[-1], validation_fraction
             documents = sum(-(-size // document_bytes) for _, size in found)
@@ -55,11 +54,8 @@ class TextSource:
                 self._document_bytes = min(document_bytes, smaller)
             if fraction > 0:
                 self._marked_every = int(self._document_bytes / fraction)
-            # The length of a compressed file's content is unknown: it may be cut.
-            packed = any(file.suffix in COMPRESSED for file in self._files.values())
-            if packed or max(size for _, size in found) > self._document_bytes or self._all_marked:
-                cut = [self._document_bytes, self._marked_every]
-        self.fingerprint = fingerprint("text", found, *cut)
+        # Not the held-out pieces: they follow from data.validation_fraction, which is compared by itself.
+        self.fingerprint = fingerprint("text", found, document_bytes)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """The documents of a file; a cursor is a byte offset into its (uncompressed) content.
