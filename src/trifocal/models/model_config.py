@@ -18,6 +18,8 @@ Attention = Literal["nsa", "selected", "window", "dense"]
 Compressor = Literal["mean", "mlp"]
 Selection = Literal["importance", "random"]
 Backend = Literal["auto", "reference", "triton"]
+MOST_LAYERS = 10_000
+"""Each layer is an object of Python: more of them would take minutes to make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class ModelConfig:
         layer_types: The attention of each layer, where layers differ; empty: `attention` in all of them.
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
         selection: `"importance"`, or `"random"`: a control that draws the blocks that are not forced.
-        compressor: φ of the compressed branch, `"mean"` or `"mlp"`.
+        compressor: Compressor of the keys and values of a block, `"mean"` or `"mlp"`.
         shared_kv: One projection of keys and values for all branches instead of one each.
         selected_dropout: Share of the queries whose selected branch is dropped in a training step, drawn for each layer
             anew, so that the compressed branch learns to find what they ask for: its scores choose the blocks.
@@ -100,6 +102,8 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"model.{name} must be a positive integer, got {value!r}")
+        if self.num_layers > MOST_LAYERS:
+            raise UserError(f"model.num_layers must be at most {MOST_LAYERS}, got {self.num_layers}")
         for name, choices in (
             ("attention", get_args(Attention)),
             ("selection", get_args(Selection)),

@@ -1,4 +1,4 @@
-"""The configuration of a run: one section a component, every field written out in the presets of `configs/`.
+"""The configuration of a run: one section a component, each a dataclass that checks itself.
 
 Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
 A run saves its resolved configuration, without secrets, as `config.toml` in its directory; loading it gives an equal
@@ -300,7 +300,7 @@ class RunConfig:
     """The configuration of a training run."""
 
     run: RunSection = field(default_factory=RunSection)
-    model: ModelConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainSection = field(default_factory=TrainSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
