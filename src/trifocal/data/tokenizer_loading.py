@@ -65,7 +65,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         kind = content["tokenizer_class"]
     except OSError as error:
         raise UserError(f"cannot read {path}, which names the model's tokenizer: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} does not name a tokenizer_class") from error
     # Older runs wrote no more for bytes.
     return ByteTokenizer() if kind == ByteTokenizer.__name__ else _from_folder(folder, str(folder), "")
@@ -115,7 +115,7 @@ def _read_object(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"tokenizer {path} is not a {path.name}: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"tokenizer {path} is not a {path.name}: it holds no JSON object")

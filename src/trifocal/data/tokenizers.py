@@ -25,6 +25,7 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "tokenizer.model"),
 )
 """Files of a tokenizer in a folder of Hugging Face; those after the second are transformers' alone."""
+_LARGEST_VOCABULARY = 1 << 24
 # Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
 
@@ -161,7 +162,11 @@ class HuggingFaceTokenizer:
         self._config, self._chat_template = dict(config or {}), chat_template
         self.name = name
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if self.vocab_size > _LARGEST_VOCABULARY:
+            raise UserError(
+                f"tokenizer {name}: got the id {self.vocab_size - 1:,}, expected ids below {_LARGEST_VOCABULARY:,}"
+            )
         own = _text_of_token(self._config.get("eos_token"))
         candidates = [separator] if separator else [token for token in (own, *_SEPARATORS) if token in vocabulary]
         if not candidates or candidates[0] not in vocabulary:

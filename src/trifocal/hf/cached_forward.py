@@ -78,17 +78,17 @@ def cached_tokens(
 
 
 def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
-    if torch.is_grad_enabled():
-        raise ValueError(NO_GRADIENTS)
     layers = getattr(cache, "layers", None)
     if layers == [] and isinstance(cache, DynamicCache):
         # A cache that was made without the configuration would take transformers' own layers.
         layers.extend(TrifocalLayer() for _ in range(config.num_layers))
     if not isinstance(layers, list) or not all(isinstance(layer, TrifocalLayer) for layer in layers):
         raise ValueError(
-            f"past_key_values must be a DynamicCache(config=model.config), got {type(cache).__name__}: other caches of "
-            "transformers do not hold what sparse attention needs"
+            f"past_key_values must be a DynamicCache(config=model.config), got another {type(cache).__name__}: layers "
+            "of transformers, as PEFT's prefix tuning fills them, do not hold what sparse attention needs"
         )
+    if torch.is_grad_enabled():
+        raise ValueError(NO_GRADIENTS)
     if getattr(cache, "offloading", False):
         raise ValueError("an offloaded cache is not possible for Trifocal's models")
     if len(layers) != config.num_layers:

@@ -26,6 +26,8 @@ from trifocal.nn.attention_base import Past
 
 # Collators for FlashAttention add these; they say no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+# `generate` passes those of stop_strings along.
+_TOKENIZERS = {"tokenizer", "assistant_tokenizer"}
 # transformers 5.24 gave past_key_values another name: in what `generate` passes, and in outputs.
 _CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
@@ -266,11 +268,6 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             )
         return super().generate(*args, **kwargs)  # type: ignore[misc]
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in transformers, without the tokenizer of `stop_strings`, which is passed along."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
-        return {name: value for name, value in inputs.items() if name not in ("tokenizer", "assistant_tokenizer")}
-
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refuse: it keeps keys and values alone, in pages of its own."""
         raise ValueError(
@@ -360,7 +357,7 @@ def _refuse(kwargs: dict[str, Any], **impossible: Any) -> None:
         if value:
             raise ValueError(f"{name}={value!r} is not possible: sparse attention makes no matrix of weights")
     for name, value in kwargs.items():
-        if value is not None and name not in _PACKING:
+        if value is not None and name not in _PACKING | _TOKENIZERS:
             raise ValueError(f"Trifocal's models do not know the argument {name}")
 
 

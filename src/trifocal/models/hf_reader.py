@@ -11,19 +11,17 @@ A layer of sliding-window attention becomes a layer of type `"window"`. Options 
 are refused by name.
 """
 
-import json
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.models.decoder import DecoderLM
-from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, read_json, read_tensors
+from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, model_of_folder, read_json, read_tensors
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn import RopeScaling
 
@@ -53,12 +51,18 @@ _NAMES = {
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether the folder's `config.json` has the `model_type` of a model that is not ours."""
-    try:
-        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("model_type", MODEL_TYPE) != MODEL_TYPE
+    """Whether the folder's `config.json` has the `model_type` of a model that is not ours.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    path = folder / CONFIG_FILE
+    # A folder that may not be read is refused when it is.
+    with contextlib.suppress(PermissionError):
+        return (
+            path.exists() and read_json(path, "the model's configuration").get("model_type", MODEL_TYPE) != MODEL_TYPE
+        )
+    return False
 
 
 def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -75,8 +79,7 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             not fit; the message names it.
     """
     config = read_hf_config(folder)
-    with torch.device("meta"):
-        expected = DecoderLM(config).state_dict()
+    expected = model_of_folder(config, folder).state_dict()
     # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
     ignored = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
     return config, read_tensors(folder, expected, hf_name, lambda name: name.endswith(ignored))

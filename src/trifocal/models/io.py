@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ AUTO_MAP = {
 """Where transformers finds the classes of a folder, by its own classes."""
 SHARD_BYTES = 5 * 10**9
 """Bytes of a shard, unless one tensor is larger."""
+_LARGEST_JSON = 1 << 27
 # A run has the first of these, a checkpoint the second.
 _TRAINERS_FILES = ("config.toml", "manifest.json")
 _MODELING = '''"""The classes of this model for transformers, with trust_remote_code: pip install 'trifocal[hf]'"""
@@ -152,11 +154,23 @@ def _is_there(path: Path) -> bool:
 def load_weights(folder: Path) -> DecoderLM:
     """Build the model of a folder; errors as in `load_model`."""
     config = read_config(folder)
-    with torch.device("meta"):
-        model = DecoderLM(config)
+    model = model_of_folder(config, folder)
     tensors = read_tensors(folder, model.state_dict(), exported_name)
     model.load_state_dict(tensors, assign=True)
     return model
+
+
+def model_of_folder(config: ModelConfig, folder: Path) -> DecoderLM:
+    """The model that the files of a folder are for, without weights.
+
+    Raises:
+        UserError: If the files have fewer tensors than the model has layers, which may be a million; or are missing.
+    """
+    stored = len(_shards_of(folder))
+    if config.num_layers > stored:
+        raise UserError(f"{folder}: got {stored} tensors, but {CONFIG_FILE} has {config.num_layers:,} layers")
+    with torch.device("meta"):
+        return DecoderLM(config)
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -194,10 +208,17 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         UserError: If it cannot be read, or holds something else.
     """
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_JSON:
+            raise UserError(f"cannot read {what} {path}: expected a file of at most {_LARGEST_JSON:,} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {os.strerror(error.errno or 0)}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not valid JSON: it is nested too deep") from error
     except ValueError as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold one JSON object, got {type(values).__name__}")
@@ -246,10 +267,7 @@ def read_tensors(
     Raises:
         UserError: If a file or a tensor is missing, unknown or broken, or does not fit; the message names it.
     """
-    try:
-        shards = _shards_of(folder)
-    except OSError as error:
-        raise UserError(f"cannot read the model's weights {folder}: {os.strerror(error.errno or 0)}") from error
+    shards = _shards_of(folder)
     names = {name: stored_name(name) for name in expected}
     unknown = [name for name in shards.keys() - set(names.values()) if not is_ignored(name)]
     if unknown:
@@ -281,10 +299,14 @@ def _shards_of(folder: Path) -> dict[str, Path]:
     """The file of each tensor."""
     index = folder / INDEX_FILE
     whole = folder / WEIGHTS_FILE
-    if whole.is_file():
+    try:
+        is_whole, is_sharded = whole.is_file(), index.is_file()
+    except OSError as error:
+        raise UserError(f"cannot read the model's weights {folder}: {os.strerror(error.errno or 0)}") from error
+    if is_whole:
         with _opened(whole) as file:
             return dict.fromkeys(file.keys(), whole)
-    if not index.is_file():
+    if not is_sharded:
         raise UserError(f"{folder} has no safetensors: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
     named = read_json(index, "the index of the weights").get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
