@@ -29,7 +29,7 @@ from trifocal.train.pretrained import open_pretrained
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertArguments:
-    """Make a sparse model of a dense one: a Llama, Mistral, Qwen2 or Qwen3 in a Hugging Face folder, or a dense run."""
+    """Make a sparse model of a dense one: a Llama, Mistral, Qwen2, Qwen3 or Phi-3 of Hugging Face, or a dense run."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The Hugging Face folder, with safetensors; or a run, one of its checkpoints, or a folder of weights."""
@@ -122,6 +122,10 @@ def _summary(config: ModelConfig, output: Path, note: str) -> str:
     kinds = Counter(config.attention_of_layers)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     path = shell_path(output)
+    if set(kinds) == {"window"}:
+        note = (
+            f"every layer has a sliding window of {config.sliding_window:,} tokens, and stays as it is. {note}".strip()
+        )
     lines = [f"wrote {output}: {parameter_count(config):,} parameters, layers: {layers}", *filter(None, [note])]
     lines += ["", "try next:", "  train on:", f"    trifocal train --model.from {path} --data.source text:PATH"]
     return "\n".join(lines)

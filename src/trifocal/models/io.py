@@ -12,7 +12,7 @@ import re
 import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -250,10 +250,24 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+class Rows(NamedTuple):
+    """A tensor that is a part of one in the files.
+
+    Attributes:
+        name: Name of the whole.
+        first: First row of the part.
+        total: Rows of the whole.
+    """
+
+    name: str
+    first: int
+    total: int
+
+
 def read_tensors(
     folder: Path,
     expected: Mapping[str, Tensor],
-    stored_name: Callable[[str], str],
+    stored_name: Callable[[str], str | Rows],
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Tensor]:
     """The tensors of `model.safetensors`, or of the shards that the index names, in their own types.
@@ -261,14 +275,15 @@ def read_tensors(
     Args:
         folder: With these files.
         expected: Tensors by name, of the shapes that they must have.
-        stored_name: Gives the name of a tensor in the files.
+        stored_name: Gives the name of a tensor in the files, or the rows of one that are it.
         is_ignored: Whether a name in the files need not be expected.
 
     Raises:
         UserError: If a file or a tensor is missing, unknown or broken, or does not fit; the message names it.
     """
     shards = _shards_of(folder)
-    names = {name: stored_name(name) for name in expected}
+    places = {name: stored_name(name) for name in expected}
+    names = {name: place.name if isinstance(place, Rows) else place for name, place in places.items()}
     unknown = [name for name in shards.keys() - set(names.values()) if not is_ignored(name)]
     if unknown:
         raise UserError(f"{folder} has a tensor that {CONFIG_FILE} does not know: {min(unknown)}")
@@ -276,19 +291,23 @@ def read_tensors(
     with contextlib.ExitStack() as stack:
         opened = {path: stack.enter_context(_opened(path)) for path in dict.fromkeys(shards.values())}
         for name, parameter in expected.items():
-            file_name = names[name]
+            file_name, place, shape = names[name], places[name], list(parameter.shape)
             if file_name not in shards:
                 raise UserError(f"{folder} lacks the tensor {file_name}")
             path = shards[file_name]
             try:
-                tensor: Tensor = opened[path].get_tensor(file_name)
+                stored = opened[path].get_slice(file_name)
+                rows: slice = slice(None)
+                if isinstance(place, Rows):
+                    rows, shape[0] = slice(place.first, place.first + shape[0]), place.total
+                if stored.get_shape() != shape:
+                    raise UserError(
+                        f"{path}: the tensor {file_name} has the shape {stored.get_shape()}, but {CONFIG_FILE} makes "
+                        f"it {shape}"
+                    )
+                tensor: Tensor = stored[rows]
             except SafetensorError as error:
                 raise UserError(f"{path} lacks the tensor {file_name}, or is broken: {error}") from error
-            if tensor.shape != parameter.shape:
-                raise UserError(
-                    f"{path}: the tensor {file_name} has the shape {list(tensor.shape)}, but {CONFIG_FILE} makes it "
-                    f"{list(parameter.shape)}"
-                )
             if not tensor.is_floating_point() or tensor.element_size() < 2:
                 raise UserError(f"{path}: the tensor {file_name} is of the type {tensor.dtype}, which is not supported")
             tensors[name] = tensor
