@@ -96,7 +96,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(options: dict[str, Any], m
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 @torch.no_grad()
 def test_a_cache_has_the_name_of_each_version(model: TrifocalForCausalLM, rows: list[Tensor], name: str) -> None:
-    """As `generate` passes it: transformers 5.24 calls it `cache`."""
+    """`generate` of transformers 5.24 passes and reads it as `cache`."""
     tokens = rows[0][None]
     cache = DynamicCache(config=model.config)
     for decoder, logits_of in (

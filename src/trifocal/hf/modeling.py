@@ -119,7 +119,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
                 one before.
             past_key_values: A `DynamicCache(config=model.config)` with earlier tokens; under `torch.no_grad()`.
             inputs_embeds: Embedded tokens, [B, T, E], instead of `input_ids`.
-            use_cache: Return a cache with the tokens, under `torch.no_grad()`; as the configuration says unless given.
+            use_cache: Return a cache with the tokens, under `torch.no_grad()`; None: the configuration's.
             output_attentions: Must not be True: sparse attention makes no matrix of weights.
             output_hidden_states: Return the residual stream: before the first layer, after each but the last, and the
                 last after the norm.
@@ -257,7 +257,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         return decoder
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; without a cache where the model cannot keep one, which takes longer."""
+        """Generate tokens; a model that cannot keep a cache reads the whole text again for each."""
         if cache_obstacle(self.config.to_model_config()):
             kwargs["use_cache"] = False
         settings = kwargs.get("generation_config") or self.generation_config
@@ -304,17 +304,17 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
-            output_hidden_states, return_dict, cache: As in `TrifocalModel.forward`.
+            output_hidden_states, return_dict, cache: See `TrifocalModel.forward`.
             labels: The tokens themselves, [B, T]; -100 where the loss leaves them out. They are shifted here.
             logits_to_keep: Logits of the last so many tokens, or of these places; 0: of all.
             num_items_in_batch: The loss is divided by it instead of the number of labels.
-            kwargs: As in `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
+            kwargs: See `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
 
         Returns:
             Logits, [B, T, vocab_size], and the loss of given labels.
 
         Raises:
-            ValueError: As `TrifocalModel.forward`.
+            ValueError: See `TrifocalModel.forward`.
         """
         # Not an argument by name: the trainer would look for it in every batch.
         shift_labels = kwargs.pop("shift_labels", None)

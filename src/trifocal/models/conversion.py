@@ -15,7 +15,7 @@ from trifocal.ops import Geometry
 
 Target = Literal["nsa", "selected"]
 FIRST_GATE = 1 / NUM_BRANCHES
-"""Each gate of a converted layer begins here: no branch is shut, and together they weigh as much as dense attention."""
+"""Start of each gate in a converted layer: no branch is closed, and together they weigh as much as dense attention."""
 
 
 def converted_config(
@@ -29,7 +29,7 @@ def converted_config(
     """The configuration of a converted model.
 
     Args:
-        config: Of the dense model. Its layers of type `"window"` stay as they are, also where all are.
+        config: The dense model's configuration. Its layers of type `"window"` stay as they are, also where all are.
         to: The attention of the layers that are converted.
         geometry: Block sizes of the sparse attention, in tokens.
         dense_layers: Layers that stay dense.
@@ -75,7 +75,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     all share them; its gates begin at FIRST_GATE for every input.
 
     Args:
-        tensors: Of the dense model, by name.
+        tensors: Tensors of the dense model, by name.
         config: From `converted_config`.
     """
     converted = dict(tensors)
@@ -83,7 +83,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
         expected = DecoderLM(config).state_dict()
     for name, parameter in expected.items():
         if ".attention.gate." in name:
-            # Of the type of the model's other weights.
+            # The model's other weights give the type.
             like = tensors["embedding.weight"]
             value = torch.logit(torch.tensor(FIRST_GATE)).item() if name.endswith(".bias") else 0.0
             converted[name] = torch.full(parameter.shape, value, dtype=like.dtype)

@@ -35,7 +35,7 @@ def export_weights(
 
     Args:
         model: The model itself, without wrappers.
-        tokenizer: Of the training data.
+        tokenizer: The tokenizer of the training data.
         folder: Made if it does not exist (its parent must); files of the same names are replaced.
         step: Optimizer steps done.
         sequence_length: Tokens of a sequence in training, if known.
@@ -144,12 +144,12 @@ def export_folder(
     """Write a new folder that transformers reads.
 
     Args:
-        model, tokenizer, sequence_length: As of `export_weights`.
-        folder: As of `new_model_folder`.
+        model, tokenizer, sequence_length: See `export_weights`.
+        folder: See `new_model_folder`.
         shard_bytes: Larger weights are cut into files of at most this many bytes.
 
     Raises:
-        UserError: As `new_model_folder`.
+        UserError: See `new_model_folder`.
     """
     with new_model_folder(folder) as partial:
         _write_model(model, tokenizer, partial, sequence_length, shard_bytes)
@@ -168,8 +168,8 @@ def write_tokenizer(
     """Write a tokenizer, with a token for padding, and `generation_config.json`.
 
     Args:
-        tokenizer: Of the training data.
-        vocab_size: Of the model.
+        tokenizer: The tokenizer of the training data.
+        vocab_size: The model's.
         folder: An existing one.
         sequence_length: Tokens of a sequence in training, if known.
 
