@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests import warm
 
+from tests import warm
 from trifocal.checks import process_checks as processes
 from trifocal.checks.process_worker import Case
 

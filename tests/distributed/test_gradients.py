@@ -9,10 +9,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+
 from tests import warm
 from tests.distributed import bf16
 from tests.distributed.workers import Workers
-
 from trifocal.checks import process_checks
 from trifocal.checks.process_checks import BOUND, DDP_CASES, SHARDED_CASES, STEP_CASES
 from trifocal.checks.process_worker import Case

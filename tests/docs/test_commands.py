@@ -6,9 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of
 
 import trifocal.cli.train as train_command
+from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of
 from trifocal.cli import COMMANDS, bench
 from trifocal.fields import from_table
 from trifocal.train.arguments import load_config, override, parse_arguments

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.docs.pages import ROOT, text_of
-from tests.train.tiny import make_config
 from trifocal.runlog.sinks.thread import MAX_WAITING_ROWS
 
+from tests.docs.pages import ROOT, text_of
+from tests.train.tiny import make_config
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.runlog import Heartbeat, heartbeat, metrics, read_metrics, verdict

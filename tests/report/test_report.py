@@ -13,10 +13,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+
 from tests.children import ROOT
 from tests.report.browser import Browser, find
 from tests.written_runs import TEXT, set_last_beat, write_picture, write_run
-
 from trifocal.errors import UserError
 from trifocal.report import summarise, write_report
 from trifocal.report.assets import SCRIPT, STYLE
