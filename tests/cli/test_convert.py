@@ -1,5 +1,6 @@
 """`trifocal convert` and `trifocal train --model.from`, as a person types them."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -106,6 +107,13 @@ def test_bad_input_is_one_line_and_leaves_nothing(
         assert sorted(tmp_path.rglob("*")) == before
     assert "full exists already" in refused(capsys, "export", str(dense_run), str(tmp_path / "full"))
     assert "dangling: File exists" in refused(capsys, "export", str(dense_run), str(tmp_path / "dangling"))
+
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trifocal.train.exporting.save_weights", full)
+        assert f"cannot write {out}: No space left on device" in refused(capsys, "export", str(dense_run), out)
 
     def interrupted(*arguments: Any, **options: Any) -> None:
         save_weights(*arguments, **options)
