@@ -1,15 +1,12 @@
 """The command line. Each command is imported when it is called, so that `trifocal --help` answers at once."""
 
-import atexit
 import contextlib
 import errno
-import gc
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from trifocal._version import __version__
 from trifocal.cli.output import drop_lost_output, printable, write_what_can_be_encoded
@@ -58,12 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
-        if args[0] == "generate" and not {"cpu", "--device=cpu"} & set(args):
-            # Before the import of PyTorch, which takes longer.
-            from trifocal.cli import gpu_driver
-
-            gpu_driver.start_driver()
-        return int(_import_command(args[0]).run(args[1:]))
+        return int(importlib.import_module(f"trifocal.cli.{args[0]}").run(args[1:]))
     except UserError as error:
         return _fail(str(error), 2)
     except BrokenPipeError:
@@ -80,24 +72,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         # From `--help` of a command.
         return error.code if isinstance(error.code, int) else 0
-
-
-def _import_command(name: str) -> ModuleType:
-    """Import a command, without Python's search for unreachable objects.
-
-    PyTorch makes some 200,000 objects that stay to the end. The search through them takes half a second of its import
-    on two CPU cores, and as much of the program's end.
-    """
-    module = f"trifocal.cli.{name}"
-    if module not in sys.modules:
-        gc.disable()
-        try:
-            importlib.import_module(module)
-        finally:
-            gc.freeze()
-            gc.enable()
-        atexit.register(gc.freeze)
-    return sys.modules[module]
 
 
 def _fail(message: str, status: int) -> int:
