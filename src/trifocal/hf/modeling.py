@@ -21,7 +21,7 @@ from trifocal.hf.training_loss import Targets, TrainingLoss
 from trifocal.models import DecoderLM
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
-from trifocal.nn.attention_base import Past
+from trifocal.nn.attention_base import KVCache
 from trifocal.ops import Documents
 
 # Collators for FlashAttention add these; they say no more than position_ids.
@@ -187,7 +187,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
         self,
         x: Tensor,
         layout: RowLayout | None,
-        pasts: Sequence[Past],
+        pasts: Sequence[KVCache],
         keep_all: bool,
         trained: Tensor | None = None,
     ) -> list[Tensor]:

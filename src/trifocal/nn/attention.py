@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from trifocal.nn.attention_base import AttentionBase, Past, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
 from trifocal.nn.rope import rotate
@@ -76,7 +76,7 @@ class NSAttention(AttentionBase):
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
         dropped: Tensor | None = None,
-        past: Past | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -86,7 +86,7 @@ class NSAttention(AttentionBase):
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
             dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
-            past: Earlier tokens, which give these their positions; the other arguments are ignored with it.
+            cache: Holds earlier tokens, which give these their positions; the other arguments are ignored with it.
 
         Returns:
             [B, T, E].
@@ -103,8 +103,8 @@ class NSAttention(AttentionBase):
         else:
             q, keys, values, _ = self._project(x)
             gates = self.gate(q)
-        if past is not None:
-            return self.o_proj(past.attend(self, q, keys, values, gates).flatten(2))
+        if cache is not None:
+            return self.o_proj(cache.attend(self, q, keys, values, gates).flatten(2))
         if dropped is not None:
             # Of three branches, the second.
             gates = gates.masked_fill(nn.functional.pad(dropped[..., None, None], (1, 1)), 0.0)
@@ -165,7 +165,7 @@ class DenseAttention(AttentionBase):
         *,
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
-        past: Past | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
 
@@ -175,8 +175,8 @@ class DenseAttention(AttentionBase):
         documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
-        if past is not None:
-            return self.o_proj(past.attend(self, q, [k], [v], None).flatten(2))
+        if cache is not None:
+            return self.o_proj(cache.attend(self, q, [k], [v], None).flatten(2))
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return self.o_proj(self._attend(q, k, v, documents).flatten(2))
