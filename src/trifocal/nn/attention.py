@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
-from trifocal.nn.rope import rotate
+from trifocal.nn.rope import UNSCALED, RopeScaling, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
 from trifocal.ops.dispatch import check_backend
 from trifocal.ops.geometry import LARGEST_SIZE
@@ -25,13 +25,17 @@ class NSAttention(AttentionBase):
     keys by the position of their block's first token.
 
     Args:
+        dim: E, width of input and output.
+        num_heads: H, query heads.
+        num_kv_heads: G, KV heads; the H/G query heads that share one share its chosen blocks too. Divides H.
+        head_dim: D of queries and keys; even.
+        value_dim: V of values.
         geometry: Block sizes, in tokens.
         compressor: φ: `"mean"`, or `"mlp"`, the paper's learnable one.
         gate: `"sigmoid"` per head, or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
         backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
-        **sizes: `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`. The heads
-            that share a KV head share its chosen blocks too.
+        rope_theta, rope_scaling, qk_norm, norm_eps, qkv_bias, o_bias: See `AttentionBase`.
 
     Raises:
         ValueError: If the sizes do not fit one another.
@@ -42,15 +46,39 @@ class NSAttention(AttentionBase):
     def __init__(
         self,
         *,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
         geometry: Geometry,
         compressor: Literal["mean", "mlp"] = "mean",
         gate: Literal["sigmoid", "softmax"] = "sigmoid",
         shared_kv: bool = False,
         backend: Literal["auto", "reference", "triton"] = "auto",
-        **sizes: Any,
+        rope_theta: float = 10000.0,
+        rope_scaling: RopeScaling = UNSCALED,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
     ) -> None:
-        # Branches are in the order cmp, slc, win.
-        super().__init__(geometry=geometry, branches=1 if shared_kv else NUM_BRANCHES, **sizes)
+        super().__init__(
+            dim=dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            geometry=geometry,
+            # In the order cmp, slc, win.
+            branches=1 if shared_kv else NUM_BRANCHES,
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+        )
         if compressor not in ("mean", "mlp"):
             raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
         if gate not in ("sigmoid", "softmax"):
@@ -147,17 +175,7 @@ class NSAttention(AttentionBase):
 
 
 class DenseAttention(AttentionBase):
-    """Causal attention over the whole past: what every comparison of `NSAttention` is measured against.
-
-    Args:
-        **sizes: `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`.
-
-    Raises:
-        ValueError: If the sizes do not fit one another.
-    """
-
-    def __init__(self, **sizes: Any) -> None:
-        super().__init__(**sizes)
+    """Causal attention over the whole past: the dense baseline of `NSAttention`. Arguments as of `AttentionBase`."""
 
     def forward(
         self,
