@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog, make_sinks, write_environment
 from trifocal.runlog.standard_streams import FaultTolerantStreams
-from trifocal.train.meter import Meter
+from trifocal.train.meter import ThroughputMeter
 from trifocal.train.run_directory import OpenDirectory
 from trifocal.train.step import StepResult
 from trifocal.train.toml import to_toml
@@ -40,7 +40,7 @@ class RunLogger:
         self._loader, self._graphs = setup.loader, setup.graphs
         self.open_directory, self._streams = open_directory, streams
         self.metrics, self.heartbeat, self.progress = metrics, heartbeat, progress
-        self.meter = Meter(setup.config, setup.device, setup.processes.size, setup.state.step)
+        self.meter = ThroughputMeter(setup.config, setup.device, setup.processes.size, setup.state.step)
         self._skipped_reported = self._cut_reported = False
 
     def event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
