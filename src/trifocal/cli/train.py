@@ -17,7 +17,6 @@ from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
 from trifocal.runlog.standard_streams import FaultTolerantStreams, discard_lost_output, open_closed_descriptors
-from trifocal.runlog.traces import AnomalyFound
 from trifocal.train.arguments import HELP, load_config, override, read_flags, show_help
 from trifocal.train.launch import resume, resume_command, train
 from trifocal.train.nonfinite import NonFiniteError
@@ -89,7 +88,7 @@ def _run(args: Sequence[str]) -> int:
     own = {name: overrides.pop(name) for name in _OWN_FLAGS if name in overrides}
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
-    except (NonFiniteError, AnomalyFound, FloatingPointError, torch.OutOfMemoryError) as error:
+    except (NonFiniteError, FloatingPointError, torch.OutOfMemoryError) as error:
         print(printable("; ".join([f"trifocal: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         return 1
     except PeerLost as error:
