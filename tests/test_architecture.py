@@ -151,18 +151,6 @@ def test_a_model_is_made_and_continues_a_text_without_pytorchs_compiler():
     assert python(code).strip() == "False"
 
 
-def test_weights_of_a_run_are_read_without_pytorchs_checkpoints(tmp_path):
-    """That package takes a second, as does the computer algebra that it and `to_empty` bring."""
-    python(f"from pathlib import Path; from tests.train.test_checkpoint import save; save(Path({str(tmp_path)!r}), 1)")
-    (path,) = (tmp_path / "checkpoints").iterdir()
-    code = (
-        "import sys; from pathlib import Path; from trifocal.train.pretrained import open_pretrained\n"
-        f"with open_pretrained(Path({str(path)!r})) as found: found.model()\n"
-        "print({'sympy', 'torch.distributed.checkpoint', 'torch._dynamo'} & set(sys.modules))"
-    )
-    assert python(code).strip() == "set()"
-
-
 def test_command_line_answers_without_torch():
     """`trifocal --help` is not worth waiting for."""
     assert python("import sys, trifocal.cli as cli; cli.main(['--help']); print('torch' in sys.modules)").endswith(

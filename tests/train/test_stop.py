@@ -78,7 +78,7 @@ def test_before_the_first_step_a_wait_ends_at_once() -> None:
     assert time.monotonic() - begin < 10
 
 
-# The wait of a step for PyTorch's own pool of compiling processes, which Triton's kernels have, as a job takes its time.
+# A step waits for PyTorch's own pool of compiling processes, which has a job that takes its time.
 COMPILING = """
 import os, sys, time
 from pathlib import Path

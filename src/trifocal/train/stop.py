@@ -1,8 +1,8 @@
 """Stopping a run by signals: the first one saves and stops, the second ends the process.
 
-A terminal, `timeout` and Slurm signal all processes of a group. The compiler's workers, gcc and ptxas must outlive that:
-a step that waits for them could not end, nor be saved. So the training thread blocks the signals, which all that it
-starts inherits, and a thread of its own takes them. That thread also answers while training waits in a library.
+A terminal, `timeout` and Slurm signal all processes of a group. The compiler's workers, gcc and ptxas must outlive
+that: a step that waits for them could not end, nor be saved. So the training thread blocks the signals, which all that
+it starts inherits, and a thread of its own takes them. That thread also answers while training waits in a library.
 """
 
 import contextlib
