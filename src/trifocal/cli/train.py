@@ -23,6 +23,7 @@ from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.result import TrainResult
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import load_run
+from trifocal.train.stop import StoppedBeforeFirstStep
 
 _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}
 _FIRST_HELP = """\
@@ -91,6 +92,9 @@ def _run(args: Sequence[str]) -> int:
     except (NonFiniteError, FloatingPointError, torch.OutOfMemoryError) as error:
         print(printable("; ".join([f"trifocal: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         return 1
+    except StoppedBeforeFirstStep as stopped:
+        # PyTorch's own end would wait for compilers that still work.
+        leave_at_once(stopped.status)
     except PeerLost as error:
         print(printable(f"trifocal: {error}"), file=sys.stderr)
         leave_at_once(1)
