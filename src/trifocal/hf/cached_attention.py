@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from trifocal.generate.prefill import Chunk, Compress, causal_attention, extend_dense, extend_sparse
 from trifocal.hf.layer_cache import TrifocalLayer
 from trifocal.nn import DenseAttention, MeanCompressor, NSAttention, SelectedAttention, WindowAttention
-from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.nn.chooser import VALUE_COLUMNS
+from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.ops import (
     DecodeBatch,
     Geometry,
@@ -80,10 +80,10 @@ class NewTokens:
 
 
 class LayerPast:
-    """`trifocal.nn.attention_base.Past` of one layer.
+    """`trifocal.nn.attention_base.KVCache` of one layer.
 
     Args:
-        layer: Its cache.
+        layer: Cache of the layer.
         new: The new tokens.
     """
 

@@ -50,7 +50,7 @@ class Lesson(NamedTuple):
     scale: Tensor
 
 
-class Past(Protocol):
+class KVCache(Protocol):
     """Keys and values of the earlier tokens of a batch."""
 
     def attend(

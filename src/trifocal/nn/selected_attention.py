@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trifocal.nn.attention_base import Lesson, Past, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.attention_base import KVCache, Lesson, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.chooser import ChoosingAttention, choose_blocks
 from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.rope import rotate
@@ -49,7 +49,7 @@ class SelectedAttention(ChoosingAttention):
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
-        past: Past | None = None,
+        cache: KVCache | None = None,
         lesson: Lesson | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend; arguments and result as in `NSAttention.forward`."""
@@ -57,8 +57,8 @@ class SelectedAttention(ChoosingAttention):
         documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
-        if past is not None:
-            return self.o_proj(past.attend(self, q, [k], [v], None).flatten(2))
+        if cache is not None:
+            return self.o_proj(cache.attend(self, q, [k], [v], None).flatten(2))
         raw = k.detach()
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)

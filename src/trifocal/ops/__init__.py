@@ -3,6 +3,7 @@
 from trifocal.ops.api import (
     compressed_attention,
     mean_compress,
+    nsa,
     nsa_attention,
     select_blocks,
     select_blocks_by_index,
@@ -28,6 +29,7 @@ __all__ = [
     "decode_attention",
     "decode_dense_attention",
     "mean_compress",
+    "nsa",
     "nsa_attention",
     "select_blocks",
     "select_blocks_by_index",
