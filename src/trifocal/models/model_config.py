@@ -180,6 +180,13 @@ class ModelConfig:
         return self.chooses_blocks and self.chooser == "index" and self.selection == "importance"
 
     @property
+    def undecodable(self) -> str:
+        """Why the model cannot decode; empty if it can."""
+        if self.chooses_blocks and self.selection != "importance":
+            return f'model.selection "{self.selection}" is a control for training and evaluation, which cannot decode'
+        return 'model.chooser "index" cannot decode yet' if self.has_index else ""
+
+    @property
     def untaught_choice(self) -> str:
         """Why the choice has nothing that a loss of its own could teach; empty if it has."""
         if not self.chooses_blocks:

@@ -15,6 +15,7 @@ from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.stall_summary import stall_summary
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.step import valid_targets
@@ -41,12 +42,14 @@ class StepData(NamedTuple):
         position: State of the loader after them.
         total_targets: Valid targets of the global batch, in all processes; None for a single process.
         documents: For each micro-batch, the largest number of packed documents in any process; None for a single one.
+        eligible: Queries of the global batch that teach the choice of each layer; None where it is not taught.
     """
 
     batches: list[Batch]
     position: dict[str, Any]
     total_targets: int | None
     documents: list[int] | None
+    eligible: list[float] | None = None
 
 
 class _NextStep(NamedTuple):
@@ -62,10 +65,11 @@ class StepCoordinator:
 
     Args:
         processes: This process among those of the run.
+        teacher: Counts the queries that teach the choice, if it is taught.
     """
 
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
+    def __init__(self, processes: Processes, teacher: ChoiceTeacher | None = None) -> None:
+        self._processes, self._teacher = processes, teacher
         self._ahead: _NextStep | None = None
         self._begun = False
         self._first_step = 0
@@ -74,7 +78,7 @@ class StepCoordinator:
         self._changing: dict[int, int] = {}
 
     def next_step(
-        self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, *, last: bool
+        self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, *, step: int = 0, last: bool
     ) -> StepData | None:
         """The next step's micro-batches, agreed on with the other processes: the number of targets, a stop, a failure.
 
@@ -87,6 +91,7 @@ class StepCoordinator:
             count: Micro-batches of a step.
             signals: Holds the signal that asks this process to stop.
             heartbeat: Gets the phases.
+            step: Number of the step.
             last: No step follows this one.
 
         Returns:
@@ -100,22 +105,29 @@ class StepCoordinator:
                 return None
             self._begun = True
             with heartbeat.phase("data"):
-                return StepData([next(loader) for _ in range(count)], loader.state_dict(), None, None)
+                batches = [next(loader) for _ in range(count)]
+            return StepData(batches, loader.state_dict(), None, None, self._eligible(batches, step))
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
-        current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
+        current = self._ahead or self._read_ahead(loader, count, signals, heartbeat, step)
         with heartbeat.phase("wait"):
-            targets, stop, failed = current.answer()
+            targets, stop, failed, *eligible = current.answer()
             documents = current.documents()
             if failed:
                 self._processes.raise_on_all(current.error)
         if stop and self._begun:
             return None
         self._begun = True
-        self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat)
-        return StepData(current.batches, current.position, int(targets), [int(number) for number in documents])
+        self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat, step + 1)
+        documents = [int(number) for number in documents]
+        return StepData(current.batches, current.position, int(targets), documents, eligible or None)
 
-    def _read_ahead(self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat) -> _NextStep:
+    def _eligible(self, batches: list[Batch], step: int) -> list[float] | None:
+        return None if self._teacher is None else [*map(float, self._teacher.eligible(batches, step))]
+
+    def _read_ahead(
+        self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat, step: int
+    ) -> _NextStep:
         batches: list[Batch] = []
         error: Exception | None = None
         with heartbeat.phase("data"):
@@ -124,8 +136,9 @@ class StepCoordinator:
             except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
         targets = sum(map(valid_targets, batches))
-        answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
         # Every process sends as many numbers, even if its data failed.
+        eligible = self._eligible([] if error else batches, step) or []
+        answer = self._processes.sum_later([targets, signals.received is not None, error is not None, *eligible])
         documents = [0] * count if error else [packed_documents(batch) for batch in batches]
         return _NextStep(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
 

@@ -10,6 +10,7 @@ from trifocal.data import Batch
 from trifocal.distributed import Parallel
 from trifocal.models.decoder import IGNORED_TARGET
 from trifocal.runlog.heartbeat import Phases
+from trifocal.train.choice_teacher import ChoiceTeacher
 from trifocal.train.graphs import MicroBatchGraphs
 from trifocal.train.micro_batch import LossFunction, autocast, call_with, model_inputs, to_device
 from trifocal.train.optimizer import gradient_norm, guarded_step
@@ -56,6 +57,7 @@ class StepResult:
         local_loss: This process's share of it; the shares add up to it.
         gradient_norm: 2-norm of the whole gradient before clipping.
         finite: Whether both are finite; if not, the update was not applied.
+        choice_loss: Loss of the choice, without its weight; None where it is not taught.
     """
 
     step: int
@@ -65,6 +67,7 @@ class StepResult:
     local_loss: Tensor
     gradient_norm: Tensor
     finite: DeviceFlag
+    choice_loss: Tensor | None = None
 
 
 def batch_loss(
@@ -138,6 +141,7 @@ class TrainStep:
         parallel: The parallelized model, if each of several processes has a part of the global batch.
         graphs: Of the loss function, to replay instead of calling it. Forward and backward are then one phase,
             `forward`, and `before_backward` comes before the first; gradients are exchanged after the last.
+        teacher: Teaches the choice; the loss function was given its `teaching`.
         split_rows: As in `batch_loss`.
     """
 
@@ -151,11 +155,12 @@ class TrainStep:
         before_backward: Callable[[], None] = lambda: None,
         parallel: Parallel | None = None,
         graphs: MicroBatchGraphs | None = None,
+        teacher: ChoiceTeacher | None = None,
         split_rows: bool = False,
     ) -> None:
         self.loss_function, self.optimizer, self.graphs = loss_function, optimizer, graphs
         self._device, self._config, self._split_rows = device, config, split_rows
-        self._before_backward = before_backward
+        self._before_backward, self._teacher = before_backward, teacher
         self._parallel = parallel or Parallel(loss_function, "none", 1, None)  # type: ignore[arg-type]
 
     def run(
@@ -167,6 +172,7 @@ class TrainStep:
         forward_phase: str = "forward",
         total_targets: int | None = None,
         documents: Sequence[int] | None = None,
+        eligible: Sequence[float] | None = None,
     ) -> StepResult:
         """Take one step.
 
@@ -181,6 +187,7 @@ class TrainStep:
             total_targets: Valid targets of the global batch, in all processes; those of `batches` by default.
             documents: Packed documents of each micro-batch; if all processes must compute the same kind at a
                 time, the largest number in any process. By default each is computed as it is.
+            eligible: Queries of the global batch that teach the choice of each layer; those of `batches` by default.
 
         Returns:
             The results; nothing waits for the device.
@@ -188,6 +195,8 @@ class TrainStep:
         counts = [valid_targets(batch) for batch in batches]
         total = max(sum(counts) if total_targets is None else total_targets, 1)
         weights = [count / total for count in counts]
+        if self._teacher is not None:
+            self._teacher.begin(step, self._teacher.eligible(batches, step) if eligible is None else eligible)
         micro_batches = list(zip(batches, weights, documents or [0] * len(batches), strict=True))
         if self.graphs is None:
             loss_sum = self._add_gradients(micro_batches, phases, forward_phase)
@@ -197,10 +206,15 @@ class TrainStep:
             local_loss = loss_sum.clone() if self._parallel.size > 1 else loss_sum
             self._parallel.sum(loss_sum)
             groups = self.optimizer.param_groups
-            parameters = [parameter for group in groups for parameter in group["params"]]
+            apart, choice_loss = [], None
+            if self._teacher is not None:
+                apart, choice_loss = self._teacher.index_parameters, self._teacher.loss()
+                self._parallel.sum(choice_loss)
+            ids = set(map(id, apart))
+            parameters = [one for group in groups for one in group["params"] if id(one) not in ids]
             norm = gradient_norm(parameters)
-            taken = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm)
-        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, DeviceFlag(taken))
+            taken = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm, apart)
+        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, DeviceFlag(taken), choice_loss)
 
     def _add_gradients(self, micro_batches: Sequence[_MicroBatch], phases: Phases, forward_phase: str) -> Tensor:
         """Forward and backward of all micro-batches; returns the sum of their weighted losses."""

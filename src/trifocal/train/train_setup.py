@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +14,9 @@ from trifocal.distributed import Processes
 from trifocal.errors import UserError, one_line
 from trifocal.models import DecoderLM
 from trifocal.train.checkpoint import load_checkpoint
+from trifocal.train.choice_teacher import make_teacher
 from trifocal.train.graphs import make_graphs
+from trifocal.train.micro_batch import LossFunction
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.parallelize import parallelize_model
 from trifocal.train.pretrained import load_pretrained_weights
@@ -62,7 +65,14 @@ class TrainSetup:
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile:
             self.model.compile_training()
-        self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device)
+        # Gradients are averaged over the processes, but by graphs under ddp, which add them up.
+        adds_up = config.train.cuda_graphs and self.device.type == "cuda" and not self.parallel.sharded
+        factor = 1 if adds_up else self.parallel.size
+        self.teacher = make_teacher(self.model, config.train, self.device, factor)
+        self.loss_function: LossFunction = self.parallel.module
+        if self.teacher is not None:
+            self.loss_function = partial(self.parallel.module, teaching=self.teacher.teaching)
+        self.graphs, graphs_note = make_graphs(self.parallel, self.model, config.train, self.device, self.loss_function)
         from_note = f"begins with the weights of {config.model.from_}" if begins and config.model.from_ else ""
         self.notes = list(filter(None, [from_note, mode_note, graphs_note]))
         self.loader: Loader = processes.run_on_all(self._make_loader)
