@@ -16,9 +16,9 @@ from torch.nn import functional as F
 
 from trifocal.models import DecoderLM
 from trifocal.nn import NSAttention, SelectedAttention
-from trifocal.ops.choice_loss import hash_numbers
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import Geometry, compressed_attention, nsa_attention, select_blocks, selected_attention
+from trifocal.ops.choice_loss import hash_numbers
 from trifocal.ops.reference import full_precision, importance
 
 INDEX_DIM = 64

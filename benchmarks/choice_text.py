@@ -34,7 +34,6 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choice_parts import Lesson, teach
-
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 

@@ -231,9 +231,9 @@ def graphs():
     original = parallelize.parallelize
     parallelize.parallelize = lambda *args, **options: original(*args, **options | {"exchange_after": True})
 
-    def make_graphs(parallel, model, config, device):
+    def make_graphs(parallel, model, config, device, loss_function):
         assert parallel.sharded or parallel.flat_gradients is not None
-        return graphs_module.MicroBatchGraphs(parallel.module, model.parameters(), device, "fp32", parallel), ""
+        return graphs_module.MicroBatchGraphs(loss_function, model.parameters(), device, "fp32", parallel), ""
 
     train_setup.make_graphs = make_graphs
 

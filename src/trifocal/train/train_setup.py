@@ -65,9 +65,8 @@ class TrainSetup:
         self.optimizer = make_optimizer(self.model, config.optimizer)
         if config.train.compile:
             self.model.compile_training()
-        # Gradients are averaged over the processes, but by graphs under ddp, which add them up.
-        adds_up = config.train.cuda_graphs and self.device.type == "cuda" and not self.parallel.sharded
-        factor = 1 if adds_up else self.parallel.size
+        # Where gradients are exchanged after backward they are added up, elsewhere averaged over the processes.
+        factor = self.parallel.size if self.parallel.flat_gradients is None else 1
         self.teacher = make_teacher(self.model, config.train, self.device, factor)
         self.loss_function: LossFunction = self.parallel.module
         if self.teacher is not None:
