@@ -126,7 +126,7 @@ def teaching_of(
     eligible = sum(eligible_queries(model.config, tokens, None, step, stretch)[0] for tokens, _ in batches)
     scales = torch.full((1,), weight / max(1, eligible * CONFIG.num_kv_heads))
     return [
-        ChoiceTeaching(torch.tensor(step), scales, torch.zeros(()), tokens.shape[1], stretch) for tokens, _ in batches
+        ChoiceTeaching(torch.tensor(step), scales, torch.zeros(1, 2), tokens.shape[1], stretch) for tokens, _ in batches
     ]
 
 

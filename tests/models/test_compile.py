@@ -140,12 +140,12 @@ def test_a_taught_choice_is_compiled(
     packed = Documents.from_checked(torch.tensor([0, 5, 30, 58, 60]), 60, row_length=30)
 
     def taught(rows: torch.Tensor, documents: Documents | None, step: int) -> list[torch.Tensor]:
-        teaching = ChoiceTeaching(torch.tensor(step), torch.full((2,), 0.1), torch.zeros(()), 30, 4)
+        teaching = ChoiceTeaching(torch.tensor(step), torch.full((2,), 0.1), torch.zeros(2, 2), 30, 4)
         model.zero_grad()
         loss = model(rows, rows, cu_seqlens=documents, teaching=teaching)
         loss.backward()
-        assert teaching.total > 0
-        return [loss.detach(), teaching.total, *(parameter.grad for parameter in model.parameters())]  # type: ignore[list-item]
+        assert teaching.totals.all()
+        return [loss.detach(), teaching.totals, *(parameter.grad for parameter in model.parameters())]  # type: ignore[list-item]
 
     calls = [(tokens, None, 1), (tokens.view(1, 60), packed, 1), (tokens, None, 2)]
     expected = [taught(*call) for call in calls]

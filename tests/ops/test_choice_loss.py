@@ -73,9 +73,7 @@ def loop_loss(student, q, k, sample, borders, *, k_cmp=None, q_idx=None, k_idx=N
                         mass[block] += part.sum() / heads
                     if student == "compressed":
                         first = sum(
-                            GEOMETRY.num_compressed_blocks(b - a)
-                            for a, b in itertools.pairwise(borders)
-                            if b <= start
+                            GEOMETRY.num_compressed_blocks(b - a) for a, b in itertools.pairwise(borders) if b <= start
                         )
                         seen = GEOMETRY.num_compressed_blocks(position + 1)
                         keys = k_cmp[row, first : first + seen, group]
@@ -119,7 +117,8 @@ def test_loss_and_gradient_are_those_of_a_loop(student, borders, parts, monkeypa
     for parameter in parameters.values():
         parameter.requires_grad_()
     monkeypatch.setattr(choice_loss, "_MOST_SCORES", batch * sample.tokens.shape[1] * HEADS * TOKENS // parts)
-    loss = choice_loss.choice_loss(q, k, sample, GEOMETRY, documents, **parameters)
+    loss, recall = choice_loss.choice_loss(q, k, sample, GEOMETRY, documents, **parameters)
+    assert 0.3 < recall / (sample.eligible.sum() * GROUPS) < 0.99
     expected = loop_loss(student, q, k, sample, borders, **parameters)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     got = torch.autograd.grad(loss, [*parameters.values(), q, k], allow_unused=True)
@@ -155,16 +154,17 @@ def test_sample_does_not_depend_on_the_batch():
     assert set(drawn_tokens.unique().tolist()) == set(range(length))
 
 
-def test_held_shares_of_a_choice():
-    mass = torch.tensor([0.1, 0.3, 0.2, 0.0, 0.1, 0.3]).view(1, 1, 1, 6)
-    geometry = Geometry(4, 2, 8, 3, 1, 1, 8)
+def test_recall_of_a_choice():
+    """Of blocks 1 to 4 the student would choose 1 and 2, the teacher 1 and 4; block 5 is forced, and so is 0."""
+    mass = torch.tensor([0.1, 0.3, 0.1, 0.0, 0.2, 0.3]).view(1, 1, 1, 6)
+    student = torch.tensor([0.9, 0.2, 0.5, 0.0, 0.1, 0.9]).view(1, 1, 1, 6)
+    geometry = Geometry(4, 2, 8, 4, 1, 1, 8)
     sample = Sample(torch.tensor([[5 * 8]]), torch.zeros(1, 1, dtype=torch.int64), torch.tensor([[True]]))
     free = choice_loss.free_blocks(sample, geometry, 6)
     assert free[0, 0].tolist() == [False, True, True, True, True, False]
-    held, best = choice_loss.held_shares(
-        mass, torch.tensor([0, 2, 5]).view(1, 1, 1, 3), free, sample.eligible, geometry
-    )
-    torch.testing.assert_close([held.item(), best.item()], [0.2 / 0.6, 0.3 / 0.6])
+    found = choice_loss.recall(mass, student, free, sample.eligible, geometry)
+    torch.testing.assert_close(found.item(), 0.4 / 0.5)
+    assert choice_loss.recall(mass, student, free, ~sample.eligible, geometry) == 0
 
 
 def test_refusals_of_the_index():

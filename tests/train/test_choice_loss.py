@@ -55,8 +55,9 @@ def test_all_but_the_index_gets_the_same_update(tmp_path: Path, heartbeat: Heart
     silent = replace(config, train=replace(config.train, choice_loss_weight=0.0))
     plain, _, without = take_step(silent, batches, heartbeat)
     result, gradients, taught = take_step(config, batches, heartbeat)
-    assert plain.choice_loss is None
-    assert result.choice_loss is not None and result.choice_loss.item() > 0.01
+    assert plain.choice is None
+    assert result.choice is not None and result.choice[:, 0].min() > 0.01
+    assert result.choice[:, 1].min() > 0.1 and result.choice[:, 1].max() <= 1
     assert torch.equal(result.loss, plain.loss)
     assert torch.equal(result.gradient_norm, plain.gradient_norm)
     others = dict(without.named_parameters())
@@ -87,7 +88,7 @@ def test_compressed_keys_are_taught_alone(tmp_path: Path, heartbeat: Heartbeat, 
 def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat) -> None:
     config = make_config(tmp_path, *INDEX, *TAUGHT, "--train.gradient_clip_norm", "0")
     whole = take_step(config, read_batches(config, 4, 1), heartbeat)
-    assert whole[0].choice_loss is not None
+    assert whole[0].choice is not None
     checkpointed = replace(config, train=replace(config.train, activation_checkpointing="all"))
     others = {
         "accumulated": take_step(config, read_batches(config, 1, 4), heartbeat),
@@ -95,11 +96,11 @@ def test_how_a_batch_is_cut_does_not_matter(tmp_path: Path, heartbeat: Heartbeat
         "split rows": take_step(config, read_batches(config, 4, 1), heartbeat, split_rows=True),
     }
     for name, (result, gradients, _) in others.items():
-        torch.testing.assert_close(result.choice_loss, whole[0].choice_loss, rtol=1e-5, atol=1e-7, msg=name)
+        torch.testing.assert_close(result.choice, whole[0].choice, rtol=1e-5, atol=1e-7, msg=name)
         for parameter, gradient in gradients.items():
             torch.testing.assert_close(gradient, whole[1][parameter], rtol=1e-4, atol=1e-6, msg=f"{name}: {parameter}")
     another, _, _ = take_step(config, read_batches(config, 4, 1), heartbeat, step=4)
-    assert not torch.equal(another.choice_loss, whole[0].choice_loss), "each step has its own sample"
+    assert not torch.equal(another.choice, whole[0].choice), "each step has its own sample"
 
 
 def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> None:
@@ -107,7 +108,7 @@ def test_no_eligible_query_is_no_loss(tmp_path: Path, heartbeat: Heartbeat) -> N
     batches = read_batches(config, 2, 2)
     assert sum(ChoiceTeacher(DecoderLM(config.model), config.train, CPU).eligible(batches, 3)) == 0
     result, gradients, _ = take_step(config, batches, heartbeat)
-    assert result.choice_loss.item() == 0
+    assert result.choice is not None and not result.choice.any()
     assert not any(gradient.any() for name, gradient in gradients.items() if ".index." in name)
 
 
@@ -116,6 +117,7 @@ def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
     train(config)
     rows = list(read_metrics(Path(config.run.directory) / "metrics.jsonl", "train"))
     assert len(rows) == 6 and all(row["choice_loss"] > 0 for row in rows)
+    assert all(len(row["choice_recall"]) == 2 and 0 < min(row["choice_recall"]) <= 1 for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ class ChoiceTeaching(NamedTuple):
     Attributes:
         step: Number of the training step, an int64 scalar.
         scales: Factor on the summed loss of each layer, [layers].
-        total: Gets the scaled loss of all layers added, an fp32 scalar.
+        totals: Get the scaled loss and recall of each layer added, [layers, 2], fp32.
         row_length: Tokens of a training row.
         stretch: One query is sampled of so many.
     """
 
     step: Tensor
     scales: Tensor
-    total: Tensor
+    totals: Tensor
     row_length: int
     stretch: int
 
@@ -41,7 +41,7 @@ class Lessons:
     def __init__(self, teaching: ChoiceTeaching, config: ModelConfig, tokens: Tensor, positions: Tensor) -> None:
         self._teaching, self._geometry, self._positions = teaching, config.geometry, positions
         self._keys = stretch_keys(tokens, teaching.row_length, teaching.stretch)
-        self._losses: list[Tensor] = []
+        self._figures: dict[int, Tensor] = {}
 
     def of_layer(self, layer: int) -> Lesson:
         """The lesson of a layer."""
@@ -51,17 +51,17 @@ class Lessons:
         )
         return Lesson(sample, teaching.scales[layer])
 
-    def add(self, loss: Tensor) -> None:
-        """Take the scaled loss of a layer."""
-        self._losses.append(loss)
+    def add(self, layer: int, figures: Tensor) -> None:
+        """Take the scaled loss and recall of a layer, [2]."""
+        self._figures[layer] = figures
 
     def attach_to(self, loss: Tensor) -> Tensor:
         """The model's loss, unchanged, whose backward pass is that of the choice's loss as well."""
-        if not self._losses:
+        if not self._figures:
             return loss
-        total = torch.stack(self._losses).sum()
-        self._teaching.total.add_(total.detach())
-        return _attach(loss, total)
+        for layer, figures in self._figures.items():
+            self._teaching.totals[layer].add_(figures.detach())
+        return _attach(loss, torch.stack(list(self._figures.values()))[:, 0].sum())
 
 
 def eligible_queries(

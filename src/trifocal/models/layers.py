@@ -45,7 +45,7 @@ def run_blocks(
         documents: Packed documents, with B == 1.
         caches: Earlier tokens, one for each layer, which say where these ones lie; without documents.
         trained_tokens: In training, the tokens, [B, T]: they draw the queries of `selected_dropout`.
-        lessons: Teach the choice of the layers, and take their losses.
+        lessons: Teach the choice of the layers, and take their figures.
 
     Yields:
         The residual stream after each layer, [B, T, E].
@@ -71,8 +71,8 @@ def run_blocks(
                 trained_tokens, documents_and_positions(x, documents)[1], config.selected_dropout, index
             )
         if lessons is not None and kind in ("nsa", "selected"):
-            x, loss = block(x, cu_seqlens=documents, rotary=rotary, lesson=lessons.of_layer(index), **given)
-            lessons.add(loss)
+            x, figures = block(x, cu_seqlens=documents, rotary=rotary, lesson=lessons.of_layer(index), **given)
+            lessons.add(index, figures)
         else:
             x = block(x, cu_seqlens=documents, rotary=rotary, **given)
         yield x

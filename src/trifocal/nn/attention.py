@@ -122,7 +122,7 @@ class NSAttention(ChoosingAttention):
             lesson: What the choice learns in a training step.
 
         Returns:
-            [B, T, E]; with a lesson, and the scaled loss of the choice, a scalar.
+            [B, T, E]; with a lesson, and the scaled loss and recall of the choice, [2].
 
         Raises:
             ValueError: If the boundaries do not fit.

@@ -43,7 +43,7 @@ class Lesson(NamedTuple):
 
     Attributes:
         sample: Queries of this layer.
-        scale: Factor on the sum of their losses, a scalar.
+        scale: Factor on the sums of their losses and recalls, a scalar.
     """
 
     sample: Sample

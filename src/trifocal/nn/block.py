@@ -63,11 +63,11 @@ class Block(nn.Module):
         rotary: RotaryTables | None = None,
         **given: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """[B, T, E] -> [B, T, E], and the loss of the choice with a `lesson`; keywords as the attention takes them."""
+        """[B, T, E] -> [B, T, E], with a `lesson` also the choice's figures; keywords as the attention takes them."""
         attended = self.attention(self.attention_norm(x), cu_seqlens=cu_seqlens, rotary=rotary, **given)
-        loss = None
+        figures = None
         if isinstance(attended, tuple):
-            attended, loss = attended
+            attended, figures = attended
         x = x + attended
         x = x + self.mlp(self.mlp_norm(x))
-        return x if loss is None else (x, loss)
+        return x if figures is None else (x, figures)

@@ -101,13 +101,13 @@ class ChoosingAttention(AttentionBase):
         rotary: RotaryTables | None,
         length: int | Tensor,
     ) -> Tensor:
-        """The layer's loss, scaled: a scalar, whose gradient reaches the chooser alone."""
+        """The layer's loss, whose gradient reaches the chooser alone, and its recall, both scaled: [2]."""
         if index is not None:
-            loss = choice_loss(q, k, lesson.sample, self.geometry, documents, q_idx=index[0], k_idx=index[1])
+            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, q_idx=index[0], k_idx=index[1])
         else:
             k_cmp = self._taught_keys(x.detach(), documents, rotary, length)
-            loss = choice_loss(q, k, lesson.sample, self.geometry, documents, k_cmp=k_cmp)
-        return lesson.scale * loss
+            figures = choice_loss(q, k, lesson.sample, self.geometry, documents, k_cmp=k_cmp)
+        return lesson.scale * torch.stack(figures)
 
     def _taught_keys(
         self, x: Tensor, documents: Documents | None, rotary: RotaryTables | None, length: int | Tensor

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
-from trifocal.ops.reference import accumulator, block_grid, chosen_mask, full_precision, importance
+from trifocal.ops.reference import accumulator, block_grid, full_precision, importance
 
 FLOOR = 1e-6
 """Added to the student's importance: a block without a visible compressed key has none."""
@@ -111,8 +111,8 @@ def choice_loss(
     k_cmp: Tensor | None = None,
     q_idx: Tensor | None = None,
     k_idx: Tensor | None = None,
-) -> Tensor:
-    """The loss, summed over eligible sampled queries and groups; fp32 (fp64 for fp64).
+) -> tuple[Tensor, Tensor]:
+    """The loss and the recall of the choice, each summed over eligible sampled queries and groups.
 
     Args:
         q: The layer's rotated queries, [B, T, H, D].
@@ -124,14 +124,15 @@ def choice_loss(
         q_idx, k_idx: The student, if it is an index: [B, T, G, Di] and [B, T, Di].
 
     Returns:
-        A scalar. Its gradient reaches `k_cmp`, or `q_idx` and `k_idx`, and nothing else; no forward value depends on
-        it.
+        Two scalars, fp32 (fp64 for fp64). The gradient of the loss reaches `k_cmp`, or `q_idx` and `k_idx`, and nothing
+        else. The recall of a query is the mass of the free blocks that the student would choose, as a share of what
+        the teacher would choose; it has no gradient.
     """
     q, k = q.detach(), k.detach()
     batch, num_queries = sample.tokens.shape
     parts = -(-batch * num_queries * q.shape[2] * q.shape[1] // _MOST_SCORES)
 
-    def of_part(part: Sample) -> Tensor:
+    def of_part(part: Sample) -> tuple[Tensor, Tensor]:
         args = (q, k, k_cmp, q_idx, k_idx)
         if parts == 1:
             return _loss_of(part, geometry, documents, *args)
@@ -139,7 +140,8 @@ def choice_loss(
         return checkpoint(_loss_of, part, geometry, documents, *args, use_reentrant=False)  # type: ignore[no-any-return]
 
     cut = zip(*(field.chunk(parts, dim=1) for field in sample), strict=True)
-    return torch.stack([of_part(Sample(*part)) for part in cut]).sum()
+    losses, recalls = zip(*(of_part(Sample(*part)) for part in cut), strict=True)
+    return torch.stack(losses).sum(), torch.stack(recalls).sum()
 
 
 def _loss_of(
@@ -151,7 +153,7 @@ def _loss_of(
     k_cmp: Tensor | None,
     q_idx: Tensor | None,
     k_idx: Tensor | None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     with full_precision(q):
         free = free_blocks(sample, geometry, num_blocks(k.shape[1], geometry, documents))
         mass = teacher_masses(q, k, sample, geometry, documents)
@@ -162,7 +164,8 @@ def _loss_of(
             scores = index_scores(q_idx, k_idx, sample, geometry, documents)
             # A share of the free candidates: what lies in forced blocks is not the index's to find.
             student = scores.masked_fill(~free[:, :, None], torch.finfo(scores.dtype).min).softmax(-1)
-        return divergence(mass, student, free, sample.eligible)
+        loss = divergence(mass, student, free, sample.eligible)
+        return loss, recall(mass, student.detach(), free, sample.eligible, geometry)
 
 
 def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) -> Tensor:
@@ -184,28 +187,18 @@ def divergence(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor) ->
     return terms.sum(-1).where(counts, 0).sum()
 
 
-def held_shares(
-    mass: Tensor, chosen: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry
-) -> tuple[Tensor, Tensor]:
-    """Shares of the mass of free blocks that a choice holds, and that the exact choice would hold.
+def recall(mass: Tensor, student: Tensor, free: Tensor, eligible: Tensor, geometry: Geometry) -> Tensor:
+    """Mass of the blocks that the student would choose, as a share of the most that could be, summed over queries.
 
     Args:
-        mass: From `teacher_masses`, [B, M, G, J].
-        chosen: Blocks that the sampled queries chose, [B, M, G, N].
-        free, eligible: As in `divergence`.
+        mass, student, free, eligible: As in `divergence`.
         geometry: Block sizes, in tokens.
-
-    Returns:
-        Two of [B, M, G]; 0 where a query is not eligible.
     """
-    mass = mass.where(free[:, :, None], 0)
-    taken = chosen_mask(chosen, mass.shape[-1])
-    best = mass.topk(min(free_places(geometry), mass.shape[-1]), -1).values.sum(-1)
-    total = mass.sum(-1)
-    counts = eligible[:, :, None] & (total > LEAST_MASS)
-    held = mass.where(taken, 0).sum(-1)
-    held, best = (part / total.clamp(min=LEAST_MASS) for part in (held, best))
-    return held.where(counts, 0), best.where(counts, 0)
+    places = min(free_places(geometry), mass.shape[-1])
+    mass, student = mass.where(free[:, :, None], 0), student.where(free[:, :, None], -1)
+    best = mass.topk(places, -1).values.sum(-1)
+    held = mass.gather(-1, student.topk(places, -1).indices).sum(-1)
+    return (held / best.clamp(min=LEAST_MASS)).where(eligible[:, :, None] & (best > LEAST_MASS), 0).sum()
 
 
 def num_blocks(num_tokens: int, geometry: Geometry, documents: Documents | None) -> int:

@@ -36,7 +36,7 @@ class ChoiceTeacher:
         self.teaching = ChoiceTeaching(
             step=torch.zeros((), dtype=torch.int64, device=device),
             scales=torch.zeros(model.config.num_layers, device=device),
-            total=torch.zeros((), device=device),
+            totals=torch.zeros(model.config.num_layers, 2, device=device),
             row_length=config.sequence_length,
             stretch=config.choice_loss_stretch,
         )
@@ -66,11 +66,11 @@ class ChoiceTeacher:
         scales = torch.tensor([self._factor / (count * groups) if count else 0.0 for count in eligible])
         self.teaching.step.fill_(step)
         self.teaching.scales.copy_(to_device(scales, self._device))
-        self.teaching.total.zero_()
+        self.teaching.totals.zero_()
 
-    def loss(self) -> Tensor:
-        """This process's share of the step's loss, without its weight; the shares add up to it."""
-        return self.teaching.total / self._factor
+    def figures(self) -> Tensor:
+        """This process's share of the step's loss and recall of each layer, [layers, 2]; the shares add up to them."""
+        return self.teaching.totals / self._factor
 
 
 def make_teacher(

@@ -69,8 +69,11 @@ class ThroughputMeter:
             "memory_reserved_bytes": memory.reserved_bytes,
             "memory_peak_bytes": memory.peak_allocated_bytes + graph_bytes,
         }
-        if result.choice_loss is not None:
-            row["choice_loss"] = result.choice_loss.item()
+        if result.choice is not None:
+            # A layer without eligible queries has neither loss nor recall.
+            losses, recalls = result.choice.T.tolist()
+            row["choice_loss"] = sum(losses)
+            row["choice_recall"] = [round(recall, 5) if recall else None for recall in recalls]
         if self._peak_flops is not None:
             row["executed_mfu"] = tokens_per_second * self._flops.executed_training / self._peak_flops
             row["dense_equivalent_mfu"] = tokens_per_second * self._flops.dense_equivalent_training / self._peak_flops

@@ -57,7 +57,7 @@ class StepResult:
         local_loss: This process's share of it; the shares add up to it.
         gradient_norm: 2-norm of the whole gradient before clipping.
         finite: Whether both are finite; if not, the update was not applied.
-        choice_loss: Loss of the choice, without its weight; None where it is not taught.
+        choice: Loss, without its weight, and recall of the choice of each layer, [layers, 2]; None if it is not taught.
     """
 
     step: int
@@ -67,7 +67,7 @@ class StepResult:
     local_loss: Tensor
     gradient_norm: Tensor
     finite: DeviceFlag
-    choice_loss: Tensor | None = None
+    choice: Tensor | None = None
 
 
 def batch_loss(
@@ -206,15 +206,15 @@ class TrainStep:
             local_loss = loss_sum.clone() if self._parallel.size > 1 else loss_sum
             self._parallel.sum(loss_sum)
             groups = self.optimizer.param_groups
-            apart, choice_loss = [], None
+            apart, choice = [], None
             if self._teacher is not None:
-                apart, choice_loss = self._teacher.index_parameters, self._teacher.loss()
-                self._parallel.sum(choice_loss)
+                apart, choice = self._teacher.index_parameters, self._teacher.figures()
+                self._parallel.sum(choice)
             ids = set(map(id, apart))
             parameters = [one for group in groups for one in group["params"] if id(one) not in ids]
             norm = gradient_norm(parameters)
             taken = guarded_step(self.optimizer, parameters, norm, loss_sum, self._config.gradient_clip_norm, apart)
-        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, DeviceFlag(taken), choice_loss)
+        return StepResult(step, batches, groups[0]["lr"], loss_sum, local_loss, norm, DeviceFlag(taken), choice)
 
     def _add_gradients(self, micro_batches: Sequence[_MicroBatch], phases: Phases, forward_phase: str) -> Tensor:
         """Forward and backward of all micro-batches; returns the sum of their weighted losses."""
