@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.train.test_step import read_batches
-from tests.train.tiny import make_config
+from tests.train.tiny import make_config, read_checkpoint
 from trifocal.data import Batch
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics
-from trifocal.train import train
+from trifocal.train import resume, train
 from trifocal.train.choice_teacher import ChoiceTeacher, make_teacher
 from trifocal.train.optimizer import make_optimizer
 from trifocal.train.run_config import RunConfig
@@ -118,6 +118,18 @@ def test_a_run_writes_the_loss_of_its_choice(tmp_path: Path) -> None:
     rows = list(read_metrics(Path(config.run.directory) / "metrics.jsonl", "train"))
     assert len(rows) == 6 and all(row["choice_loss"] > 0 for row in rows)
     assert all(len(row["choice_recall"]) == 2 and 0 < min(row["choice_recall"]) <= 1 for row in rows)
+
+
+def test_a_resumed_run_teaches_the_same(tmp_path: Path) -> None:
+    config = make_config(tmp_path, *INDEX, *TAUGHT, "--log.sample_interval_steps", "0")
+    train(config)
+    run = Path(config.run.directory)
+    whole = read_checkpoint(run / "checkpoints" / "step_00000006")
+    recalls = [row["choice_recall"] for row in read_metrics(run / "metrics.jsonl", "train")]
+    assert resume(run, checkpoint="step_00000004").finished
+    for key, value in read_checkpoint(run / "checkpoints" / "step_00000006").items():
+        assert torch.equal(value, whole[key]), key
+    assert [row["choice_recall"] for row in read_metrics(run / "metrics.jsonl", "train")] == recalls
 
 
 @pytest.mark.parametrize(

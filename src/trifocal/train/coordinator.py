@@ -119,8 +119,8 @@ class StepCoordinator:
             return None
         self._begun = True
         self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat, step + 1)
-        documents = [int(number) for number in documents]
-        return StepData(current.batches, current.position, int(targets), documents, eligible or None)
+        most = [int(number) for number in documents]
+        return StepData(current.batches, current.position, int(targets), most, eligible or None)
 
     def _eligible(self, batches: list[Batch], step: int) -> list[float] | None:
         return None if self._teacher is None else [*map(float, self._teacher.eligible(batches, step))]

@@ -56,7 +56,7 @@ class ThroughputMeter:
         self._since, self._last_step, self._paused_seconds = now, step, 0.0
         tokens_per_second = self._tokens_per_step / step_seconds
         memory = memory_statistics(self._device)
-        row = {
+        row: dict[str, Any] = {
             "learning_rate": result.learning_rate,
             "gradient_norm": result.gradient_norm.item(),
             "tokens_per_second": tokens_per_second,
