@@ -1,4 +1,4 @@
-"""The choice by an index and the loss that teaches a choice, against loops over queries, blocks and tokens in fp64."""
+"""The choice by an index and the loss that teaches a choice, against the oracle's loops in fp64."""
 
 import itertools
 
@@ -7,11 +7,11 @@ import torch
 
 from trifocal import ops
 from trifocal.ops import Documents, Geometry, choice_loss, reference
-from trifocal.ops.choice_loss import FLOOR, Sample, sample_queries, stretch_keys
+from trifocal.ops.choice_loss import Sample, sample_queries, stretch_keys
+from trifocal.testing import oracle
 
 GEOMETRY = Geometry(4, 2, 8, 5, 1, 2, 8)
 TOKENS, GROUPS, HEADS, DIM = 120, 2, 4, 8
-SIZE, SLOTS = GEOMETRY.selection_block_size, GEOMETRY.num_selected_blocks
 BORDERS = (0, 3, 53, 56, TOKENS)
 
 
@@ -19,19 +19,9 @@ def drawn(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + sum(shape)))
 
 
-def past_of(token, borders):
-    """First token of the document that holds a token, and the token's position in it."""
-    start = max(border for border in borders[:-1] if border <= token)
-    return start, token - start
-
-
-def tokens_of_block(block, start, position):
-    return range(start + block * SIZE, start + min((block + 1) * SIZE, position + 1))
-
-
 @pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
 @pytest.mark.parametrize("queries", [TOKENS, 37])
-def test_choice_by_index_is_that_of_a_loop(borders, queries, monkeypatch):
+def test_choice_by_index_is_the_oracle_s(borders, queries, monkeypatch):
     if len(borders) > 2 and queries < TOKENS:
         pytest.skip("packed documents are whole")
     # Chunks end inside of a document and of a block.
@@ -40,66 +30,14 @@ def test_choice_by_index_is_that_of_a_loop(borders, queries, monkeypatch):
     q, k = drawn(batch, queries, GROUPS, DIM), drawn(batch, TOKENS, DIM)
     cu_seqlens = torch.tensor(borders) if len(borders) > 2 else None
     chosen = ops.select_blocks_by_index(q, k, GEOMETRY, cu_seqlens=cu_seqlens)
-    for row in range(batch):
-        for query in range(queries):
-            start, position = past_of(TOKENS - queries + query, borders)
-            own = position // SIZE
-            for group in range(GROUPS):
-                tokens = {block: list(tokens_of_block(block, start, position)) for block in range(own + 1)}
-                best = {block: float((k[row, inside] @ q[row, query, group]).max()) for block, inside in tokens.items()}
-                forced = {block for block in (0, own - 1, own) if block >= 0}
-                free = sorted(best.keys() - forced, key=lambda block: (-best[block], block))
-                expected = sorted([*forced, *free[: SLOTS - len(forced)]])
-                assert chosen[row, query, group].tolist() == expected + [-1] * (SLOTS - len(expected))
-
-
-def loop_loss(student, q, k, sample, borders, *, k_cmp=None, q_idx=None, k_idx=None):
-    """The loss as DESIGN.md words it, query by query; differentiable by autograd alone."""
-    loss = torch.zeros((), dtype=torch.float64)
-    heads = HEADS // GROUPS
-    for row in range(q.shape[0]):
-        for place, token in enumerate(sample.tokens[row].tolist()):
-            start, position = past_of(token, borders)
-            own = position // SIZE
-            free = [block for block in range(own + 1) if block >= 1 and block <= own - 2]
-            if not sample.eligible[row, place]:
-                continue
-            assert len(free) > 2
-            for group in range(GROUPS):
-                mass, importance = torch.zeros(own + 1, dtype=q.dtype), [torch.zeros((), dtype=q.dtype)] * (own + 1)
-                for head in range(group * heads, (group + 1) * heads):
-                    scores = k[row, start : token + 1, group].detach() @ q[row, token, head].detach() * DIM**-0.5
-                    for block, part in enumerate(scores.softmax(0).split(SIZE)):
-                        mass[block] += part.sum() / heads
-                    if student == "compressed":
-                        first = sum(
-                            GEOMETRY.num_compressed_blocks(b - a) for a, b in itertools.pairwise(borders) if b <= start
-                        )
-                        seen = GEOMETRY.num_compressed_blocks(position + 1)
-                        keys = k_cmp[row, first : first + seen, group]
-                        p = (keys @ q[row, token, head].detach() * DIM**-0.5).softmax(0)
-                        for block in range(own + 1):
-                            for number in range(seen):
-                                weight = GEOMETRY.overlap_tokens(number, block) / GEOMETRY.compression_stride / heads
-                                importance[block] = importance[block] + weight * p[number]
-                if student == "index":
-                    best = [
-                        (k_idx[row, list(tokens_of_block(block, start, position))] @ q_idx[row, token, group]).max()
-                        for block in free
-                    ]
-                    shares = (torch.stack(best) * DIM**-0.5).softmax(0)
-                else:
-                    shares = torch.stack([importance[block] for block in free])
-                m = mass[free] / mass[free].sum()
-                i = (shares + FLOOR) / (shares + FLOOR).sum()
-                loss = loss + (m * (m.log() - i.log())).sum()
-    return loss
+    lengths = [end - start for start, end in itertools.pairwise(borders)]
+    assert torch.equal(chosen, oracle.select_blocks_by_index(q, k, GEOMETRY, lengths=lengths))
 
 
 @pytest.mark.parametrize("student", ["index", "compressed"])
 @pytest.mark.parametrize("borders", [(0, TOKENS), BORDERS])
 @pytest.mark.parametrize("parts", [1, 3])
-def test_loss_and_gradient_are_those_of_a_loop(student, borders, parts, monkeypatch):
+def test_loss_and_gradient_are_the_oracle_s(student, borders, parts, monkeypatch):
     packed = len(borders) > 2
     batch = 1 if packed else 2
     q, k = drawn(batch, TOKENS, HEADS, DIM).requires_grad_(), drawn(batch, TOKENS, GROUPS, DIM).requires_grad_()
@@ -119,7 +57,8 @@ def test_loss_and_gradient_are_those_of_a_loop(student, borders, parts, monkeypa
     monkeypatch.setattr(choice_loss, "_MOST_SCORES", batch * sample.tokens.shape[1] * HEADS * TOKENS // parts)
     loss, recall = choice_loss.choice_loss(q, k, sample, GEOMETRY, documents, **parameters)
     assert 0.3 < recall / (sample.eligible.sum() * GROUPS) < 0.99
-    expected = loop_loss(student, q, k, sample, borders, **parameters)
+    lengths = [end - start for start, end in itertools.pairwise(borders)]
+    expected = oracle.choice_loss(q, k, sample.tokens.tolist(), GEOMETRY, lengths=lengths, **parameters)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=0)
     got = torch.autograd.grad(loss, [*parameters.values(), q, k], allow_unused=True)
     wanted = torch.autograd.grad(expected, list(parameters.values()))
