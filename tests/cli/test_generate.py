@@ -191,7 +191,7 @@ def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: Capt
     config = json.loads((run / "weights" / "config.json").read_text())
     config["model"]["dim"] = -1
     (copy / "weights" / "config.json").write_text(json.dumps(config))
-    assert "model.dim must be a positive integer" in refused(capsys, "generate", str(copy / "weights"), "--prompt", "x")
+    assert "model.dim must be" in refused(capsys, "generate", str(copy / "weights"), "--prompt", "x")
     assert refused(capsys, "generate", str(tmp_path), "--prompt", "x").startswith("trifocal: there is no run at")
 
 
