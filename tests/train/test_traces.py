@@ -204,8 +204,8 @@ def test_anomaly_detection_names_the_operation_and_its_call(
     assert event["severity"] == "error"
     assert not torch.is_anomaly_enabled()
     capsys.readouterr()
-    flags = ["--trace.what", "anomalies", "--trace.steps", "3:9"]
-    assert main(["train", str(tmp_path / "run.toml"), "--overwrite", *flags]) == 1
+    flags = ["--trace.what", "anomalies", "--trace.steps", "3:9", "--run.directory", str(tmp_path / "other")]
+    assert main(["train", str(tmp_path / "run.toml"), *flags]) == 1
     assert capsys.readouterr().err.startswith("trifocal: step 4, micro-batch 1: Function 'NanBackward'")
 
 

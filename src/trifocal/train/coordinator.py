@@ -39,22 +39,31 @@ class StepData(NamedTuple):
     Attributes:
         batches: The micro-batches of this process.
         position: State of the loader after them.
-        total_targets: Valid targets of the global batch, in all processes; None for a single process.
-        documents: For each micro-batch, the largest number of packed documents in any process; None for a single one.
+        targets: Valid targets of each micro-batch.
+        documents: Packed documents of each micro-batch.
+        total_targets: Valid targets of the global batch, in all processes.
+        most_documents: For each micro-batch, the largest number of packed documents in any process.
     """
 
     batches: list[Batch]
     position: dict[str, Any]
-    total_targets: int | None
-    documents: list[int] | None
+    targets: list[int]
+    documents: list[int]
+    total_targets: int
+    most_documents: list[int]
 
 
 class _NextStep(NamedTuple):
-    batches: list[Batch]
-    position: dict[str, Any]
+    own: StepData
     error: Exception | None
     answer: Callable[[], list[float]]
-    documents: Callable[[], list[float]]
+    most_documents: Callable[[], list[float]]
+
+
+def _step_data(batches: list[Batch], loader: Loader) -> StepData:
+    """The data of a step as this process alone knows them."""
+    targets, documents = [valid_targets(batch) for batch in batches], [packed_documents(batch) for batch in batches]
+    return StepData(batches, loader.state_dict(), targets, documents, sum(targets), documents)
 
 
 class StepCoordinator:
@@ -100,20 +109,20 @@ class StepCoordinator:
                 return None
             self._begun = True
             with heartbeat.phase("data"):
-                return StepData([next(loader) for _ in range(count)], loader.state_dict(), None, None)
+                return _step_data([next(loader) for _ in range(count)], loader)
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
         with heartbeat.phase("wait"):
             targets, stop, failed = current.answer()
-            documents = current.documents()
+            documents = current.most_documents()
             if failed:
                 self._processes.raise_on_all(current.error)
         if stop and self._begun:
             return None
         self._begun = True
         self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat)
-        return StepData(current.batches, current.position, int(targets), [int(number) for number in documents])
+        return current.own._replace(total_targets=int(targets), most_documents=list(map(int, documents)))
 
     def _read_ahead(self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat) -> _NextStep:
         batches: list[Batch] = []
@@ -123,11 +132,10 @@ class StepCoordinator:
                 batches = [next(loader) for _ in range(count)]
             except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
-        targets = sum(map(valid_targets, batches))
-        answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
+        own = _step_data(batches, loader)
+        answer = self._processes.sum_later([own.total_targets, signals.received is not None, error is not None])
         # Every process sends as many numbers, even if its data failed.
-        documents = [0] * count if error else [packed_documents(batch) for batch in batches]
-        return _NextStep(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
+        return _NextStep(own, error, answer, self._processes.max_later([0] * count if error else own.documents))
 
     @contextlib.contextmanager
     def watched(

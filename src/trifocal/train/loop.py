@@ -10,7 +10,6 @@ from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.exporting import WEIGHTS
-from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import FiniteGuard
 from trifocal.train.result import TrainResult
 from trifocal.train.run_directory import save_config
@@ -149,16 +148,15 @@ class Trainer:
         learning_rate = learning_rate_of(self.config, step)
         for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate
-        documents = [packed_documents(batch) for batch in data.batches]
-        if data.documents is not None and self.generates_code:
-            # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
-            documents = data.documents
+        # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
+        documents = data.most_documents if self.generates_code else data.documents
         with self.compile_notes.step(step, documents) as forward_phase, self.tracer.step(step) as phases:
             return self.train_step.run(
                 step,
                 data.batches,
                 phases=phases,
                 forward_phase=forward_phase,
+                targets=data.targets,
                 total_targets=data.total_targets,
                 documents=documents,
             )

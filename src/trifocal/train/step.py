@@ -165,6 +165,7 @@ class TrainStep:
         *,
         phases: Phases,
         forward_phase: str = "forward",
+        targets: Sequence[int] | None = None,
         total_targets: int | None = None,
         documents: Sequence[int] | None = None,
     ) -> StepResult:
@@ -178,6 +179,7 @@ class TrainStep:
             batches: The micro-batches of the global batch.
             phases: Gets the phases.
             forward_phase: Name of the forward phase; "compile" for a step that compiles.
+            targets: Valid targets of each of `batches`; counted by default.
             total_targets: Valid targets of the global batch, in all processes; those of `batches` by default.
             documents: Packed documents of each micro-batch; if all processes must compute the same kind at a
                 time, the largest number in any process. By default each is computed as it is.
@@ -185,7 +187,7 @@ class TrainStep:
         Returns:
             The results; nothing waits for the device.
         """
-        counts = [valid_targets(batch) for batch in batches]
+        counts = [valid_targets(batch) for batch in batches] if targets is None else targets
         total = max(sum(counts) if total_targets is None else total_targets, 1)
         weights = [count / total for count in counts]
         micro_batches = list(zip(batches, weights, documents or [0] * len(batches), strict=True))
