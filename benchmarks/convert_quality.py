@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.results import ResultFile
+from lib.results import ResultFile
 from trifocal.data import Batch
 from trifocal.evaluation import Subject
 from trifocal.evaluation.position_loss import measure_loss, read_batches

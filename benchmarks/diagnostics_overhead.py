@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trifocal.bench.results import ResultFile, cpu_name
+from lib.results import ResultFile, cpu_name
 from trifocal.distributed import Processes
 from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog
 from trifocal.train import load_config, loop

@@ -168,7 +168,7 @@ def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None
         (["--train.steps"], "--train.steps needs a value"),
         (["--train.steps", "five"], "--train.steps must be an integer, got 'five'"),
         (["--optimizer.learning_rate", "fast"], "--optimizer.learning_rate must be a finite number, got 'fast'"),
-        (["--data.stall_seconds", "nan"], "--data.stall_seconds must be a finite number, got nan"),
+        (["--log.heartbeat_seconds", "nan"], "--log.heartbeat_seconds must be a finite number, got nan"),
         (["--optimizer.learning_rate=-Inf"], "--optimizer.learning_rate must be a finite number, got -inf"),
         (["--train.precision", "fp8"], "--train.precision must be one of 'fp32', 'bf16', got 'fp8'"),
         (["--train.compile", "maybe"], "--train.compile must be true or false, got 'maybe'"),

@@ -17,7 +17,8 @@ import torch
 
 from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from trifocal.cli.train import _summary
-from trifocal.data import DataConfig, DataError, Loader, make_loader, make_tokenizer
+from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
+from trifocal.data import loader as data_loader
 from trifocal.data.text import TextSource
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, load_model
@@ -406,9 +407,13 @@ def test_a_source_that_gives_nothing_for_a_while_is_an_event(
         return original(self, shard, cursor)
 
     monkeypatch.setattr(TextSource, "read", slow_read)
-    flags = ("--data.stall_seconds", "0.2", "--train.steps", "1", "--evaluate.interval_steps", "0")
+    monkeypatch.setattr(data_loader, "STALL_SECONDS", 0.2)
+    flags = ("--train.steps", "1", "--evaluate.interval_steps", "0")
     run = train(make_config(tmp_path, *flags)).directory
-    stalls = [row for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "data_stall"]
+    events = read_metrics(run / "metrics.jsonl", "event")
+    stalls = [row for row in events if row["name"] == "data_stall"]
+    (came,) = [row["message"] for row in events if row["name"] == "first_batch"]
+    assert came.startswith("the first batch came after ") and float(came.split()[-2]) >= 0.6
     assert stalls and stalls[0]["severity"] == "warning" and stalls[0]["stall_seconds"] >= 0.2
     assert "data stall: no batch for 0 s; the data thread is" in stalls[0]["message"]
     assert "WARNING: data stall" in capsys.readouterr().out
@@ -448,12 +453,12 @@ def test_steps_are_saved_before_a_run_ends_by_its_data(
     def fail(loader: Loader) -> Any:
         calls.append(loader)
         if len(calls) == 11:
-            raise DataError("the network is gone")
+            raise UserError("the network is gone")
         return original(loader)
 
     # Two micro-batches a step.
     monkeypatch.setattr(Loader, "__next__", fail)
-    with pytest.raises(DataError, match="the network is gone; step 5 is saved"):
+    with pytest.raises(UserError, match="the network is gone; step 5 is saved"):
         train(config)
     assert (tmp_path / "run/checkpoints/step_00000005").is_dir()
     monkeypatch.setattr(Loader, "__next__", original)

@@ -20,10 +20,9 @@ COMMANDS = {
     "evaluate": "measure the loss, loss by position, needles and recall of a trained model: RUN_DIR",
     "export": "write a trained model as a folder that transformers reads: RUN_DIR DIR",
     "check": "test this installation on this machine",
-    "doctor": "examine this machine, estimate the needs of presets or CONFIG.toml, and name the remedy of each fault",
+    "doctor": "examine this machine, measure two steps of CONFIG.toml here, and name the remedy of each fault",
     "report": "write one self-contained HTML page of a run: RUN_DIR",
     "watch": "show a run live in the terminal: RUN_DIR",
-    "bench": "time attention, train, decode or kernels, beside dense attention in one run",
 }
 
 _DISK_ERRORS = {

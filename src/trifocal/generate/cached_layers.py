@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trifocal.generate.prefill import Chunk, Compress, causal_attention, extend_dense, extend_sparse
-from trifocal.generate.products import MatrixProducts, RowProducts
+from trifocal.generate.products import Products, PyTorchLinear
 from trifocal.nn import (
     Block,
     DenseAttention,
@@ -87,7 +87,7 @@ class CachedLayer:
         products: Of decoding.
     """
 
-    def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, products: RowProducts) -> None:
+    def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, AttentionBase)
@@ -100,7 +100,7 @@ class CachedLayer:
 
     def prefill(self, residual: Residual, cache: Any, chunk: Chunk) -> Residual:
         """The residual stream of a chunk's T tokens."""
-        attention, products = self._attention, MatrixProducts()
+        attention, products = self._attention, PyTorchLinear()
         projected, gates = products.normed_linear(
             residual, self._norm, attention.padded_weight, attention.padded_bias, attention.num_sigmoids,
             padding=len(attention.padded_weight) - len(attention.weight),
@@ -118,7 +118,7 @@ class CachedLayer:
         o = attention.decode(projected.unflatten(0, shape), gates, cache, batch, rotary)
         return self._end(residual, o, products)
 
-    def _end(self, residual: Residual, o: Tensor, products: RowProducts) -> Residual:
+    def _end(self, residual: Residual, o: Tensor, products: Products) -> Residual:
         """The residual stream after the block, from that before it and the attention's heads [B, T, H, V]."""
         residual = products.residual_linear(o.flatten(0, 1).flatten(1), self._out, residual, self._out_bias)
         if self._gate_up_bias is None:
@@ -138,7 +138,7 @@ class _CachedAttention:
     """
 
     def __init__(
-        self, attention: AttentionBase, dtype: torch.dtype, products: RowProducts, gate: nn.Linear | None = None
+        self, attention: AttentionBase, dtype: torch.dtype, products: Products, gate: nn.Linear | None = None
     ) -> None:
         self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
         self._products, self._branches = products, attention.branches
@@ -157,7 +157,7 @@ class _CachedAttention:
             None if norm is None else _prepared_norm(norm) for norm in (attention.q_norm, attention.k_norm)
         )
 
-    def _split(self, projected: Tensor, products: RowProducts) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _split(self, projected: Tensor, products: Products) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """q [B, T, H, D], and the keys and values of each branch, [B, T, G, *]."""
         q, *parts = projected.split(self._sizes, dim=-1)
         heads = [part.unflatten(-1, (self._num_kv_heads, -1)) for part in parts]
@@ -169,7 +169,7 @@ class _CachedAttention:
 class CachedSparseAttention(_CachedAttention):
     """`NSAttention` with caches; arguments as of `CachedLayer`."""
 
-    def __init__(self, attention: NSAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts) -> None:
+    def __init__(self, attention: NSAttention, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
         super().__init__(attention, dtype, products, attention.gate.proj)
         self._geometry, self._backend, self._shared = geometry, attention.backend, attention.shared_kv
         self._phi = (_prepared(attention.k_compressor, dtype), _prepared(attention.v_compressor, dtype))
@@ -179,7 +179,7 @@ class CachedSparseAttention(_CachedAttention):
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: SparseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, keys, values = self._of_branches(projected, MatrixProducts())
+        q, keys, values = self._of_branches(projected, PyTorchLinear())
         gates = self._gates(gates)
         raw, selected = (keys[0], values[0]), (keys[-2], values[-2])
         window = None if self._shared else (keys[2], values[2])
@@ -200,7 +200,7 @@ class CachedSparseAttention(_CachedAttention):
         )  # fmt: skip
         return decode_attention(q, gates, cache, batch, self._geometry, rotary, window=True, backend=self._backend)
 
-    def _of_branches(self, projected: Tensor, products: RowProducts) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _of_branches(self, projected: Tensor, products: Products) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """q, and the keys and values of cmp, slc, win."""
         q, keys, values = self._split(projected, products)
         times = NUM_BRANCHES // self._branches
@@ -216,14 +216,14 @@ class CachedSelectedAttention(_CachedAttention):
     """`SelectedAttention` with caches; arguments as of `CachedLayer`."""
 
     def __init__(
-        self, attention: SelectedAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts
+        self, attention: SelectedAttention, geometry: Geometry, dtype: torch.dtype, products: Products
     ) -> None:
         super().__init__(attention, dtype, products)
         self._geometry, self._backend, self._phi = geometry, attention.backend, attention.k_compressor
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: SparseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, [k], [v] = self._split(projected, MatrixProducts())
+        q, [k], [v] = self._split(projected, PyTorchLinear())
         geometry, backend = self._geometry, self._backend
         k_cmp, _, k_slc, v_slc, *_ = extend_sparse(cache, chunk, (k, None), (k, v), None, geometry, (self._phi,) * 2)
         q = chunk.rotate(q)
@@ -243,14 +243,12 @@ class CachedSelectedAttention(_CachedAttention):
 class CachedDenseAttention(_CachedAttention):
     """`DenseAttention` with caches; arguments as of `CachedLayer`."""
 
-    def __init__(
-        self, attention: DenseAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts
-    ) -> None:
+    def __init__(self, attention: DenseAttention, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
         super().__init__(attention, dtype, products)
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: DenseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, [k], [v] = self._split(projected, MatrixProducts())
+        q, [k], [v] = self._split(projected, PyTorchLinear())
         return causal_attention(chunk.rotate(q), *extend_dense(cache, chunk, k, v))
 
     def decode(
@@ -265,15 +263,13 @@ class CachedDenseAttention(_CachedAttention):
 class CachedWindowAttention(_CachedAttention):
     """`WindowAttention` with caches, which hold the whole past; arguments as of `CachedLayer`."""
 
-    def __init__(
-        self, attention: WindowAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts
-    ) -> None:
+    def __init__(self, attention: WindowAttention, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
         super().__init__(attention, dtype, products)
         self._window, self._backend = attention.window_size, attention.backend
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: DenseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, [k], [v] = self._split(projected, MatrixProducts())
+        q, [k], [v] = self._split(projected, PyTorchLinear())
         k, v = extend_dense(cache, chunk, k, v)
         return window_attention(chunk.rotate(q), k, v, self._window, backend=self._backend)
 
@@ -297,7 +293,7 @@ _KINDS: dict[type, Any] = {
 class _Product(nn.Module):
     """A linear map by decoding's products, in the place of `nn.Linear`."""
 
-    def __init__(self, weight: Tensor, products: RowProducts) -> None:
+    def __init__(self, weight: Tensor, products: Products) -> None:
         super().__init__()
         self._weight, self._products = weight, products
 
@@ -318,7 +314,7 @@ def _prepared_norm(norm: RMSNorm) -> Norm:
     return Norm(copied(norm.weight, torch.promote_types(norm.weight.dtype, torch.float32)), norm.eps)
 
 
-def _normed_heads(x: Tensor, norm: Norm | None, products: RowProducts) -> Tensor:
+def _normed_heads(x: Tensor, norm: Norm | None, products: Products) -> Tensor:
     """Heads [B, T, heads, D] through their norm, in the type of x."""
     if norm is None:
         return x
@@ -341,7 +337,7 @@ def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return other
 
 
-def _of_blocks(phi: nn.Module, products: RowProducts) -> Compress:
+def _of_blocks(phi: nn.Module, products: Products) -> Compress:
     """φ of the tokens of blocks, [N, l, G, *] -> [N, G, *], where a block's result does not depend on the others."""
     other = copy.copy(phi)
     other._modules = {
@@ -365,8 +361,3 @@ def copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def joined(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Weights that read the same input, one above the other, in the type of the products."""
     return torch.cat([whole(weight).to(dtype) for weight in weights])
-
-
-def in_full(x: Tensor) -> Tensor:
-    """In fp32, or fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -11,13 +11,14 @@ from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.exporting import WEIGHTS
 from trifocal.train.nonfinite import FiniteGuard
+from trifocal.train.out_of_memory import remedies_on_out_of_memory
 from trifocal.train.result import TrainResult
 from trifocal.train.run_directory import save_config
 from trifocal.train.run_logger import RunLogger, open_logger
 from trifocal.train.saving import Saver
 from trifocal.train.schedule import is_due, learning_rate_of
 from trifocal.train.step import StepResult, TrainStep
-from trifocal.train.stop import StopSignals
+from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.tracing import make_tracer
 from trifocal.train.train_setup import TrainSetup
 from trifocal.train.validation_loss import Evaluation
@@ -34,8 +35,11 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
     Raises:
         UserError: If the data fail, the last checkpoint cannot be written, or the run's folder is moved or deleted.
         NonFiniteError: If a loss, a gradient or a weight is not finite.
+        torch.OutOfMemoryError: If the memory does not suffice; names what to lower.
+        StoppedBeforeFirstStep: If a signal comes before the first step has ended in all processes.
     """
     with ExitStack() as stack:
+        stack.enter_context(remedies_on_out_of_memory(setup.config, setup.processes.size))
         stack.callback(setup.loader.close)
         stack.enter_context(deterministic_operations(setup.config.run.deterministic))
         if checkpoint is not None:
@@ -47,7 +51,12 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
         coordinator = StepCoordinator(setup.processes)
         silence = setup.config.parallel.silence_seconds
         stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
-        return Trainer(setup, log, coordinator, signals, checkpoint).run(notes)
+        try:
+            return Trainer(setup, log, coordinator, signals, checkpoint).run(notes)
+        except StoppedBeforeFirstStep:
+            setup.state.step = setup.state.resume_step or 0
+            log.heartbeat.close("stopped")
+            raise
 
 
 class Trainer:
@@ -106,7 +115,7 @@ class Trainer:
             while state.step < total and self._take_step():
                 pass
             if state.steps_here == 0:
-                self._commit_resume()
+                self._commit_start()
             self.saver.end()
             skipped = set().union(*self.processes.gather(setup.loader.bad_documents.skipped))
             finished = state.step >= total
@@ -136,6 +145,8 @@ class Trainer:
             )
         if data is None:
             return False
+        if self.state.steps_here == 0:
+            self.log.log_event("first_batch", f"the first batch came after {setup.loader.first_wait:.1f} s")
         result = self._update(step, data)
         self.guard.add(result)
         self.state.step, self.state.data_position = step, data.position
@@ -168,7 +179,7 @@ class Trainer:
         first_here = self.state.steps_here == 1
         if first_here:
             self.guard.check_step()
-            self._commit_resume()
+            self._commit_start()
         if last or first_here:
             path = self.setup.directory / "backends.json"
             log.write_optional("choice of backends", lambda: write_backends(path))
@@ -205,12 +216,15 @@ class Trainer:
             with log.pause("sample"):
                 self.sample = evaluator.sample(step)
 
-    def _commit_resume(self) -> None:
-        """Save the configuration of a resumed run and set later checkpoints aside, when its first step has ended.
+    def _commit_start(self) -> None:
+        """Save a resumed run's configuration and set later checkpoints aside: the first step has ended everywhere.
 
         Not before: a resume that fails leaves the run, its configuration and its checkpoints as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
+        with self.log.heartbeat.phase("wait"):
+            processes.raise_on_all(None)
+        self.signals.something_to_save = True
         if checkpoint is None:
             return
 
@@ -219,8 +233,6 @@ class Trainer:
             save_config(self.config, directory)
             set_aside_later_checkpoints(checkpoint)
 
-        with self.log.heartbeat.phase("wait"):
-            processes.raise_on_all(None)
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)
         processes.mark_run_created()

@@ -14,8 +14,8 @@ _JUMP = 1.1
 
 
 def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two configurations differ, with both values, secrets masked."""
-    saved, now, found = saved.without_secrets(), now.without_secrets(), {}
+    """The keys in which two configurations differ, with both values."""
+    found = {}
     for name in dotted_fields(RunConfig):
         before, after = value_of(saved, name), value_of(now, name)
         if name not in _NOT_COMPARED and before != after:

@@ -1,20 +1,18 @@
 """The configuration of a run: one section a component, each a dataclass that checks itself.
 
 Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
-A run saves its resolved configuration, without secrets, as `config.toml` in its directory; loading it gives an equal
-one.
+A run saves its resolved configuration as `config.toml` in its directory; loading it gives an equal one.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trifocal.data import DataConfig
 from trifocal.fields import check_at_least, check_seconds, check_types
-from trifocal.masking import mask_text
 from trifocal.models import ModelConfig
 from trifocal.paths import user_path
 from trifocal.runlog import SINKS
-from trifocal.runlog.traces import TRACES, UNBOUNDED
+from trifocal.runlog.traces import TRACES
 
 MAX_TRACED_STEPS = 100
 """Traces that keep data of every step are limited to so many steps."""
@@ -228,10 +226,10 @@ class LogSection:
     heartbeat_seconds: float = 5.0
     """Time between rows of the heartbeat."""
     sinks: str = ""
-    """Further destinations of the metrics, separated by commas: "tensorboard", "wandb", "trackio"; each needs the extra
-    of its name."""
+    """Further destinations of the metrics, separated by commas: "tensorboard", "wandb"; each needs the extra of its
+    name."""
     project: str = "trifocal"
-    """Project under which wandb and trackio file the run."""
+    """Project under which wandb files the run."""
 
     def __post_init__(self) -> None:
         check_types(self, "log")
@@ -254,8 +252,7 @@ class TraceSection:
     """Detailed records of some steps, written to traces/ in the run's folder; off if `what` is empty."""
 
     what: str = ""
-    """The records, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
-    "anomalies"."""
+    """The records, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler"."""
     steps: str = "10:13"
     """Steps to trace: half-open ranges like "10:13", separated by commas; steps count from 1."""
     interval_steps: int = 0
@@ -267,12 +264,10 @@ class TraceSection:
         names = self.names()
         for name in names:
             _require(name in TRACES, f'trace.what must name some of {", ".join(TRACES)}, got "{name}"')
-        _require(not {"nvtx", "profiler"} <= set(names), "trace.what: nvtx and profiler exclude each other")
         for first, end in self.windows():
-            bounded = [name for name in names if name not in UNBOUNDED]
             _require(
-                not bounded or end - first <= MAX_TRACED_STEPS,
-                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(bounded)} can record "
+                not names or end - first <= MAX_TRACED_STEPS,
+                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(names)} can record "
                 f"{MAX_TRACED_STEPS} at once",
             )
 
@@ -319,7 +314,3 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_types(self.data, "data")
-
-    def without_secrets(self) -> "RunConfig":
-        """The configuration as it may be written down: secrets in the URLs of `data.source` are masked."""
-        return replace(self, data=replace(self.data, source=mask_text(self.data.source)))

@@ -9,14 +9,14 @@ from typing import Self
 from trifocal.errors import UserError
 from trifocal.fields import from_table
 from trifocal.paths import shell_path
-from trifocal.runlog.whole_files import partial_name, write_whole
+from trifocal.runlog.whole_files import is_partial, write_whole
 from trifocal.train.lock import LOCK_FILE, RunLock
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run, mark_run, read_mark
 from trifocal.train.toml import read_toml, to_toml
 
 # Files of a start that was killed before it saved its configuration.
-_LEFT_OVER = {LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)}
+_LEFT_OVER = {LOCK_FILE, RUN_FILE}
 _OLD_RUNS_TOLD = 3
 """From so many old runs on, the note about a replaced run gives their size."""
 
@@ -54,9 +54,13 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
     return note
 
 
+def _is_left_over(name: str) -> bool:
+    return name in _LEFT_OVER or is_partial(name, {CONFIG_FILE})
+
+
 def _check_replaceable(folder: Path, *, overwrite: bool) -> bool:
     """Whether the folder holds a run that is to be replaced; raises if it holds anything else."""
-    if not folder.exists() or (folder.is_dir() and all(path.name in _LEFT_OVER for path in folder.iterdir())):
+    if not folder.exists() or (folder.is_dir() and all(_is_left_over(path.name) for path in folder.iterdir())):
         return False
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"{folder} exists and is not a run; choose another --run.directory")
@@ -180,7 +184,7 @@ class OpenDirectory:
 
 def save_config(config: RunConfig, folder: Path) -> None:
     """Write `config.toml`, whole or not at all, even in a power cut: without it a run cannot be resumed."""
-    write_whole(folder / CONFIG_FILE, to_toml(config.without_secrets()), flush=True)
+    write_whole(folder / CONFIG_FILE, to_toml(config), flush=True)
     flush_folder(folder)
 
 
