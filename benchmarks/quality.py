@@ -38,16 +38,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
 
-from trifocal.bench.results import ResultFile
+from lib.quality_parts import PARTS, VARIANTS
+from lib.quality_tables import Row, means, pivot
+from lib.results import ResultFile
 from trifocal.data.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.train import load_config
-
-# The modules beside this one, also where a test loads this by its path.
-sys.path.insert(0, str(Path(__file__).parent))
-from quality_parts import PARTS, VARIANTS
-from quality_tables import Row, means, pivot
 
 PRESET = Path(__file__).parent.parent / "configs/m7c_125m.toml"
 LAYER_TYPES = "model.layer_types"

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.results import ResultFile, cpu_name
+from lib.results import ResultFile, cpu_name
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.train.optimizer import make_optimizer

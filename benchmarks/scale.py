@@ -36,11 +36,9 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.recorder import child_environment
-from trifocal.bench.results import ResultFile
+from lib.recorder import child_environment
+from lib.results import ResultFile
 from trifocal.distributed.rendezvous import places_here
-from trifocal.doctor.needs import Machine, setup_of
-from trifocal.models import training_memory
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config
 from trifocal.train.run_directory import load_run
@@ -51,7 +49,7 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer")
 PARTS = ("one", "speed", "text", "wide")
 COLUMNS = (
     "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "step_ms",
-    "host_ms", "wait_ms", "peak_gib_a_gpu", "formula_gib", "executed_mfu", "checkpoint_blocked_seconds",
+    "host_ms", "wait_ms", "peak_gib_a_gpu", "executed_mfu", "checkpoint_blocked_seconds",
     "checkpoint_share", "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
 # The least time to begin a row, and the time to save after SIGTERM.
@@ -186,7 +184,6 @@ def figures(case: Row, run: Path) -> dict[str, Any]:
     blocked = typical[-1]["blocked_seconds"]
     interval = load_config(CONFIGS / case.checkpoint_config).checkpoint.interval_steps
     beat = json.loads((run / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["total_seconds"]
-    formula = training_memory(config.model, setup_of(config, Machine.here({}), case.gpus))
     wanted = config.train.steps
     return {
         "steps": steps,
@@ -198,7 +195,6 @@ def figures(case: Row, run: Path) -> dict[str, Any]:
         "data_wait_ms_p95": 1000 * steady[-1]["data_wait_seconds_p95"],
         "phase_seconds": beat,
         "peak_gib_a_gpu": max(row["memory_peak_bytes"] for row in rows) / GIB,
-        "formula_gib": formula.total / GIB,
         "checkpoint_seconds": [row["save_seconds"] for row in saved],
         "checkpoint_blocked_seconds": blocked,
         "checkpoint_share": blocked / (interval * step_seconds),
@@ -262,7 +258,6 @@ def main() -> int:
     notes = [
         "Medians over the second half of each run's rows of metrics; memory of rank 0's GPU.",
         "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others.",
-        "formula gib: the estimate of `trifocal doctor`, before anything is run (`trifocal.models.training_memory`).",
         "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
         "production run's configuration, or in that of 1.3 billion parameters.",
     ]

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from trifocal.bench.results import ResultFile, cpu_name
+from lib.results import ResultFile, cpu_name
 from trifocal.runlog import read_metrics
 
 ROOT = Path(__file__).parent.parent

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
 from palette import COMPRESSED, DENSE, INK, PAST, SELECTED, WINDOW
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

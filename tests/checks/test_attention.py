@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-
 from tests.checks import faults
+
 from trifocal.checks import Measurement, Skipped, positions
 from trifocal.checks import attention_checks as attention
 from trifocal.nn import rotate

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 import torch
-
 from tests.checks import faults
+
 from trifocal.checks import cost_checks as cost
 from trifocal.models import DecoderLM
 from trifocal.ops import nsa_attention

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-
 from tests.checks import faults
+
 from trifocal.checks import model_checks as checks
 from trifocal.generate import cached_layers, cached_model, prefill
 from trifocal.ops import nsa_attention

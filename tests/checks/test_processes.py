@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
 from tests import warm
+
 from trifocal.checks import process_checks as processes
 from trifocal.checks.process_worker import Case
 
@@ -21,7 +21,7 @@ SHARDED = (Case("fsdp", accumulation=2), Case("fsdp", checkpointing=True))
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the cases above, in processes that need not import everything first."""
     quick = SimpleNamespace(Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
-    monkeypatch.setattr(processes, "subprocess", quick)
+    monkeypatch.setattr("trifocal.testing.processes.subprocess", quick)
     monkeypatch.setattr(processes, "DDP_CASES", DDP)
     monkeypatch.setattr(processes, "SHARDED_CASES", SHARDED)
     monkeypatch.setattr(processes, "STEP_CASES", (Case("ddp", steps=2),))

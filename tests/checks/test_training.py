@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from tests.checks import faults
+
 from trifocal.checks import training_checks as training
 from trifocal.data import Loader
 from trifocal.models import DecoderLM

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-
 from tests.children import ROOT, environment, free_port
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
+
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume

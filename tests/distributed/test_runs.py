@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.distributed.workers import train
 from tests.train.tiny import read_checkpoint, write_config
+
 from trifocal.models import load_model
 from trifocal.runlog import read_metrics
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
 from tests.distributed.test_faults import QUICK
 from tests.distributed.workers import train
 from tests.train.test_traces import table
 from tests.train.tiny import make_config, write_config
+
 from trifocal.models import DecoderLM
 from trifocal.runlog.jsonl import read_lines
 from trifocal.runlog.traces import TRACES

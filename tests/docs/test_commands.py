@@ -6,9 +6,9 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of
 
 import trifocal.cli.train as train_command
-from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of
 from trifocal.cli import COMMANDS, bench
 from trifocal.fields import from_table
 from trifocal.train.arguments import load_config, override, parse_arguments
@@ -25,7 +25,7 @@ def take_train(arguments, monkeypatch):
         return
     showcase = load_config(ROOT / "configs/showcase.toml")
     started = []
-    monkeypatch.setattr(train_command, "load_run_to_resume", lambda directory: showcase)
+    monkeypatch.setattr(train_command, "load_run", lambda directory: showcase)
     monkeypatch.setattr(train_command, "load_config", load_of_repository)
     monkeypatch.setattr(train_command, "_summary", lambda result: "")
     for name in ("train", "resume"):
@@ -36,7 +36,11 @@ def take_train(arguments, monkeypatch):
 
 def load_of_repository(path, overrides):
     # Without a file, the model of `model.from`, which is not there.
-    return override(load_config(ROOT / (path or "configs/showcase.toml")), overrides)
+    known = path or "showcase"
+    # The pages write my.toml for a file of the reader's, which trifocal new has printed.
+    return override(
+        load_config("showcase" if known == "my.toml" else ROOT / known if "/" in known else known), overrides
+    )
 
 
 def take_other(name, arguments):

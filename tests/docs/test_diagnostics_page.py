@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.docs.pages import ROOT, text_of
 from tests.train.tiny import make_config
+from trifocal.runlog.sinks.thread import MAX_WAITING_ROWS
+
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry
 from trifocal.runlog import Heartbeat, heartbeat, metrics, read_metrics, verdict
 from trifocal.runlog.heartbeat import PHASES
-from trifocal.runlog.sinks.thread import MAX_WAITING_ROWS
 from trifocal.telemetry import AttentionTelemetry, attention_picture
 from trifocal.telemetry import attention_telemetry as telemetry
 from trifocal.telemetry import statistics as attention_statistics

@@ -1,8 +1,8 @@
 """The page about the kernels: work and limits of its table by formula, rules and bounds as the code has them."""
 
 import pytest
-
 from tests.docs.pages import ROOT, text_of
+
 from trifocal import Geometry
 from trifocal.ops import dispatch, support
 

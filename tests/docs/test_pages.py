@@ -6,8 +6,8 @@ import re
 import shutil
 
 import pytest
-
 from tests.docs.pages import PAGES, ROOT, blocks, headings, inline_code, name_of, prose, text_of
+
 from trifocal import ops
 from trifocal.checks import CHECKS
 from trifocal.fields import dotted_fields

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-
 from tests.docs.pages import ROOT
 
 
@@ -113,11 +112,11 @@ def test_a_result_without_positions_is_drawn(quality: ModuleType, results: Path)
 
 
 def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
-    script = (ROOT / "benchmarks" / "quality_parts.py").read_text(encoding="utf-8")
+    script = (ROOT / "benchmarks" / "lib" / "quality_parts.py").read_text(encoding="utf-8")
     assert set(quality.PARTS) == set(re.findall(r'^    "(\w+)": Part\(', script, re.MULTILINE))
 
 
 def test_every_variant_has_a_colour(quality: ModuleType) -> None:
-    script = (ROOT / "benchmarks" / "quality_parts.py").read_text(encoding="utf-8")
+    script = (ROOT / "benchmarks" / "lib" / "quality_parts.py").read_text(encoding="utf-8")
     (names,) = re.findall(r"^VARIANTS: [^\n]* = \{\n(.*?)^\}", script, re.MULTILINE | re.DOTALL)
     assert list(quality.COLOURS) == re.findall(r'^    "([\w-]+)":', names, re.MULTILINE)

@@ -8,10 +8,10 @@ import time
 
 import pytest
 import torch
-
 from tests.children import ROOT, environment
 from tests.distributed.workers import train
 from tests.train.tiny import read_checkpoint, write_config
+
 from trifocal.checks import process_checks as processes
 from trifocal.runlog import read_metrics
 from trifocal.train.checkpoint_folders import list_checkpoints

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-
 from tests.train.test_traces import QUICK, table
 from tests.train.tiny import make_config
+
 from trifocal.train import train
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -13,11 +13,11 @@ pytest.importorskip("peft")
 import datasets
 import transformers
 from peft import LoraConfig
+from tests.children import free_port
+from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
 from tokenizers import Tokenizer, models, pre_tokenizers
 from trl import SFTConfig, SFTTrainer
 
-from tests.children import free_port
-from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
 from trifocal.models import load_model
 from trifocal.testing.small_models import make_model, small_config

@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from tests.written_runs import Clock
+
 from trifocal.runlog import environment, memory_statistics, peak_bf16_flops, write_environment
 from trifocal.runlog.hardware import matmul_rate
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests import warm
 from tests.children import environment
 from tests.train.tiny import read_checkpoint
+
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from tests.train.test_checkpoint import CONFIG, make_model, save
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
-from tests.train.test_checkpoint import CONFIG, make_model, save
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.train.checkpoint import load_checkpoint

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
+
 from trifocal.cli.train import _summary
-from trifocal.data import DataConfig, Loader, make_tokenizer
+from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
 from trifocal.data import loader as data_loader
 from trifocal.data.text import TextSource
 from trifocal.errors import UserError
@@ -349,10 +349,6 @@ def test_an_existing_run_is_safe(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds a run already.*--resume \S+/run.*--overwrite"):
         train(config)
     assert (tmp_path / "run" / "weights" / "model.safetensors").read_bytes() == weights
-    (tmp_path / "run" / "samples").mkdir(exist_ok=True)
-    (tmp_path / "run" / "samples" / "old.txt").touch()
-    assert train(config, overwrite=True).finished
-    assert not (tmp_path / "run" / "samples" / "old.txt").exists()
 
 
 def test_a_folder_that_is_not_a_run_is_never_deleted(tmp_path: Path) -> None:
@@ -502,3 +498,18 @@ def test_a_step_that_was_not_sound_is_not_saved_when_it_is_looked_at(
     with pytest.raises(NonFiniteError):
         train(make_config(tmp_path, *flags))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_validation_reads_the_validation_split(tmp_path: Path) -> None:
+    """Every document has a letter of its own, and no letter is in both splits."""
+    config = make_config(tmp_path, "--checkpoint.interval_steps", "0")
+    for index, path in enumerate(sorted((tmp_path / "text").iterdir())):
+        path.write_text(chr(ord("A") + index) * 40)
+    tokenizer = make_tokenizer("bytes")
+    held_out = {
+        token for batch in read_validation_batches(config, tokenizer) for token in batch.tokens.unique().tolist()
+    }
+    sizes = {"sequence_length": 32, "batch_size": 2, "vocab_size": 257}
+    with make_loader(config.data, tokenizer=tokenizer, **sizes) as loader:
+        trained = {token for batch in itertools.islice(loader, 40) for token in batch.tokens.unique().tolist()}
+    assert len(held_out - {256}) >= 3 and held_out & trained == {256}

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-
 from tests.children import ROOT
 from tests.train.tiny import before_step, make_config, read_checkpoint
+
 from trifocal.cli import main
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM

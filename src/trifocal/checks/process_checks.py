@@ -1,12 +1,8 @@
 """Checks of distributed training: two processes train as one does, over gloo on a CPU, over NCCL on two GPUs."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +12,10 @@ import torch
 from trifocal.checks.measurement import Measurement
 from trifocal.checks.process_worker import Case
 from trifocal.distributed.parallel import Mode
-from trifocal.distributed.rendezvous import places_here
+from trifocal.testing.processes import run_processes
 
 PROCESSES = 2
 LIMIT_SECONDS = 180.0
-# After one process failed, the time that the others have to end by themselves.
-GRACE_SECONDS = 5.0
 REPORTED_LAYERS = (5, 12)
 """Depths at which distributed training was reported not to work."""
 # Both sides add up the same numbers in another order, and a dozen layers pass the rounding on.
@@ -120,7 +114,7 @@ def measure(
         For each case a figure and a parameter's name.
 
     Raises:
-        RuntimeError: If a process fails, or they do not end in time; with the end of its error output.
+        ProcessesFailed: If a process fails, or they do not end in time.
     """
     kind = "cuda" if _over_nccl(device) else "cpu"
     with tempfile.TemporaryDirectory(prefix="trifocal-check-") as folder:
@@ -128,55 +122,8 @@ def measure(
         fields = [dataclasses.asdict(case) for case in cases]
         arguments = f"{kind!r}, {fields!r}, {str(path)!r}, {prepare!r}"
         code = f"from trifocal.checks.process_worker import main; main({arguments})"
-        _run(code, Path(folder), variables)
+        run_processes(["-c", code], PROCESSES, Path(folder), limit_seconds=LIMIT_SECONDS, variables=variables)
         return [(float(figure), name) for figure, name in json.loads(path.read_text(encoding="utf-8"))]
-
-
-def _run(code: str, folder: Path, variables: dict[str, str]) -> None:
-    _store, places = places_here(PROCESSES)
-    # Where this process finds the package, the others must find it too.
-    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    started = []
-    for rank, place in enumerate(places):
-        with (folder / f"error{rank}").open("wb") as error:
-            command = [sys.executable, "-c", code]
-            environment = os.environ | place | path | variables
-            started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
-    try:
-        # A process that fails leaves the other waiting: both are polled.
-        _wait_for(started, folder)
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def _wait_for(started: list[subprocess.Popen[bytes]], folder: Path) -> None:
-    remaining = LIMIT_SECONDS
-    while True:
-        if any(process.poll() for process in started):
-            raise RuntimeError(_failures(started, folder))
-        waiting = [process for process in started if process.poll() is None]
-        if not waiting:
-            return
-        if remaining <= 0:
-            raise RuntimeError(f"the {PROCESSES} processes did not end in {LIMIT_SECONDS:.0f} s")
-        try:
-            waiting[0].wait(0.2)
-        except subprocess.TimeoutExpired:
-            remaining -= 0.2
-
-
-def _failures(started: list[subprocess.Popen[bytes]], folder: Path) -> str:
-    """The error output of every process that failed: one that lost its peer may end before the peer that failed."""
-    lines = []
-    for rank, process in enumerate(started):
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(GRACE_SECONDS)
-        if process.poll():
-            text = (folder / f"error{rank}").read_text(errors="replace").strip()
-            lines.append(f"process {rank} ended with status {process.returncode}: {text[-500:]}")
-    return "\n".join(lines)
 
 
 def _over_nccl(device: torch.device) -> bool:

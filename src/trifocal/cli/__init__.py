@@ -14,21 +14,20 @@ from trifocal.errors import UserError, unknown
 
 COMMANDS = {
     "new": "print a commented configuration to begin with: PRESET > my.toml; without a name, list the presets",
-    "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
+    "train": "train a model: CONFIG [--section.key value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
     "convert": "make a sparse model of a dense one of Trifocal or Hugging Face: DIR OUT --to selected or nsa",
     "evaluate": "measure the loss, loss by position, needles and recall of a trained model: RUN_DIR",
     "export": "write a trained model as a folder that transformers reads: RUN_DIR DIR",
     "check": "test this installation on this machine",
-    "doctor": "examine this machine, estimate the needs of presets or CONFIG.toml, and name the remedy of each fault",
+    "doctor": "examine this machine, measure two steps of CONFIG.toml here, and name the remedy of each fault",
     "report": "write one self-contained HTML page of a run: RUN_DIR",
     "watch": "show a run live in the terminal: RUN_DIR",
-    "bench": "time attention, train, decode or kernels, beside dense attention in one run",
 }
 
 _DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
-    *(errno.ENAMETOOLONG, errno.ENOTDIR),
+    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EIO, errno.ESTALE, errno.EXDEV, errno.EBUSY, errno.EMFILE, errno.ENFILE),
 }
 
 

@@ -196,7 +196,7 @@ def parse_source(source: str) -> SourceName:
         )
     if kind not in SOURCES:
         hint = f"the nearest is {nearest(kind, SOURCES)}"
-        if user_path(source, "data.source").exists():
+        if user_path(source, "data.source").exists() or "/" in kind or Path(kind).suffix:
             hint = f"for this path write {_kind_of_path(source)}:{source}"
         raise UserError(f"unknown data.source {source!r}; {hint} (known: {', '.join(SOURCES)})")
     path, field = rest, "text"

@@ -12,7 +12,6 @@ from trifocal.doctor.findings import Finding
 from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
 from trifocal.runlog import environment
-from trifocal.runlog.native_stacks import find_py_spy
 from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, compilers, crash_of_debug_level
 
 GIB = 2**30
@@ -31,9 +30,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "hf": (("transformers", "tokenizers"), "trifocal.hf: models in transformers"),
     "tensorboard": (("tensorboard",), "log.sinks tensorboard"),
     "wandb": (("wandb",), "log.sinks wandb"),
-    "trackio": (("trackio",), "log.sinks trackio"),
     "report": (("plotly",), "trifocal report"),
-    "docs": (("matplotlib",), "plots of trifocal bench"),
 }
 
 # Variables of an earlier NSA training system, which people still have in their scripts -> the setting here.
@@ -193,7 +190,7 @@ def check_variables() -> list[Finding]:
 
 
 def check_extras() -> list[Finding]:
-    """The optional packages and programs."""
+    """The optional packages."""
     findings = []
     for extra, (modules, purpose) in EXTRAS.items():
         missing = [module for module in modules if not installed(module)]
@@ -202,9 +199,4 @@ def check_extras() -> list[Finding]:
             findings.append(Finding(f"extra {extra}", "note", text, f"pip install 'trifocal[{extra}]'"))
         else:
             findings.append(Finding(f"extra {extra}", "ok", f"installed: {purpose}"))
-    if find_py_spy() is None:
-        text = "not installed: the dump of a stall has no frames of C and C++ code"
-        findings.append(Finding("py-spy", "note", text, "pip install py-spy"))
-    else:
-        findings.append(Finding("py-spy", "ok", "installed: frames of C and C++ code in the dump of a stall"))
     return findings

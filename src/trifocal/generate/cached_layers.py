@@ -5,8 +5,6 @@ and gates stay in fp32 (fp64 for a model in fp64). A new kind of attention has i
 """
 
 import copy
-import functools
-import operator
 from typing import Any, Protocol
 
 import torch
@@ -22,7 +20,6 @@ from trifocal.nn import (
     NSAttention,
     RMSNorm,
     SelectedAttention,
-    SigmoidGate,
     WindowAttention,
 )
 from trifocal.nn.attention_base import AttentionBase
@@ -173,10 +170,8 @@ class CachedSparseAttention(_CachedAttention):
     """`NSAttention` with caches; arguments as of `CachedLayer`."""
 
     def __init__(self, attention: NSAttention, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
-        gate = attention.gate
-        super().__init__(attention, dtype, products, gate.proj if isinstance(gate, SigmoidGate) else None)
+        super().__init__(attention, dtype, products, attention.gate.proj)
         self._geometry, self._backend, self._shared = geometry, attention.backend, attention.shared_kv
-        self._gate_weight, self._gate_bias = (copied(x, dtype) for x in (gate.proj.weight, gate.proj.bias))
         self._phi = (_prepared(attention.k_compressor, dtype), _prepared(attention.v_compressor, dtype))
         self._phi_of_blocks: tuple[Compress, Compress] | None = None
         if not isinstance(attention.k_compressor, MeanCompressor):
@@ -185,7 +180,7 @@ class CachedSparseAttention(_CachedAttention):
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: SparseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
         q, keys, values = self._of_branches(projected, PyTorchLinear())
-        gates = self._gates(q, gates, PyTorchLinear())
+        gates = self._gates(gates)
         raw, selected = (keys[0], values[0]), (keys[-2], values[-2])
         window = None if self._shared else (keys[2], values[2])
         seen = extend_sparse(cache, chunk, raw, selected, window, self._geometry, self._phi)
@@ -197,7 +192,7 @@ class CachedSparseAttention(_CachedAttention):
     ) -> Tensor:
         """As `CachedAttention.decode`."""
         q, keys, values = self._of_branches(projected, self._products)
-        gates = self._gates(q, gates, self._products)
+        gates = self._gates(gates)
         k_win, v_win = (None, None) if self._shared else (keys[2], values[2])
         append_sparse(
             cache, batch, keys[0], values[0], keys[1], values[1], k_win, v_win, self._geometry, rotary,
@@ -211,16 +206,10 @@ class CachedSparseAttention(_CachedAttention):
         times = NUM_BRANCHES // self._branches
         return q, keys * times, values * times
 
-    def _gates(self, q: Tensor, gates: Tensor | None, products: Products) -> Tensor:
-        """[B, T, H, 3]: those of the projection, or as `GroupSoftmaxGate` with a mean that adds heads in order."""
-        if gates is not None:
-            return gates.unflatten(-1, (self._num_heads, NUM_BRANCHES))
-        heads = q.unflatten(2, (self._num_kv_heads, -1))
-        q_per_kv = heads.shape[3]
-        pooled = functools.reduce(operator.add, in_full(heads).unbind(3)) / q_per_kv
-        logits = in_full(products.linear(pooled.to(q.dtype), self._gate_weight, self._gate_bias))
-        softmax = products.by_row(lambda rows: rows.softmax(-1), logits.flatten(0, 2))
-        return softmax.view(logits.shape).repeat_interleave(q_per_kv, dim=2)
+    def _gates(self, gates: Tensor | None) -> Tensor:
+        """[B, T, H, 3], from those of the projection, [B, T, 3 * H]."""
+        assert gates is not None
+        return gates.unflatten(-1, (self._num_heads, NUM_BRANCHES))
 
 
 class CachedSelectedAttention(_CachedAttention):

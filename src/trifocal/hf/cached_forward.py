@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from trifocal.hf.cached_attention import LayerPast, NewTokens
-from trifocal.hf.layer_cache import TrifocalLayer
+from trifocal.hf.layer_cache import NO_GRADIENTS, TrifocalLayer
 from trifocal.hf.row_layout import RowLayout, real_tokens
 from trifocal.models import ModelConfig
 from trifocal.nn.rope import rotary_tables
@@ -36,7 +36,7 @@ def cached_tokens(
     """Open a cache for a forward pass; when it has ended, the cache holds its tokens, after an error those of before.
 
     Args:
-        cache: `past_key_values` of transformers.
+        cache: Of transformers.
         config: Of the model.
         x: Embedded new tokens, [B, T, E].
         attention_mask: Of all columns, those of the cache too, [B, S + T].
@@ -78,6 +78,8 @@ def cached_tokens(
 
 
 def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
+    if torch.is_grad_enabled():
+        raise ValueError(NO_GRADIENTS)
     layers = getattr(cache, "layers", None)
     if layers == [] and isinstance(cache, DynamicCache):
         # A cache that was made without the configuration would take transformers' own layers.
@@ -91,8 +93,6 @@ def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
         raise ValueError("an offloaded cache is not possible for Trifocal's models")
     if len(layers) != config.num_layers:
         raise ValueError(f"past_key_values have {len(layers)} layers, the model {config.num_layers}")
-    if torch.is_grad_enabled():
-        raise ValueError("past_key_values are for decoding without gradients: use torch.no_grad()")
     if obstacle := cache_obstacle(config):
         raise ValueError(f"{obstacle}: leave past_key_values and use_cache out")
     return layers

@@ -60,7 +60,6 @@ def converted_config(
         layer_types=() if alike else layers,
         geometry=geometry,
         compressor="mean",
-        gate="sigmoid",
         shared_kv=shared_kv,
     )
 

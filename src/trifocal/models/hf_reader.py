@@ -79,7 +79,7 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
         expected = DecoderLM(config).state_dict()
     # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
     ignored = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
-    return config, read_tensors(folder, expected, lambda name: (hf_name(name),), lambda name: name.endswith(ignored))
+    return config, read_tensors(folder, expected, hf_name, lambda name: name.endswith(ignored))
 
 
 def read_hf_settings(folder: Path) -> dict[str, Any]:

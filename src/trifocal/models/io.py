@@ -34,6 +34,7 @@ AUTO_MAP = {
         ("AutoConfig", "TrifocalConfig"),
         ("AutoModel", "TrifocalModel"),
         ("AutoModelForCausalLM", "TrifocalForCausalLM"),
+        ("AutoModelForSequenceClassification", "TrifocalForSequenceClassification"),
     )
 }
 """Where transformers finds the classes of a folder, by its own classes."""
@@ -43,12 +44,22 @@ SHARD_BYTES = 5 * 10**9
 _TRAINERS_FILES = ("config.toml", "manifest.json")
 _MODELING = '''"""The classes of this model for transformers, with trust_remote_code: pip install 'trifocal[hf]'"""
 
-from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
+from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
 
-__all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalModel"]
+__all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalForSequenceClassification", "TrifocalModel"]
 '''
-# transformers' name of the decoder inside of its model with an output projection.
-_BASE_MODEL = "model."
+STANDARD_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+"""Keys of `ModelConfig` by transformers' names, which `config.json` has too: tools read them there."""
 
 
 def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, **settings: Any) -> None:
@@ -65,13 +76,14 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    tensors = {exported_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
     content = {
         "model_type": MODEL_TYPE,
         "architectures": ["TrifocalForCausalLM"],
         "auto_map": AUTO_MAP,
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         **settings,
+        **{name: getattr(model.config, key) for name, key in STANDARD_NAMES.items()},
         "model": model.config.to_dict(),
     }
     shards = _shards(tensors, shard_bytes)
@@ -98,6 +110,11 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
     for path in stale:
         path.unlink(missing_ok=True)
     write_modeling_file(folder)
+
+
+def exported_name(name: str) -> str:
+    """Name of a parameter in files: transformers puts `model.` in front of all but the output projection."""
+    return name if name.startswith("head.") else f"model.{name}"
 
 
 def write_modeling_file(folder: Path) -> None:
@@ -137,7 +154,7 @@ def load_weights(folder: Path) -> DecoderLM:
     config = read_config(folder)
     with torch.device("meta"):
         model = DecoderLM(config)
-    tensors = read_tensors(folder, model.state_dict(), lambda name: (name, _BASE_MODEL + name))
+    tensors = read_tensors(folder, model.state_dict(), exported_name)
     model.load_state_dict(tensors, assign=True)
     return model
 
@@ -146,17 +163,28 @@ def read_config(folder: Path) -> ModelConfig:
     """The configuration of a folder's model; errors as in `load_model`."""
     path = folder / CONFIG_FILE
     values = read_json(path, "the model's configuration")
-    # Older folders hold the keys of the model alone.
-    if "model_type" not in values:
-        return ModelConfig.from_dict(values)
-    if values["model_type"] != MODEL_TYPE:
+    if values.get("model_type") != MODEL_TYPE:
         raise UserError(
-            f'{path} is of the architecture "{values["model_type"]}", expected "{MODEL_TYPE}"; a dense model is made '
-            "sparse by trifocal convert"
+            f'{path}: got the architecture "{values.get("model_type")}", expected "{MODEL_TYPE}"; '
+            "trifocal convert makes a dense model sparse"
         )
     if not isinstance(values.get("model"), dict):
         raise UserError(f'{path} lacks the table "model", the sizes and choices of the model')
+    check_standard_names(values, values["model"])
     return ModelConfig.from_dict(values["model"])
+
+
+def check_standard_names(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Refuse keys under transformers' names that say something else than the table of the model.
+
+    Raises:
+        UserError: If two differ; the message names both.
+    """
+    for name, key in STANDARD_NAMES.items():
+        if name in values and key in model and values[name] != model[key]:
+            raise UserError(
+                f"{CONFIG_FILE}: got {name} = {values[name]!r}, but model.{key} = {model[key]!r}; give both one value"
+            )
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -204,7 +232,7 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
 def read_tensors(
     folder: Path,
     expected: Mapping[str, Tensor],
-    stored_names: Callable[[str], tuple[str, ...]],
+    stored_name: Callable[[str], str],
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Tensor]:
     """The tensors of `model.safetensors`, or of the shards that the index names, in their own types.
@@ -212,7 +240,7 @@ def read_tensors(
     Args:
         folder: With these files.
         expected: Tensors by name, of the shapes that they must have.
-        stored_names: The names that a tensor may have in the files.
+        stored_name: Gives the name of a tensor in the files.
         is_ignored: Whether a name in the files need not be expected.
 
     Raises:
@@ -222,10 +250,7 @@ def read_tensors(
         shards = _shards_of(folder)
     except OSError as error:
         raise UserError(f"cannot read the model's weights {folder}: {os.strerror(error.errno or 0)}") from error
-    names = {}
-    for name in expected:
-        usual, *others = stored_names(name)
-        names[name] = next((other for other in others if other in shards), usual)
+    names = {name: stored_name(name) for name in expected}
     unknown = [name for name in shards.keys() - set(names.values()) if not is_ignored(name)]
     if unknown:
         raise UserError(f"{folder} has a tensor that {CONFIG_FILE} does not know: {min(unknown)}")

@@ -151,7 +151,6 @@ def _attention(config: ModelConfig, kind: str) -> AttentionBase:
         **sizes,
         geometry=config.geometry,
         compressor=config.compressor,
-        gate=config.gate,
         shared_kv=config.shared_kv,
         backend=config.backend,
     )

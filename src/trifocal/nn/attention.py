@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
-from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
+from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
 from trifocal.nn.rope import UNSCALED, RopeScaling, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
 from trifocal.ops.dispatch import check_backend
@@ -32,7 +32,6 @@ class NSAttention(AttentionBase):
         value_dim: V of values.
         geometry: Block sizes, in tokens.
         compressor: φ: `"mean"`, or `"mlp"`, the paper's learnable one.
-        gate: `"sigmoid"` per head, or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
         backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
         rope_theta, rope_scaling, qk_norm, norm_eps, qkv_bias, o_bias: See `AttentionBase`.
@@ -53,7 +52,6 @@ class NSAttention(AttentionBase):
         value_dim: int,
         geometry: Geometry,
         compressor: Literal["mean", "mlp"] = "mean",
-        gate: Literal["sigmoid", "softmax"] = "sigmoid",
         shared_kv: bool = False,
         backend: Literal["auto", "reference", "triton"] = "auto",
         rope_theta: float = 10000.0,
@@ -81,8 +79,6 @@ class NSAttention(AttentionBase):
         )
         if compressor not in ("mean", "mlp"):
             raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
-        if gate not in ("sigmoid", "softmax"):
-            raise ValueError(f"gate must be 'sigmoid' or 'softmax', got {gate!r}")
         check_backend(backend)
         self.geometry: Geometry = geometry
         self.shared_kv, self.backend = shared_kv, backend
@@ -90,11 +86,7 @@ class NSAttention(AttentionBase):
             MLPCompressor(geometry, width, backend) if compressor == "mlp" else MeanCompressor(geometry, backend)
             for width in (self.head_dim, self.value_dim)
         )
-        self.gate: SigmoidGate | GroupSoftmaxGate
-        if gate == "sigmoid":
-            self.gate = SigmoidGate(self.q_proj.in_features, self.num_heads)
-        else:
-            self.gate = GroupSoftmaxGate(self.num_heads, self.num_kv_heads, self.head_dim)
+        self.gate = SigmoidGate(self.q_proj.in_features, self.num_heads)
 
     def forward(
         self,
@@ -125,12 +117,8 @@ class NSAttention(AttentionBase):
         check_input(x, self.q_proj.in_features)
         documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
-        if isinstance(self.gate, SigmoidGate):
-            q, keys, values, [logits] = self._project(x, self.gate.proj)
-            gates = self.gate(x, logits)
-        else:
-            q, keys, values, _ = self._project(x)
-            gates = self.gate(q)
+        q, keys, values, [logits] = self._project(x, self.gate.proj)
+        gates = self.gate(x, logits)
         if cache is not None:
             return self.o_proj(cache.attend(self, q, keys, values, gates).flatten(2))
         if dropped is not None:

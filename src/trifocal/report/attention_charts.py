@@ -5,6 +5,7 @@ from typing import Any
 
 from trifocal.report.charts import FULL, THIRD, Chart, Trace, heat_map, line, share_steps
 from trifocal.runlog.run import Run
+from trifocal.runlog.valid_rows import is_number
 from trifocal.telemetry.statistics import IGNORED_GATE
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
@@ -63,7 +64,7 @@ def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
     title = f"{BRANCHES[branch].capitalize()} gate by layer"
     chart = _layer_map(rows, f"gate_mean_{branch}", f"gate_map_{branch}", title, _GATE_MAP_CAPTIONS[branch])
     chart.columns, chart.height = THIRD, 250
-    if not any(row["layer"] > 0 and row.get(f"gate_mean_{branch}") is not None for row in rows):
+    if not any(row["layer"] > 0 and is_number(row.get(f"gate_mean_{branch}")) for row in rows):
         chart.traces = []
     for trace in chart.traces:
         trace |= {"zmax": 1, "colorscale": f"@scale-{branch}"}
@@ -106,7 +107,7 @@ def _recall_map(rows: list[dict[str, Any]]) -> Chart:
     caption = "Share of full attention's best blocks that were selected; layers that select badly are pale."
     chart = _layer_map(rows, "dense_recall", "recall_map", "Recall by layer", caption)
     several = len({row["layer"] for row in rows}) > 1
-    if not several or not any(row.get("dense_recall") is not None for row in rows):
+    if not several or not any(is_number(row.get("dense_recall")) for row in rows):
         chart.traces = []
     for trace in chart.traces:
         hover = "step %{x}, layer %{y}: %{z:.0%}<extra></extra>"
@@ -117,7 +118,7 @@ def _recall_map(rows: list[dict[str, Any]]) -> Chart:
 
 def _distances(rows: list[dict[str, Any]]) -> Chart:
     last_step = max(row["step"] for row in rows)
-    last = [row for row in rows if row["step"] == last_step and row.get("selected_distance_shares")]
+    last = [row for row in rows if row["step"] == last_step and _distance_shares(row)]
     bins = max((len(row["selected_distance_shares"]) for row in last), default=0)
     trace = heat_map(
         distance_labels(bins),
@@ -138,8 +139,8 @@ def _distances(rows: list[dict[str, Any]]) -> Chart:
 def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
     by_step: dict[int, list[list[float]]] = {}
     for row in rows:
-        if row.get("selected_distance_shares"):
-            by_step.setdefault(row["step"], []).append(row["selected_distance_shares"])
+        if shares := _distance_shares(row):
+            by_step.setdefault(row["step"], []).append(shares)
     steps = sorted(by_step)
     bins = max((len(shares) for group in by_step.values() for shares in group), default=0)
     values = [
@@ -177,6 +178,11 @@ def _selection(rows: list[dict[str, Any]]) -> Chart:
     return Chart("selection", "Selected blocks", caption, traces, layout)
 
 
+def _distance_shares(row: dict[str, Any]) -> list[float]:
+    shares = row.get("selected_distance_shares")
+    return shares if isinstance(shares, list) and all(map(is_number, shares)) else []
+
+
 def distance_labels(bins: int) -> list[str]:
     """Names of the telemetry's distance bins: 0, 1, 2-3, 4-7, …"""
     labels = ["0", "1"]
@@ -196,7 +202,7 @@ def _branch_lines(rows: list[dict[str, Any]], prefix: str) -> list[Trace]:
 
 def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, caption: str) -> Chart:
     """A heat map of one figure: layers over steps."""
-    values = {(row["layer"], row["step"]): row.get(name) for row in rows}
+    values = {(row["layer"], row["step"]): row[name] for row in rows if is_number(row.get(name))}
     steps, layers = sorted({row["step"] for row in rows}), sorted({row["layer"] for row in rows})
     z = [[values.get((layer, step)) for step in steps] for layer in layers]
     trace = heat_map(steps, layers, z, "step %{x}, layer %{y}: %{z:.3f}<extra></extra>")
@@ -211,7 +217,7 @@ def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, capt
 def _mean_over_layers(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     by_step: dict[int, list[float]] = {}
     for row in rows:
-        if row.get(name) is not None:
+        if is_number(row.get(name)):
             by_step.setdefault(row["step"], []).append(row[name])
     steps = sorted(by_step)
     return steps, [round(sum(by_step[step]) / len(by_step[step]), 5) for step in steps]

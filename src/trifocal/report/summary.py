@@ -95,8 +95,8 @@ def _learned(run: Run) -> Finding:
                 f"It did, and then lost some of it: {evidence}, but the best was {best:.3f} at step {best_step:,}.",
                 [f"Stop near step {best_step:,}, or train on more text: the model overfits after it."],
             )
-    vocabulary = run.config.get("model", {}).get("vocab_size")
-    chance = math.log(vocabulary) if isinstance(vocabulary, int) and vocabulary > 1 else None
+    vocabulary = run.setting("model", "vocab_size")
+    chance = math.log(vocabulary) if vocabulary and vocabulary > 1 else None
     if run.config.get("data", {}).get("source") == "synthetic":
         text = f"There was nothing to learn: the tokens are random. {_sentence(evidence)}"
         return Finding(question, "unknown", text)
@@ -139,6 +139,8 @@ def _healthy(run: Run) -> Finding:
             mark = "bad"
             state = "has failed" if verdict.state == "failed" else f"is {verdict.state}"
             worries.append(f"rank {rank} {state}: {verdict.reason}")
+            if verdict.state == "dead" and (stacks := run.crash_stacks(rank)):
+                changes.append(f"Read {stacks}: the last stacks of rank {rank}.")
         elif verdict.state == "slow":
             mark = "watch" if mark == "good" else mark
             worries.append(f"rank {rank} is slow: {verdict.reason}")
@@ -153,7 +155,7 @@ def _healthy(run: Run) -> Finding:
         worries += run.left_out_notes()
     steps, norms = run.series("train", "gradient_norm")
     # During the warm-up and the first tenth, gradients are large in every run.
-    warm = max(run.config.get("schedule", {}).get("warmup_steps", 0), run.last_step / 10)
+    warm = max(run.setting("schedule", "warmup_steps") or 0, run.last_step / 10)
     norms = [norm for step, norm in zip(steps, norms, strict=True) if step > warm]
     if len(norms) >= 20:
         median = statistics.median(norms)
@@ -253,7 +255,7 @@ def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float
     try:
         config = ModelConfig.from_dict(run.config.get("model", {}))
         flops = flops_per_token(config, run.config["train"]["sequence_length"]).executed_training
-    except (KeyError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         # The configuration is incomplete, or of another version.
         return None
     if not speed:
@@ -268,7 +270,9 @@ def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
     """The settings for faster steps that this run does not have."""
     train = run.config.get("train", {})
     missing = []
-    accumulated = train.get("global_batch_size", 0) // max(1, train.get("micro_batch_size", 1))
+    accumulated = (run.setting("train", "global_batch_size") or 0) // max(
+        1, run.setting("train", "micro_batch_size") or 1
+    )
     processes = len(run.heartbeats) or 1
     if accumulated > processes:
         missing.append("a larger train.micro_batch_size")

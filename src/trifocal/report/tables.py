@@ -135,7 +135,7 @@ def _fast_under(run: Run) -> dict[str, str]:
 
 def _most_learned(runs: list[Run]) -> str:
     # Losses per token compare only with the same tokenizer.
-    one_tokenizer = len({run.config.get("data", {}).get("tokenizer") for run in runs}) == 1
+    one_tokenizer = len({str(run.config.get("data", {}).get("tokenizer")) for run in runs}) == 1
     name, unit = ("validation_loss", "nats per token") if one_tokenizer else ("bits_per_byte", "bits per byte")
     series = {run.name: run.series("evaluation", name)[1] for run in runs}
     ends = {name: values[-1] for name, values in series.items() if values}

@@ -31,7 +31,6 @@ _PACKAGES = (
     "transformers",
     "tensorboard",
     "wandb",
-    "trackio",
     "plotly",
 )
 _VARIABLES = (
