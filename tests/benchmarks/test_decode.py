@@ -16,7 +16,7 @@ from lib.plain_decoder import PlainDecoder
 from lib.recorder import Recorder
 from lib.shapes import DTYPES
 from trifocal.errors import UserError
-from trifocal.generate import CachedModel, Engine
+from trifocal.inference import CachedModel, Engine
 from trifocal.models import DecoderLM
 
 decoding = load_script("benchmarks/decoding.py")
