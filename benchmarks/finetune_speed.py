@@ -46,7 +46,7 @@ class StepTimes(transformers.TrainerCallback):
         self._marks.append(mark)
 
     def milliseconds(self, steps: int) -> list[float]:
-        """Of the last steps."""
+        """Milliseconds of each of the last steps."""
         if self._on_gpu:
             torch.cuda.synchronize()
         marks = self._marks[-steps - 1 :]

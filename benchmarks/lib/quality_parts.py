@@ -85,7 +85,7 @@ _SMALL_BLOCKS = Geometry(
 _HAYSTACKS = ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16")
 
 PARTS = {
-    "twins": Part(
+    "production": Part(
         "Does the production model learn text as well with sparse attention?",
         _TEXT | _batch(16, 2048, 1000, 6e-4) | {"train.activation_checkpointing": "none"},
         (("--only", "loss", "position"),),

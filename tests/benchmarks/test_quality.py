@@ -1,4 +1,4 @@
-"""The script that trains twins side by side: its trainings differ in the attention alone, and its tables add up."""
+"""The script that trains models side by side: its trainings differ in the attention alone, and its tables add up."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.children import load_script
 
+from tests.children import load_script
 from trifocal.cli import main
 from trifocal.train import RunConfig, load_config
 
@@ -21,7 +21,7 @@ def script() -> ModuleType:
     return load_script("benchmarks/quality.py")
 
 
-@pytest.mark.parametrize("part", ["twins", "seeds", "long", "recall", "needle"])
+@pytest.mark.parametrize("part", ["production", "seeds", "long", "recall", "needle"])
 def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, part: str, tmp_path: Path) -> None:
     found = script.trainings(part, tmp_path, [], [], {})
     assert len(found) == len(script.PARTS[part].seeds) * len(script.PARTS[part].variants)
@@ -69,7 +69,7 @@ def test_flags_win_over_the_part(script: ModuleType, tmp_path: Path) -> None:
 
 
 def test_every_fourth_layer_of_a_hybrid_is_dense(script: ModuleType, tmp_path: Path) -> None:
-    (one,) = script.trainings("twins", tmp_path, [], ["hybrid"], {})
+    (one,) = script.trainings("production", tmp_path, [], ["hybrid"], {})
     (path, *flags) = one.arguments(resume=False)
     assert load_config(path, flags).model.layer_types == ("nsa", "nsa", "nsa", "dense") * 3
 

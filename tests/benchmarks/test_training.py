@@ -6,13 +6,13 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from tests.benchmarks.tiny import MODEL
-from tests.children import load_script
-from tests.train.test_graphs import Repeater
 
 from lib import training_worker as train_worker
 from lib.recorder import Recorder, Refused
 from lib.training_worker import TrainBench
+from tests.benchmarks.tiny import MODEL
+from tests.children import load_script
+from tests.train.test_graphs import Repeater
 from trifocal.errors import UserError
 from trifocal.train import graphs
 
@@ -29,7 +29,7 @@ def recorder(seconds=60.0):
     return Recorder(seconds, lambda text: None, lambda: None)
 
 
-def test_cases_are_twins_under_the_same_settings():
+def test_models_are_measured_under_the_same_settings():
     cases = TrainOptions(**{**TINY, "sizes": ("2x32", "production")}).cases()
     assert [(case.size, case.model["attention"]) for case in cases] == [
         ("2x32", "nsa"), ("2x32", "dense"), ("production", "nsa"), ("production", "dense"),
@@ -49,18 +49,18 @@ ON_A_GPU = {
 
 
 @pytest.mark.parametrize("wanted", ON_A_GPU, ids=str)
-def test_recorded_rows_come_first_and_twins_side_by_side(wanted, monkeypatch):
+def test_recorded_rows_come_first_and_models_side_by_side(wanted, monkeypatch):
     monkeypatch.setattr(TrainOptions, "torch_device", torch.device("cuda"))
     cases = TrainOptions(**{**TINY, "sizes": ("2x32", "production"), "cuda_graphs": wanted}).cases()
     found = [case.size.replace("2x32", "a") + " recorded" * case.cuda_graphs for case in cases]
-    assert found == [name for name in ON_A_GPU[wanted] for twin in range(2)]
+    assert found == [name for name in ON_A_GPU[wanted] for _ in range(2)]
     assert [case.model["attention"] for case in cases] == ["nsa", "dense"] * (len(cases) // 2)
     for sparse, dense in zip(cases[::2], cases[1::2], strict=True):
         assert replace(sparse, model=dense.model) == dense
 
 
 def test_text_is_measured_beside_random_bytes():
-    """By default, for both twins: documents of many lengths; a new one begins in every sequence."""
+    """By default, for both models: documents of many lengths; a new one begins in every sequence."""
     options = {name: value for name, value in TINY.items() if name != "data"} | {"sizes": ("4x3000",)}
     cases = TrainOptions(**options).cases()
     assert [(case.data, case.model["attention"]) for case in cases] == [
@@ -188,7 +188,7 @@ def test_kernels_and_gaps_are_tables_beside_the_rows(monkeypatch):
     assert found.tables == {"kernels": [{"row": "profiled", **kernel}], "gaps": [{"row": "profiled", **gap}]}
 
 
-def test_workers_measure_both_twins():
+def test_workers_measure_both_models():
     rows = recorder()
     bench_train(TrainOptions(**TINY, workers=2), rows)
     assert [(row["attention"], row["status"]) for row in rows.rows] == [("nsa", "ok"), ("dense", "ok")]
@@ -226,7 +226,7 @@ def test_like_is_compared_with_like():
         ("2x32", False, "text", pytest.approx(1 / 3), 1.0),
     ]  # fmt: skip
     rows[1]["status"] = "not run: the time limit has passed"
-    assert speedups(rows) == both[1:], "a twin with another setting is none"
+    assert speedups(rows) == both[1:], "another setting does not compare"
 
 
 def test_a_worker_that_fails_says_why(capsys):

@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests import warm
 from tests.children import environment
 from tests.train.tiny import TOML, before_step, write_config, write_documents
 from tests.written_runs import wait_for
-
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
 from trifocal.runlog import read_metrics

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import trifocal
 from tests.children import environment
 from tests.cli.test_commands import Capture, refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
-
-import trifocal
 from trifocal.cli import main
 from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.cli.test_commands import Capture, refused, run
 from tests.cli.test_generate import generated
-
 from trifocal.cli import generate_file as command
 from trifocal.cli import main
 from trifocal.errors import UserError

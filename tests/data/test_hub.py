@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
-from tests.data.server import FaultyServer
 
+from tests.data.server import FaultyServer
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
 from trifocal.data.activity import Activity
 from trifocal.data.hub import open_dataset

@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.children import environment
 from tests.distributed.test_faults import QUICK, Case
 from tests.distributed.test_faults import case as case
 from tests.written_runs import wait_for
-
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics, verdict
 from trifocal.runlog.run import read_run

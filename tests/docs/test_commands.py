@@ -6,15 +6,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of
+import tyro
 
 import trifocal.cli.train as train_command
-from trifocal.cli import COMMANDS, bench
+from tests.children import load_script
+from tests.docs.pages import HISTORY, PAGES, ROOT, blocks, commands, name_of
+from trifocal.cli import COMMANDS
 from trifocal.fields import from_table
 from trifocal.train.arguments import load_config, override, parse_arguments
 from trifocal.train.run_config import RunConfig
 
-CASES = [(name_of(page), line) for page in PAGES for line in commands(page)]
+CASES = [(name_of(page), line) for page in PAGES if page.name not in HISTORY for line in commands(page)]
+BENCHMARKS = {f"benchmarks/{name}.py": name.upper() for name in ("attention", "kernels", "training", "decoding")}
 # How the pages write something for the reader to fill in.
 PLACEHOLDER = re.compile(r"[A-Z_]+(\.toml)?|…|\[.*|.*\]")
 
@@ -44,11 +47,6 @@ def load_of_repository(path, overrides):
 
 
 def take_other(name, arguments):
-    if name == "bench":
-        options = bench.parse(arguments)
-        for resolved in ("all_shapes", "cases"):
-            assert getattr(options, resolved, lambda: True)()
-        return
     module = importlib.import_module(f"trifocal.cli.{name}")
     parse_arguments(getattr(module, f"{name.capitalize()}Arguments"), arguments, prog=f"trifocal {name}")
 
@@ -74,6 +72,11 @@ def test_command_is_taken(page, line, monkeypatch):
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert arguments[0] in targets
+    elif program == "python" and arguments[0] in BENCHMARKS:
+        benchmark = getattr(load_script(arguments[0]), BENCHMARKS[arguments[0]])
+        options = tyro.cli(benchmark.options, args=arguments[1:])
+        for resolved in ("all_shapes", "cases"):
+            assert getattr(options, resolved, lambda: True)()
     elif line[:2] == ["pip", "install"]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         for extra in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
-from tests.train.tiny import write_config
 
+from tests.train.tiny import write_config
 from trifocal.cli import main
 from trifocal.doctor import Examination, Finding, examination, examine, probes
 from trifocal.doctor.measured import Need

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.tiny import before_step, make_config
 
+from tests.train.tiny import before_step, make_config
 from trifocal.cli import main
 from trifocal.doctor import measured
 from trifocal.doctor.measured import REFERENCE_CARD, REFERENCES, need_of

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.distributed.test_faults import QUICK
 from tests.distributed.test_stalls import wait_for
 from tests.distributed.workers import train
 from tests.train.tiny import write_config
-
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import write_details
 

@@ -7,10 +7,10 @@ import datasets
 import pytest
 import torch
 import transformers
-from tests.hf.test_modeling import padded
-from tests.hf.test_trainers import QUIET, fresh_model, losses_of
 from torch import Tensor
 
+from tests.hf.test_modeling import padded
+from tests.hf.test_trainers import QUIET, fresh_model, losses_of
 from trifocal.hf import TrifocalForCausalLM
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tests.hf.test_modeling import padded
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from tests.hf.test_modeling import padded
 from trifocal.data import make_tokenizer
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM
 from trifocal.nn import RopeScaling
@@ -95,7 +95,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(options: dict[str, Any], m
 @pytest.mark.parametrize("name", ["past_key_values", "cache"])
 @torch.no_grad()
 def test_a_cache_has_the_name_of_each_version(model: TrifocalForCausalLM, rows: list[Tensor], name: str) -> None:
-    """As `generate` passes it: transformers 5.24 calls it `cache`."""
+    """`generate` of transformers 5.24 passes and reads it as `cache`."""
     tokens = rows[0][None]
     cache = DynamicCache(config=model.config)
     for decoder, logits_of in (
@@ -158,7 +158,11 @@ def test_tokens_that_are_guessed_and_taken_back(model: TrifocalForCausalLM, rows
 def test_a_conversation_goes_on_with_its_cache(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
     cache = DynamicCache(config=model.config)
     first = generate(model, rows[0][None], past_key_values=cache)
-    # A cache need not know the configuration.
+    # Embedded prompts, as PEFT's prompt tuning gives them; and a cache need not know the configuration.
+    embedded = model.get_input_embeddings()(rows[0][None])
+    assert torch.equal(
+        model.generate(inputs_embeds=embedded, max_new_tokens=NEW, do_sample=False, eos_token_id=None), first
+    )
     assert torch.equal(generate(model, rows[0][None], past_key_values=DynamicCache()), first)
     # The last token of an answer is not in the cache yet.
     assert cache.get_seq_length() == len(rows[0]) + NEW - 1
@@ -202,7 +206,10 @@ def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows
     refused("an offloaded cache is not possible", past_key_values=DynamicCache(config=model.config, offloading=True))
     with pytest.raises(ValueError, match=r"continuous batching .* is not possible"):
         model.generate_batch([[2, 3, 4]])
-    refused("must be a DynamicCache.*, got Cache", past_key_values=Cache([DynamicLayer(), DynamicLayer()]))
+    refused(
+        "must be a DynamicCache.*, got another Cache: .* prefix tuning",
+        past_key_values=Cache([DynamicLayer(), DynamicLayer()]),
+    )
     other = DynamicCache(config=TrifocalConfig.from_model_config(small_config(num_layers=3)))
     refused("past_key_values have 3 layers, the model 2", past_key_values=other)
     right, mask = padded(rows, "right")

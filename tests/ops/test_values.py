@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.ops.cases import DTYPES, Case, draw, each_case, named
 
+from tests.ops.cases import DTYPES, Case, draw, each_case, named
 from trifocal import nsa_attention, ops
 from trifocal.testing import oracle
 from trifocal.testing.inputs import cotangent

@@ -20,9 +20,9 @@ def asked_for(length: int, packed: bool, given: bool) -> list[tuple[str, bool]]:
     from unittest import mock
 
     import torch
-    from tests.ops_triton.compilation import _record
     from triton.runtime.jit import JITFunction
 
+    from tests.ops_triton.compilation import _record
     from trifocal.ops.geometry import Geometry
     from trifocal.ops.layout import Documents
     from trifocal.ops.pipeline import precompile_kernels

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
 from tests.children import environment
 from tests.written_runs import set_last_beat
-
 from trifocal.cli import main
 from trifocal.cli.console import SafeConsole
 from trifocal.report.live_view import SilenceClock, curve, remaining_seconds, render, verdicts

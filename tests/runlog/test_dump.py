@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.written_runs import Clock
 
+from tests.written_runs import Clock
 from trifocal.runlog import Heartbeat, Watchdog
 from trifocal.runlog.collectives import (
     Collective,

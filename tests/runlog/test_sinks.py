@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.tiny import make_config
 
+from tests.train.tiny import make_config
 from trifocal.errors import UserError
 from trifocal.runlog import MetricsWriter, check_sinks, make_sinks, read_metrics
 from trifocal.runlog.sinks import SINKS, TensorBoardSink, WandbSink

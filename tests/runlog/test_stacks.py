@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+
 from tests import warm
 from tests.children import environment
 from tests.train.tiny import write_config
 from tests.written_runs import wait_for
-
 from trifocal.report import summarise
 from trifocal.report.live_view import render
 from trifocal.runlog import Heartbeat, StackDump, Watchdog

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
-from tests.written_runs import beat
 
+from tests.written_runs import beat
 from trifocal.errors import UserError
 from trifocal.report import write_report
 from trifocal.report.live_view import render

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 import pytest
-from tests.written_runs import beat
 
+from tests.written_runs import beat
 from trifocal.runlog.proc import process_start, process_state
 from trifocal.runlog.verdict import judge
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests import warm
 from tests.children import environment
 from tests.written_runs import Clock, wait_for
-
 from trifocal.runlog import Heartbeat, Watchdog
 from trifocal.runlog.jsonl import Row, read_lines
 from trifocal.runlog.run import read_run

@@ -10,8 +10,8 @@ from typing import Any, Literal
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.train.tiny import make_config, write_config
 
+from tests.train.tiny import make_config, write_config
 from trifocal.errors import UserError, nearest
 from trifocal.fields import dotted_fields, from_table
 from trifocal.train import RunConfig, load_config

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.train.tiny import TOML
 
+from tests.train.tiny import TOML
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, from_table
 from trifocal.train import RunConfig, load_config

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests import warm
 from tests.children import environment
 from tests.train.tiny import before_step, make_config
 from tests.written_runs import wait_for
-
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 
+from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from trifocal.cli.train import _summary
 from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
 from trifocal.data import loader as data_loader

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.train.tiny import make_config
 
+from tests.train.tiny import make_config
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.train.tiny import before_step, make_config, read_checkpoint
 
+from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics

@@ -12,6 +12,7 @@ import tyro
 
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output
+from trifocal.cli.signals import unwinding_signals
 from trifocal.doctor import examine
 from trifocal.doctor.printing import show
 from trifocal.paths import user_path
@@ -57,7 +58,7 @@ def run(args: Sequence[str]) -> int:
         else:
             print(f"looking at {what}", file=sys.stderr, flush=True)
 
-    with status if status is not None else nullcontext():
+    with status if status is not None else nullcontext(), unwinding_signals():
         examination = examine(configs, folder, on_start=on_start)
     text = json.dumps(examination.to_dict(), indent=1)
     if options.json == "-":

@@ -17,13 +17,13 @@ from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
 from trifocal.runlog.standard_streams import FaultTolerantStreams, discard_lost_output, open_closed_descriptors
-from trifocal.runlog.traces import AnomalyFound
 from trifocal.train.arguments import HELP, load_config, override, read_flags, show_help
 from trifocal.train.launch import resume, resume_command, train
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.result import TrainResult
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import load_run
+from trifocal.train.stop import StoppedBeforeFirstStep
 
 _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}
 _FIRST_HELP = """\
@@ -89,9 +89,12 @@ def _run(args: Sequence[str]) -> int:
     own = {name: overrides.pop(name) for name in _OWN_FLAGS if name in overrides}
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
-    except (NonFiniteError, AnomalyFound, FloatingPointError, torch.OutOfMemoryError) as error:
+    except (NonFiniteError, FloatingPointError, torch.OutOfMemoryError) as error:
         print(printable("; ".join([f"trifocal: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         return 1
+    except StoppedBeforeFirstStep as stopped:
+        # PyTorch's own end would wait for compilers that still work.
+        leave_at_once(stopped.status)
     except PeerLost as error:
         print(printable(f"trifocal: {error}"), file=sys.stderr)
         leave_at_once(1)

@@ -68,7 +68,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
         raise
     except OSError as error:
         raise UserError(f"cannot read {path}, which names the model's tokenizer: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} does not name a tokenizer_class") from error
     # Older runs wrote no more for bytes.
     return ByteTokenizer() if kind == ByteTokenizer.__name__ else _from_folder(folder, str(folder), "")

@@ -10,7 +10,7 @@ from trifocal.hf.modeling import TrifocalForCausalLM, TrifocalForSequenceClassif
 
 __all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalForSequenceClassification", "TrifocalModel"]
 
-# The classes can be found by name alone in what people have: pipelines, trainers, evaluation.
+# Pipelines, trainers and lm-eval find the classes through these.
 _transformers.AutoConfig.register(TrifocalConfig.model_type, TrifocalConfig, exist_ok=True)
 _transformers.AutoModel.register(TrifocalConfig, TrifocalModel, exist_ok=True)
 _transformers.AutoModelForCausalLM.register(TrifocalConfig, TrifocalForCausalLM, exist_ok=True)

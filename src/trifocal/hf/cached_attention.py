@@ -83,7 +83,7 @@ class LayerPast:
     """`trifocal.nn.attention_base.KVCache` of one layer.
 
     Args:
-        layer: Its cache.
+        layer: Cache of the layer.
         new: The new tokens.
     """
 

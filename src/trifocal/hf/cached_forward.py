@@ -22,7 +22,7 @@ class CachedTokens(NamedTuple):
 
     Attributes:
         layout: Where the real ones lie in the batch.
-        pasts: Of each layer.
+        pasts: Earlier tokens for each layer.
     """
 
     layout: RowLayout
@@ -33,14 +33,14 @@ class CachedTokens(NamedTuple):
 def cached_tokens(
     cache: Any, config: ModelConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Iterator[CachedTokens]:
-    """Open a cache for a forward pass; when it has ended, the cache holds its tokens, after an error those of before.
+    """Open a cache for a forward pass. It takes the new tokens at the end; after an error it is unchanged.
 
     Args:
-        cache: Of transformers.
-        config: Of the model.
+        cache: A cache of transformers.
+        config: The model's configuration.
         x: Embedded new tokens, [B, T, E].
-        attention_mask: Of all columns, those of the cache too, [B, S + T].
-        position_ids: Of the new tokens, [B, T].
+        attention_mask: 1 for tokens in all columns, also the cache's, [B, S + T].
+        position_ids: Positions of the new tokens, [B, T].
 
     Raises:
         ValueError: If the cache is of another model or kind, or tokens do not follow those that it holds.
@@ -78,17 +78,17 @@ def cached_tokens(
 
 
 def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
-    if torch.is_grad_enabled():
-        raise ValueError(NO_GRADIENTS)
     layers = getattr(cache, "layers", None)
     if layers == [] and isinstance(cache, DynamicCache):
         # A cache that was made without the configuration would take transformers' own layers.
         layers.extend(TrifocalLayer() for _ in range(config.num_layers))
     if not isinstance(layers, list) or not all(isinstance(layer, TrifocalLayer) for layer in layers):
         raise ValueError(
-            f"past_key_values must be a DynamicCache(config=model.config), got {type(cache).__name__}: other caches of "
-            "transformers do not hold what sparse attention needs"
+            f"past_key_values must be a DynamicCache(config=model.config), got another {type(cache).__name__}: layers "
+            "of transformers, as PEFT's prefix tuning fills them, do not hold what sparse attention needs"
         )
+    if torch.is_grad_enabled():
+        raise ValueError(NO_GRADIENTS)
     if getattr(cache, "offloading", False):
         raise ValueError("an offloaded cache is not possible for Trifocal's models")
     if len(layers) != config.num_layers:

@@ -84,7 +84,7 @@ class TrifocalConfig(PreTrainedConfig):
         return cls(model=config.to_dict(), **values)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in transformers; with the sizes under transformers' names."""
+        """The content of `config.json`, with the sizes under transformers' names too."""
         return super().to_dict() | {name: self.model[key] for name, key in STANDARD_NAMES.items()}
 
     def to_model_config(self) -> ModelConfig:
@@ -104,7 +104,7 @@ class TrifocalConfig(PreTrainedConfig):
         """Do nothing: a saved folder imports this package, and needs no copy of this file."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers; beside `config.json` goes the file by which `trust_remote_code` finds the classes."""
+        """Write `config.json`, and the file by which `trust_remote_code` finds the classes."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         write_modeling_file(Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)

@@ -77,13 +77,13 @@ class TrifocalLayer(DynamicLayer):
         return self.rings[name]
 
     def sparse(self) -> SparseCache:
-        """As `trifocal.ops` takes it."""
+        """The cache for the operators of `trifocal.ops`."""
         names = ("k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "k_raw", "v_raw")
         pages = {name: x.flatten(0, 1) for name, x in self.pages.items()}
         return SparseCache(**dict.fromkeys(names) | pages | self.rings)  # type: ignore[arg-type]
 
     def dense(self) -> DenseCache:
-        """As `trifocal.ops` takes it."""
+        """The cache for the operators of `trifocal.ops`."""
         return DenseCache(**{name: x.flatten(0, 1) for name, x in self.pages.items()})
 
     def get_seq_length(self) -> int:

@@ -26,6 +26,8 @@ from trifocal.nn.attention_base import KVCache
 
 # Collators for FlashAttention add these; they say no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+# `generate` passes those of stop_strings along.
+_TOKENIZERS = {"tokenizer", "assistant_tokenizer"}
 # transformers 5.24 gave past_key_values another name: in what `generate` passes, and in outputs.
 _CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
@@ -117,7 +119,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
                 one before.
             past_key_values: A `DynamicCache(config=model.config)` with earlier tokens; under `torch.no_grad()`.
             inputs_embeds: Embedded tokens, [B, T, E], instead of `input_ids`.
-            use_cache: Return a cache with the tokens, under `torch.no_grad()`; as the configuration says unless given.
+            use_cache: Return a cache with the tokens, under `torch.no_grad()`; None: the configuration's.
             output_attentions: Must not be True: sparse attention makes no matrix of weights.
             output_hidden_states: Return the residual stream: before the first layer, after each but the last, and the
                 last after the norm.
@@ -255,7 +257,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         return decoder
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; without a cache where the model cannot keep one, which takes longer."""
+        """Generate tokens; a model that cannot keep a cache reads the whole text again for each."""
         if cache_obstacle(self.config.to_model_config()):
             kwargs["use_cache"] = False
         settings = kwargs.get("generation_config") or self.generation_config
@@ -265,11 +267,6 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
                 f"the cache_implementation {implementation!r} is not possible for Trifocal's models: leave it out"
             )
         return super().generate(*args, **kwargs)  # type: ignore[misc]
-
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As in transformers, without the tokenizer of `stop_strings`, which is passed along."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(*args, **kwargs)
-        return {name: value for name, value in inputs.items() if name not in ("tokenizer", "assistant_tokenizer")}
 
     def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
         """Refuse: it keeps keys and values alone, in pages of its own."""
@@ -307,17 +304,17 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
-            output_hidden_states, return_dict, cache: As in `TrifocalModel.forward`.
+            output_hidden_states, return_dict, cache: See `TrifocalModel.forward`.
             labels: The tokens themselves, [B, T]; -100 where the loss leaves them out. They are shifted here.
             logits_to_keep: Logits of the last so many tokens, or of these places; 0: of all.
             num_items_in_batch: The loss is divided by it instead of the number of labels.
-            kwargs: As in `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
+            kwargs: See `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
 
         Returns:
             Logits, [B, T, vocab_size], and the loss of given labels.
 
         Raises:
-            ValueError: As `TrifocalModel.forward`.
+            ValueError: See `TrifocalModel.forward`.
         """
         # Not an argument by name: the trainer would look for it in every batch.
         shift_labels = kwargs.pop("shift_labels", None)
@@ -360,7 +357,7 @@ def _refuse(kwargs: dict[str, Any], **impossible: Any) -> None:
         if value:
             raise ValueError(f"{name}={value!r} is not possible: sparse attention makes no matrix of weights")
     for name, value in kwargs.items():
-        if value is not None and name not in _PACKING:
+        if value is not None and name not in _PACKING | _TOKENIZERS:
             raise ValueError(f"Trifocal's models do not know the argument {name}")
 
 

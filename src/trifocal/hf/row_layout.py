@@ -16,7 +16,7 @@ class RowLayout(NamedTuple):
     """The real tokens of a batch [B, T].
 
     Attributes:
-        places: Of the real tokens in the flattened batch, [N]; None: every token is real.
+        places: Places of the real tokens in the flattened batch, [N]; None: every token is packed.
         documents: The documents of the packed tokens; None with a cache, which knows the length of each row.
         shape: B and T.
         mask: Real tokens, [B, T], where padding lies among the packed tokens, in documents of its own.
@@ -59,7 +59,7 @@ def row_layout(
 
     Args:
         shape: B and T.
-        device: Of the result.
+        device: Device of the result.
         attention_mask: 1 where a token is real, [B, T]; None: everywhere. Real tokens of a row are consecutive.
         position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
             begins. None: every row is one document.
@@ -118,7 +118,7 @@ def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be
     """A checked mask of real tokens, [B, T], bool, on the host; `may_be_empty` allows rows without any.
 
     Raises:
-        ValueError: As `row_layout`.
+        ValueError: See `row_layout`.
     """
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool)

@@ -361,8 +361,3 @@ def copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def joined(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Weights that read the same input, one above the other, in the type of the products."""
     return torch.cat([whole(weight).to(dtype) for weight in weights])
-
-
-def in_full(x: Tensor) -> Tensor:
-    """In fp32, or fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

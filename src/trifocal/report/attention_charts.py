@@ -18,6 +18,7 @@ _GATE_MAP_CAPTIONS = {
 _STEP = {"title": {"text": "step"}}
 _MOST_LAYER_LINES = 32
 _LEVEL = 0.01
+_COUNTS = "selected_count_shares"
 
 
 def attention_charts(run: Run) -> list[Chart]:
@@ -34,6 +35,7 @@ def attention_charts(run: Run) -> list[Chart]:
         _recall_map(rows),
         _distances(rows),
         _distances_over_time(rows),
+        _counts(rows),
         _selection(rows),
     ]
     charts = [chart for chart in charts if chart.traces]
@@ -118,7 +120,7 @@ def _recall_map(rows: list[dict[str, Any]]) -> Chart:
 
 def _distances(rows: list[dict[str, Any]]) -> Chart:
     last_step = max(row["step"] for row in rows)
-    last = [row for row in rows if row["step"] == last_step and _distance_shares(row)]
+    last = [row for row in rows if row["step"] == last_step and _shares(row, "selected_distance_shares")]
     bins = max((len(row["selected_distance_shares"]) for row in last), default=0)
     trace = heat_map(
         distance_labels(bins),
@@ -139,7 +141,7 @@ def _distances(rows: list[dict[str, Any]]) -> Chart:
 def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
     by_step: dict[int, list[list[float]]] = {}
     for row in rows:
-        if shares := _distance_shares(row):
+        if shares := _shares(row, "selected_distance_shares"):
             by_step.setdefault(row["step"], []).append(shares)
     steps = sorted(by_step)
     bins = max((len(shares) for group in by_step.values() for shares in group), default=0)
@@ -153,6 +155,29 @@ def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
     layout = {"hovermode": "closest", "xaxis": _STEP, "yaxis": yaxis}
     caption = "The same over the run, mean over layers."
     return Chart("distances_time", "Distance over time", caption, [trace] if len(steps) > 1 else [], layout)
+
+
+def _counts(rows: list[dict[str, Any]]) -> Chart:
+    last_step = max(row["step"] for row in rows)
+    last = [(row["layer"], shares) for row in rows if row["step"] == last_step and (shares := _shares(row, _COUNTS))]
+    most = max((len(shares) for _, shares in last), default=0)
+    trace = heat_map(
+        list(range(most)),
+        [layer for layer, _ in last],
+        [shares for _, shares in last],
+        "layer %{y}, %{x} blocks: %{z:.1%} of the queries<extra></extra>",
+    )
+    trace["colorbar"] |= {"tickformat": ".0%"}
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "selected blocks"}},
+        "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(last) // 6)},
+    }
+    caption = (
+        f"Share of the queries that select so many blocks, at step {last_step:,}. Early queries have fewer to choose."
+    )
+    full = all(shares[-1] > 1 - _LEVEL for _, shares in last)
+    return Chart("counts", "How many blocks a query selects", caption, [] if full else [trace], layout)
 
 
 def _selection(rows: list[dict[str, Any]]) -> Chart:
@@ -178,8 +203,8 @@ def _selection(rows: list[dict[str, Any]]) -> Chart:
     return Chart("selection", "Selected blocks", caption, traces, layout)
 
 
-def _distance_shares(row: dict[str, Any]) -> list[float]:
-    shares = row.get("selected_distance_shares")
+def _shares(row: dict[str, Any], name: str) -> list[float]:
+    shares = row.get(name)
     return shares if isinstance(shares, list) and all(map(is_number, shares)) else []
 
 

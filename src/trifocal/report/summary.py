@@ -34,7 +34,10 @@ SPIKE_SHARE = 0.01
 GOOD_MFU, FAIR_MFU = 0.4, 0.2
 """Executed model FLOPs utilisation of a GPU, as a share of its data sheet's peak."""
 GOOD_SHARE, FAIR_SHARE = 0.15, 0.05
-"""The same for a device without a data sheet, such as a CPU, as a share of the measured speed of large products."""
+"""The same for a device without a data sheet, such as a CPU, as a share of the measured speed of large products.
+A small model reaches little of it on a CPU, so a low share there is no fault."""
+TELLING_RECALL = 0.15
+"""Recall of the selection says something if it is this share of the way from chance to all."""
 DATA_SHARE = 0.1
 """A greater share of the time spent waiting for data is reported."""
 OVERHEAD_SHARE = 0.2
@@ -192,7 +195,8 @@ def _lenses(run: Run) -> str:
     text = f" The lenses are open ({shown})." if gates else ""
     recall, chance = mean("dense_recall"), mean("recall_by_chance")
     if recall is not None and chance is not None:
-        text += f" Selection finds {recall:.0%} of full attention's best blocks; chance would find {chance:.0%}."
+        text += f" Selection finds {recall:.0%} of full attention's best blocks; chance would find {chance:.0%}"
+        text += ": too early to tell." if recall - chance < TELLING_RECALL * (1 - chance) else "."
     return text
 
 
@@ -217,13 +221,15 @@ def _fast(run: Run) -> Finding:
         share, flops = measured
         mark = "good" if share >= GOOD_SHARE else "watch" if share >= FAIR_SHARE else "bad"
         device = run.environment["measured_speed"]["device"].upper()
+        use = f"it is {_USE[mark]}"
+        if device == "CPU" and mark == "bad":
+            mark, use = "watch", "small products, or other programs, take the rest"
         text.append(
             f"{share:.0%} of the {flops / 1e9:,.0f} GFLOP/s that large products reach on this {device} alone "
-            f"(executed FLOPs): it is {_USE[mark]}"
+            f"(executed FLOPs): {use}"
         )
-        if mark != "good":
-            changes.append(_speed_advice(run, "the device waits or is shared", gpu=device != "CPU"))
-            changes.append("Keep other programs away: their time counts as idle.")
+        if mark != "good" and (advice := _speed_advice(run, "the device waits or is shared", gpu=device != "CPU")):
+            changes.append(advice)
     else:
         mark = "unknown"
         text.append("neither a data sheet nor a measurement of this device is known, so no utilisation is claimed")
@@ -267,7 +273,7 @@ def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float
 
 
 def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
-    """The settings for faster steps that this run does not have."""
+    """The settings for faster steps that this run does not have; empty if a CPU has none."""
     train = run.config.get("train", {})
     missing = []
     accumulated = (run.setting("train", "global_batch_size") or 0) // max(
@@ -278,7 +284,9 @@ def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
         missing.append("a larger train.micro_batch_size")
     if gpu and train.get("precision") != "bf16":
         missing.append('train.precision "bf16"')
-    missing += [f"train.{name}" for name in ("compile", "cuda_graphs")[: 1 + gpu] if not train.get(name)]
+    missing += [f"train.{name}" for name in ("compile", "cuda_graphs") if gpu and not train.get(name)]
+    if not missing and not gpu:
+        return ""
     if not missing:
         return f"Find what takes the time of a step with --trace.what profiler: {why}."
     return f"Try {', '.join(missing[:-1])}{' and ' if missing[1:] else ''}{missing[-1]}: {why}."

@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trifocal.distributed.rendezvous import places_here
@@ -25,14 +27,7 @@ class ProcessesFailed(RuntimeError):
         self.statuses = tuple(statuses)
 
 
-def run_processes(
-    arguments: Sequence[str],
-    size: int,
-    folder: Path,
-    *,
-    limit_seconds: float,
-    variables: Mapping[str, str] | None = None,
-) -> None:
+def run_processes(arguments: Sequence[str], size: int, folder: Path, *, limit_seconds: float) -> None:
     """Run Python with these arguments in several processes that find each other; none outlives the call.
 
     Args:
@@ -40,7 +35,6 @@ def run_processes(
         size: Number of processes.
         folder: For their error output.
         limit_seconds: They are killed after this long.
-        variables: For their environment.
 
     Raises:
         ProcessesFailed: If a process fails, or they do not end in time.
@@ -52,15 +46,34 @@ def run_processes(
     try:
         for rank, place in enumerate(places):
             with (folder / f"error{rank}").open("wb") as error:
-                environment = os.environ | place | path | dict(variables or {})
+                environment = os.environ | place | path
                 command = [sys.executable, *arguments]
-                started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
+                with _signals_held():
+                    started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
         # A process that fails leaves the others waiting: all are polled.
         _wait_for(started, folder, limit_seconds)
     finally:
         for process in started:
             process.kill()
             process.wait()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Deliver signals after the block: one whose handler raises inside of Popen would lose a process that runs."""
+    received: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):
+                before[number] = signal.signal(number, lambda number, _frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def _wait_for(started: list[subprocess.Popen[bytes]], folder: Path, remaining: float) -> None:

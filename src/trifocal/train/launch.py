@@ -30,7 +30,8 @@ def train(config: RunConfig, *, overwrite: bool = False) -> TrainResult:
             place.
 
     Returns:
-        How it ended; after SIGINT, SIGTERM or SIGHUP the current step is completed and saved.
+        How it ended; after SIGINT, SIGTERM or SIGHUP the current step is completed and saved, unless it is the first:
+        then `StoppedBeforeFirstStep` is raised, a KeyboardInterrupt.
 
     Raises:
         UserError: If the run would fail, or its data are bad.

@@ -19,7 +19,7 @@ from trifocal.train.run_logger import RunLogger, open_logger
 from trifocal.train.saving import Saver
 from trifocal.train.schedule import is_due, learning_rate_of
 from trifocal.train.step import StepResult, TrainStep
-from trifocal.train.stop import StopSignals
+from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.tracing import make_tracer
 from trifocal.train.train_setup import TrainSetup
 from trifocal.train.validation_loss import Evaluation
@@ -37,6 +37,7 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
         UserError: If the data fail, the last checkpoint cannot be written, or the run's folder is moved or deleted.
         NonFiniteError: If a loss, a gradient or a weight is not finite.
         torch.OutOfMemoryError: If the memory does not suffice; names what to lower.
+        StoppedBeforeFirstStep: If a signal comes before the first step has ended in all processes.
     """
     with ExitStack() as stack:
         stack.enter_context(remedies_on_out_of_memory(setup.config, setup.processes.size))
@@ -51,7 +52,12 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -
         coordinator = StepCoordinator(setup.processes)
         silence = setup.config.parallel.silence_seconds
         stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
-        return Trainer(setup, log, coordinator, signals, checkpoint).run(notes)
+        try:
+            return Trainer(setup, log, coordinator, signals, checkpoint).run(notes)
+        except StoppedBeforeFirstStep:
+            setup.state.step = setup.state.resume_step or 0
+            log.heartbeat.close("stopped")
+            raise
 
 
 class Trainer:
@@ -228,6 +234,7 @@ class Trainer:
 
         with self.log.heartbeat.phase("wait"):
             processes.raise_on_all(None)
+        self.signals.something_to_save = True
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)
         processes.mark_run_created()

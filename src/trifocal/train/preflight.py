@@ -85,7 +85,7 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_host_memory(config, device)
     _check_disk(config)
     check_sinks(config.log.sink_names())
-    _check_traces(config, device)
+    _check_traces(config)
     return tokenizer, _notes(config, num_processes)
 
 
@@ -223,10 +223,8 @@ def _check_compiler(config: RunConfig) -> None:
         raise UserError("train.compile needs a C++ compiler, and this machine has none; use --train.compile false")
 
 
-def _check_traces(config: RunConfig, device: torch.device) -> None:
+def _check_traces(config: RunConfig) -> None:
     names = config.trace.names()
-    if "nvtx" in names and device.type != "cuda":
-        raise UserError("trace.what: nvtx needs a GPU")
     for setting, hidden in (("compile", INSIDE_LAYERS), ("cuda_graphs", HOOKED)):
         lost = [name for name in names if name in hidden]
         if lost and getattr(config.train, setting):

@@ -13,7 +13,7 @@ from trifocal.fields import check_seconds, checked, dotted_fields, value_of
 from trifocal.models import ModelConfig
 from trifocal.paths import user_path
 from trifocal.runlog import SINKS
-from trifocal.runlog.traces import TRACES, UNBOUNDED
+from trifocal.runlog.traces import TRACES
 
 MAX_TRACED_STEPS = 100
 """Traces that keep data of every step are limited to so many steps."""
@@ -249,8 +249,7 @@ class TraceSection:
     """Detailed records of some steps, written to traces/ in the run's folder; off if `what` is empty."""
 
     what: str = ""
-    """The records, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
-    "anomalies"."""
+    """The records, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler"."""
     steps: str = "10:13"
     """Steps to trace: half-open ranges like "10:13", separated by commas; steps count from 1."""
     interval_steps: int = 0
@@ -261,12 +260,10 @@ class TraceSection:
         names = self.names()
         for name in names:
             _require(name in TRACES, f'trace.what must name some of {", ".join(TRACES)}, got "{name}"')
-        _require(not {"nvtx", "profiler"} <= set(names), "trace.what: nvtx and profiler exclude each other")
         for first, end in self.windows():
-            bounded = [name for name in names if name not in UNBOUNDED]
             _require(
-                not bounded or end - first <= MAX_TRACED_STEPS,
-                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(bounded)} can record "
+                not names or end - first <= MAX_TRACED_STEPS,
+                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(names)} can record "
                 f"{MAX_TRACED_STEPS} at once",
             )
 

@@ -5,7 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
-from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog, make_sinks, write_environment
+from trifocal.runlog import (
+    Heartbeat,
+    MetricsWriter,
+    Progress,
+    Watchdog,
+    earlier_variables,
+    make_sinks,
+    write_environment,
+)
 from trifocal.runlog.standard_streams import FaultTolerantStreams
 from trifocal.train.meter import ThroughputMeter
 from trifocal.train.run_directory import OpenDirectory
@@ -151,6 +159,8 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
         stack.enter_context(heartbeat)
         stack.enter_context(Watchdog(heartbeat, directory, device=device, on_stall=logger.report_stall))
         stack.enter_context(progress)
+        for name, advice in earlier_variables().items() if is_rank0 else ():
+            logger.log_event("note", f"{name} belongs to an earlier system and is not read; here: {advice}", "warning")
         setup.on_data_stall = logger.report_data_stall
         yield logger
 
