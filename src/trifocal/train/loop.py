@@ -224,6 +224,9 @@ class Trainer:
         Not before: a resume that fails leaves the run, its configuration and its checkpoints as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
+        with self.log.heartbeat.phase("wait"):
+            processes.raise_on_all(None)
+        self.signals.something_to_save = True
         if checkpoint is None:
             return
 
@@ -232,9 +235,6 @@ class Trainer:
             save_config(self.config, directory)
             set_aside_later_checkpoints(checkpoint)
 
-        with self.log.heartbeat.phase("wait"):
-            processes.raise_on_all(None)
-        self.signals.something_to_save = True
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)
         processes.mark_run_created()
