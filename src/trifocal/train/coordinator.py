@@ -15,9 +15,7 @@ from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.stall_summary import stall_summary
-from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import NonFiniteError
-from trifocal.train.step import valid_targets
 from trifocal.train.stop import StopSignals
 
 SLOW_FACTOR = 2.0
@@ -123,10 +121,10 @@ class StepCoordinator:
                 batches = [next(loader) for _ in range(count)]
             except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
-        targets = sum(map(valid_targets, batches))
+        targets = sum(batch.valid_targets for batch in batches)
         answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
         # Every process sends as many numbers, even if its data failed.
-        documents = [0] * count if error else [packed_documents(batch) for batch in batches]
+        documents = [0] * count if error else [batch.packed_documents for batch in batches]
         return _NextStep(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
 
     @contextlib.contextmanager

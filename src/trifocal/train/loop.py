@@ -10,7 +10,6 @@ from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.exporting import WEIGHTS
-from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import FiniteGuard
 from trifocal.train.out_of_memory import remedies_on_out_of_memory
 from trifocal.train.result import TrainResult
@@ -160,7 +159,7 @@ class Trainer:
         learning_rate = learning_rate_of(self.config, step)
         for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate
-        documents = [packed_documents(batch) for batch in data.batches]
+        documents = [batch.packed_documents for batch in data.batches]
         if data.documents is not None and self.generates_code:
             # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
             documents = data.documents
