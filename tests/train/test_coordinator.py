@@ -28,7 +28,7 @@ class FakeLoader:
         self.events.append(f"read {self.read}")
         tokens = torch.zeros(1, 4, dtype=torch.int64)
         targets = torch.tensor([[1, 2, 3, -100]])
-        return Batch(tokens, targets, None, (str(self.read),), self.read, 0)
+        return Batch(tokens, targets, None, (str(self.read),), self.read, 0, int((targets != -100).sum()))
 
     def state_dict(self) -> dict[str, Any]:
         return {"read": self.read}
@@ -81,7 +81,7 @@ def test_the_exchange_of_the_next_step_is_under_way_while_a_step_runs(events: li
     for step in (1, 2, 3):
         data = next_step(company, loader, signals, last=step == 3)
         events.append(f"step {step}")
-        assert (data.total_targets, data.most_documents, data.batches[0].sample_index) == (6, [2], step)
+        assert (data.total_targets, data.documents, data.batches[0].sample_index) == (6, [2], step)
         # A checkpoint after this step must not skip the batches that were read ahead.
         assert data.position == {"read": step}
     assert events == [

@@ -272,7 +272,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         """Refuse: it keeps keys and values alone, in pages of its own."""
         raise ValueError(
             "continuous batching (generate_batch, transformers paged) is not possible for Trifocal's models: use "
-            "generate, or trifocal.generate, which batches continuously"
+            "generate, or trifocal.inference, which batches continuously"
         )
 
     def get_output_embeddings(self) -> nn.Module:

@@ -15,9 +15,7 @@ from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.stall_summary import stall_summary
-from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import NonFiniteError
-from trifocal.train.step import valid_targets
 from trifocal.train.stop import StopSignals
 
 SLOW_FACTOR = 2.0
@@ -39,31 +37,22 @@ class StepData(NamedTuple):
     Attributes:
         batches: The micro-batches of this process.
         position: State of the loader after them.
-        targets: Valid targets of each micro-batch.
-        documents: Packed documents of each micro-batch.
         total_targets: Valid targets of the global batch, in all processes.
-        most_documents: For each micro-batch, the largest number of packed documents in any process.
+        documents: For each micro-batch, the largest number of packed documents in any process.
     """
 
     batches: list[Batch]
     position: dict[str, Any]
-    targets: list[int]
-    documents: list[int]
     total_targets: int
-    most_documents: list[int]
+    documents: list[int]
 
 
 class _NextStep(NamedTuple):
-    own: StepData
+    batches: list[Batch]
+    position: dict[str, Any]
     error: Exception | None
     answer: Callable[[], list[float]]
-    most_documents: Callable[[], list[float]]
-
-
-def _step_data(batches: list[Batch], loader: Loader) -> StepData:
-    """The data of a step as this process alone knows them."""
-    targets, documents = [valid_targets(batch) for batch in batches], [packed_documents(batch) for batch in batches]
-    return StepData(batches, loader.state_dict(), targets, documents, sum(targets), documents)
+    documents: Callable[[], list[float]]
 
 
 class StepCoordinator:
@@ -109,20 +98,22 @@ class StepCoordinator:
                 return None
             self._begun = True
             with heartbeat.phase("data"):
-                return _step_data([next(loader) for _ in range(count)], loader)
+                batches = [next(loader) for _ in range(count)]
+                documents = [batch.packed_documents for batch in batches]
+                return StepData(batches, loader.state_dict(), sum(batch.valid_targets for batch in batches), documents)
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
         with heartbeat.phase("wait"):
             targets, stop, failed = current.answer()
-            documents = current.most_documents()
+            documents = current.documents()
             if failed:
                 self._processes.raise_on_all(current.error)
         if stop and self._begun:
             return None
         self._begun = True
         self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat)
-        return current.own._replace(total_targets=int(targets), most_documents=list(map(int, documents)))
+        return StepData(current.batches, current.position, int(targets), [int(number) for number in documents])
 
     def _read_ahead(self, loader: Loader, count: int, signals: StopSignals, heartbeat: Heartbeat) -> _NextStep:
         batches: list[Batch] = []
@@ -132,10 +123,11 @@ class StepCoordinator:
                 batches = [next(loader) for _ in range(count)]
             except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
-        own = _step_data(batches, loader)
-        answer = self._processes.sum_later([own.total_targets, signals.received is not None, error is not None])
+        targets = sum(batch.valid_targets for batch in batches)
+        answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
         # Every process sends as many numbers, even if its data failed.
-        return _NextStep(own, error, answer, self._processes.max_later([0] * count if error else own.documents))
+        documents = [0] * count if error else [batch.packed_documents for batch in batches]
+        return _NextStep(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
 
     @contextlib.contextmanager
     def watched(

@@ -160,14 +160,13 @@ class Trainer:
         for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate
         # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
-        documents = data.most_documents if self.generates_code else data.documents
+        documents = data.documents if self.generates_code else [batch.packed_documents for batch in data.batches]
         with self.compile_notes.step(step, documents) as forward_phase, self.tracer.step(step) as phases:
             return self.train_step.run(
                 step,
                 data.batches,
                 phases=phases,
                 forward_phase=forward_phase,
-                targets=data.targets,
                 total_targets=data.total_targets,
                 documents=documents,
             )

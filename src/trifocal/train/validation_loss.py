@@ -13,7 +13,7 @@ from trifocal.distributed import Processes
 from trifocal.models import DecoderLM
 from trifocal.train.micro_batch import autocast
 from trifocal.train.run_config import LogSection, RunConfig
-from trifocal.train.step import batch_loss, valid_targets
+from trifocal.train.step import batch_loss
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -101,7 +101,7 @@ def evaluate(
     """
     processes = processes or Processes()
     targets, text_bytes = 0, 0
-    counts = [valid_targets(batch) for batch in batches]
+    counts = [batch.valid_targets for batch in batches]
     losses: dict[int, float] = {}
     split_rows = device.type == "cpu" and processes.size == 1
     for first in range(0, len(batches), processes.size):

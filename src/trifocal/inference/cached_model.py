@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.generate.cached_layers import CachedLayer, copied
-from trifocal.generate.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
-from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable
-from trifocal.generate.prefill import Chunk
-from trifocal.generate.products import BatchInvariantLinear, Products, PyTorchLinear
-from trifocal.generate.request import token_tensor
+from trifocal.inference.cached_layers import CachedLayer, copied
+from trifocal.inference.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
+from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
+from trifocal.inference.prefill import Chunk
+from trifocal.inference.products import BatchInvariantLinear, Products, PyTorchLinear
+from trifocal.inference.request import token_tensor
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.rope import rotary_tables
