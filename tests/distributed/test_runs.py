@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.workers import train
 from tests.train.tiny import read_checkpoint, write_config
-from trifocal.models import load_model
+from trifocal import load_model
 from trifocal.runlog import read_metrics
 
 FLAGS = ("--log.sample_interval_steps", "3", "--log.sample_tokens", "4", "--checkpoint.keep_last", "4",

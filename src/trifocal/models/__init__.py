@@ -2,7 +2,7 @@
 
 from trifocal.models.counts import ComputedFlops, Flops, computed_flops_per_token, flops_per_token, parameter_count
 from trifocal.models.decoder import DecoderLM
-from trifocal.models.io import load_model, save_weights
+from trifocal.models.io import load_weights, save_weights
 from trifocal.models.layer_memory import TrainingSetup
 from trifocal.models.memory import Memory, training_memory
 from trifocal.models.model_config import ModelConfig
@@ -16,7 +16,7 @@ __all__ = [
     "TrainingSetup",
     "computed_flops_per_token",
     "flops_per_token",
-    "load_model",
+    "load_weights",
     "parameter_count",
     "save_weights",
     "training_memory",
