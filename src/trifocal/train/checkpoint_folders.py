@@ -8,7 +8,6 @@ from pathlib import Path
 from trifocal.errors import UserError
 from trifocal.paths import shell_path
 from trifocal.train.manifest import MANIFEST, CheckpointDamaged, is_intact, verify_checkpoint
-from trifocal.train.replaced_run import replaced_note
 from trifocal.train.run_files import PARTIAL, remove_folder
 
 _PREFIX = "step_"
@@ -122,10 +121,7 @@ def _choose_checkpoint(root: Path, name: str) -> Path:
         return root / name
     if not found:
         begin = f"trifocal train {shell_path(run_directory / 'config.toml')} --overwrite"
-        raise UserError(
-            f"{run_directory} has no checkpoint yet{replaced_note(run_directory)}; wait for its first one, or begin "
-            f"again with: {begin}"
-        )
+        raise UserError(f"{run_directory} has no checkpoint yet; wait for its first one, or begin again with: {begin}")
     if name and root / name not in found:
         raise UserError(f"{run_directory} has no checkpoint {name!r}; it has {', '.join(p.name for p in found)}")
     return root / name if name else found[-1]
