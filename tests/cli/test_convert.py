@@ -14,9 +14,10 @@ import torch
 from tests.cli.test_commands import Capture, refused
 from tests.data.test_tokenizers import tokenizer_file
 from tests.train.tiny import write_config, write_documents
+from trifocal import load_model
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
-from trifocal.models import load_model, save_weights
+from trifocal.models import save_weights
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.run_directory import load_run
 

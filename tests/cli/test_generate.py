@@ -17,12 +17,12 @@ import trifocal
 from tests.children import environment
 from tests.cli.test_commands import Capture, refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
+from trifocal import load_model
 from trifocal.cli import main
 from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, TextStream
-from trifocal.models import load_model
 
 __all__ = ["run", "tokenizer_file"]
 ENVIRONMENT = environment(PYTHONWARNINGS="ignore")

@@ -11,9 +11,10 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
+from trifocal import load_model
 from trifocal.errors import UserError
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
-from trifocal.models import DecoderLM, load_model, save_weights
+from trifocal.models import DecoderLM, save_weights
 from trifocal.nn import RopeScaling
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 

@@ -19,8 +19,8 @@ from trl import SFTConfig, SFTTrainer
 
 from tests.children import free_port
 from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
+from trifocal import load_model
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
-from trifocal.models import load_model
 from trifocal.testing.small_models import make_model, small_config
 
 WORDS = 60

@@ -15,11 +15,11 @@ import torch
 
 from tests.distributed.workers import train as start
 from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
+from trifocal import load_model
 from trifocal.cli import main
 from trifocal.data import load_tokenizer
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
-from trifocal.models import load_model
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train
 from trifocal.train.start import restarted_run

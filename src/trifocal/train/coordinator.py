@@ -14,6 +14,7 @@ from trifocal.distributed import PeerLost, PeerMonitor, Processes
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
+from trifocal.runlog.proc import process_state
 from trifocal.runlog.stall_summary import stall_summary
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.stop import StopSignals
@@ -163,7 +164,14 @@ class StepCoordinator:
             summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}
             write_details(folder, rank, summary, self._processes.device)
 
-        peers = PeerMonitor(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
+        def end(sentence: str) -> None:
+            try:
+                leave_traces(sentence)
+            finally:
+                # This process is ended now: it has failed, and is not dead without a word.
+                heartbeat.close("failed")
+
+        peers = PeerMonitor(self._processes, heartbeat.snapshot, _exists, silence_seconds=silence_seconds, on_lost=end)
         self._peers = peers
         with peers:
             try:
@@ -205,6 +213,11 @@ class StepCoordinator:
                 else:
                     news.append(f"rank {rank} is no longer slow")
         return news
+
+
+def _exists(process: int) -> bool:
+    # A killed process stays a zombie (Z) until its parent waits for it.
+    return process_state(process) not in ("X", "x", "Z")
 
 
 def _is_collective_error(error: RuntimeError) -> bool:

@@ -216,9 +216,10 @@ class Trainer:
                 self.sample = evaluator.sample(step)
 
     def _commit_start(self) -> None:
-        """Save a resumed run's configuration and set later checkpoints aside: the first step has ended everywhere.
+        """Note that the first step has ended in all processes: from now on a signal saves.
 
-        Not before: a resume that fails leaves the run, its configuration and its checkpoints as they were.
+        A resumed run saves its configuration and sets later checkpoints aside now, not before: a resume that fails
+        leaves the run, its configuration and its checkpoints as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
         with self.log.heartbeat.phase("wait"):
