@@ -281,5 +281,9 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
     config = ModelConfig(num_layers=3, attention="dense")
     with pytest.raises(UserError, match=message):
         converted_config(config, "selected", COVERING, **options)
+    # A window that the old geometry gives stays, whatever the new one is.
+    for layers in (("dense", "window"), ("window", "window")):
+        before = ModelConfig(num_layers=2, layer_types=layers, geometry=Geometry(window_size=96))
+        assert converted_config(before, "nsa", COVERING).sliding_window == 96
     with pytest.raises(UserError, match="layer 0 is of the type 'nsa' already"):
         converted_config(ModelConfig(), "selected", COVERING)
