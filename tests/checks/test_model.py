@@ -9,7 +9,8 @@ import torch
 from tests.checks import faults
 from trifocal.checks import model_checks as checks
 from trifocal.generate import cached_layers, cached_model, prefill
-from trifocal.ops import decode_linear, nsa_attention
+from trifocal.ops import nsa_attention
+from trifocal.ops.decode import linear as decode_linear
 from trifocal.testing.small_models import SMALL, make_model
 
 CPU = torch.device("cpu")

@@ -75,7 +75,7 @@ def test_rules_and_buffers_are_those_of_the_code():
     assert f"at most {few // 132} programs a multiprocessor" in spread
     assert dispatch.masked_part_queries(tokens, 16, few, 132) < tokens
     assert dispatch.masked_part_queries(tokens, 16, few + 1, 132) == tokens
-    assert f"fewer than {dispatch.FEWEST_SHARERS} queries" in spread
+    assert f"fewer than {dispatch.FEWEST_QUERIES_PER_BLOCK} queries" in spread
     buffer = dispatch.SELECTED_BUFFER_BYTES
     chunk = buffer // (HEADS * geometry.num_selected_blocks * DIM * 2) // 64 * 64
     assert f"fit {buffer >> 30} GiB: {chunk:,} queries at A" in spread

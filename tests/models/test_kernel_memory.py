@@ -36,7 +36,7 @@ def profiled(call):
 def test_the_meta_device_counts_what_a_cpu_allocates(length, dtype):
     from trifocal.ops.pipeline import Branches, run_backward
     from trifocal.ops.triton.launch import no_launches
-    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     q = torch.zeros(1, length, HEADS, DIM, dtype=dtype)
     k, k_cmp = (torch.zeros(1, n, KV_HEADS, DIM, dtype=dtype) for n in (length, length // 16 - 1))

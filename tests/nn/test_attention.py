@@ -391,10 +391,10 @@ def test_wrong_packing_is_refused() -> None:
 def test_shut_queries_get_nothing_from_the_selected_branch(gate: str) -> None:
     layer = layer_of("nsa", gate=gate)
     x = torch.randn(2, 40, DIM, dtype=torch.float64)
-    shut = torch.rand(2, 40) < 0.5
+    dropped = torch.rand(2, 40) < 0.5
     closed = copy.deepcopy(layer)
     hook = closed.gate.register_forward_hook(lambda module, inputs, gates: gates * gates.new_tensor([1.0, 0.0, 1.0]))
-    open_, without, mixed = layer(x), closed(x), layer(x, shut=shut)
+    open_, without, mixed = layer(x), closed(x), layer(x, dropped=dropped)
     hook.remove()
-    assert torch.equal(mixed, without.where(shut[..., None], open_))
+    assert torch.equal(mixed, without.where(dropped[..., None], open_))
     assert not torch.isclose(open_, without).all(-1).any()

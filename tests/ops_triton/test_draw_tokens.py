@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trifocal.generate.sampler import Sampling, SamplingTensors, draw_step
-from trifocal.ops.triton import draw_tokens as kernel
+from trifocal.ops.decode.triton import draw_tokens as kernel
 
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU"),

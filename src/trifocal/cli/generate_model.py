@@ -67,7 +67,7 @@ def load(options: GenerateArguments, path: Path, command: str, prompts: Sequence
         device = choose_device(options.device)
         if device.type == "cuda":
             # Imported here: without a GPU there may be no Triton.
-            from trifocal.ops.triton.ahead import start_hashing_triton
+            from trifocal.ops.triton.precompile import start_hashing_triton
 
             start_hashing_triton()
         dtype = torch.bfloat16 if found.run is not None and found.run.train.precision == "bf16" else torch.float32

@@ -42,7 +42,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode_linear import Norm, Residual
+from trifocal.ops.decode.linear import Norm, Residual
 
 Rotary = tuple[Tensor, Tensor]
 

@@ -25,8 +25,8 @@ from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.rope import rotary_tables
 from trifocal.ops import DecodeBatch
-from trifocal.ops.decode_caches import MOST_NEW_TOKENS
-from trifocal.ops.decode_linear import Norm, Residual
+from trifocal.ops.decode.caches import MOST_NEW_TOKENS
+from trifocal.ops.decode.linear import Norm, Residual
 
 _MOST_PREFILL_TOKENS = {"cuda": 65536, "cpu": 8192}
 # Of the widest activations of a chunk.

@@ -13,7 +13,7 @@ from torch import Tensor
 from trifocal.models import parameter_count
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.ops import DenseCache, Geometry, SparseCache
-from trifocal.ops.decode_caches import MOST_NEW_TOKENS
+from trifocal.ops.decode.caches import MOST_NEW_TOKENS
 from trifocal.runlog import host_memory_bytes
 
 PAGE_SIZE = 256

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trifocal.ops import decode_linear
-from trifocal.ops.decode_linear import Norm, Residual
+from trifocal.ops.decode import linear as decode_linear
+from trifocal.ops.decode.linear import Norm, Residual
 
 
 class RowProducts:
-    """The products of `trifocal.ops.decode_linear`."""
+    """The products of `trifocal.ops.decode.linear`."""
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Residual:
         """See `decode_linear.embedding`."""

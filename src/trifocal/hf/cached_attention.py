@@ -27,7 +27,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode_caches import MOST_NEW_TOKENS
+from trifocal.ops.decode.caches import MOST_NEW_TOKENS
 
 
 class NewTokens:

@@ -15,7 +15,7 @@ from trifocal.ops import Geometry
 
 Target = Literal["nsa", "selected"]
 FIRST_GATE = 1 / NUM_BRANCHES
-"""Start of each gate in a converted layer: no branch is closed, and together they weigh as much as dense attention."""
+"""Start of each gate in a converted layer: no gate is closed, and together they weigh as much as dense attention."""
 
 
 def converted_config(

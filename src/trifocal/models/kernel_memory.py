@@ -107,12 +107,12 @@ def kernel_memory(
         ImportError: If Triton is not installed.
     """
     from trifocal.ops.triton.combine import combine_forward
-    from trifocal.ops.triton.compressed import compressed_forward
+    from trifocal.ops.triton.interval.compressed import compressed_forward
+    from trifocal.ops.triton.interval.window import window_backward, window_forward
     from trifocal.ops.triton.launch import no_launches
     from trifocal.ops.triton.scoring import select_blocks_forward
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.selected_forward import selected_forward
-    from trifocal.ops.triton.window import window_backward, window_forward
+    from trifocal.ops.triton.selected.backward import selected_backward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     empty = functools.partial(torch.empty, device="meta")
     num_blocks = length // geometry.compression_stride if packed else geometry.num_compressed_blocks(length)

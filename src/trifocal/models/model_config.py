@@ -38,14 +38,14 @@ class ModelConfig:
         mlp_dim: Hidden width of the SwiGLU.
         geometry: Block sizes of the sparse attention, in tokens.
         attention: `"nsa"`; `"selected"`, one softmax over first, local and selected blocks, without gates; `"window"`,
-            the last tokens alone; or `"dense"`, for the dense twin. They differ in the attention alone.
+            the last tokens alone; or `"dense"`, for the dense baseline. They differ in the attention alone.
         layer_types: The attention of each layer, where layers differ; empty: `attention` in all of them.
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
         selection: `"importance"`, or `"random"`: a control that draws the blocks that are not forced.
         compressor: φ of the compressed branch, `"mean"` or `"mlp"`.
         gate: `"sigmoid"` per head or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
-        selected_dropout: Share of the queries whose selected branch is shut in a training step, drawn for each layer
+        selected_dropout: Share of the queries whose selected branch is dropped in a training step, drawn for each layer
             anew, so that the compressed branch learns to find what they ask for: its scores choose the blocks.
         qk_norm: Whether each head's query and key pass an RMSNorm before they are rotated.
         qkv_bias: Whether the projections of queries, keys and values have biases.

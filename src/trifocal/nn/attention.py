@@ -1,4 +1,4 @@
-"""Attention layers: Native Sparse Attention and its dense twin, with the same interface.
+"""Attention layers: Native Sparse Attention and its dense baseline, with the same interface.
 
 Inputs are [B, T, E]. Shape letters as in DESIGN.md: H query heads, G KV heads, D and V dims, C compressed blocks.
 A group is the query heads that share one KV head.
@@ -75,24 +75,24 @@ class NSAttention(AttentionBase):
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
-        shut: Tensor | None = None,
+        dropped: Tensor | None = None,
         past: Past | None = None,
     ) -> Tensor:
         """Attend.
 
         Args:
             x: The layer's input, [B, T, E].
-            cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
+            cu_seqlens: Boundaries of packed documents, [documents + 1], with B == 1; or `Documents`, checked once.
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
-            shut: Queries whose selected branch adds nothing, [B, T], True where shut; see `selected_dropout`.
+            dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
             past: Earlier tokens, which give these their positions; the other arguments are ignored with it.
 
         Returns:
             [B, T, E].
 
         Raises:
-            ValueError: If the borders do not fit.
+            ValueError: If the boundaries do not fit.
         """
         check_input(x, self.q_proj.in_features)
         documents, positions = documents_and_positions(x, cu_seqlens)
@@ -105,9 +105,9 @@ class NSAttention(AttentionBase):
             gates = self.gate(q)
         if past is not None:
             return self.o_proj(past.attend(self, q, keys, values, gates).flatten(2))
-        if shut is not None:
+        if dropped is not None:
             # Of three branches, the second.
-            gates = gates.masked_fill(nn.functional.pad(shut[..., None, None], (1, 1)), 0.0)
+            gates = gates.masked_fill(nn.functional.pad(dropped[..., None, None], (1, 1)), 0.0)
         (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win) = (
             branches * (NUM_BRANCHES // self.branches) for branches in (keys, values)
         )
@@ -147,7 +147,7 @@ class NSAttention(AttentionBase):
 
 
 class DenseAttention(AttentionBase):
-    """Causal attention over the whole past: the dense twin of `NSAttention`, the baseline of every comparison.
+    """Causal attention over the whole past: what every comparison of `NSAttention` is measured against.
 
     Args:
         **sizes: `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`.

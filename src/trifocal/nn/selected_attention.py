@@ -82,7 +82,7 @@ def choose_blocks(
         num_keys: Tokens behind the compressed blocks, S.
         geometry: Block sizes, in tokens.
         documents: Packed documents, or None.
-        backend: As of `trifocal.ops.select_blocks`.
+        backend: Backend of `trifocal.ops.select_blocks`.
 
     Returns:
         [B, T, G, N], as of `trifocal.ops.select_blocks`.

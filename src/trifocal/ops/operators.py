@@ -168,7 +168,7 @@ def compressed_attention(
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse over the compressed blocks."""
-    from trifocal.ops.triton.compressed import compressed_forward
+    from trifocal.ops.triton.interval.compressed import compressed_forward
 
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
@@ -197,7 +197,7 @@ def compressed_attention_backward(
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k_cmp and v_cmp."""
-    from trifocal.ops.triton.compressed import compressed_backward
+    from trifocal.ops.triton.interval.compressed import compressed_backward
 
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
@@ -244,7 +244,7 @@ def selected_attention(
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse over the tokens of the chosen blocks; lse is not differentiable."""
-    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
@@ -272,7 +272,7 @@ def selected_attention_backward(
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    from trifocal.ops.triton.selected_backward import selected_backward
+    from trifocal.ops.triton.selected.backward import selected_backward
 
     documents = documents_of(cu_seqlens, ids, positions)
     with torch.cuda.device_of(q):
@@ -312,7 +312,7 @@ def window_attention(
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """o and lse over the window; lse is not differentiable."""
-    from trifocal.ops.triton.window import window_forward
+    from trifocal.ops.triton.interval.window import window_forward
 
     with torch.cuda.device_of(q):
         return window_forward(q, k, v, window_size, scale, documents_of(cu_seqlens, ids, positions))
@@ -338,7 +338,7 @@ def window_attention_backward(
     positions: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    from trifocal.ops.triton.window import window_backward
+    from trifocal.ops.triton.interval.window import window_backward
 
     with torch.cuda.device_of(q):
         return window_backward(d_o, q, k, v, o, lse, window_size, scale, documents_of(cu_seqlens, ids, positions))
