@@ -1,4 +1,4 @@
-"""Packed documents in transformers' model on a GPU: the host reads nothing, and the loss is that of checked boundaries."""
+"""Packed documents in transformers' model on a GPU: the host reads nothing, and the loss stays."""
 
 import pytest
 import torch

@@ -54,8 +54,8 @@ def row_layout(
 ) -> RowLayout | None:
     """Find padding and documents, which reads the arguments on the host.
 
-    Boundaries on a GPU are taken as they are, as FlashAttention takes them: reading them would make the host wait for all
-    work that it has started, at every step.
+    Boundaries on a GPU are trusted, as in FlashAttention: reading them would make the host wait at every step for all
+    work that it has started.
 
     Args:
         shape: B and T.
@@ -63,8 +63,8 @@ def row_layout(
         attention_mask: 1 where a token is real, [B, T]; None: everywhere. Real tokens of a row are consecutive.
         position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
             begins. None: every row is one document.
-        boundaries: First token of each document and, last, the number of tokens, [documents + 1], of a batch of one row;
-            read where there are no position_ids, or on a GPU where there is no mask.
+        boundaries: First token of each document and, last, the number of tokens, [documents + 1], in a batch of one
+            row; read where there are no position_ids, or on a GPU where there is no mask.
         longest: No document between `boundaries` has more tokens.
 
     Returns:
