@@ -44,6 +44,7 @@ def test_from_toml() -> None:
         ({"layer_types": ("nsa",)}, "layer_types must name the attention of each of 2 layers, got 1"),
         ({"layer_types": ("nsa", "full")}, "layer_types must be of nsa, selected, window, dense, got 'full'"),
         ({"layer_types": ["nsa", "nsa"]}, "layer_types must be a tuple, got list"),
+        ({"unrotated_layers": (2,)}, "unrotated_layers must be layers from 0 to 1, got "),
         ({"sliding_window": -1}, "sliding_window must be an integer from 0 to 2147483647, got -1"),
         ({"selection": "all"}, "model.selection must be one of importance, random, got 'all'"),
         ({"qk_norm": "yes"}, "model.qk_norm must be true or false, got 'yes'"),
