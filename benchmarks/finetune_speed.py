@@ -21,9 +21,9 @@ import torch
 import transformers
 from torch.utils.data import SequentialSampler
 
-from trifocal.bench.results import ResultFile
-from trifocal.bench.timing import Timing
-from trifocal.bench.training_worker import TrainBench, TrainCase, document_borders
+from lib.results import ResultFile
+from lib.timing import Timing
+from lib.training_worker import TrainBench, TrainCase, document_boundaries
 from trifocal.hf import TrifocalForCausalLM
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.train import load_config
@@ -106,7 +106,7 @@ def measure_theirs(
     config: ModelConfig, options: argparse.Namespace, sequences: int, compiled: bool, device: str
 ) -> dict[str, Any]:
     """Steps of transformers' trainer."""
-    lengths = document_borders(sequences, options.tokens).diff().tolist()
+    lengths = document_boundaries(sequences, options.tokens).diff().tolist()
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(config.vocab_size, (n,), generator=generator).tolist() for n in lengths]
     steps = options.warmup + options.steps

@@ -22,7 +22,6 @@ KINDS: list[dict[str, Any]] = [
     {},
     {
         "compressor": "mlp",
-        "gate": "softmax",
         "shared_kv": True,
         "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
     },

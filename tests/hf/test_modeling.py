@@ -43,7 +43,7 @@ def padded(rows: Sequence[Tensor], side: str, more: int = 0) -> tuple[Tensor, Te
             "layer_types": ("nsa", "dense"),
             "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
         },
-        {"compressor": "mlp", "gate": "softmax", "shared_kv": True, "selection": "random"},
+        {"compressor": "mlp", "shared_kv": True, "selection": "random"},
         {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     ],
     ids=lambda options: " ".join(options) or "plain",

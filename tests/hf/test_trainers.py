@@ -152,7 +152,7 @@ def test_prompt_tuning() -> None:
     tuned(tokens, attention_mask=mask, labels=tokens).loss.backward()
     [prompt] = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
     assert prompt.shape == (4, 32) and prompt.grad.any()
-    # PEFT 0.21 knows the old name of the cache alone: with 5.24, a Llama too gets its prompt again at every token.
+    # PEFT 0.21 looks for the cache under its old name: a Llama of transformers 5.24 gets its prompt at every token.
     if "cache" not in CausalLMOutputWithPast.__dataclass_fields__:
         options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
         found = tuned.eval().generate(input_ids=tokens, attention_mask=mask, **options)[:, 20:]

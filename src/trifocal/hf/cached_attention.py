@@ -80,7 +80,7 @@ class NewTokens:
 
 
 class LayerPast:
-    """The `trifocal.nn.attention_base.Past` of one layer.
+    """`trifocal.nn.attention_base.KVCache` of one layer.
 
     Args:
         layer: Cache of the layer.

@@ -22,7 +22,7 @@ from trifocal.models import DecoderLM
 from trifocal.models.io import exported_name
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
-from trifocal.nn.attention_base import Past
+from trifocal.nn.attention_base import KVCache
 
 # Collators for FlashAttention add these; they say no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
@@ -186,7 +186,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
         self,
         x: Tensor,
         layout: RowLayout | None,
-        pasts: Sequence[Past],
+        pasts: Sequence[KVCache],
         keep_all: bool,
         trained: Tensor | None = None,
     ) -> list[Tensor]:

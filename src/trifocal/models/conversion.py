@@ -15,7 +15,7 @@ from trifocal.ops import Geometry
 
 Target = Literal["nsa", "selected"]
 FIRST_GATE = 1 / NUM_BRANCHES
-"""Start of each gate in a converted layer: no gate is closed, and together they weigh as much as dense attention."""
+"""Each gate of a converted layer begins here: no gate is closed, and together they weigh as much as dense attention."""
 
 
 def converted_config(
@@ -66,7 +66,6 @@ def converted_config(
         sliding_window=window if "window" in layers else config.sliding_window,
         geometry=geometry,
         compressor="mean",
-        gate="sigmoid",
         shared_kv=shared_kv,
     )
 

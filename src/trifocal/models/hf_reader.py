@@ -24,7 +24,7 @@ from torch import Tensor
 
 from trifocal.errors import UserError
 from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, Rows, model_of_folder, read_json, read_tensors
-from trifocal.models.model_config import Attention, ModelConfig
+from trifocal.models.model_config import MOST_LAYERS, Attention, ModelConfig
 from trifocal.nn import RopeScaling
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
@@ -40,7 +40,6 @@ _ORIGINAL = {"phi3": 4096}
 _THETA = {"smollm3": 2e6}
 _KV_HEADS = {"smollm3": 4}
 _SLIDING_WINDOW = 4096
-_MOST_LAYERS = 10_000
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
 # Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
 _ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
@@ -156,8 +155,8 @@ def read_hf_config(folder: Path) -> ModelConfig:
 def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...], int]:
     """The attention of each layer, and the keys of a sliding window; 0 without one."""
     count = int(found["num_hidden_layers"])
-    if not 1 <= count <= _MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers must be from 1 to {_MOST_LAYERS:,}, got {count:,}")
+    if not 1 <= count <= MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be from 1 to {MOST_LAYERS:,}, got {count:,}")
     window = found.get("sliding_window", None if kind == "phi3" else _SLIDING_WINDOW)
     if kind in ("qwen2", "qwen3", "smollm3") and not found.get("use_sliding_window", False):
         window = None
