@@ -19,6 +19,8 @@ Selection = Literal["importance", "random"]
 Backend = Literal["auto", "reference", "triton"]
 MOST_LAYERS = 10_000
 """Each layer is an object of Python: more of them would take minutes to make."""
+# No pair turns.
+_UNROTATED = RopeScaling(rope_type="proportional", partial_rotary_factor=1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +54,7 @@ class ModelConfig:
         mlp_bias: Whether the SwiGLU's maps have biases.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: Of the rotary frequencies, for sequences longer than those of pretraining.
+        unrotated_layers: Layers, by number, whose queries and keys are not rotated.
         norm_eps: Added to the mean square in every norm.
         tie_embeddings: Use the embedding as the output projection.
         backend: Code that runs the sparse attention: `"auto"`, `"reference"` or `"triton"`.
@@ -83,6 +86,7 @@ class ModelConfig:
     mlp_bias: bool = False
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    unrotated_layers: tuple[int, ...] = ()
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     backend: Backend = "auto"
@@ -111,6 +115,10 @@ class ModelConfig:
                 f"model.layer_types must name the attention of each of {self.num_layers} layers, "
                 f"got {len(self.layer_types)}"
             )
+        if not all(0 <= layer < self.num_layers for layer in self.unrotated_layers):
+            raise UserError(
+                f"model.unrotated_layers must be layers from 0 to {self.num_layers - 1}, got {self.unrotated_layers!r}"
+            )
         try:
             self.rope_scaling.check_head_dim(self.head_dim)
         except ValueError as error:
@@ -120,6 +128,10 @@ class ModelConfig:
     def attention_of_layers(self) -> tuple[Attention, ...]:
         """The attention of each layer, first to last."""
         return self.layer_types or (self.attention,) * self.num_layers
+
+    def rope_scaling_of(self, layer: int) -> RopeScaling:
+        """Scaling of the rotary frequencies in a layer."""
+        return _UNROTATED if layer in self.unrotated_layers else self.rope_scaling
 
     @property
     def chooses_blocks(self) -> bool:
