@@ -80,6 +80,16 @@ def test_the_kernels_draw_as_pytorch(parts, samplings):
     assert expected["tokens"][1] == 7
 
 
+def test_the_penalty_lowers_negative_logits_too(parts):
+    """All are negative: the likeliest of the tokens that the sequence has not is drawn."""
+    samplings = (Sampling(temperature=0, repetition_penalty=3.0), Sampling(seed=-5, repetition_penalty=1.3))
+    settings, logits, lengths = settings_of(samplings), logits_of(2) - 12, torch.tensor([4, 5], dtype=torch.int32)
+    logits[0, 3] = -4.0
+    expected = run("reference", logits, settings, lengths)
+    assert_same(run("triton", logits, settings, lengths), expected)
+    assert expected["tokens"][0] == logits[0].masked_fill(settings.seen[0], -torch.inf).argmax()
+
+
 def test_broken_logits_stop_their_row_alone(parts):
     settings, logits = settings_of(PLAIN), logits_of(len(PLAIN))
     lengths = torch.full((len(PLAIN),), 5, dtype=torch.int32)
