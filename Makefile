@@ -26,7 +26,7 @@ $(VENV)/created:
 
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
 	@echo "Installing Trifocal and PyTorch (about 30 s with a warm cache) …"
-	@$(PIP) install -c constraints.txt -e .
+	@$(PIP) install -c constraints.txt -e '.[report]'
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -25,7 +25,7 @@ OFTEN = ("--log.heartbeat_seconds", "0.2")
 def verdicts(run: Path) -> dict[int, Verdict]:
     """The verdict on each rank by its files, now."""
     try:
-        return {rank: judge(rows[-1]) for rank, rows in read_run(run, whole_heartbeats=False).heartbeats.items()}
+        return {rank: judge(rows[-1]) for rank, rows in read_run(run, live=True).heartbeats.items()}
     except UserError:
         return {}
 

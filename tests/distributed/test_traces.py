@@ -18,8 +18,7 @@ from trifocal.runlog.traces import TRACES
 
 FLAGS = {"ddp": (), "fsdp": (), "hsdp": ("--parallel.shards", "2")}
 TRACED = "traces/steps_2-3"
-# nvtx needs a GPU; tests/train/test_traces.py has it on a stand-in.
-EVERY_TRACE = ",".join(name for name in TRACES if name != "nvtx")
+EVERY_TRACE = ",".join(TRACES)
 
 
 @pytest.fixture(scope="module")

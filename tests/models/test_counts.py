@@ -15,8 +15,8 @@ from trifocal.ops import Geometry
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"compressor": "mlp"},
-    {"gate": "softmax", "shared_kv": True, "num_layers": 3},
-    {"compressor": "mlp", "gate": "softmax", "tie_embeddings": True},
+    {"shared_kv": True, "num_layers": 3},
+    {"compressor": "mlp", "tie_embeddings": True},
     {"attention": "dense"},
     {"attention": "dense", "tie_embeddings": True, "qk_norm": True, "o_bias": True},
     {"attention": "window", "sliding_window": 9, "qkv_bias": True, "mlp_bias": True},

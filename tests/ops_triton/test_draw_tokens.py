@@ -80,14 +80,15 @@ def test_the_kernels_draw_as_pytorch(parts, samplings):
     assert expected["tokens"][1] == 7
 
 
-def test_the_penalty_lowers_negative_logits_too(parts):
-    """All are negative: the likeliest of the tokens that the sequence has not is drawn."""
-    samplings = (Sampling(temperature=0, repetition_penalty=3.0), Sampling(seed=-5, repetition_penalty=1.3))
-    settings, logits, lengths = settings_of(samplings), logits_of(2) - 12, torch.tensor([4, 5], dtype=torch.int32)
-    logits[0, 3] = -4.0
-    expected = run("reference", logits, settings, lengths)
-    assert_same(run("triton", logits, settings, lengths), expected)
-    assert expected["tokens"][0] == logits[0].masked_fill(settings.seen[0], -torch.inf).argmax()
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_penalty_lowers_positive_and_negative_logits(parts, backend):
+    """The likeliest token was seen; halved or doubled, its logit falls below that of the next, which was not."""
+    settings = SamplingTensors.empty(2, VOCAB_SIZE, torch.device("cpu"))
+    logits = torch.full((2, VOCAB_SIZE), -9.0)
+    for row, (first, second) in enumerate([(3.0, 2.0), (-2.0, -3.0)]):
+        settings.set_row(row, Sampling(temperature=0, repetition_penalty=2.0), torch.tensor([4]))
+        logits[row, 4], logits[row, 12] = first, second
+    assert run(backend, logits, settings, torch.zeros(2, dtype=torch.int32))["tokens"].tolist() == [12, 12]
 
 
 def test_broken_logits_stop_their_row_alone(parts):

@@ -51,10 +51,7 @@ def layer_parameters(config: ModelConfig, kind: Attention) -> int:
     layer += config.dim * config.o_bias + (2 * config.mlp_dim + config.dim) * config.mlp_bias
     if kind == "nsa":
         # Gate weights are among the projections; its biases and the positions of φ multiply nothing.
-        layer += NUM_BRANCHES * (config.num_heads if config.gate == "sigmoid" else 1)
-        if config.gate == "softmax":
-            # One projection, applied once a group.
-            layer -= (config.num_kv_heads - 1) * config.head_dim * NUM_BRANCHES
+        layer += NUM_BRANCHES * config.num_heads
         if config.compressor == "mlp":
             for features in (config.head_dim, config.value_dim):
                 layer += _compressor_weights(config.geometry, features)
@@ -153,9 +150,7 @@ def _projection_weights(config: ModelConfig, kind: Attention) -> int:
     weights = config.dim * columns + 3 * config.dim * config.mlp_dim
     if kind != "nsa":
         return weights
-    if config.gate == "sigmoid":
-        return weights + config.dim * config.num_heads * NUM_BRANCHES
-    return weights + config.num_kv_heads * config.head_dim * NUM_BRANCHES
+    return weights + config.dim * config.num_heads * NUM_BRANCHES
 
 
 def _compressor_weights(geometry: Geometry, features: int) -> int:

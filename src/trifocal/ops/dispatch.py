@@ -8,7 +8,7 @@ is replaced behind a caller's back. The rules of `auto`, in order:
 
 Every stage has a portable kernel in `triton/`, and some have one in `hopper/` under the same file name. The rules below
 choose between them, and the sizes of tiles from `triton/tiles.py` and `hopper/tiles.py`. To try another kernel or
-configuration, change a rule and run `trifocal bench kernels`. Importing this module imports no Triton.
+configuration, change a rule and run `benchmarks/kernels.py`. Importing this module imports no Triton.
 """
 
 import importlib

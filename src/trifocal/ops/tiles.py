@@ -84,7 +84,7 @@ def split_width(size: int) -> Widths:
 
 # Columns of the wider of q and v up to which a configuration holds -> the configuration, first fit. fp32 multiplies
 # on the ordinary units, exactly, so its tiles are small. Rows "hopper" of 64, 128 and 192 columns: the fastest of
-# several on an H200 (`trifocal bench kernels`).
+# several on an H200 (`benchmarks/kernels.py`).
 _TILES: dict[tuple[str, str], dict[int, Tile]] = {
     ("hopper", "forward"): {
         64: Tile(64, 32, 4, 3),

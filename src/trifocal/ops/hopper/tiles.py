@@ -5,7 +5,7 @@ from typing import Any
 
 from trifocal.ops.tiles import SelectedTile
 
-# By kernel, whether it is the window's, and columns of q: the fastest of several (`trifocal bench kernels`). At 64
+# By kernel, whether it is the window's, and columns of q: the fastest of several (`benchmarks/kernels.py`). At 64
 # columns the portable kernels, with several programs on a multiprocessor, are as fast or faster, but for the
 # window's d_k and d_v. Wider keys leave registers for fewer rows.
 INTERVAL: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
