@@ -67,7 +67,7 @@ def test_alarms_and_their_thresholds():
     alarms = table("event \\| threshold")
     names = re.findall(r"^\| (gate_\w+|choices_\w+) \|", telemetry.__doc__, re.MULTILINE)
     assert set(alarms) == set(names)
-    assert f"below {telemetry.SHUT_GATE} " in alarms["gate_shut"]
+    assert f"below {telemetry.CLOSED_GATE} " in alarms["gate_closed"]
     assert f"below {telemetry.SATURATED_ENTROPY} nats" in alarms["gate_saturated"]
     assert f"more than {telemetry.LOCAL_SHARE:.0%}".replace("%", " %") in alarms["choices_local"]
     assert f"below {attention_statistics.IGNORED_GATE} " in PAGE

@@ -33,7 +33,7 @@ class Say(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured.
+    """Tasks of an evaluation, with their sizes.
 
     Attributes:
         tasks: Some of `TASKS`.

@@ -73,7 +73,7 @@ class MetricsWriter:
 
         Args:
             step: Optimizer steps done.
-            name: A short fixed name: `checkpoint_saved`, `gate_shut`, `stalled`, …
+            name: A short fixed name: `checkpoint_saved`, `gate_closed`, `stalled`, …
             message: One sentence for the user.
             severity: `info`, `warning` or `error`.
             values: Further fields.

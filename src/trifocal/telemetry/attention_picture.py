@@ -173,7 +173,7 @@ def assemble_picture(
         texts: The text of each token.
         documents: Packed documents, if there are several.
         queries: Indices of the queries, [Q].
-        numbers: Of the layers in the model.
+        numbers: Numbers of the layers in the model.
         layers: From `describe_layers`, with a leading dimension of layers.
     """
     num_tokens = len(texts)
