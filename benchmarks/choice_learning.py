@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trifocal.bench.results import ResultFile, cpu_name
+from lib.results import ResultFile, cpu_name
 from trifocal.data.synthetic import associations
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import Geometry

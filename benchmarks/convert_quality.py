@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.results import ResultFile
+from lib.results import ResultFile
 from trifocal.data import Batch
 from trifocal.evaluation import Subject
 from trifocal.evaluation.position_loss import measure_loss, read_batches
@@ -71,8 +71,6 @@ def train_on(source: Path, run: Path, dense: Path, config: RunConfig, steps: int
         "run.directory": str(run),
         "train.steps": str(steps),
         "schedule.warmup_steps": str(max(1, steps // 10)),
-        "schedule.rewarmup_start": "0",
-        "schedule.rewarmup_steps": "0",
         # The peak of the dense run would undo the progress of its end.
         "optimizer.learning_rate": str(config.optimizer.learning_rate / 3),
         # Another order; which documents are held out does not depend on it.

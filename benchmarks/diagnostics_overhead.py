@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trifocal.bench.results import ResultFile, cpu_name
+from lib.results import ResultFile, cpu_name
 from trifocal.distributed import Processes
 from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog
 from trifocal.train import load_config, loop
@@ -224,7 +224,7 @@ def measure(config: RunConfig, steps: int, order: Sequence[tuple[str, str, str]]
     loop.Trainer = make_trainer
     with RunLock() as lock:
         create_run_directory(config, lock, overwrite=True)
-        loop.run_training(setup, [], None, lock)
+        loop.run_training(setup, [], None)
     return made[0]
 
 

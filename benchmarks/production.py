@@ -21,7 +21,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from trifocal.bench.results import ResultFile
+from lib.results import ResultFile
 from trifocal.data.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
 

@@ -3,11 +3,11 @@
     python benchmarks/quality.py --part seeds --directory runs/quality
     python benchmarks/quality.py --part long recall needle --directory runs/quality --gpus 4 --seconds 560
     python benchmarks/quality.py --part seeds --directory runs/quality --resume
-    python benchmarks/quality.py --part twins seeds long recall needle --plan
+    python benchmarks/quality.py --part production seeds long recall needle --plan
 
 | part | trains | measures |
 |---|---|---|
-| `twins` | the production model on 2,048 tokens | loss, and by position |
+| `production` | the production model on 2,048 tokens | loss, and by position |
 | `seeds` | a small model on 2,048 tokens, three seeds | the same, and how far seeds are apart |
 | `long` | the small model on 2,048, then on 32,768 tokens of whole packages | loss by position, tokens/s |
 | `recall` | two layers on multi-query associative recall | values found, by pairs and by distance |
@@ -15,7 +15,7 @@
 
 All variants see the same tokens in the same order. `window` sees as many keys a query as the sparse model reads: those
 of its window and of all selected blocks. In `hybrid`, every fourth layer is dense. `random` is the sparse model with
-blocks drawn at random: it lacks the choice. `dropout` is the sparse model, trained with the selected branch shut for a
+blocks drawn at random: it lacks the choice. `dropout` is the sparse model, trained without the selected branch for a
 fifth of the queries. In `learned`, the compressor is the paper's learnable one; in `shared`, the branches share their
 keys and values.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Those of `long` and `needle` start
@@ -38,16 +38,13 @@ from pathlib import Path
 from queue import SimpleQueue
 from statistics import median
 
-from trifocal.bench.results import ResultFile
+from lib.quality_parts import PARTS, VARIANTS
+from lib.quality_tables import Row, means, pivot
+from lib.results import ResultFile
 from trifocal.data.builtin import BuiltinSource
 from trifocal.runlog import read_metrics
 from trifocal.runlog.run import read_run
 from trifocal.train import load_config
-
-# The modules beside this one, also where a test loads this by its path.
-sys.path.insert(0, str(Path(__file__).parent))
-from quality_parts import PARTS, VARIANTS
-from quality_tables import Row, means, pivot
 
 PRESET = Path(__file__).parent.parent / "configs/m7c_125m.toml"
 LAYER_TYPES = "model.layer_types"
@@ -101,7 +98,7 @@ def trainings(
     extra: dict[str, str],
     one_seed: Sequence[str] = (),
 ) -> list[Training]:
-    """The trainings of a part; twins are neighbours.
+    """The trainings of a part; those of one seed are neighbours.
 
     Args:
         name: Of the part.

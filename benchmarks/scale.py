@@ -19,14 +19,10 @@ written after every row.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import itertools
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,11 +32,8 @@ from typing import Any
 
 import torch
 
-from trifocal.bench.recorder import child_environment
-from trifocal.bench.results import ResultFile
-from trifocal.distributed.rendezvous import places_here
-from trifocal.doctor.needs import Machine, setup_of
-from trifocal.models import training_memory
+from lib.processes import STOP_SECONDS, train
+from lib.results import ResultFile
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config
 from trifocal.train.run_directory import load_run
@@ -51,11 +44,11 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer")
 PARTS = ("one", "speed", "text", "wide")
 COLUMNS = (
     "part", "mode", "gpus", "checkpointing", "graphs", "steps", "tokens_per_second", "times_one_gpu", "step_ms",
-    "host_ms", "wait_ms", "peak_gib_a_gpu", "formula_gib", "executed_mfu", "checkpoint_blocked_seconds",
+    "host_ms", "wait_ms", "peak_gib_a_gpu", "executed_mfu", "checkpoint_blocked_seconds",
     "checkpoint_share", "first_loss", "last_loss", "warnings", "wall_seconds", "outcome",
 )  # fmt: skip
-# The least time to begin a row, and the time to save after SIGTERM.
-LEAST_SECONDS, STOP_SECONDS = 30.0, 25.0
+# The least time to begin a row.
+LEAST_SECONDS = 30.0
 TINY = {"model.num_layers": 2, "model.dim": 64, "model.mlp_dim": 128, "train.sequence_length": 128,
         "train.precision": "fp32"}  # fmt: skip
 
@@ -131,45 +124,6 @@ def part_settings(part: str, size: int, options: argparse.Namespace) -> tuple[st
     return "m7c_shake.toml", flags | {"train.micro_batch_size": count, "train.global_batch_size": count * size}
 
 
-def train(case: Row, run: Path, seconds: float) -> str:
-    """Train a row in a folder; returns the output of all processes."""
-    # Not by torchrun: its workers would outlive it if it is killed.
-    _store, places = places_here(case.gpus)
-    flags = [f"--{name}={value}" for name, value in case.flags.items()]
-    command = [sys.executable, "-m", "trifocal", "train", str(CONFIGS / case.config), f"--run.directory={run}", *flags]
-    log = run.with_suffix(".log")
-    with log.open("wb") as output:
-        # A group for each, so that the compilers that it starts end with it.
-        processes = [
-            subprocess.Popen(
-                command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-                env={"OMP_NUM_THREADS": "1", **child_environment(**place)},
-            )
-            for place in places
-        ]  # fmt: skip
-    try:
-        if not ended(processes, seconds):
-            for process in processes:
-                process.send_signal(signal.SIGTERM)
-            ended(processes, STOP_SECONDS)
-    finally:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    return log.read_text(errors="replace")
-
-
-def ended(processes: list[subprocess.Popen[bytes]], seconds: float) -> bool:
-    """Wait until all processes have ended, or the time is up."""
-    deadline = time.monotonic() + seconds
-    while any(process.poll() is None for process in processes):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
-    return True
-
-
 def figures(case: Row, run: Path) -> dict[str, Any]:
     """The figures of the run's own files; of a run without a checkpoint, its outcome alone."""
     metrics = read_metrics(run / "metrics.jsonl") if (run / "metrics.jsonl").exists() else []
@@ -186,7 +140,6 @@ def figures(case: Row, run: Path) -> dict[str, Any]:
     blocked = typical[-1]["blocked_seconds"]
     interval = load_config(CONFIGS / case.checkpoint_config).checkpoint.interval_steps
     beat = json.loads((run / "heartbeat" / "rank0.jsonl").read_text().splitlines()[-1])["total_seconds"]
-    formula = training_memory(config.model, setup_of(config, Machine.here({}), case.gpus))
     wanted = config.train.steps
     return {
         "steps": steps,
@@ -198,7 +151,6 @@ def figures(case: Row, run: Path) -> dict[str, Any]:
         "data_wait_ms_p95": 1000 * steady[-1]["data_wait_seconds_p95"],
         "phase_seconds": beat,
         "peak_gib_a_gpu": max(row["memory_peak_bytes"] for row in rows) / GIB,
-        "formula_gib": formula.total / GIB,
         "checkpoint_seconds": [row["save_seconds"] for row in saved],
         "checkpoint_blocked_seconds": blocked,
         "checkpoint_share": blocked / (interval * step_seconds),
@@ -212,7 +164,7 @@ def figures(case: Row, run: Path) -> dict[str, Any]:
 def measure(case: Row, folder: Path, seconds: float) -> tuple[dict[str, Any], str]:
     """Train a row, and delete its files; returns its figures and its output."""
     run, begin = folder / case.label, time.monotonic()
-    output = train(case, run, seconds)
+    output = train(CONFIGS / case.config, run, case.flags, case.gpus, seconds)
     found = {"wall_seconds": time.monotonic() - begin, **figures(case, run)}
     # Its checkpoints may fill the disk.
     shutil.rmtree(run, ignore_errors=True)
@@ -262,7 +214,6 @@ def main() -> int:
     notes = [
         "Medians over the second half of each run's rows of metrics; memory of rank 0's GPU.",
         "host ms: a step's time in data, forward, backward and optimizer on rank 0's host, wait ms: for the others.",
-        "formula gib: the estimate of `trifocal doctor`, before anything is run (`trifocal.models.training_memory`).",
         "checkpoint share: seconds that training waited for a checkpoint, over the time between two of them in the "
         "production run's configuration, or in that of 1.3 billion parameters.",
     ]

@@ -3,9 +3,9 @@
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from palette import COMPRESSED, INK, PAST, QUIET, SELECTED, WINDOW
 from torch import Tensor
 
+from palette import COMPRESSED, INK, PAST, QUIET, SELECTED, WINDOW
 from trifocal import Geometry
 
 PAGE = 32

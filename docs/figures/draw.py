@@ -306,25 +306,6 @@ def draw_keys_read() -> Figure:
     return figure
 
 
-def draw_showcase() -> Figure:
-    """Validation loss of the showcase and its dense twin over the run, one line a seed, from the newest result file."""
-    rows = json.loads(max(RESULTS.glob("showcase_cpu_*.json")).read_text())["rows"]
-    figure = Figure(figsize=(7.2, 3.4), layout="constrained", facecolor="white")
-    ax = figure.subplots()
-    for variant, name, colour in (("sparse, mean compressor", "sparse", WINDOW), ("dense", "dense twin", DENSE)):
-        curves = [row["curve"] for row in rows if row["variant"] == variant]
-        for curve in curves:
-            ax.plot(*zip(*curve, strict=True), color=colour, linewidth=0.8, alpha=0.45)
-        steps = [step for step, _ in curves[0]]
-        means = [float(np.mean([loss for _, loss in point])) for point in zip(*curves, strict=True)]
-        ax.plot(steps, means, color=colour, linewidth=2.2, label=f"{name}: {means[-1]:.3f} at the end")
-    ax.grid(color=PAST)
-    ax.set_axisbelow(True)
-    ax.set(xlabel="step", ylabel="validation loss, nats per byte", title="The showcase, three seeds and their mean")
-    ax.legend(frameon=False)
-    return figure
-
-
 def draw_speed() -> Figure:
     """Time over length of the sparse and of dense attention on one GPU, from the newest result files."""
     rows = []
@@ -365,7 +346,6 @@ FIGURES: dict[str, Callable[[], Figure]] = {
     "one_query.svg": draw_one_query,
     "overlap.svg": draw_overlap,
     "keys_read.svg": draw_keys_read,
-    "showcase.svg": draw_showcase,
     "speed.svg": draw_speed,
     "kernels_pipeline.svg": kernels.draw_pipeline,
     "kernels_rows.svg": kernels.draw_rows,

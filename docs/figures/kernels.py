@@ -7,9 +7,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import FancyBboxPatch, Rectangle
-from palette import COMPRESSED, DENSE, INK, PAST, QUIET, SELECTED, WINDOW
 from torch import Tensor
 
+from palette import COMPRESSED, DENSE, INK, PAST, QUIET, SELECTED, WINDOW
 from trifocal import Geometry
 
 GRAVE = "#a4adb8"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
 from palette import COMPRESSED, DENSE, INK, PAST, SELECTED, WINDOW
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -18,14 +19,14 @@ COLOURS = {
     "sparse": WINDOW, "dense": DENSE, "window": COMPRESSED, "hybrid": "#16a085", "random": SELECTED, "dropout": INK,
     "learned": "#2980b9", "shared": "#8e44ad", "shared-dropout": "#c0392b", "shared-random": "#e67e22",
 }  # fmt: skip
-PARTS = ("twins", "seeds", "long", "recall", "needle")
-REPEATED, CHOICE = "repeated", "choice"
-"""Of benchmarks/repeated_bytes.py and benchmarks/choice_learning.py."""
-_SCRIPTS = {REPEATED: "repeated_bytes", CHOICE: "choice_learning"}
+PARTS = ("production", "seeds", "long", "recall", "needle")
+CHOICE = "choice"
+"""The table of benchmarks/choice_learning.py."""
+_SCRIPTS = {CHOICE: "choice_learning"}
 _REGION = "<!-- {0} -->\n{1}<!-- end of {0} -->"
 _CAPTIONS = {
-    "twins": "validation loss of the production model and its twins over the run, and by position above the dense one",
-    "seeds": "validation loss of a small model and its twins over the run, and by position above the dense one",
+    "production": "validation loss of the production model and its baselines, and by position above the dense one",
+    "seeds": "validation loss of a small model and its baselines over the run, and by position above the dense one",
     "long": "validation loss on 32,768 tokens over the run, and by position above the dense one",
     "recall": "share of values recalled by the distance of their key, for each attention",
     "needle": "share of needles found by length and depth of the haystack, for each attention",
@@ -55,7 +56,7 @@ def page(text: str, results: Path = RESULTS) -> str:
         text: The page as it is.
         results: Folder of the results.
     """
-    for part in (*PARTS, REPEATED, CHOICE):
+    for part in (*PARTS, CHOICE):
         region = re.compile(_REGION.format(part, ".*?"), re.DOTALL)
         content = _REGION.format(part, _content(part, newest(part, results)))
         text, count = region.subn(lambda _, content=content: content, text)  # type: ignore[misc]
@@ -68,23 +69,12 @@ def _content(part: str, path: Path | None) -> str:
         return "Not measured yet.\n"
     result = json.loads(path.read_text())
     lines = [f"![{_CAPTIONS[part]}](figures/quality_{part}.svg)", ""] if part in PARTS else []
-    makers = {"recall": _recall_table, "needle": _needle_table, REPEATED: _repeated_table, CHOICE: _choice_table}
+    makers = {"recall": _recall_table, "needle": _needle_table, CHOICE: _choice_table}
     lines += makers.get(part, _loss_table)(result)
     where = f"{result['device']}, torch {result['torch']}, {result['date'][:10]}, commit `{result['commit']}`"
     link = f"[benchmarks/results/{path.stem}.md](../benchmarks/results/{path.stem}.md)"
     lines += ["", f"{where}: {link}, with the command and every seed."]
     return "\n".join(lines) + "\n"
-
-
-def _repeated_table(result: dict[str, Any]) -> list[str]:
-    steps = [name for name in result["rows"][0] if name.startswith("loss_at_step_")]
-    head = ["attention", "cosine at the start", *(f"step {name.rpartition('_')[2]}" for name in steps)]
-    lines = _head([*head, "change by the future", "fresh bytes"])
-    for row in result["rows"]:
-        cells = [f"{row[name]:.2f}" for name in steps]
-        ends = f"{row['largest_change_by_the_future']:g} | {row['fresh_bytes_last_third']:.3f}"
-        lines.append(f"| {row['attention']} | {row['cosine_at_start']:.3f} | {' | '.join(cells)} | {ends} |")
-    return lines
 
 
 def _choice_table(result: dict[str, Any]) -> list[str]:

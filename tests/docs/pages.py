@@ -5,7 +5,10 @@ import shlex
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("*.md")])
+# Pages about the past: scripts and commands that they name may be gone.
+HISTORY = ("CHANGELOG.md", "log.md")
+PAGES = sorted([*ROOT.glob("docs/*.md"), *ROOT.glob("lab/*.md"), *ROOT.glob("*.md")])
+_COMMAND = re.compile(r"(trifocal |make |pip install |python benchmarks/)\S")
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -42,6 +45,6 @@ def commands(page: Path) -> list[list[str]]:
     """The command lines of bash and sh blocks and of inline code, as words; comments are left out."""
     shells = [*blocks(page, "bash"), *blocks(page, "sh")]
     lines = [line for body in shells for line in body.replace("\\\n", " ").splitlines()]
-    lines += [code for code in inline_code(page) if re.match(r"(trifocal|make|pip install) \S", code)]
+    lines += [code for code in inline_code(page) if _COMMAND.match(code)]
     words = [shlex.split(line, comments=True) for line in lines]
     return [line for line in words if line]

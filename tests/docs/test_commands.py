@@ -6,15 +6,18 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import tyro
 
 import trifocal.cli.train as train_command
-from tests.docs.pages import PAGES, ROOT, blocks, commands, name_of
-from trifocal.cli import COMMANDS, bench
+from tests.children import load_script
+from tests.docs.pages import HISTORY, PAGES, ROOT, blocks, commands, name_of
+from trifocal.cli import COMMANDS
 from trifocal.fields import from_table
 from trifocal.train.arguments import load_config, override, parse_arguments
 from trifocal.train.run_config import RunConfig
 
-CASES = [(name_of(page), line) for page in PAGES for line in commands(page)]
+CASES = [(name_of(page), line) for page in PAGES if page.name not in HISTORY for line in commands(page)]
+BENCHMARKS = {f"benchmarks/{name}.py": name.upper() for name in ("attention", "kernels", "training", "decoding")}
 # How the pages write something for the reader to fill in.
 PLACEHOLDER = re.compile(r"[A-Z_]+(\.toml)?|…|\[.*|.*\]")
 
@@ -25,7 +28,7 @@ def take_train(arguments, monkeypatch):
         return
     showcase = load_config(ROOT / "configs/showcase.toml")
     started = []
-    monkeypatch.setattr(train_command, "load_run_to_resume", lambda directory: showcase)
+    monkeypatch.setattr(train_command, "load_run", lambda directory: showcase)
     monkeypatch.setattr(train_command, "load_config", load_of_repository)
     monkeypatch.setattr(train_command, "_summary", lambda result: "")
     for name in ("train", "resume"):
@@ -36,15 +39,14 @@ def take_train(arguments, monkeypatch):
 
 def load_of_repository(path, overrides):
     # Without a file, the model of `model.from`, which is not there.
-    return override(load_config(ROOT / (path or "configs/showcase.toml")), overrides)
+    known = path or "showcase"
+    # The pages write my.toml for a file of the reader's, which trifocal new has printed.
+    return override(
+        load_config("showcase" if known == "my.toml" else ROOT / known if "/" in known else known), overrides
+    )
 
 
 def take_other(name, arguments):
-    if name == "bench":
-        options = bench.parse(arguments)
-        for resolved in ("all_shapes", "cases"):
-            assert getattr(options, resolved, lambda: True)()
-        return
     module = importlib.import_module(f"trifocal.cli.{name}")
     parse_arguments(getattr(module, f"{name.capitalize()}Arguments"), arguments, prog=f"trifocal {name}")
 
@@ -70,6 +72,11 @@ def test_command_is_taken(page, line, monkeypatch):
     elif program == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert arguments[0] in targets
+    elif program == "python" and arguments[0] in BENCHMARKS:
+        benchmark = getattr(load_script(arguments[0]), BENCHMARKS[arguments[0]])
+        options = tyro.cli(benchmark.options, args=arguments[1:])
+        for resolved in ("all_shapes", "cases"):
+            assert getattr(options, resolved, lambda: True)()
     elif line[:2] == ["pip", "install"]:
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         for extra in re.findall(r"\[([\w,]+)\]", " ".join(arguments)):

@@ -1,10 +1,9 @@
-"""The page about the kernels: work and limits of its table by formula, rules and bounds as the code has them."""
+"""The page about the kernels: work and limits of its table are those of the formula."""
 
 import pytest
 
 from tests.docs.pages import ROOT, text_of
 from trifocal import Geometry
-from trifocal.ops import dispatch, support
 
 PAGE = text_of(ROOT / "docs/kernels.md")
 TOKENS, HEADS, GROUPS, DIM = 65536, 64, 4, 128
@@ -62,41 +61,3 @@ def test_work_and_limits_are_those_of_the_formula(work):
         exact_tflop, exact_gigabytes = (amount or 0.0 for amount in work[part])
         assert limit == f"{max(exact_tflop / 0.750, exact_gigabytes / 4.2):.2f}", part
         assert float(remains) == pytest.approx(float(measured) - float(limit), abs=0.006), part
-
-
-def test_rules_and_buffers_are_those_of_the_code():
-    spread, geometry = " ".join(PAGE.split()), Geometry()
-    masked, backward = dispatch.MASKED_UP_TO, dispatch.MASKED_BACKWARD_UP_TO
-    tokens = masked * geometry.num_selected_blocks * geometry.selection_block_size
-    assert f"at most {masked} times `n` blocks ({tokens:,} tokens" in spread
-    assert f"Backward changes at {backward} times `n` blocks ({tokens * backward // masked:,} tokens)" in spread
-    assert f"so that there are about {dispatch.ENOUGH_PROGRAMS}" in spread
-    few, tokens = 6 * 132, 2**20
-    assert f"at most {few // 132} programs a multiprocessor" in spread
-    assert dispatch.masked_part_queries(tokens, 16, few, 132) < tokens
-    assert dispatch.masked_part_queries(tokens, 16, few + 1, 132) == tokens
-    assert f"fewer than {dispatch.FEWEST_SHARERS} queries" in spread
-    buffer = dispatch.SELECTED_BUFFER_BYTES
-    chunk = buffer // (HEADS * geometry.num_selected_blocks * DIM * 2) // 64 * 64
-    assert f"fit {buffer >> 30} GiB: {chunk:,} queries at A" in spread
-    assert dispatch.IMPORTANCE_BUFFER_BYTES == 2**30 // 4
-    assert "a quarter of a GiB" in spread
-    assert dispatch.ENOUGH_DECODE_PROGRAMS == 2 and "if there are two programs a multiprocessor" in spread
-    assert f"`D` and `V` up to {support.WIDEST_HEAD}" in spread
-    assert f"up to {support.MOST_HEADS_OF_A_GROUP} heads a group" in spread
-    assert f"a multiple of {support.BLOCK_MULTIPLE};" in spread
-
-
-def test_rules_that_the_page_names_exist():
-    rules = (
-        "selected_order",
-        "interval_on_hopper",
-        "importance_on_hopper",
-        "choice_on_hopper",
-        "selected_on_hopper",
-        "masked_part_queries",
-    )
-    for name in rules:
-        assert f"`{name}`" in PAGE
-        assert callable(getattr(dispatch, name))
-    assert f"from {dispatch.FEWEST_HEADS_OF_WARP_SPECIALIZED} heads a group on" in PAGE

@@ -30,7 +30,7 @@ def write(folder: Path, name: str, **tables: Any) -> None:
 def results(tmp_path: Path) -> Path:
     """Made-up results of every part."""
     variants = ("sparse", "dense", "window")
-    for part, jobs in (("seeds", 12), ("long", 1), ("twins", 1)):
+    for part, jobs in (("seeds", 12), ("long", 1), ("production", 1)):
         rows = [
             {"variant": variant, "seed": seed, "steps": 20, "tokens": 4_000_000, "tokens_per_second": 1000.0 + seed,
              "trainings_at_a_time": jobs, "curve": [[10, 2.0], [20, 1.5]]}
@@ -58,9 +58,6 @@ def results(tmp_path: Path) -> Path:
         for variant in variants for length in (64, 4096) for needles in (1, 8)
     ]  # fmt: skip
     write(tmp_path, "quality_needle", rows=[], needles_found_by_depth=found)
-    repeated = {"attention": "dense", "cosine_at_start": 0.4, "loss_at_step_1": 6.0, "loss_at_step_12": 0.4,
-                "largest_change_by_the_future": 0.0, "fresh_bytes_last_third": 5.56}  # fmt: skip
-    write(tmp_path, "repeated_bytes", rows=[repeated])
     choice = {"attention": "dense", "recall_early": 0.5, "found_early": None, "recall_end": 1.0, "found_end": None,
               "least_recall": 0.998}  # fmt: skip
     write(tmp_path, "choice_learning", rows=[], means=[choice])
@@ -82,12 +79,11 @@ def test_tables_come_from_the_results(quality: ModuleType, results: Path) -> Non
     assert "After 20 steps, 4.0 M bytes each" in text
     assert "| sparse | 100.0% | 50.0% |" in text
     assert "| window | 4,096 | 8 | 25% | 100% |" in text
-    assert "| dense | 0.400 | 6.00 | 0.40 | 0 | 5.560 |" in text
     assert "| dense | 50.0% |  | 100.0% |  | 99.8% |" in text
     assert "benchmarks/results/quality_seeds_h200_2026-12-01.md" in text and "commit `abc`" in text
     assert quality.page(text, results) == text, "written twice, it is the same"
     empty = quality.page(text, results / "nothing")
-    assert empty.count("Not measured yet.") == 7
+    assert empty.count("Not measured yet.") == 6
 
 
 def test_every_part_has_a_figure(quality: ModuleType, results: Path) -> None:
@@ -113,11 +109,11 @@ def test_a_result_without_positions_is_drawn(quality: ModuleType, results: Path)
 
 
 def test_the_page_names_the_parts_of_the_script(quality: ModuleType) -> None:
-    script = (ROOT / "benchmarks" / "quality_parts.py").read_text(encoding="utf-8")
+    script = (ROOT / "benchmarks" / "lib" / "quality_parts.py").read_text(encoding="utf-8")
     assert set(quality.PARTS) == set(re.findall(r'^    "(\w+)": Part\(', script, re.MULTILINE))
 
 
 def test_every_variant_has_a_colour(quality: ModuleType) -> None:
-    script = (ROOT / "benchmarks" / "quality_parts.py").read_text(encoding="utf-8")
+    script = (ROOT / "benchmarks" / "lib" / "quality_parts.py").read_text(encoding="utf-8")
     (names,) = re.findall(r"^VARIANTS: [^\n]* = \{\n(.*?)^\}", script, re.MULTILINE | re.DOTALL)
     assert list(quality.COLOURS) == re.findall(r'^    "([\w-]+)":', names, re.MULTILINE)

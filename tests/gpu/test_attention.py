@@ -96,8 +96,8 @@ def test_each_branch(case, dtype):
 @pytest.mark.parametrize("part_queries", [100, 192, 10_000])
 def test_parts_of_a_block(case, portable, part_queries, monkeypatch):
     """d_k and d_v of the masked order, cut anywhere or not at all, are right and the same twice."""
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.selected.backward import selected_backward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     inputs = draw(case, torch.bfloat16)
     chosen, rules = choice(case, inputs), {"cu_seqlens": case.documents}
@@ -128,8 +128,8 @@ def test_parts_of_a_block(case, portable, part_queries, monkeypatch):
 @pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 70)], ids=["one document", "packed"])
 def test_block_major_in_chunks(heads, portable, lengths, monkeypatch):
     """Groups of any size, whole slots in a tile or not; rows of several chunks, whose d_k and d_v are added up."""
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.selected.backward import selected_backward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     case = Case("in chunks", PAPER, 400, 2 * heads, 2, 64, 128, lengths=lengths)
     inputs = draw(case, torch.bfloat16)
@@ -164,7 +164,7 @@ def test_block_major_in_chunks(heads, portable, lengths, monkeypatch):
 @pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 970)], ids=["one document", "packed"])
 def test_keys_of_the_window_on_hopper(dim, heads, lengths, monkeypatch):
     """The Hopper kernel for d_k and d_v, which only calls with more programs than these take by themselves."""
-    from trifocal.ops.triton.window import window_backward, window_forward
+    from trifocal.ops.triton.interval.window import window_backward, window_forward
 
     case = Case("window on Hopper", PAPER, 1300, 2 * heads, 2, dim, 128, lengths=lengths)
     inputs = draw(case, torch.bfloat16)

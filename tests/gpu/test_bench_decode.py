@@ -1,13 +1,13 @@
-"""`trifocal bench decode` on a GPU: every part has its rows, and the recorded plain model is the eager one."""
+"""`benchmarks/decoding.py` on a GPU: every part has its rows, and the recorded plain model is the eager one."""
 
 import pytest
 import torch
 
-from trifocal.bench.decoding_options import DecodeOptions
-from trifocal.bench.decoding_speed import bench_decode
-from trifocal.bench.plain_decoder import PlainDecoder
-from trifocal.bench.recorder import Recorder
-from trifocal.bench.timing import recorded
+from lib.decode_engine import DecodeOptions
+from lib.plain_decoder import PlainDecoder
+from lib.recorder import Recorder
+from lib.timing import recorded
+from tests.children import load_script
 from trifocal.models import DecoderLM, ModelConfig
 
 pytestmark = [
@@ -27,7 +27,7 @@ def test_every_part_has_its_rows():
         row_seconds=0.05, model=ModelConfig(**SIZES),
     )  # fmt: skip
     recorder = Recorder(600, print, lambda: None)
-    bench_decode(options, recorder)
+    load_script("benchmarks/decoding.py").bench_decode(options, recorder)
     assert {row["status"] for row in recorder.rows} == {"ok"}, recorder.rows
     assert [row["part"] for row in recorder.rows] == ["model"] * 6 + ["prefill"] * 2 + ["layer"] * 2 + ["mix"] * 2
     assert all(row["peak_gib"] > 0 for row in recorder.rows if row["part"] != "layer")

@@ -15,8 +15,8 @@ from trifocal.ops import (
     decode_attention,
     decode_dense_attention,
     dispatch,
+    tiles,
 )
-from trifocal.ops.triton import tiles
 from trifocal.testing.tolerances import allowed, error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -167,12 +167,12 @@ def test_a_recorded_step_is_replayed_while_sequences_grow(shape):
 @pytest.mark.parametrize("shape", SHAPES[:2], ids=str)
 def test_replays_have_the_bits_of_launches_that_wait_for_one_another(shape, monkeypatch):
     """A kernel that reads before the one before it has written would show up in one of many replays."""
-    from trifocal.ops.triton import decode_append, decode_attention
+    from trifocal.ops.decode.triton import append, attention
 
     layer = Layer(shape, torch.bfloat16, lengths=(63, 1500, 9000, 40000))
     cache = copied(layer.cache)
     with monkeypatch.context() as patch:
-        for module in (decode_append, decode_attention):
+        for module in (append, attention):
             patch.setattr(module, "dependent_launch", lambda device: {"DEPENDENT": False})
         expected = attend(layer, copied(layer.cache), layer.batch, "triton")
     attend(layer, cache, layer.batch, "triton")

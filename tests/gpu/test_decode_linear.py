@@ -7,7 +7,7 @@ from torch.nn import functional
 from tests.gpu.cases import FACTOR
 from trifocal.generate.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import devices
-from trifocal.ops.decode_linear import Norm, Residual, embedding, normed_linear, normed_swiglu, residual_linear
+from trifocal.ops.decode.linear import Norm, Residual, embedding, normed_linear, normed_swiglu, residual_linear
 from trifocal.testing.tolerances import error
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -37,7 +37,7 @@ def two_gpus(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(VISIBLE[first : first + 2]))
 
 
-@pytest.mark.parametrize("check", [processes.ddp_gradients, processes.sharded_gradients, processes.equal_parameters])
+@pytest.mark.parametrize("check", [processes.ddp_gradients, processes.sharded_gradients])
 def test_checks_pass_over_nccl(check):
     found = check(GPU)
     assert found.passed, found

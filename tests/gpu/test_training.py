@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from lib.training_worker import TrainBench, TrainCase
 from tests.gpu.test_model import make_model
-from trifocal.bench.training_worker import TrainBench, TrainCase
 from trifocal.data import Batch
 from trifocal.runlog import Heartbeat
 from trifocal.train.graphs import MicroBatchGraphs

@@ -9,7 +9,7 @@ def decode_step(
     heads, groups, dim, value_dim, new=1, dtype=torch.bfloat16, batch=64, pages=16, learned=False, selected=16
 ):
     """Launch every kernel of a sparse layer, own window and gates, of a dense one, and of a window alone."""
-    from trifocal.ops.triton import decode_append, decode_attention
+    from trifocal.ops.decode.triton import append, attention
 
     geometry, size = Geometry(num_selected_blocks=selected), 256
 
@@ -28,9 +28,9 @@ def decode_step(
     tokens = [x for _ in range(3) for x in both(batch, new, groups)]
     q, gates = empty(batch, new, heads, dim), empty(batch, new, heads, 3, dtype=torch.float32)
     phi = (lambda windows: windows[:, 0],) * 2 if learned else None
-    decode_append.append_sparse(cache, sequences, tuple(tokens), geometry, rotary, phi)
-    decode_attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1)
+    append.append_sparse(cache, sequences, tuple(tokens), geometry, rotary, phi)
+    attention.decode_attention(q, gates, cache, sequences, geometry, rotary, True, 0.1)
     dense = DenseCache(k_slc, v_slc)
-    decode_append.append_dense(dense, sequences, *tokens[:2], rotary)
+    append.append_dense(dense, sequences, *tokens[:2], rotary)
     for window in (None, 300):
-        decode_attention.decode_dense_attention(q, dense, sequences, rotary, window, 0.1)
+        attention.decode_dense_attention(q, dense, sequences, rotary, window, 0.1)

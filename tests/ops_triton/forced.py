@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from trifocal.ops.triton.tiles import SelectedTile, Tile
+from trifocal.ops.tiles import SelectedTile, Tile
 
 # Small tiles make several of them out of short sequences; the d_k, d_v tile has other proportions on purpose.
 TILE = Tile(32, 16, 4, 1)

@@ -21,16 +21,16 @@ def calls():
     from tests.ops_triton.decode_calls import decode_step
     from tests.ops_triton.forced import order_rule
     from trifocal.ops import dispatch
+    from trifocal.ops.decode.triton.draw_tokens import draw_tokens
+    from trifocal.ops.decode.triton.linear import embedding, linear
     from trifocal.ops.layout import Documents
     from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
-    from trifocal.ops.triton.compressed import compressed_backward, compressed_forward
-    from trifocal.ops.triton.decode_linear import embedding, linear
-    from trifocal.ops.triton.draw_tokens import draw_tokens
+    from trifocal.ops.triton.interval.compressed import compressed_backward, compressed_forward
+    from trifocal.ops.triton.interval.window import window_backward, window_forward
     from trifocal.ops.triton.mean_compression import mean_compress_backward, mean_compress_forward
     from trifocal.ops.triton.scoring import select_blocks_forward
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.selected_forward import selected_forward
-    from trifocal.ops.triton.window import window_backward, window_forward
+    from trifocal.ops.triton.selected.backward import selected_backward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     def empty(*shape, dtype=torch.bfloat16):
         return torch.empty(shape, device="meta", dtype=dtype)

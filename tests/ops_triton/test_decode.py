@@ -12,8 +12,7 @@ from tests.ops import decode_cases
 from tests.ops.cases import geometry
 from tests.ops.decode_cases import Decoder, draw, whole, whole_dense
 from trifocal.nn.rope import rotate
-from trifocal.ops import compressed_attention, decode_attention, decode_dense_attention, dispatch, select_blocks
-from trifocal.ops.triton import tiles
+from trifocal.ops import compressed_attention, decode_attention, decode_dense_attention, dispatch, select_blocks, tiles
 from trifocal.testing.tolerances import error
 
 pytest.importorskip("triton")
@@ -166,7 +165,7 @@ def test_parts_of_one_tile(window, monkeypatch):
 
 def choices(step, tokens, monkeypatch, rotated=True):
     """The blocks that the kernels choose for the tokens of a step, [B, T, G, N], and those of the reference."""
-    from trifocal.ops.triton import decode_attention as kernels
+    from trifocal.ops.decode.triton import attention as kernels
 
     launched = []
 

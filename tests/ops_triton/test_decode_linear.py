@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from trifocal.ops.decode_linear import Norm, Residual, embedding, normed_linear, normed_swiglu, residual_linear
+from trifocal.ops.decode.linear import Norm, Residual, embedding, normed_linear, normed_swiglu, residual_linear
 from trifocal.testing.tolerances import error
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")

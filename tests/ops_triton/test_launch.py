@@ -14,8 +14,8 @@ from triton.compiler import CompiledKernel  # noqa: E402
 from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: E402
 from triton.runtime import JITFunction, driver  # noqa: E402
 
+from trifocal.ops.tiles import cdiv, next_power_of_2  # noqa: E402
 from trifocal.ops.triton.launch import Kernel, _load, describe_tiles  # noqa: E402
-from trifocal.ops.triton.tiles import cdiv, next_power_of_2  # noqa: E402
 
 
 def scaled(x, tiles, stride, length, factor, SIZE: triton.language.constexpr, GATED: triton.language.constexpr):

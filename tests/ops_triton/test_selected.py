@@ -88,8 +88,8 @@ def exact(case: Case, q, k, v, d_o, chosen):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.selected.backward import selected_backward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = few_queries(case, order)
@@ -112,9 +112,9 @@ def test_chunks_of_rows_and_pieces_of_blocks(
     lengths: tuple[int, ...] | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer of one chunk's least size and pieces of a few slots give the same sums as one of each."""
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.selected_forward import selected_forward
-    from trifocal.ops.triton.tiles import SelectedTile
+    from trifocal.ops.tiles import SelectedTile
+    from trifocal.ops.triton.selected.backward import selected_backward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     case = Case("chunks", 70, 70, heads=2, batch=1 if lengths else 2, lengths=lengths)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
@@ -136,8 +136,8 @@ def test_chunks_of_rows_and_pieces_of_blocks(
 
 @pytest.mark.parametrize("order", ["block_major", "masked"])
 def test_gate_is_a_factor_on_the_gradient(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.selected.backward import selected_backward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = Case("gate", 24, 24, heads=4, groups=2)
@@ -153,8 +153,8 @@ def test_gate_is_a_factor_on_the_gradient(order: str, device: str, monkeypatch: 
 @pytest.mark.parametrize("order", ORDERS)
 def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of wider tensors give what copies give, and NaN in blocks that nobody chose reaches nothing."""
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.selected.backward import selected_backward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = few_queries(Case("strides", 40, 60, heads=4, groups=2, batch=2), order)
@@ -222,8 +222,8 @@ def test_parts_of_a_block_are_added(
     case: Case, part_queries: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut at any query, with a gate, the parts add up to the gradient; memory that no part wrote is not read."""
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.selected_forward import selected_forward
+    from trifocal.ops.triton.selected.backward import selected_backward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(q.shape[:3], generator=torch.Generator().manual_seed(3)).to(device)

@@ -15,9 +15,9 @@ BLOCK, PIECE, TOKENS, GROUPS, NUM_SELECTED = 64, 64, 300, 2, 4
 @pytest.mark.parametrize("q_per_kv", [4, 16])
 @pytest.mark.parametrize("lengths", [None, (100, 1, 199)])
 def test_pieces_cover_every_slot_once(lengths, q_per_kv):
-    from trifocal.ops.hopper.selected_backward_warp_specialized import _piece_table
-    from trifocal.ops.triton.choice_index import build_choice_index
-    from trifocal.ops.triton.selected_problem import SelectedProblem
+    from trifocal.ops.hopper.selected.backward_warp_specialized import _piece_table
+    from trifocal.ops.triton.selected.block_csr import build_block_csr
+    from trifocal.ops.triton.selected.problem import SelectedProblem
 
     generator = torch.Generator().manual_seed(0)
     batch, documents = 2, None
@@ -25,7 +25,7 @@ def test_pieces_cover_every_slot_once(lengths, q_per_kv):
         batch = 1
         documents = Documents.from_cu_seqlens(torch.tensor([0, *lengths]).cumsum(0), TOKENS)
     chosen = torch.randint(-1, 5, (batch, TOKENS, GROUPS, NUM_SELECTED), generator=generator, dtype=torch.int32)
-    index = build_choice_index(chosen, BLOCK, TOKENS, documents, chunk_rows=128, piece_slots=PIECE)
+    index = build_block_csr(chosen, BLOCK, TOKENS, documents, chunk_rows=128, piece_slots=PIECE)
     packed = documents is not None
     q, k = (torch.empty(batch, TOKENS, heads, 8) for heads in (GROUPS * q_per_kv, GROUPS))
     rows = torch.empty(q.shape[:3])

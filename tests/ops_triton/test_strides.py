@@ -13,8 +13,8 @@ from tests.ops.cases import USUAL, Case, draw
 from trifocal import nsa_attention
 from trifocal.generate import CachedModel
 from trifocal.generate.sampler import SamplingTensors, draw_step
-from trifocal.ops import DenseCache, SparseCache, decode_linear, dispatch
-from trifocal.ops.triton import tiles
+from trifocal.ops import DenseCache, SparseCache, dispatch, tiles
+from trifocal.ops.decode import linear as decode_linear
 from trifocal.ops.triton.common import unit_stride
 from trifocal.ops.triton.launch import Kernel
 from trifocal.testing.inputs import cotangent

@@ -243,15 +243,13 @@ def model_of(**changes: Any) -> DecoderLM:
     return model
 
 
-@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
-def test_a_model_gives_a_row_for_each_layer(gate: str) -> None:
-    model = model_of(gate=gate)
+def test_a_model_gives_a_row_for_each_layer() -> None:
+    model = model_of()
     rows = AttentionTelemetry(model).measure(torch.arange(2 * LENGTH).view(2, LENGTH) % 64)
     assert [row["layer"] for row in rows] == [0, 1, 2]
-    start = 0.5 if gate == "sigmoid" else 1 / 3
     for row in rows:
         assert sum(row["selected_distance_shares"]) == pytest.approx(1, abs=1e-3)
-        assert row["gate_mean_slc"] == pytest.approx(start, abs=0.1)
+        assert row["gate_mean_slc"] == pytest.approx(0.5, abs=0.1)
         assert 0 < row["importance_covered"] <= 1
         assert 0 < row["dense_recall"] <= 1
         # Queries in the first three blocks have at most three candidates.

@@ -48,7 +48,6 @@ def check_saved(config: RunConfig) -> None:
 
 @QUICK
 @given(st.sampled_from(sorted(FIELDS)), st.sampled_from(NUMBERS + TEXTS + OTHERS) | st.text(max_size=20))
-@example("schedule.rewarmup_steps", "1")
 def test_flags(name: str, value: str) -> None:
     try:
         config = override(TINY, [f"--{name}={value}"])

@@ -31,7 +31,6 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "tensorboard": (("tensorboard",), "log.sinks tensorboard"),
     "wandb": (("wandb",), "log.sinks wandb"),
     "report": (("plotly",), "trifocal report"),
-    "docs": (("matplotlib",), "plots of trifocal bench"),
 }
 
 COMPILER_COMMAND = "sudo apt-get install -y g++"

@@ -13,7 +13,7 @@ from torch import Tensor
 from trifocal.models import parameter_count
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.ops import DenseCache, Geometry, SparseCache
-from trifocal.ops.decode_caches import MOST_NEW_TOKENS
+from trifocal.ops.decode.caches import MOST_NEW_TOKENS
 from trifocal.runlog import host_memory_bytes
 
 PAGE_SIZE = 256
@@ -161,11 +161,6 @@ def memory_for_caches(
     # The weights as they are loaded, and the copy for the products.
     weights = parameter_count(config) * (4 + dtype.itemsize)
     return int(free_bytes * _USABLE_SHARE[device.type]) - weights - _WORKING_BYTES[device.type]
-
-
-def sequences_that_fit(config: ModelConfig, dtype: torch.dtype, num_tokens: int, free_bytes: int) -> int:
-    """Sequences of so many tokens whose caches take no more than these bytes."""
-    return max(0, free_bytes) // cache_bytes(config, dtype, num_tokens).of_sequence(num_tokens)
 
 
 def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) -> int:

@@ -151,7 +151,7 @@ def draw_step(
     """
     if dispatch.resolve("draw", backend, logits, None, None) == "triton":
         # Importing it imports Triton.
-        from trifocal.ops.triton.draw_tokens import draw_tokens
+        from trifocal.ops.decode.triton.draw_tokens import draw_tokens
 
         keep = kept(logits, settings) if filtered else None
         with torch.cuda.device_of(logits):

@@ -27,7 +27,7 @@ from trifocal.ops import (
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode_caches import MOST_NEW_TOKENS
+from trifocal.ops.decode.caches import MOST_NEW_TOKENS
 
 
 class NewTokens:
@@ -80,10 +80,10 @@ class NewTokens:
 
 
 class LayerPast:
-    """`trifocal.nn.attention_base.Past` of one layer.
+    """`trifocal.nn.attention_base.KVCache` of one layer.
 
     Args:
-        layer: Its cache.
+        layer: Cache of the layer.
         new: The new tokens.
     """
 

@@ -97,7 +97,7 @@ class DecoderLM(nn.Module):
         Args:
             tokens: [B, T], int64 or int32.
             targets: The token that should follow each position, [B, T], int64; -100 where there is none.
-            cu_seqlens: Borders of packed documents, [documents + 1], with B == 1; nothing crosses them.
+            cu_seqlens: Boundaries of packed documents, [documents + 1], with B == 1; nothing crosses them.
 
         Returns:
             Logits, [B, T, vocab_size]; or with targets their mean loss in nats, a scalar in fp32 (fp64 for an
@@ -126,7 +126,7 @@ class DecoderLM(nn.Module):
     def _last_residual(self, tokens: Tensor, cu_seqlens: Tensor | Documents | None) -> Tensor:
         documents = cu_seqlens
         if isinstance(documents, Tensor):
-            # Checked before the copy: borders on the host need no wait for a GPU.
+            # Checked before the copy: boundaries on the host need no wait for a GPU.
             documents = Documents.from_cu_seqlens(documents, tokens.shape[1]).to(tokens.device)
 
         x = self.embedding(tokens)

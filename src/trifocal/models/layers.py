@@ -10,9 +10,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
-from trifocal.nn.attention_base import AttentionBase, Past, documents_and_positions
+from trifocal.nn.attention_base import AttentionBase, KVCache, documents_and_positions
 from trifocal.nn.random_selection import random_blocks
-from trifocal.nn.selected_dropout import shut_queries
+from trifocal.nn.selected_dropout import drop_selected
 from trifocal.ops import Documents
 
 SMALL_STD = 0.02
@@ -31,25 +31,25 @@ def run_blocks(
     config: ModelConfig,
     x: Tensor,
     documents: Documents | None,
-    pasts: Sequence[Past] = (),
+    caches: Sequence[KVCache] = (),
     trained_tokens: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Run the layers of a decoder.
 
     Args:
         blocks: From `make_blocks`.
-        config: Of the model.
+        config: Configuration of the model.
         x: Embedded tokens, [B, T, E].
         documents: Packed documents, with B == 1.
-        pasts: Earlier tokens, one for each layer, which say where these ones lie; without documents.
+        caches: Earlier tokens, one for each layer, which say where these ones lie; without documents.
         trained_tokens: In training, the tokens, [B, T]: they draw the queries of `selected_dropout`.
 
     Yields:
         The residual stream after each layer, [B, T, E].
     """
-    if pasts:
-        for block, past in zip(blocks, pasts, strict=True):
-            x = block(x, past=past)
+    if caches:
+        for block, cache in zip(blocks, caches, strict=True):
+            x = block(x, cache=cache)
             yield x
         return
     layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
@@ -64,7 +64,7 @@ def run_blocks(
             )
             given["selected_blocks"] = chosen.expand(x.shape[0], -1, -1, -1)
         if kind == "nsa" and config.selected_dropout and trained_tokens is not None:
-            given["shut"] = shut_queries(
+            given["dropped"] = drop_selected(
                 trained_tokens, documents_and_positions(x, documents)[1], config.selected_dropout, index
             )
         x = block(x, cu_seqlens=documents, rotary=rotary, **given)
@@ -76,7 +76,7 @@ def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable
 
     Args:
         blocks: From `make_blocks`; an earlier wrapping is taken off.
-        checkpointed_layers: Those that compute their activations again in backward.
+        checkpointed_layers: Layers that compute their activations again in backward.
         run: `run_block`, or compiled from it.
     """
     for index, block in enumerate(blocks):
@@ -103,7 +103,7 @@ def run_block(checkpointed: bool, forward: Callable[..., Tensor], x: Tensor, **g
     """One layer in training, by its `Block.forward`; `checkpointed` computes it again in backward."""
     if not checkpointed:
         return forward(x, **given)
-    # Of a block's parts only dropout is random, which adapters bring: a CUDA graph could not read the random state.
+    # Only dropout, which adapters bring, is random in a block: a CUDA graph could not read the random state.
     block: nn.Module = forward.__self__  # type: ignore[attr-defined]
     random = any(isinstance(part, nn.Dropout) and part.p > 0 for part in block.modules())
     return checkpoint(forward, x, use_reentrant=False, preserve_rng_state=random, context_fn=_save_attention, **given)
@@ -151,7 +151,6 @@ def _attention(config: ModelConfig, kind: str) -> AttentionBase:
         **sizes,
         geometry=config.geometry,
         compressor=config.compressor,
-        gate=config.gate,
         shared_kv=config.shared_kv,
         backend=config.backend,
     )

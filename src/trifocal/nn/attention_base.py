@@ -21,8 +21,8 @@ class RotaryTables(NamedTuple):
     """Cosines and sines of a whole forward pass, the same in every layer.
 
     Attributes:
-        cos, sin: Of the tokens, [T, D/2].
-        cos_cmp, sin_cmp: Of the compressed blocks, [C, D/2]; None from a layer without them.
+        cos, sin: Rotations of the tokens, [T, D/2].
+        cos_cmp, sin_cmp: Rotations of the compressed blocks, [C, D/2]; None from a layer without them.
     """
 
     cos: Tensor
@@ -31,7 +31,7 @@ class RotaryTables(NamedTuple):
     sin_cmp: Tensor | None = None
 
 
-class Past(Protocol):
+class KVCache(Protocol):
     """Keys and values of the earlier tokens of a batch."""
 
     def attend(
@@ -42,7 +42,7 @@ class Past(Protocol):
         Args:
             attention: The layer.
             q: Queries, [1, N, H, D]. Neither they nor the keys are rotated yet.
-            keys, values: Of each branch, [1, N, G, *].
+            keys, values: Keys and values of each branch, [1, N, G, *].
             gates: [1, N, H, 3]; None in a layer without gates.
 
         Returns:
@@ -62,9 +62,9 @@ class AttentionBase(nn.Module):
         geometry: Block sizes, in tokens; None in a layer without compressed blocks.
         branches: Keys and values lie side by side in the outputs of k_proj and v_proj, for this many branches.
         rope_theta: Base of the rotary frequencies.
-        rope_scaling: Of the frequencies, for sequences longer than those of pretraining.
+        rope_scaling: Change of the rotary frequencies for sequences longer than those of pretraining.
         qk_norm: Whether each head's query and key, of every branch, pass an RMSNorm before they are rotated.
-        norm_eps: Of these norms.
+        norm_eps: Epsilon of these norms.
         qkv_bias: Whether q_proj, k_proj and v_proj have biases.
         o_bias: Whether o_proj has one.
 
@@ -133,7 +133,7 @@ class AttentionBase(nn.Module):
             projected: [B, T, branches * G * D].
             documents: Packed documents, if there are several.
         """
-        # Of three branches, the second.
+        # The second of three branches.
         k = projected.unflatten(-1, (self.branches, self.num_kv_heads, self.head_dim))[:, :, self.branches // 2]
         k = k if self.k_norm is None else self.k_norm(k)
         _, positions = documents_and_positions(projected, documents)

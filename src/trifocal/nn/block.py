@@ -38,7 +38,7 @@ class Block(nn.Module):
         attention: An attention layer of `trifocal.nn`, or anything with its interface.
         dim: E.
         mlp_dim: Hidden width of the SwiGLU.
-        norm_eps: Of both norms.
+        norm_eps: Epsilon of both norms.
         mlp_bias: Whether the SwiGLU's maps have biases.
     """
 

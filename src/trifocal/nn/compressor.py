@@ -34,7 +34,7 @@ class MeanCompressor(nn.Module):
             documents: Packed documents; each has its own grid of blocks.
 
         Returns:
-            [B, C, G, D] in the type of `x`. With documents C is `S // stride`, enough for any borders; slots that
+            [B, C, G, D] in the type of `x`. With documents C is `S // stride`, enough for any boundaries; slots that
             belong to no document are zero and invisible.
         """
         return compress_by_mean(x, self.geometry, documents, self.backend)
@@ -49,7 +49,7 @@ class MLPCompressor(nn.Module):
     Args:
         geometry: Block sizes, in tokens.
         features: D of keys or V of values.
-        backend: Of the mean; the MLP is PyTorch's.
+        backend: Code that runs the mean; the MLP is PyTorch's.
     """
 
     def __init__(self, geometry: Geometry, features: int, backend: Backend = "auto") -> None:

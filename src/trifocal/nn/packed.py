@@ -1,4 +1,4 @@
-"""Causal attention within packed documents, for the dense twin; its cost grows with the documents, not the pack.
+"""Causal attention within packed documents, for the dense baseline; its cost grows with the documents, not the pack.
 
 A rule chooses the code before it runs; `trifocal.ops.dispatch.backend_choices()` counts the choices:
 
@@ -36,7 +36,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> T
         q: Queries, [1, T, H, D].
         k: Keys, [1, T, G, D].
         v: Values, [1, T, G, V].
-        documents: Those of the T tokens. `max_length` bounds the work; without it the pack counts as one document.
+        documents: Documents of the T tokens. `max_length` bounds the work; without it the pack counts as one document.
 
     Returns:
         [1, T, H, V].
@@ -74,9 +74,9 @@ def _varlen(q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
     q, k, v = (x[0] if x.shape[3] == width else pad(x[0], (0, width - x.shape[3])) for x in (q, k, v))
     # The bound is on the host; reading the longest document from the device would wait for the device.
     longest = documents.max_length or q.shape[0]
-    borders = documents.cu_seqlens
+    boundaries = documents.cu_seqlens
     found = varlen_attn(
-        q, k, v, borders, borders, longest, longest, scale=dim**-0.5, window_size=_CAUSAL, **_SHARED_KEYS
+        q, k, v, boundaries, boundaries, longest, longest, scale=dim**-0.5, window_size=_CAUSAL, **_SHARED_KEYS
     )
     # A tuple where log-sum-exps are asked for.
     assert isinstance(found, Tensor)

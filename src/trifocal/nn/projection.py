@@ -29,7 +29,7 @@ def project(x: Tensor, linears: Sequence[nn.Linear], parts: Sequence[int] | None
     if not torch.is_grad_enabled() or any(type(linear) is not nn.Linear for linear in linears):
         return [part for linear, count in zip(linears, parts, strict=True) for part in linear(x).chunk(count, dim=-1)]
     sizes = [linear.out_features // count for linear, count in zip(linears, parts, strict=True) for _ in range(count)]
-    # As autocast would, but before the copy.
+    # Autocast would do the same, after the copy.
     weights = [linear.weight.to(x.dtype) for linear in linears]
     padding = -sum(sizes) % ALIGNMENT if x.is_cuda else 0
     if padding:

@@ -137,7 +137,7 @@ def rotary_frequencies(
         scaling: For sequences longer than those of pretraining.
         length: Tokens of the sequence, its past included; or of the document of each token, [T]. Only `"dynamic"` and
             `"longrope"` read it.
-        device: Of the result.
+        device: Device of the result.
 
     Returns:
         [D/2] in fp64, or [T, D/2] with a length for each token; and the factor on cosines and sines.
@@ -203,7 +203,7 @@ def rotary_tables(
         head_dim: D, even.
         theta: Base of the frequencies; the slowest pair turns once in about `2 * pi * theta` tokens.
         dtype: Type of the tables.
-        scaling, length: As in `rotary_frequencies`.
+        scaling, length: Arguments of `rotary_frequencies`.
 
     Returns:
         Cosine and sine, each [T, D/2], times the attention factor of the scaling.
@@ -222,7 +222,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Args:
         x: Queries or keys, [B, T, H, D].
         cos: From `rotary_tables`, [T, D/2]; its type is that of the arithmetic, so fp32 for bf16 inputs.
-        sin: As `cos`.
+        sin: Sines, the same shape.
 
     Returns:
         The rotated tensor, [B, T, H, D], in the type of `x`.

@@ -3,13 +3,14 @@
 from trifocal.ops.api import (
     compressed_attention,
     mean_compress,
+    nsa,
     nsa_attention,
     select_blocks,
     selected_attention,
     window_attention,
 )
-from trifocal.ops.decode import append_dense, append_sparse, decode_attention, decode_dense_attention
-from trifocal.ops.decode_caches import DecodeBatch, DenseCache, SparseCache
+from trifocal.ops.decode.api import append_dense, append_sparse, decode_attention, decode_dense_attention
+from trifocal.ops.decode.caches import DecodeBatch, DenseCache, SparseCache
 from trifocal.ops.dispatch import backend_choices
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
@@ -27,6 +28,7 @@ __all__ = [
     "decode_attention",
     "decode_dense_attention",
     "mean_compress",
+    "nsa",
     "nsa_attention",
     "select_blocks",
     "selected_attention",

@@ -30,14 +30,14 @@ def mean_compress(x: Tensor, geometry: Geometry, *, cu_seqlens: Tensor | Documen
     Args:
         x: Keys or values, [B, S, G, D].
         geometry: Block sizes, in tokens.
-        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1, and no block crosses a border.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1, and no block crosses a boundary.
 
     Returns:
         [B, C, G, D] in the type of x, summed in fp32 (fp64 for fp64). With a `Documents` instead of a tensor, C is
         the padded count `S // d`, known without a look at the data; slots past the documents' own are zero.
 
     Raises:
-        ValueError: If x has another rank, or the borders do not fit.
+        ValueError: If x has another rank, or the boundaries do not fit.
 
     Runs on the backend that `"auto"` chooses. Source: arXiv:2502.11089, Eq. 7, with the mean for φ.
     """
@@ -83,7 +83,7 @@ def compressed_attention(
         geometry: Block sizes, in tokens.
         num_keys: Tokens behind the compressed blocks, S; T when not given.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
@@ -91,7 +91,7 @@ def compressed_attention(
         [B, T, H], natural log, fp32 (fp64 for fp64), -inf where a query sees no block.
 
     Raises:
-        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
 
     Both results are differentiable. Source: arXiv:2502.11089, Eq. 5 to 8.
     """
@@ -129,7 +129,7 @@ def select_blocks(
         geometry: Block sizes, in tokens.
         num_keys: Tokens behind the compressed blocks, S; T when not given.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
@@ -137,7 +137,7 @@ def select_blocks(
         documents they count from the start of the query's own document.
 
     Raises:
-        ValueError: If C is not what the geometry gives for S keys, or shapes, types or borders do not fit.
+        ValueError: If C is not what the geometry gives for S keys, or shapes, types or boundaries do not fit.
 
     Not differentiable. Ties: the lower index. Source: arXiv:2502.11089, Eq. 8 to 11.
     """
@@ -174,7 +174,7 @@ def selected_attention(
             query's past, negative or too large, is a pad; a block that is named twice counts once; N may be 0.
         geometry: Block sizes, in tokens.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S, and indices count from
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S, and indices count from
             the start of the query's own document.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
@@ -182,7 +182,7 @@ def selected_attention(
         o, [B, T, H, V], in the type of q; zero where nothing was chosen.
 
     Raises:
-        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
 
     Source: arXiv:2502.11089, Section 3.3.2.
     """
@@ -214,14 +214,14 @@ def window_attention(
         v: Values, [B, S, G, V].
         window_size: Keys that a query sees, from 1 to 2**31 - 1.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
     Returns:
         o, [B, T, H, V], in the type of q.
 
     Raises:
-        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
 
     Source: arXiv:2502.11089, Section 3.3.3.
     """
@@ -260,7 +260,7 @@ def nsa_attention(
         gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3].
         geometry: Block sizes, in tokens.
         scale: Factor on the scores; 1/sqrt(D) when not given.
-        cu_seqlens: Borders of packed documents, [documents + 1]; then B is 1 and T is S.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
         selected_blocks: The choice, [B, T, G, N], to use instead of `select_blocks`; see `selected_attention`.
         backend: `"auto"`, `"reference"` or `"triton"`.
 
@@ -268,7 +268,7 @@ def nsa_attention(
         o, [B, T, H, V], in the type of q.
 
     Raises:
-        ValueError: If shapes, types or borders do not fit, or the backend cannot run; the message says which.
+        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
 
     Source: arXiv:2502.11089, Eq. 5.
     """
@@ -294,6 +294,44 @@ def nsa_attention(
         selected_blocks = pipeline.run_select_blocks(*detached, geometry, num_keys, scale, documents, "reference")
     return reference.nsa_attention(
         q, k_slc, v_slc, k_win, v_win, gates, geometry, scale, documents, selected_blocks, o_cmp
+    )
+
+
+def nsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    geometry: Geometry,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | Documents | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Native Sparse Attention with the same keys and values in all branches, compressed by their mean.
+
+    `nsa_attention` takes keys of their own for each branch, and any compressor.
+
+    Args:
+        q: Queries, [B, T, H, D]; the last T positions of the S keys.
+        k, v: Keys and values, [B, S, G, D] and [B, S, G, V].
+        gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3].
+        geometry: Block sizes, in tokens.
+        scale: Factor on the scores; 1/sqrt(D) when not given.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        o, [B, T, H, V], in the type of q.
+
+    Raises:
+        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
+
+    Source: arXiv:2502.11089, Eq. 5, with the mean for φ.
+    """
+    k_cmp, v_cmp = (compress_by_mean(x, geometry, cu_seqlens, backend) for x in (k, v))
+    return nsa_attention(
+        q, k_cmp, v_cmp, k, v, k, v, gates, geometry, scale=scale, cu_seqlens=cu_seqlens, backend=backend
     )
 
 

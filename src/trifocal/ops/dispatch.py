@@ -8,7 +8,7 @@ is replaced behind a caller's back. The rules of `auto`, in order:
 
 Every stage has a portable kernel in `triton/`, and some have one in `hopper/` under the same file name. The rules below
 choose between them, and the sizes of tiles from `triton/tiles.py` and `hopper/tiles.py`. To try another kernel or
-configuration, change a rule and run `trifocal bench kernels`. Importing this module imports no Triton.
+configuration, change a rule and run `benchmarks/kernels.py`. Importing this module imports no Triton.
 """
 
 import importlib
@@ -20,12 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trifocal.ops import devices
+from trifocal.ops import devices, tiles
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.hopper import tiles as hopper_tiles
 from trifocal.ops.support import unsupported_reason
-from trifocal.ops.triton import tiles
-from trifocal.ops.triton.tiles import cdiv
+from trifocal.ops.tiles import cdiv
 
 Backend = Literal["auto", "reference", "triton"]
 BACKENDS: tuple[Backend, ...] = ("auto", "reference", "triton")
@@ -38,7 +37,7 @@ IMPORTANCE_BUFFER_BYTES = 2**28
 MASKED_UP_TO = 4
 MASKED_BACKWARD_UP_TO = 2
 # With fewer queries than this for a block, on average, there is nothing to gain from holding the block.
-FEWEST_SHARERS = 2
+FEWEST_QUERIES_PER_BLOCK = 2
 # A slot of fewer rows cannot be copied into a tile by itself.
 FEWEST_HEADS_OF_WARP_SPECIALIZED = 8
 # Programs a multiprocessor, at most, that the masked order's d_k, d_v makes of few blocks by cutting their rows into
@@ -250,8 +249,8 @@ def selected_order(
     because the index has its own cost. The number of programs does not matter: both orders cut long ones.
     """
     num_blocks = cdiv(num_keys, block_size)
-    sharers = num_queries * min(num_selected, num_blocks) / num_blocks
-    if sharers < FEWEST_SHARERS:
+    queries_per_block = num_queries * min(num_selected, num_blocks) / num_blocks
+    if queries_per_block < FEWEST_QUERIES_PER_BLOCK:
         return "query_major"
     up_to = MASKED_BACKWARD_UP_TO if backward and not packed else MASKED_UP_TO
     return "masked" if num_blocks <= up_to * num_selected else "block_major"
@@ -281,7 +280,7 @@ def block_major_backward_is_warp_specialized(q_per_kv: int, *tensors: Tensor) ->
 
 
 def selected_tile(kernel: str, q: Tensor, v: Tensor, q_per_kv: int, *, on_hopper: bool) -> tiles.SelectedTile:
-    """The tile of a kernel of selected attention; names as in `triton.tiles.selected_tile`."""
+    """The tile of a kernel of selected attention; names as in `ops.tiles.selected_tile`."""
     dim, value_dim = _columns(q, v)
     if on_hopper:
         return hopper_tiles.selected_tile(kernel, q_per_kv, max(dim, value_dim))
@@ -296,11 +295,11 @@ def decode_tile(q: Tensor, v: Tensor, rows: int, kernel: str) -> tiles.Tile:
 def decode_units_of_part(programs: int, units: int, device: torch.device) -> int:
     """How many units of keys a program of decoding adds up before it writes: 1, or a group where programs suffice.
 
-    The bits are the same (`triton.decode_common`). Fewer parts are less to write and read; more fill the device.
+    The bits are the same (`decode.triton.common`). Fewer parts are less to write and read; more fill the device.
 
     Args:
         programs: Programs for each part.
-        units: Of the longest past.
+        units: Units of the longest past.
         device: Its multiprocessors decide.
     """
     group = tiles.DECODE_GROUP
@@ -322,7 +321,7 @@ def masked_part_queries(num_queries: int, q_per_kv: int, blocks: int, multiproce
         num_queries: T.
         q_per_kv: Query heads of a group.
         blocks: Blocks of all batch entries and groups.
-        multiprocessors: Those of the device.
+        multiprocessors: Number of multiprocessors.
     """
     parts = min(ENOUGH_PROGRAMS * multiprocessors // blocks, num_queries * q_per_kv // FEWEST_ROWS_OF_A_PART)
     return cdiv(cdiv(num_queries, parts), 64) * 64 if parts > 1 else num_queries

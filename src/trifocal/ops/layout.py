@@ -32,40 +32,40 @@ class Documents(NamedTuple):
 
     @classmethod
     def from_cu_seqlens(cls, cu_seqlens: Tensor, num_tokens: int) -> "Documents":
-        """Check the borders, which reads them on the host, and place every token.
+        """Check the boundaries, which reads them on the host, and place every token.
 
         Args:
             cu_seqlens: [documents + 1], an integer type.
             num_tokens: Tokens in all documents together.
 
         Raises:
-            ValueError: If the borders do not start at 0, do not end at `num_tokens` or do not increase.
+            ValueError: If the boundaries do not start at 0, do not end at `num_tokens` or do not increase.
         """
-        check_borders(cu_seqlens, num_tokens)
+        check_boundaries(cu_seqlens, num_tokens)
         max_length, aligned = _row_length(cu_seqlens.tolist())
         return cls.from_checked(cu_seqlens, num_tokens)._replace(max_length=max_length, aligned=aligned)
 
     @classmethod
     def of(cls, given: "Tensor | Documents", num_tokens: int) -> "Documents":
-        """Those between given borders; `Documents` as they are, which were checked when they were made.
+        """Documents between given boundaries. `Documents` pass unchanged: they were checked when they were made.
 
         Raises:
-            ValueError: As `from_cu_seqlens`, or if the documents hold another number of tokens.
+            ValueError: If `from_cu_seqlens` refuses them, or if they hold another number of tokens.
         """
         if not isinstance(given, Documents):
             return cls.from_cu_seqlens(given, num_tokens)
         if given.ids.shape[0] != num_tokens:
-            # Those of one token would spread over all, and dense attention would see the future.
+            # The boundaries of one token would spread over all, and dense attention would see the future.
             raise ValueError(f"the documents hold {given.ids.shape[0]} tokens, but there are {num_tokens}")
         return given
 
     @classmethod
     def from_checked(cls, cu_seqlens: Tensor, num_tokens: int, row_length: int | None = None) -> "Documents":
-        """Place every token, trusting the borders: no look at the data, so it can be compiled.
+        """Place every token, trusting the boundaries: no look at the data, so it can be compiled.
 
         `row_length`, if given: no document crosses a multiple of it.
         """
-        # A kernel reads a border's neighbour in memory as the next border.
+        # A kernel reads a boundary's neighbour in memory as the next boundary.
         cu_seqlens = cu_seqlens.to(torch.int32).contiguous()
         tokens = torch.arange(num_tokens, device=cu_seqlens.device, dtype=torch.int32)
         ids = torch.searchsorted(cu_seqlens[1:], tokens, right=True, out_int32=True)
@@ -83,24 +83,24 @@ class Documents(NamedTuple):
         return self._replace(cu_seqlens=moved(self.cu_seqlens), ids=moved(self.ids), positions=moved(self.positions))
 
 
-def check_borders(cu_seqlens: Tensor, num_tokens: int) -> None:
-    """Raise ValueError unless these are borders of packed documents of `num_tokens` tokens; reads them on the host."""
+def check_boundaries(cu_seqlens: Tensor, num_tokens: int) -> None:
+    """Raise ValueError unless these are boundaries of documents of `num_tokens` tokens; reads them on the host."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
         given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
         raise ValueError(f"cu_seqlens must be a tensor of int32 or int64, got {given}")
     if cu_seqlens.ndim != 1 or cu_seqlens.numel() < 2:
         raise ValueError(f"cu_seqlens must have the shape [documents + 1], got {list(cu_seqlens.shape)}")
-    borders = cu_seqlens.tolist()
-    if borders[0] != 0:
-        raise ValueError(f"cu_seqlens must start at 0, got {borders[0]}")
-    if borders[-1] != num_tokens:
-        raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {borders[-1]}")
-    for document, (start, end) in enumerate(itertools.pairwise(borders)):
+    boundaries = cu_seqlens.tolist()
+    if boundaries[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {boundaries[0]}")
+    if boundaries[-1] != num_tokens:
+        raise ValueError(f"cu_seqlens must end at the number of tokens, {num_tokens}, got {boundaries[-1]}")
+    for document, (start, end) in enumerate(itertools.pairwise(boundaries)):
         if end <= start:
             raise ValueError(f"cu_seqlens must increase, but document {document} goes from {start} to {end}")
 
 
-def pad_borders(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> Tensor:
+def pad_boundaries(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> Tensor:
     """Append empty documents, so that compiled code and recorded graphs fit the next batch too; reads no values.
 
     Args:
@@ -114,17 +114,17 @@ def pad_borders(cu_seqlens: Tensor, num_tokens: int, documents: int = 0) -> Tens
     return torch.nn.functional.pad(cu_seqlens, (0, room + 1 - cu_seqlens.numel()), value=num_tokens)
 
 
-def _row_length(borders: list[int]) -> tuple[int, bool]:
+def _row_length(boundaries: list[int]) -> tuple[int, bool]:
     """A length that no document exceeds, and whether none crosses a multiple of it.
 
-    Of documents alike it is theirs. Of others the next power of two, so that compiled code fits many packs.
+    Documents of equal length: that length. Others: the next power of two, so that compiled code fits many packs.
     """
-    lengths = [end - start for start, end in itertools.pairwise(borders)]
+    lengths = [end - start for start, end in itertools.pairwise(boundaries)]
     longest = max(lengths)
     if set(lengths[:-1]) <= {longest}:
         return longest, True
-    length = min(borders[-1], 1 << (longest - 1).bit_length())
-    return length, all(start // length == (end - 1) // length for start, end in itertools.pairwise(borders))
+    length = min(boundaries[-1], 1 << (longest - 1).bit_length())
+    return length, all(start // length == (end - 1) // length for start, end in itertools.pairwise(boundaries))
 
 
 class CompressedLayout(NamedTuple):
@@ -170,9 +170,9 @@ def _first_blocks(documents: Documents, geometry: Geometry) -> tuple[Tensor, Ten
 
 
 def num_packed_compressed_blocks(documents: Documents, geometry: Geometry) -> int:
-    """Compressed blocks of all documents together; reads the borders on the host."""
-    borders = documents.cu_seqlens.tolist()
-    return sum(geometry.num_compressed_blocks(end - start) for start, end in itertools.pairwise(borders))
+    """Compressed blocks of all documents together; reads the boundaries on the host."""
+    boundaries = documents.cu_seqlens.tolist()
+    return sum(geometry.num_compressed_blocks(end - start) for start, end in itertools.pairwise(boundaries))
 
 
 def max_packed_compressed_blocks(num_tokens: int, geometry: Geometry) -> int:

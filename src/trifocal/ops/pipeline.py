@@ -22,7 +22,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from trifocal.ops import operators
-from trifocal.ops.custom_op import custom_op
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 
@@ -113,7 +112,7 @@ def nsa_attention(
     Args:
         q: Queries.
         inputs: Keys and values: k_cmp, v_cmp, k_slc, v_slc, k_win, v_win.
-        gates: Of the branches.
+        gates: Weights of the branches.
         geometry: Block sizes, in tokens.
         scale: Factor on the scores.
         documents: Packed documents, or None.
@@ -121,7 +120,7 @@ def nsa_attention(
     """
     if q.is_cuda and not torch.compiler.is_compiling() and not is_fake(q):
         backward = torch.is_grad_enabled() and any(x.requires_grad for x in (q, *inputs, gates))
-        compile_ahead(q, inputs, gates, geometry, scale, documents, selected_blocks, backward=backward)
+        precompile_kernels(q, inputs, gates, geometry, scale, documents, selected_blocks, backward=backward)
     with torch.no_grad():
         b = run_stages(OPERATORS, q, inputs, gates, geometry, scale, documents, selected_blocks)
     sizes, packed = operators.sizes_of(geometry), operators.tensors_of(documents)
@@ -168,9 +167,9 @@ def run_backward(
         d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_win, d_v_win, d_gates, contiguous, in their inputs' types.
     """
     from trifocal.ops.triton.combine import combine_backward
-    from trifocal.ops.triton.compressed import compressed_backward
-    from trifocal.ops.triton.selected_backward import selected_backward
-    from trifocal.ops.triton.window import window_backward
+    from trifocal.ops.triton.interval.compressed import compressed_backward
+    from trifocal.ops.triton.interval.window import window_backward
+    from trifocal.ops.triton.selected.backward import selected_backward
 
     b = branches
     d_gates, delta = combine_backward(d_o, b.o_cmp, b.o_slc, b.o_win, b.gates.dtype)
@@ -191,7 +190,7 @@ def run_backward(
     return d_q, d_k_cmp, d_v_cmp, d_k_slc, d_v_slc, d_k_win, d_v_win, d_gates
 
 
-def compile_ahead(
+def precompile_kernels(
     q: Tensor,
     inputs: tuple[Tensor, ...],
     gates: Tensor,
@@ -202,19 +201,19 @@ def compile_ahead(
     *,
     backward: bool,
 ) -> None:
-    """Compile the kernels of a call at the same time, unless one of its kind was compiled; see `triton.ahead`.
+    """Compile the kernels of a call at the same time, unless one of its kind was compiled; see `triton.precompile`.
 
     Args:
-        q, inputs, gates, geometry, scale, documents, selected_blocks: As for `nsa_attention`, on a CUDA device.
+        q, inputs, gates, geometry, scale, documents, selected_blocks: Arguments of `nsa_attention`, on a CUDA device.
         backward: Whether gradients will be asked for.
     """
-    from trifocal.ops.triton import ahead
+    from trifocal.ops.triton.precompile import precompile
 
     lengths = (*q.shape[:2], inputs[2].shape[1])
     num_selected = None if selected_blocks is None else selected_blocks.shape[-1]
     widths = (*q.shape[2:], *inputs[2].shape[2:], inputs[3].shape[3])
     kind = (q.dtype, gates.dtype, widths, geometry, documents is None, num_selected, backward)
-    ahead.compile_once(
+    precompile(
         functools.partial(_run_kernels, geometry, scale, backward),
         q.device,
         lengths,
@@ -235,11 +234,11 @@ def _run_kernels(
 ) -> None:
     """The kernels of a call of `nsa_attention` and its backward; results are dropped."""
     from trifocal.ops.triton.combine import combine_forward
-    from trifocal.ops.triton.compressed import compressed_forward
+    from trifocal.ops.triton.interval.compressed import compressed_forward
+    from trifocal.ops.triton.interval.window import window_forward
     from trifocal.ops.triton.mean_compression import mean_compress_backward
     from trifocal.ops.triton.scoring import select_blocks_forward
-    from trifocal.ops.triton.selected_forward import selected_forward
-    from trifocal.ops.triton.window import window_forward
+    from trifocal.ops.triton.selected.forward import selected_forward
 
     kernels = Stages(compressed_forward, select_blocks_forward, selected_forward, window_forward)
     b = run_stages(kernels, q, inputs, gates, geometry, scale, documents, selected_blocks)
@@ -257,7 +256,12 @@ _DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions"
 _NUM_BRANCHES = len(Branches._fields)
 
 
-@custom_op("combine_branches", schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor")
+@torch.library.custom_op(
+    "trifocal::combine_branches",
+    mutates_args=(),
+    tags=operators.ANY_STRIDES,
+    schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor",
+)
 def combine_branches(q: Tensor, *inputs: Any) -> Tensor:
     """Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
     from trifocal.ops.triton.combine import combine_forward
@@ -273,8 +277,10 @@ def _(q: Tensor, *inputs: Any) -> Tensor:
     return o_cmp.new_empty(o_cmp.shape)
 
 
-@custom_op(
-    "combine_branches_backward",
+@torch.library.custom_op(
+    "trifocal::combine_branches_backward",
+    mutates_args=(),
+    tags=operators.ANY_STRIDES,
     schema=f"(Tensor d_o, {_TENSORS}, {_DOCUMENTS}, SymInt[] geometry, float scale) -> ({', '.join(['Tensor'] * 8)})",
 )
 def combine_branches_backward(d_o: Tensor, q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:

@@ -314,7 +314,7 @@ def choose_blocks(importance_BGTJ: Tensor, own_block: Tensor, geometry: Geometry
     """The forced blocks, then the most important ones: [B, T, G, N], int32, ascending, -1 pads.
 
     Args:
-        importance_BGTJ: Of every selection block.
+        importance_BGTJ: Importance of every selection block.
         own_block: The block that holds each query, [T, 1] or [B, 1, T, 1].
         geometry: Block sizes, in tokens.
     """
@@ -391,7 +391,7 @@ def _per_group(x: Tensor) -> Tensor:
 
 
 def _seen(x: Tensor, mask: Tensor) -> Tensor:
-    """As `_per_group`, with zeros in the keys that no query sees.
+    """Keys per group, with zeros where no query sees a key.
 
     A probability of 0 does not stop a NaN, and slots behind the last block may hold anything.
     """

@@ -102,7 +102,7 @@ def check_attention_arguments(q: Tensor, k: Tensor, v: Tensor, *, names: tuple[s
 def resolve_documents(
     cu_seqlens: Tensor | Documents | None, batch: int, num_queries: int, num_keys: int, device: torch.device
 ) -> Documents | None:
-    """Check packed borders against the shapes; a `Documents` was checked when it was made."""
+    """Check packed boundaries against the shapes; a `Documents` was checked when it was made."""
     if num_queries > num_keys:
         raise ValueError(f"q may not have more positions than there are keys, got T = {num_queries} and S = {num_keys}")
     if cu_seqlens is None:

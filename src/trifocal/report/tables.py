@@ -12,7 +12,7 @@ from trifocal.runlog.valid_rows import is_number
 from trifocal.runlog.verdict import judge
 
 _MOST_EVENTS = 200
-_OF_READING = ("prefetch_batches", "retry_", "request_timeout_seconds", "stall_")
+_OF_READING = ("prefetch_batches",)
 """Prefixes of the `data` settings that change the reading, but not the text."""
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trifocal.data import Batch
 from trifocal.ops import Documents
-from trifocal.ops.layout import check_borders, pad_borders
+from trifocal.ops.layout import check_boundaries, pad_boundaries
 
 LossFunction = Callable[..., Tensor]
 
@@ -39,11 +39,11 @@ def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 
         cu_seqlens = torch.arange(0, num_tokens + 1, batch.tokens.shape[1], dtype=torch.int32)
     if cu_seqlens is None:
         return [batch.tokens, batch.targets]
-    check_borders(cu_seqlens, num_tokens)
+    check_boundaries(cu_seqlens, num_tokens)
     if not torch.isin(torch.arange(0, num_tokens, batch.tokens.shape[1]), cu_seqlens).all():
         raise ValueError(f"each row of {batch.tokens.shape[1]} tokens must begin a document, got {cu_seqlens.tolist()}")
     if pad_documents:
-        cu_seqlens = pad_borders(cu_seqlens, num_tokens, documents)
+        cu_seqlens = pad_boundaries(cu_seqlens, num_tokens, documents)
     return [batch.tokens, batch.targets, cu_seqlens]
 
 

@@ -1,16 +1,15 @@
-"""The configuration of a run: one section a component, every field written out in the presets of `configs/`.
+"""The configuration of a run: one section a component, each a dataclass that checks itself.
 
 Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
 A run saves its resolved configuration, without secrets, as `config.toml` in its directory; loading it gives an equal
 one.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trifocal.data import DataConfig
 from trifocal.fields import check_seconds, checked, dotted_fields, value_of
-from trifocal.masking import mask_text
 from trifocal.models import ModelConfig
 from trifocal.paths import user_path
 from trifocal.runlog import SINKS
@@ -165,28 +164,18 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """Linear warm-up, then a cosine down to a floor that is reached in the last step; and, where a finished run goes on
-    to more steps, a second linear warm-up from the floor to the cosine."""
+    """Linear warm-up, then a cosine down to a floor that is reached in the last step."""
 
     warmup_steps: int = 100
     """Steps of linear warm-up from zero; the last of them has the peak learning rate. 0 starts at the peak."""
     minimum_factor: float = 0.1
     """Floor of the cosine, as a share of the peak learning rate."""
-    rewarmup_start: int = 0
-    """The step after which the learning rate rises once more from the floor: the one that a run goes on from."""
-    rewarmup_steps: int = 0
-    """Steps of this linear rise; the last of them has the cosine's learning rate. 0 follows the cosine alone."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "schedule", warmup_steps=0, rewarmup_start=0, rewarmup_steps=0)
+        _at_least(self, "schedule", warmup_steps=0)
         _require(
             0 <= self.minimum_factor <= 1,
             f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}",
-        )
-        _require(
-            self.rewarmup_steps == 0 or self.rewarmup_start >= self.warmup_steps,
-            f"schedule.rewarmup_start {self.rewarmup_start} lies in the first warm-up of {self.warmup_steps} steps; "
-            f"schedule.rewarmup_steps {self.rewarmup_steps} needs the step that the run goes on from",
         )
 
 
@@ -232,8 +221,6 @@ class LogSection:
     """Text that a sample continues."""
     sample_tokens: int = 200
     """New tokens in a sample."""
-    sample_temperature: float = 0.8
-    """Temperature of a sample; 0 always takes the likeliest token."""
     telemetry_interval_steps: int = 100
     """Steps between measurements of gates and chosen blocks, on one sequence; 0 turns them off."""
     heartbeat_seconds: float = 5.0
@@ -246,7 +233,6 @@ class LogSection:
 
     def __post_init__(self) -> None:
         _at_least(self, "log", interval_steps=1, sample_interval_steps=0, sample_tokens=1, telemetry_interval_steps=0)
-        _at_least(self, "log", sample_temperature=0)
         _require(bool(self.sample_prompt), "log.sample_prompt must not be empty")
         for name in self.sink_names():
             _require(name in SINKS, f'log.sinks must name some of {", ".join(SINKS)}, got "{name}"')
@@ -311,7 +297,7 @@ class RunConfig:
     """The configuration of a training run."""
 
     run: RunSection = field(default_factory=RunSection)
-    model: ModelConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainSection = field(default_factory=TrainSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
@@ -326,7 +312,3 @@ class RunConfig:
         # Code makes configurations too, and a saved configuration must load again.
         for name, kind in dotted_fields(RunConfig).items():
             checked(kind, value_of(self, name), name)
-
-    def without_secrets(self) -> "RunConfig":
-        """The configuration as it may be written down: secrets in the URLs of `data.source` are masked."""
-        return replace(self, data=replace(self.data, source=mask_text(self.data.source)))

@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from trifocal.ops.geometry import Geometry
+from trifocal.ops.tiles import next_power_of_2
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.tiles import next_power_of_2
 
 LINE = gl.constexpr(16)
 INFINITY_BITS = gl.constexpr(0x7F800000)

@@ -5,8 +5,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
+from trifocal.ops.tiles import Widths
 from trifocal.ops.triton.launch import Descriptor, describe_tiles
-from trifocal.ops.triton.tiles import Widths
 
 # Rows, or keys, that four warps hold.
 PART_ROWS = gl.constexpr(64)

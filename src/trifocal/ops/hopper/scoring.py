@@ -25,9 +25,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup
 from trifocal.ops import devices
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.hopper.common import allocate_tiles, copy_tile, multiply, part_descriptors
+from trifocal.ops.tiles import cdiv, split_width
 from trifocal.ops.triton.common import LOG2_E_KERNEL, strides
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.tiles import cdiv, split_width
 
 QUERIES = gl.constexpr(64)
 # Compressed keys of one part of a program.
@@ -334,7 +334,7 @@ def launch_importance(
     """Write the importance of the first blocks for a chunk of queries.
 
     Args:
-        q, k_cmp, lse: As `scoring.select_blocks_forward` takes them.
+        q, k_cmp, lse: Arguments of `triton.scoring.select_blocks_forward`.
         direct, overflow: Both parts of the importance, [B, queries of the chunk, G, lines of 16 blocks].
         geometry: Block sizes, in tokens; a selection block holds 2 to 64 compression strides, a power of two.
         first_query, end_query: The chunk.

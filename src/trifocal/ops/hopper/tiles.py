@@ -3,9 +3,9 @@ Triton."""
 
 from typing import Any
 
-from trifocal.ops.triton.tiles import SelectedTile
+from trifocal.ops.tiles import SelectedTile
 
-# By kernel, whether it is the window's, and columns of q: the fastest of several (`trifocal bench kernels`). At 64
+# By kernel, whether it is the window's, and columns of q: the fastest of several (`benchmarks/kernels.py`). At 64
 # columns the portable kernels, with several programs on a multiprocessor, are as fast or faster, but for the
 # window's d_k and d_v. Wider keys leave registers for fewer rows.
 INTERVAL: dict[tuple[str, bool], dict[int, dict[str, Any]]] = {
@@ -26,7 +26,7 @@ IMPORTANCE: dict[int, dict[str, int]] = {128: {"k_stages": 2, "stack": 1}, 192: 
 
 
 def selected_tile(kernel: str, q_per_kv: int, columns: int) -> SelectedTile:
-    """The tile of a kernel of selected attention; arguments as for `triton.tiles.selected_tile`."""
+    """The tile of a kernel of selected attention; arguments as for `ops.tiles.selected_tile`."""
     pieces = 0
     if kernel == "block_major forward":
         pieces = max(128, 1024 // q_per_kv)

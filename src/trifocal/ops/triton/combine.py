@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from trifocal.ops.tiles import cdiv, next_power_of_2
 from trifocal.ops.triton.common import unit_stride
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.tiles import cdiv, next_power_of_2
 
 ROWS = 32
 

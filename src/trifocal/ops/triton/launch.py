@@ -72,7 +72,7 @@ class Kernel:
                 kind[place] = x.get_device(), x.dtype, pointer % 16
             else:
                 kind[place] = x.kind if type(x) in _DESCRIPTORS else (type(x), x)
-        # Of numbers that code is not specialized on, only whether they take 32 bits or 64.
+        # Code that is not specialized on a number still depends on its width: 32 bits or 64.
         for place in self._free:
             kind[place] = -(2**31) <= args[place] < 2**31
         key = *kind, *constants, *constants.values()
@@ -111,7 +111,7 @@ def describe_tiles(
 
     Args:
         x: The tensor that the copy engine reads or writes.
-        shape, strides: Of x as the kernel sees it; the last stride is 1.
+        shape, strides: Shape and strides of x that the kernel sees; the last stride is 1.
         tile: Sizes of a tile, each a power of two.
         layout: Of a tile in shared memory.
     """

@@ -22,10 +22,10 @@ from torch import Tensor
 
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, first_compressed_blocks
-from trifocal.ops.triton.choice_index import documents_or
-from trifocal.ops.triton.compressed import place_slots
+from trifocal.ops.tiles import cdiv, next_power_of_2
+from trifocal.ops.triton.interval.compressed import place_slots
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.tiles import cdiv, next_power_of_2
+from trifocal.ops.triton.selected.block_csr import default_documents
 
 # Numbers of a tile: 8 for each thread of 4 warps, 16 bytes in 16-bit types.
 _TILE = 1024
@@ -69,7 +69,7 @@ def mean_compress_kernel(
         # Each round has a sum of its own: of fewer numbers, it errs by less.
         part = tl.zeros([ROWS, D_PAD], tl.float32)
         for step in tl.static_range(UNROLL):
-            # Of every stripe in turn one token.
+            # One token of each split in turn.
             token = (begin + step) % (BLOCK // STRIDE) * STRIDE + (begin + step) // (BLOCK // STRIDE)
             rows = (first + token).to(tl.int64) * time_stride
             part += tl.load(x + rows[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -155,7 +155,7 @@ def mean_compress_backward(d_x_cmp: Tensor, geometry: Geometry, num_tokens: int,
 
     Args:
         d_x_cmp: Gradient of the result, [B, C, G, D], with any strides.
-        geometry, documents: As in forward.
+        geometry, documents: Arguments of forward.
         num_tokens: S.
 
     Returns:
@@ -166,7 +166,7 @@ def mean_compress_backward(d_x_cmp: Tensor, geometry: Geometry, num_tokens: int,
     if not d_x_cmp.numel():
         return d_x.zero_()
     first_blocks = d_x if documents is None else first_compressed_blocks(documents, geometry)
-    ids, positions, cu_seqlens = documents_or(documents, d_x)
+    ids, positions, cu_seqlens = default_documents(documents, d_x)
     constants = _constants(d_x, geometry, documents)
     mean_compress_backward_kernel[(batch * groups * cdiv(num_tokens, constants["ROWS"]),)](
         d_x_cmp, d_x, ids, positions, cu_seqlens, first_blocks, *_strides(d_x_cmp), num_tokens, **constants

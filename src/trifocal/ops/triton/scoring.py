@@ -28,7 +28,7 @@ from torch import Tensor
 from trifocal.ops import dispatch
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents, compressed_layout
-from trifocal.ops.triton.choice_index import documents_or
+from trifocal.ops.tiles import cdiv, next_power_of_2, split_width
 from trifocal.ops.triton.common import (
     LOG2_E,
     LOG2_E_KERNEL,
@@ -37,7 +37,7 @@ from trifocal.ops.triton.common import (
     unit_stride,
 )
 from trifocal.ops.triton.launch import Kernel
-from trifocal.ops.triton.tiles import cdiv, next_power_of_2, split_width
+from trifocal.ops.triton.selected.block_csr import default_documents
 
 # Compressed blocks of one selection block that a tile holds; geometries with more are summed in parts.
 MOST_TAPS = 64
@@ -250,7 +250,7 @@ def select_blocks_forward(
         "GROUPS": groups, "COMPRESSION": geometry.compression_block_size, "STRIDE": geometry.compression_stride,
         "SELECTION": geometry.selection_block_size, "NUM_SELECTED": num_selected, "PACKED": documents is not None,
     }  # fmt: skip
-    ids, positions, _ = documents_or(documents, selected_blocks)
+    ids, positions, _ = default_documents(documents, selected_blocks)
     first_compressed = selected_blocks
     if documents is not None:
         first_compressed = compressed_layout(documents, 0, geometry).first_blocks.to(torch.int32)

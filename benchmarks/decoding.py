@@ -1,0 +1,254 @@
+"""Decoding: a token's time through the engine, prefill, one layer, a mix of requests, the command.
+
+python benchmarks/decoding.py --parts model --sizes 1x1024 8x8192
+"""
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lib import decode_engine, decode_layer
+from lib.decode_engine import DecodeOptions, DecodingBench
+from lib.decode_layer import LayerShape, bench_layers, check_memory, check_step
+from lib.plain_decoder import PlainDecoder
+from lib.recorder import OK, Recorder
+from lib.script import Benchmark, parse_size
+from lib.shapes import DTYPES
+from lib.timing import Timing, peak_gib, recorded
+from trifocal.generate import CachedModel, CachedSequence, Engine, Request, Sampling
+from trifocal.generate.paged_cache import cache_bytes
+from trifocal.models import ModelConfig, parameter_count
+
+# The first step compiles, the second is recorded, and the host reads a step behind.
+_WARMUP_STEPS = 5
+
+NOTES = (
+    "Random weights. nsa and dense run through the engine of trifocal generate: paged caches, recorded steps, draws at "
+    "temperature 0.8, host included.",
+    "model: token_ms is the median time of a step that adds a token to every sequence; p20 and p80 are the spread. "
+    "Caches are filled with random numbers instead of a prompt. keys_per_step is by formula: keys of all branches "
+    "that one query reads in one layer and KV head; cache_mib is what a step reads of all caches, weights_mib of the "
+    "weights, gflop its products.",
+    "dense plain: PyTorch alone, one compiled and recorded step, SDPA without a mask over a cache as long as the past, "
+    "the likeliest token; the host is not waited for.",
+    *decode_engine.PREFILL_NOTES,
+    *(f"layer: {note}" for note in decode_layer.NOTES),
+    *decode_engine.MIX_NOTES,
+    *decode_engine.SHELL_NOTES,
+)
+
+
+def bench_decode(options: DecodeOptions, recorder: Recorder) -> None:
+    """Measure every row of the parts that are asked for; they are in `recorder.rows`."""
+    bench = DecodingBench(options, recorder)
+    for part in options.parts:
+        _PARTS[part](bench)
+        bench.release()
+
+
+def _bench_model(bench: DecodingBench) -> None:
+    options, recorder = bench.options, bench.recorder
+    rows: list[tuple[str, Callable[..., dict[str, Any]]]] = [(name, _step_figures) for name in options.attention]
+    if options.plain:
+        rows.append(("dense plain", _plain_figures))
+    for size in options.sizes:
+        sequences, past = parse_size(size)
+        for name, figures in rows:
+            labels = {"part": "model", "attention": name, "sequences": sequences, "tokens": past}
+            if name != "dense plain":
+                labels["batch_invariant"] = options.batch_invariant
+            row = recorder.measure(labels, partial(figures, bench, name, sequences, past))
+            bench.release()
+            figure = f"{row['token_ms']:.3g} ms a token" if row["status"] == OK else row["status"]
+            recorder.say(f"{name}, {sequences} x {past}: {figure}")
+
+
+def _step_figures(bench: DecodingBench, attention: str, sequences: int, past: int) -> dict[str, Any]:
+    options, device = bench.options, bench.device
+    config, dtype = bench.config(attention), DTYPES[options.precision]
+    length = past + _WARMUP_STEPS + options.new_tokens + 1
+    sizes = (config.num_heads, config.num_kv_heads, config.head_dim, config.value_dim)
+    check_step(attention, LayerShape(sequences, past, *sizes), config.geometry, device, dtype)
+    check_memory(cache_bytes(config, dtype, length).of_sequence(length) * sequences, device)
+    model = bench.model(attention)
+    cached = FilledModel(
+        model,
+        max_sequences=sequences,
+        max_length=length,
+        dtype=dtype,
+        prefill_chunk_size=past,
+        batch_invariant=options.batch_invariant,
+    )
+    times = step_times_ms(cached, past, options.new_tokens)
+    return {
+        **_timing(Timing.of(times)),
+        "peak_gib": peak_gib(device),
+        **work_per_step(config, sequences, past, dtype),
+    }
+
+
+class FilledModel(CachedModel):
+    """A model whose caches hold random numbers: a prompt takes its pages, and nothing is computed for it."""
+
+    @torch.no_grad()
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        generator = torch.Generator(self.device).manual_seed(0)
+        for layer in self.cache.layers:
+            for x in vars(layer).values():
+                if x is not None:
+                    x.normal_(generator=generator)
+
+    def prefill_chunk(self, sequence: CachedSequence, tokens: Tensor, *, all_logits: bool = False) -> Tensor:
+        """Take the pages of the tokens; all tokens are as likely next."""
+        sequence.table.grow(len(tokens))
+        return torch.zeros(1, self.config.vocab_size, device=self.device)
+
+
+def step_times_ms(model: CachedModel, past: int, count: int) -> list[float]:
+    """Milliseconds of steps in which as many sequences as the model has room for take a token each, with the host.
+
+    Args:
+        model: The model, all of whose sequences are free.
+        past: Tokens of each prompt.
+        count: Steps.
+
+    Raises:
+        ArithmeticError: If a logit was not finite.
+    """
+    engine, prompt = Engine(model), [0] * past
+    for seed in range(model.max_sequences):
+        sampling = Sampling(temperature=0.8, seed=seed)
+        engine.submit(Request(prompt=prompt, max_new_tokens=_WARMUP_STEPS + count + 2, sampling=sampling))
+    while engine.num_waiting:
+        engine.step()
+    for _ in range(_WARMUP_STEPS):
+        engine.step()
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        updates = engine.step()
+        times.append((time.perf_counter() - begin) * 1000)
+        assert len(updates) == model.max_sequences, len(updates)
+        if any(update.token is None for update in updates):
+            raise ArithmeticError("a logit was not finite")
+    return times
+
+
+def _plain_figures(bench: DecodingBench, _: str, sequences: int, past: int) -> dict[str, Any]:
+    options, device = bench.options, bench.device
+    config, dtype = bench.config("dense"), DTYPES[options.precision]
+    check_memory(cache_bytes(config, dtype, past + 1).of_sequence(past + 1) * sequences, device)
+    plain = PlainDecoder(bench.model("dense"), sequences, past + 1, dtype)
+    step: Callable[[], object] = plain.step
+    if device.type == "cuda":
+        # Shapes are compiled in, and the number of compilations of one function is limited.
+        torch.compiler.reset()
+        step = recorded(torch.compile(plain.step, fullgraph=True, dynamic=False), device)
+    timing = _timing_of_rounds(step, device, options)
+    return {**_timing(timing), "peak_gib": peak_gib(device), **work_per_step(config, sequences, past, dtype)}
+
+
+def _timing_of_rounds(step: Callable[[], object], device: torch.device, options: DecodeOptions) -> Timing:
+    """Time of a step in rounds of steps: the host waits for a round alone."""
+
+    def round_ms() -> float:
+        begin = time.perf_counter()
+        for _ in range(options.new_tokens):
+            step()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return (time.perf_counter() - begin) * 1000
+
+    first = round_ms()
+    rounds = max(3, min(50, int(options.row_seconds * 1000 / first)))
+    return Timing.of([round_ms() / options.new_tokens for _ in range(rounds)])
+
+
+def _timing(timing: Timing) -> dict[str, Any]:
+    return {"token_ms": timing.median_ms, "token_p20_ms": timing.p20_ms, "token_p80_ms": timing.p80_ms}
+
+
+def work_per_step(config: ModelConfig, sequences: int, past: int, dtype: torch.dtype) -> dict[str, Any]:
+    """Keys, bytes and operations of one step of all sequences behind so many tokens, by formula."""
+    keys = config.geometry.keys_read_per_step(past) if config.attention == "nsa" else past + 1
+    width = config.head_dim + config.value_dim
+    cache = sequences * config.num_layers * keys * config.num_kv_heads * width * dtype.itemsize
+    attention = 2 * config.num_layers * config.num_heads * width * keys
+    # Every weight multiplies once, but for the look-up in the embedding.
+    weights = parameter_count(config) - (0 if config.tie_embeddings else config.vocab_size * config.dim)
+    return {
+        "keys_per_step": keys,
+        "cache_mib": cache / 2**20,
+        "weights_mib": weights * dtype.itemsize / 2**20,
+        "gflop": sequences * (attention + 2 * weights) / 1e9,
+    }
+
+
+def _bench_layer(bench: DecodingBench) -> None:
+    options = bench.options
+    shapes = [LayerShape(*parse_size(size)) for size in options.layer_sizes]
+    bench_layers(
+        bench.recorder,
+        bench.device,
+        DTYPES[options.precision],
+        shapes=shapes,
+        geometry=options.model.geometry,
+        seconds=options.row_seconds,
+    )
+
+
+def speedups(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """How many times faster the sparse model takes a token than each dense one, by size."""
+    measured = {
+        (row["sequences"], row["tokens"], row["attention"]): row["token_ms"]
+        for row in rows
+        if row.get("part") == "model" and row["status"] == OK
+    }
+    found = []
+    for sequences, tokens, attention in measured:
+        if attention != "nsa":
+            continue
+        ratios = {
+            f"{name.replace(' ', '_')}_ratio": measured[sequences, tokens, name] / measured[sequences, tokens, "nsa"]
+            for name in ("dense", "dense plain")
+            if (sequences, tokens, name) in measured
+        }
+        if ratios:
+            found.append({"sequences": sequences, "tokens": tokens, **ratios})
+    return found
+
+
+_PARTS: dict[str, Callable[[DecodingBench], None]] = {
+    "model": _bench_model,
+    "prefill": decode_engine.bench_prefill,
+    "layer": _bench_layer,
+    "mix": decode_engine.bench_mix,
+    "shell": decode_engine.bench_shell,
+}
+
+
+DECODING = Benchmark(
+    "decoding",
+    DecodeOptions,
+    bench_decode,
+    NOTES,
+    {
+        "attention": "attention", "sequences": "sequences", "tokens": "tokens", "requests": "requests",
+        "token_ms": "ms/token", "keys_per_step": "keys/step", "cache_mib": "cache MiB/step",
+        "prefill_seconds": "prefill s", "training_forward_seconds": "training forward s",
+        "prefill_ratio": "ratio", "first_token_seconds": "first token s", "layer_ms": "ms",
+        "floor_ms": "floor ms", "run": "run", "seconds": "s", "first_text_seconds": "first text s",
+        "tokens_out_per_second": "tokens/s out", "tokens_in_per_second": "tokens/s in", "peak_gib": "peak GiB",
+        "status": "status",
+    },
+    tables={"times_faster": speedups},
+)  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(DECODING.main())

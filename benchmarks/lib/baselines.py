@@ -1,0 +1,167 @@
+"""Baselines on the same inputs: dense attention of PyTorch, FlexAttention, fla-core's sparse attention."""
+
+import importlib.util
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from lib.candidate import Candidate
+from lib.formulas import attention_work, compressed_keys, dense_keys, selected_keys, window_keys
+from lib.recorder import Unavailable
+from lib.shapes import AttentionShape
+from trifocal.ops import Geometry
+from trifocal.testing.inputs import Inputs
+
+DENSE = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+# Tokens and query blocks of FlexAttention's mask.
+_FLEX_BLOCK = 128
+_PROBE_TOKENS = 128
+
+
+def dense_attention(name: str, inputs: Inputs, shape: AttentionShape) -> Candidate:
+    """Causal dense attention by one of SDPA's backends, with the keys and values of the selected branch.
+
+    Keys are shared among the heads of a group by SDPA itself where the backend accepts that, else copied for every
+    head inside the timed call; values are padded to the width of the keys where the backend asks for it.
+
+    Raises:
+        Unavailable: If the backend takes none of these forms.
+    """
+    backend = DENSE[name]
+    device = inputs.q.device
+    if name == "cudnn" and device.type != "cuda":
+        raise Unavailable("cuDNN needs a CUDA device")
+    forms = [(shared, padded) for padded in (False, True) for shared in (True, False)]
+    refusals = []
+    for shared, padded in forms:
+        if padded and shape.head_dim <= shape.value_dim:
+            continue
+        attend = _dense(backend, shared, shape.head_dim - shape.value_dim if padded else 0)
+        leaves = (inputs.q, inputs.k_slc, inputs.v_slc)
+        try:
+            with warnings.catch_warnings():
+                # Why a backend refuses comes as warnings; the exception is enough.
+                warnings.simplefilter("ignore")
+                small = [x[:1, :_PROBE_TOKENS].detach().clone().requires_grad_() for x in leaves]
+                o = attend(*small)
+                torch.autograd.grad(o, small, torch.randn(o.shape, device=device, dtype=o.dtype))
+        except RuntimeError as error:
+            refusals.append(str(error).splitlines()[0])
+            continue
+        note = ["keys shared by enable_gqa" if shared else "keys copied for every head"]
+        if padded:
+            note.append(f"values padded from {shape.value_dim} to {shape.head_dim}")
+        work = attention_work(shape, dense_keys(shape.tokens), shape.tokens, inputs.q.element_size())
+        return Candidate(attend, leaves, work, ", ".join(note))
+    raise Unavailable(f"SDPA's {name} backend refuses these inputs: {refusals[-1]}")
+
+
+def _dense(backend: SDPBackend, shared: bool, padding: int) -> Callable[..., Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        value_dim = v.shape[-1]
+        if not shared:
+            k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+        if padding:
+            v = pad(v, (0, padding))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        with sdpa_kernel(backend):
+            o = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=shared)
+        return o.transpose(1, 2)[..., :value_dim]
+
+    return attend
+
+
+def flex_attention(mask: str, inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:
+    """Compiled FlexAttention: "causal" over the whole past, or "window" over the sliding window alone.
+
+    The selected branch has no row: its mask differs from query to query, and FlexAttention skips blocks of 128
+    queries by 128 keys only where no query of them sees a key.
+
+    Raises:
+        Unavailable: Without a CUDA device.
+    """
+    if inputs.q.device.type != "cuda":
+        raise Unavailable("compiled FlexAttention is timed on CUDA devices alone")
+    from torch.nn.attention import flex_attention as flex
+
+    if mask == "causal":
+        reach, keys = shape.tokens, dense_keys(shape.tokens)
+    else:
+        reach, keys = geometry.window_size, window_keys(geometry.window_size, shape.tokens)
+
+    def visible(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (query >= key) & (query - key < reach)
+
+    blocks = _block_mask(flex, shape.tokens, reach, visible, inputs.q.device)
+    # Shapes are compiled in, and the number of compilations of one function is limited.
+    torch.compiler.reset()
+    compiled: Callable[..., Tensor] = torch.compile(flex.flex_attention, dynamic=False)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return compiled(q, k, v, block_mask=blocks, enable_gqa=True).transpose(1, 2)
+
+    work = attention_work(shape, keys, shape.tokens, inputs.q.element_size())
+    note = "dense" if mask == "causal" else "the window branch alone: no compressed, no selected branch"
+    return Candidate(attend, (inputs.q, inputs.k_slc, inputs.v_slc), work, note)
+
+
+def _block_mask(flex: Any, tokens: int, reach: int, visible: Callable[..., Tensor], device: torch.device) -> Any:
+    """Which blocks of keys each block of queries sees in part and in full, without a mask of tokens by tokens."""
+    count = -(-tokens // _FLEX_BLOCK)
+    distance = torch.arange(count, device=device)[:, None] - torch.arange(count, device=device)
+    nearest, farthest = distance * _FLEX_BLOCK - _FLEX_BLOCK + 1, distance * _FLEX_BLOCK + _FLEX_BLOCK - 1
+    seen = (farthest >= 0) & (nearest < reach) & (distance >= 0)
+    full = (nearest >= 0) & (farthest < reach)
+    if tokens % _FLEX_BLOCK:
+        full[-1] = False
+
+    def listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1).int()[None, None], order.int()[None, None]
+
+    return flex.BlockMask.from_kv_blocks(
+        *listed(seen & ~full), *listed(full), BLOCK_SIZE=_FLEX_BLOCK, mask_mod=visible, seq_lengths=(tokens, tokens)
+    )
+
+
+def fla_attention(inputs: Inputs, shape: AttentionShape, geometry: Geometry) -> Candidate:
+    """fla-core's `parallel_nsa`, whose compressed blocks are the selection blocks: less work than the paper's.
+
+    Raises:
+        Unavailable: If it is not installed, or does not take the shape.
+    """
+    if inputs.q.device.type != "cuda" or importlib.util.find_spec("fla") is None:
+        raise Unavailable("needs a CUDA device and `pip install fla-core`")
+    heads_per_group = shape.heads // shape.groups
+    if heads_per_group < 16 or heads_per_group & (heads_per_group - 1):
+        raise Unavailable(f"its groups have a power of two of at least 16 heads, here {heads_per_group}")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from fla.ops.nsa.parallel import parallel_nsa
+
+    size = geometry.selection_block_size
+    window = geometry.window_size if importlib.util.find_spec("flash_attn") else 0
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        g_cmp, g_slc, g_win = gates.unbind(-1)
+        o: Tensor = parallel_nsa(
+            q, k, v, g_cmp, g_slc, g_win,
+            block_counts=geometry.num_selected_blocks, block_size=size, window_size=window,
+        )  # fmt: skip
+        return o
+
+    coarse = Geometry(size, size, size, geometry.num_selected_blocks, 1, geometry.num_local_blocks, max(window, 1))
+    compressed, selected = compressed_keys(coarse, shape.tokens), selected_keys(coarse, shape.tokens)
+    keys = compressed + selected + (window_keys(window, shape.tokens) if window else 0)
+    work = attention_work(shape, keys, shape.tokens, inputs.q.element_size())
+    scoring = 2.0 * shape.batch * shape.heads * shape.head_dim * compressed
+    note = f"does less: compression block = stride = {size}, one k and v for all branches"
+    note += "" if window else ", no window (that needs flash-attn)"
+    leaves = (inputs.q, inputs.k_slc, inputs.v_slc, inputs.gates)
+    return Candidate(attend, leaves, work._replace(forward_flops=work.forward_flops + scoring), note)

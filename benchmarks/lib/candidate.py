@@ -1,0 +1,93 @@
+"""One thing to time, and its figures."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.formulas import Work
+from lib.timing import device_ms, extra_peak_bytes, time_call
+
+GIB = 2**30
+Result = Tensor | tuple[Tensor, ...]
+
+
+class Candidate(NamedTuple):
+    """A call to time.
+
+    Attributes:
+        attend: Makes o, [B, T, H, V], of the leaves; or several tensors.
+        leaves: Its inputs, which collect gradients.
+        work: By formula.
+        note: The difference from the plain call.
+    """
+
+    attend: Callable[..., Result]
+    leaves: tuple[Tensor, ...]
+    work: Work
+    note: str = ""
+
+
+def measure_candidate(
+    candidate: Candidate, d_o: Result, direction: str, device: torch.device, budget_seconds: float
+) -> dict[str, Any]:
+    """The figures of one row.
+
+    Args:
+        candidate: The call.
+        d_o: Gradient of its output.
+        direction: "forward" or "both".
+        device: Where the tensors are.
+        budget_seconds: Time to spend on each figure, more or less.
+
+    Returns:
+        Milliseconds, spread, memory, operations and bytes, with units in the keys; nothing of a backward that there
+        is not.
+    """
+    work, attend = candidate.work, candidate.attend
+    leaves = tuple(x.detach() for x in candidate.leaves)
+
+    def forward() -> Result:
+        with torch.no_grad():
+            return attend(*leaves)
+
+    timing = time_call(forward, device, budget_seconds=budget_seconds)
+    row: dict[str, Any] = {
+        "forward_ms": timing.median_ms,
+        "forward_p20_ms": timing.p20_ms,
+        "forward_p80_ms": timing.p80_ms,
+        "forward_calls": timing.calls,
+        "forward_device_ms": device_ms(forward, device, budget_seconds=budget_seconds),
+        "forward_extra_peak_gib": _gib(extra_peak_bytes(forward, device)),
+        "forward_tflop": work.forward_flops / 1e12,
+        "forward_tflop_per_second": work.forward_flops / timing.median_ms / 1e9,
+        "forward_gib": work.forward_bytes / GIB,
+        "first_call_seconds": timing.first_seconds,
+    }
+    if direction == "forward" or not work.backward_flops:
+        return row
+    trained = tuple(x.clone().requires_grad_() for x in leaves)
+
+    def forward_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(attend(*trained), trained, d_o)
+
+    both = time_call(forward_backward, device, budget_seconds=budget_seconds)
+    flops = work.forward_flops + work.backward_flops
+    return row | {
+        "first_call_seconds": timing.first_seconds + both.first_seconds,
+        "backward_ms": both.median_ms - timing.median_ms,
+        "forward_backward_ms": both.median_ms,
+        "forward_backward_p20_ms": both.p20_ms,
+        "forward_backward_p80_ms": both.p80_ms,
+        "forward_backward_calls": both.calls,
+        "forward_backward_device_ms": device_ms(forward_backward, device, budget_seconds=budget_seconds),
+        "forward_backward_extra_peak_gib": _gib(extra_peak_bytes(forward_backward, device)),
+        "forward_backward_tflop": flops / 1e12,
+        "forward_backward_tflop_per_second": flops / both.median_ms / 1e9,
+        "forward_backward_gib": (work.forward_bytes + work.backward_bytes) / GIB,
+    }
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / GIB

@@ -1,0 +1,361 @@
+"""The parts of `benchmarks/decoding.py` that run prompts, a mix of requests, and the command `trifocal generate`."""
+
+import gc
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.parity import check_model_parity
+from lib.recorder import OK, Recorder, Unavailable
+from lib.script import ModelOptions, parse_size
+from lib.shapes import DTYPES
+from lib.timing import peak_gib, synchronized_seconds
+from trifocal.errors import UserError
+from trifocal.generate import CachedModel, Engine, Request, Sampling
+from trifocal.generate.paged_cache import memory_for_caches, plan_cache
+from trifocal.models import DecoderLM, ModelConfig
+from trifocal.train.micro_batch import autocast
+
+Part = Literal["model", "prefill", "layer", "mix", "shell"]
+SIZES = ("1x1024", "1x4096", "1x16384", "1x65536", "8x8192", "64x8192", "64x65536")
+
+PREFILL_NOTES = (
+    "prefill: one sequence of random tokens, medians, the host included. training_forward_seconds is the forward pass "
+    "of training with its loss and everything that backward needs, compiled where compiled is True. "
+    "first_token_seconds is from the request to the first token on the host.",
+)
+MIX_NOTES = (
+    "mix: requests of random tokens, lengths in and out uniform between --mix-in and --mix-out and the same in every "
+    "row, all submitted at once; continuous batching. seconds is from the first request to the last token; the kernels "
+    "were compiled and the steps recorded before. sequences is the most that run at a time.",
+)
+SHELL_NOTES = (
+    "shell: trifocal generate on a trained run in a fresh process, standard output read as it comes; medians, and the "
+    "slowest, of calls behind a first one that fills the caches of kernels and files.",
+)
+# Tokens of a prompt that is there to record a step.
+_SHORT = 8
+# New tokens of the part shell.
+NEW_TOKENS = 512
+_PROMPT = "The "
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeOptions(ModelOptions):
+    """Time decoding of the sparse model, of its dense baseline on the same engine, and of a plain dense model."""
+
+    parts: tuple[Part, ...] = ("model", "prefill", "layer", "mix")
+    """model: a token's time at --sizes; prefill: prompts of --prompt-tokens; layer: one attention at --layer-sizes;
+    mix: many requests of many lengths; shell: trifocal generate on --run."""
+    sizes: tuple[str, ...] = SIZES
+    """Sequences x tokens of the past of each, like 8x8192."""
+    new_tokens: int = 64
+    """Tokens of a sequence that are timed at each size."""
+    plain: bool = True
+    """Time a plain dense model beside the engine's, compiled and recorded."""
+    batch_invariant: bool = True
+    """Products whose sums do not depend on the batch, as in trifocal generate."""
+    prompt_tokens: tuple[int, ...] = (8192, 65536)
+    """Lengths of the prompts of the part prefill."""
+    prefill_chunk_size: int = 0
+    """Tokens of a prompt that go through the model at a time; 0: as trifocal generate chooses."""
+    compile: bool = True
+    """Compile the training forward that prefill is compared with; without effect on a CPU."""
+    layer_sizes: tuple[str, ...] = ("1x65536", "32x65536", "256x8192", "512x4096")
+    """Sequences x tokens of the part layer: 64 query heads and 4 KV heads of 128."""
+    requests: int = 256
+    """Requests of the mix."""
+    mix_in: tuple[int, int] = (4096, 7680)
+    """Fewest and most tokens of a prompt of the mix."""
+    mix_out: tuple[int, int] = (512, 2048)
+    """Fewest and most new tokens of a request of the mix."""
+    max_sequences: int = 256
+    """Sequences that the mix runs at a time, as far as memory allows."""
+    run: Path | None = None
+    """A trained run, checkpoint or folder of weights, for the part shell."""
+    repeats: int = 5
+    """Calls that are timed for a row of prefill and of shell."""
+    row_seconds: float = 1.0
+    """Time to spend on a row of layer and of the plain model."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_positive("new_tokens", "requests", "max_sequences", "repeats", "row_seconds")
+        for size in (*self.sizes, *self.layer_sizes):
+            parse_size(size)
+        for name in ("mix_in", "mix_out"):
+            fewest, most = getattr(self, name)
+            if not 1 <= fewest <= most:
+                raise UserError(f"--{name.replace('_', '-')} must be two numbers from 1 on, got {fewest} {most}")
+        if any(length < 1 for length in self.prompt_tokens):
+            raise UserError(f"--prompt-tokens must be at least 1 each, got {' '.join(map(str, self.prompt_tokens))}")
+        if "shell" in self.parts and not self.run:
+            raise UserError("--parts shell times a trained model: give one with --run RUN_DIR")
+
+
+class DecodingBench:
+    """What the parts of the bench share.
+
+    Args:
+        options: The flags.
+        recorder: Takes the rows.
+
+    Attributes:
+        device: Where it runs.
+    """
+
+    def __init__(self, options: DecodeOptions, recorder: Recorder) -> None:
+        self.options, self.recorder = options, recorder
+        self.device = options.torch_device
+        self._models: dict[str, DecoderLM] = {}
+
+    def config(self, attention: str) -> ModelConfig:
+        """The model of a row."""
+        return replace(self.options.model, attention=attention)  # type: ignore[arg-type]
+
+    def model(self, attention: str) -> DecoderLM:
+        """A model with random weights, made once."""
+        if attention not in self._models:
+            model = DecoderLM(self.config(attention))
+            model.init_weights(0)
+            self._models[attention] = model.to(self.device).eval()
+        return self._models[attention]
+
+    def release(self) -> None:
+        """Give the memory of a row back, and forget its peak."""
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+
+def bench_prefill(bench: DecodingBench) -> None:
+    """Measure every prompt; rows are in the recorder."""
+    for tokens in bench.options.prompt_tokens:
+        for attention in bench.options.attention:
+            labels = {"part": "prefill", "attention": attention, "sequences": 1, "tokens": tokens}
+            row = bench.recorder.measure(labels, partial(_prefill_figures, bench, attention, tokens))
+            bench.release()
+            figure = row["status"]
+            if figure == OK:
+                figure = f"{row['prefill_seconds']:.3g} s, {row['prefill_ratio']:.2f} of the training forward's"
+            bench.recorder.say(f"{attention}, prompt of {tokens}: {figure}")
+
+
+def _prefill_figures(bench: DecodingBench, attention: str, tokens: int) -> dict[str, Any]:
+    options, device = bench.options, bench.device
+    if attention == "nsa":
+        check_model_parity(bench.config(attention), device, DTYPES[options.precision])
+    generator = torch.Generator().manual_seed(0)
+    prompt = torch.randint(options.model.vocab_size, (tokens,), generator=generator)
+    figures = _prefill(bench, attention, prompt)
+    bench.release()
+    compiled = options.compile and device.type == "cuda"
+    forward_seconds = _median_seconds(_training_forward(bench, attention, prompt, compiled), bench)
+    return {
+        **figures,
+        "training_forward_seconds": forward_seconds,
+        "compiled": compiled,
+        "prefill_ratio": figures["prefill_seconds"] / forward_seconds,
+    }
+
+
+def _prefill(bench: DecodingBench, attention: str, prompt: Tensor) -> dict[str, Any]:
+    options = bench.options
+    cached = CachedModel(
+        bench.model(attention),
+        max_sequences=1,
+        max_length=len(prompt),
+        dtype=DTYPES[options.precision],
+        prefill_chunk_size=options.prefill_chunk_size,
+        batch_invariant=options.batch_invariant,
+    )
+    engine, request = Engine(cached), Request(prompt=prompt.tolist(), max_new_tokens=1)
+
+    def prefill() -> None:
+        sequence = cached.admit()
+        cached.prefill(sequence, prompt)
+        cached.free(sequence)
+
+    def first_token() -> None:
+        (update,) = engine.run([request])
+        if update.token is None:
+            raise ArithmeticError("a logit was not finite")
+
+    return {
+        "prefill_seconds": _median_seconds(prefill, bench),
+        "prefill_chunk_size": cached.prefill_chunk_size,
+        "first_token_seconds": _median_seconds(first_token, bench),
+        "peak_gib": peak_gib(bench.device),
+    }
+
+
+def _training_forward(bench: DecodingBench, attention: str, prompt: Tensor, compiled: bool) -> Callable[[], object]:
+    model = bench.model(attention)
+    if compiled:
+        # Shapes are compiled in, and the number of compilations of one function is limited.
+        torch.compiler.reset()
+        model.compile_training()
+    tokens = prompt[None].to(bench.device)
+    targets = tokens.roll(-1, dims=1)
+
+    def forward() -> None:
+        with torch.enable_grad(), autocast(bench.device, bench.options.precision):
+            model(tokens, targets)
+
+    return forward
+
+
+def _median_seconds(call: Callable[[], object], bench: DecodingBench) -> float:
+    """Median of the calls behind the first, which compiles."""
+    call()
+    times = []
+    for _ in range(bench.options.repeats):
+        begin = synchronized_seconds(bench.device)
+        call()
+        times.append(synchronized_seconds(bench.device) - begin)
+    return statistics.median(times)
+
+
+def bench_mix(bench: DecodingBench) -> None:
+    """Measure the mix for each attention; rows are in the recorder."""
+    for attention in bench.options.attention:
+        labels = {"part": "mix", "attention": attention, "requests": bench.options.requests}
+        row = bench.recorder.measure(labels, partial(_mix_figures, bench, attention))
+        bench.release()
+        figure = f"{row['tokens_out_per_second']:,.0f} tokens/s" if row["status"] == OK else row["status"]
+        bench.recorder.say(f"{attention}, {bench.options.requests} requests: {figure}")
+
+
+def mixed_requests(bench: DecodingBench) -> list[Request]:
+    """The requests, the same every time."""
+    options, generator = bench.options, torch.Generator().manual_seed(0)
+
+    def draw(fewest: int, most: int, *shape: int) -> torch.Tensor:
+        return torch.randint(fewest, most + 1, shape, generator=generator)
+
+    lengths = draw(*options.mix_in, options.requests).tolist()
+    new = draw(*options.mix_out, options.requests).tolist()
+    return [
+        Request(
+            prompt=draw(0, options.model.vocab_size - 1, length).tolist(),
+            max_new_tokens=count,
+            sampling=Sampling(temperature=0.8, seed=seed),
+        )
+        for seed, (length, count) in enumerate(zip(lengths, new, strict=True))
+    ]
+
+
+def _mix_figures(bench: DecodingBench, attention: str) -> dict[str, Any]:
+    options, device = bench.options, bench.device
+    config, dtype = bench.config(attention), DTYPES[options.precision]
+    requests = mixed_requests(bench)
+    most = min(options.max_sequences, options.requests)
+    longest = max(request.longest for request in [*requests, *requests_of_every_batch(most)])
+    model = bench.model(attention)
+    free = memory_for_caches(config, dtype, device)
+    plan = plan_cache(config, dtype, longest, free_bytes=free, sequences=most)
+    if plan is None:
+        raise Unavailable(f"a sequence of {longest:,} tokens does not fit")
+    cached = CachedModel(
+        model,
+        max_sequences=plan.max_sequences,
+        max_length=longest,
+        num_pages=plan.num_pages,
+        dtype=dtype,
+        prefill_chunk_size=options.prefill_chunk_size,
+        batch_invariant=options.batch_invariant,
+    )
+    engine = Engine(cached)
+    for _ in engine.run([*requests_of_every_batch(plan.max_sequences), *map(_first_token_of, requests[:2])]):
+        pass
+    begin = synchronized_seconds(device)
+    tokens_out = sum(update.token is not None for update in engine.run(requests))
+    seconds = synchronized_seconds(device) - begin
+    if tokens_out != sum(request.max_new_tokens for request in requests):
+        raise ArithmeticError("a logit was not finite")
+    tokens_in = sum(len(request.prompt) for request in requests)
+    return {
+        "sequences": plan.max_sequences,
+        "seconds": seconds,
+        "tokens_in": tokens_in,
+        "tokens_out": tokens_out,
+        "tokens_in_per_second": tokens_in / seconds,
+        "tokens_out_per_second": tokens_out / seconds,
+        "peak_gib": peak_gib(device),
+    }
+
+
+def requests_of_every_batch(max_sequences: int) -> list[Request]:
+    """Short requests that end in turns, the later half each time: each batch size has steps enough to be recorded."""
+    turns = max_sequences.bit_length()
+    return [
+        Request(prompt=[0] * _SHORT, max_new_tokens=4 * (1 + turns - number.bit_length()))
+        for number in range(max_sequences)
+    ]
+
+
+def _first_token_of(request: Request) -> Request:
+    return Request(prompt=request.prompt, max_new_tokens=1)
+
+
+class ShellTimes(NamedTuple):
+    """Seconds from the start of a command to its first new text, and to its end."""
+
+    first_text: float
+    end: float
+
+
+def bench_shell(bench: DecodingBench) -> None:
+    """Measure the command; the row is in the recorder."""
+    options = bench.options
+    run = str(options.run)
+    command = [
+        sys.executable, "-m", "trifocal", "generate", run, "--prompt", _PROMPT, "--max-new-tokens", str(NEW_TOKENS),
+        "--stop-at-document-end", "false", "--device", options.device,
+    ]  # fmt: skip
+
+    def figures() -> dict[str, Any]:
+        time_command(command, _PROMPT)
+        times = [time_command(command, _PROMPT) for _ in range(options.repeats)]
+        return {
+            "new_tokens": NEW_TOKENS,
+            "seconds": statistics.median(run.end for run in times),
+            "slowest_seconds": max(run.end for run in times),
+            "first_text_seconds": statistics.median(run.first_text for run in times),
+        }
+
+    row = bench.recorder.measure({"part": "shell", "run": run}, figures)
+    figure = f"{row['seconds']:.2f} s" if row["status"] == OK else row["status"]
+    bench.recorder.say(f"trifocal generate, {NEW_TOKENS} tokens: {figure}")
+
+
+def time_command(command: Sequence[str], prompt: str) -> ShellTimes:
+    """Time a command that writes a prompt and then what it adds.
+
+    Raises:
+        RuntimeError: If it fails, or adds nothing; with the last line of its standard error.
+    """
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        text, first = b"", 0.0
+        # Whatever is there, however little.
+        while piece := process.stdout.read1():  # type: ignore[attr-defined]
+            text += piece
+            if not first and len(text) > len(prompt.encode()):
+                first = time.perf_counter() - begin
+        errors = process.stderr.read().decode(errors="replace").strip().splitlines()
+        code = process.wait()
+    if code or not first:
+        raise RuntimeError(f"exit status {code}: {errors[-1] if errors else 'no new text'}")
+    return ShellTimes(first, time.perf_counter() - begin)

@@ -1,0 +1,203 @@
+"""One layer's attention in a decode step, by itself: append and attend, recorded, beside dense attention over pages."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lib.recorder import Recorder, Refused, Unavailable
+from lib.timing import device_ms, recorded, time_call
+from trifocal.nn.rope import rotary_tables
+from trifocal.ops import (
+    DecodeBatch,
+    DenseCache,
+    Geometry,
+    SparseCache,
+    append_dense,
+    append_sparse,
+    decode_attention,
+    decode_dense_attention,
+)
+from trifocal.testing.tolerances import allowed, error
+
+_PAGE_SIZE = 256
+# Left free beside the caches: partial results, and what flushes the L2 cache.
+_SPARE_BYTES = 2**31
+_COPY_BYTES = 2**30
+
+NOTES = (
+    "One layer of one step: the new token of every sequence is appended and attends, with keys and values of all "
+    "branches in caches of their own; dense attention reads the pages of the selected branch. Random inputs.",
+    "layer_ms: of the device, a recorded graph of append and attention, the L2 cache flushed before it.",
+    "gib: keys and values that the token must read, by formula. floor_ms: their time at copy_tb_s, measured beside.",
+)
+
+
+class LayerShape(NamedTuple):
+    """Sequences, tokens of each with the new one, query heads, KV heads, and the dims of keys and values."""
+
+    sequences: int
+    tokens: int
+    heads: int = 64
+    groups: int = 4
+    head_dim: int = 128
+    value_dim: int = 128
+
+
+SHAPES = (LayerShape(1, 65536), LayerShape(32, 65536), LayerShape(256, 8192), LayerShape(512, 4096))
+
+
+def bench_layers(
+    recorder: Recorder,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    shapes: Sequence[LayerShape] = SHAPES,
+    geometry: Geometry | None = None,
+    seconds: float = 2.0,
+) -> None:
+    """Measure every shape, sparse and dense; rows are in `recorder.rows`.
+
+    Args:
+        recorder: Takes the rows.
+        device: Where; on a CPU nothing is recorded.
+        dtype: Of caches, queries and outputs.
+        shapes: What to measure.
+        geometry: Block sizes; the paper's unless given.
+        seconds: Time to spend on a row.
+    """
+    geometry = geometry or Geometry()
+    copy_tb_s = _copy_bandwidth(device)
+    for shape in shapes:
+        for attention in ("nsa", "dense"):
+            labels = {
+                "part": "layer",
+                "attention": attention,
+                **shape._asdict(),
+                "dtype": str(dtype).removeprefix("torch."),
+            }
+            figures = partial(_figures, attention, shape, geometry, device, dtype, seconds, copy_tb_s)
+            row = recorder.measure(labels, figures)
+            figure = f"{row['layer_ms']:.3g} ms" if "layer_ms" in row else row["status"]
+            recorder.say(f"a layer's {attention} attention, {shape.sequences} x {shape.tokens}: {figure}")
+
+
+def read_bytes(attention: str, shape: LayerShape, geometry: Geometry, element_bytes: int) -> int:
+    """Bytes of keys and values that the new tokens must read."""
+    keys = geometry.keys_read_per_step(shape.tokens - 1) if attention == "nsa" else shape.tokens
+    return shape.sequences * shape.groups * keys * (shape.head_dim + shape.value_dim) * element_bytes
+
+
+def _figures(
+    attention: str,
+    shape: LayerShape,
+    geometry: Geometry,
+    device: torch.device,
+    dtype: torch.dtype,
+    seconds: float,
+    copy_tb_s: float,
+) -> dict[str, Any]:
+    check_step(attention, shape, geometry, device, dtype)
+    step = recorded(_step(attention, shape, geometry, device, dtype, "auto"), device)
+    milliseconds = device_ms(step, device, budget_seconds=seconds, calls=50)
+    if milliseconds is None:
+        milliseconds = time_call(step, device, budget_seconds=seconds).median_ms
+    num_bytes = read_bytes(attention, shape, geometry, dtype.itemsize)
+    return {
+        "layer_ms": milliseconds,
+        "gib": num_bytes / 2**30,
+        "floor_ms": num_bytes / copy_tb_s / 1e9,
+        "copy_tb_s": copy_tb_s,
+    }
+
+
+def _step(
+    attention: str, shape: LayerShape, geometry: Geometry, device: torch.device, dtype: torch.dtype, backend: str
+) -> Callable[[], Tensor]:
+    """Random caches and new tokens; the step that appends and attends, the same each time it is called."""
+    sequences, tokens, heads, groups, dim, value_dim = shape
+    size = max(_PAGE_SIZE, geometry.selection_block_size)
+    columns = -(-tokens // size)
+    window, block = geometry.window_size, geometry.compression_block_size
+    # Every token once for the selected branch, a stride's share for the compressed one, rings.
+    rows = sequences * groups * (columns * size * (1 + 1 / geometry.compression_stride) + window + block)
+    check_memory(int(rows * (dim + value_dim)) * dtype.itemsize, device)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, device=device, dtype=dtype)
+
+    def keys_and_values(*sizes: int) -> tuple[Tensor, Tensor]:
+        return draw(*sizes, dim), draw(*sizes, value_dim)
+
+    def numbers(values: Tensor) -> Tensor:
+        return values.to(device, torch.int32)
+
+    order = torch.randperm(sequences * columns, generator=torch.Generator().manual_seed(0))
+    batch = DecodeBatch(
+        rows=numbers(torch.arange(sequences)),
+        lengths=numbers(torch.full((sequences,), tokens - 1)),
+        num_new=numbers(torch.ones(sequences)),
+        block_table=numbers(order.view(sequences, columns)),
+    )
+    rotary = rotary_tables(torch.arange(tokens, device=device), dim, 10000.0, torch.promote_types(dtype, torch.float32))
+    q, k, v = draw(sequences, 1, heads, dim), draw(sequences, 1, groups, dim), draw(sequences, 1, groups, value_dim)
+    pages = keys_and_values(sequences * columns, groups, size)
+    if attention == "dense":
+        dense = DenseCache(*pages)
+
+        def attend_dense() -> Tensor:
+            append_dense(dense, batch, k, v, rotary, backend)
+            return decode_dense_attention(q, dense, batch, rotary, backend=backend)
+
+        return attend_dense
+    cache = SparseCache(
+        *pages,
+        *keys_and_values(sequences * columns, groups, size // geometry.compression_stride),
+        *keys_and_values(sequences, groups, window),
+        *keys_and_values(sequences, groups, block),
+    )
+    gates = draw(sequences, 1, heads, 3).float().sigmoid()
+
+    def attend() -> Tensor:
+        append_sparse(cache, batch, k, v, k, v, k, v, geometry, rotary, backend=backend)
+        return decode_attention(q, gates, cache, batch, geometry, rotary, window=True, backend=backend)
+
+    return attend
+
+
+def check_step(attention: str, shape: LayerShape, geometry: Geometry, device: torch.device, dtype: torch.dtype) -> None:
+    """Compare a small step with the reference; all blocks are chosen, so that no choice depends on rounding.
+
+    Raises:
+        Refused: If it is further off than one attention in this type may be.
+    """
+    tokens = min(shape.tokens, geometry.num_selected_blocks * geometry.selection_block_size - 1)
+    small = shape._replace(sequences=2, tokens=tokens)
+    o, expected = (_step(attention, small, geometry, device, dtype, backend)() for backend in ("auto", "reference"))
+    found, bound = error(o, expected), allowed(dtype, device)
+    if not found <= bound:
+        raise Refused(f"a step is off by {found:.3g} at {tokens} tokens, allowed is {bound:.3g}")
+
+
+def check_memory(needed: int, device: torch.device) -> None:
+    """Refuse caches that do not fit beside what is there.
+
+    Raises:
+        Unavailable: Names what they take and what is free.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        if needed + _SPARE_BYTES > free:
+            raise Unavailable(f"the caches take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free")
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    """Terabytes a second that a large copy reads and writes."""
+    source = torch.empty(_COPY_BYTES if device.type == "cuda" else 2**20, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    timing = time_call(lambda: target.copy_(source), device, budget_seconds=0.2)
+    return 2 * source.numel() / timing.median_ms / 1e9

@@ -1,0 +1,135 @@
+"""The trainings of `quality.py`: five questions, each with its data, model and evaluation."""
+
+from dataclasses import dataclass, field
+
+from trifocal.ops import Geometry
+
+# How each model differs from the sparse one; "window" also gets its size, and "hybrid" its layers, which depend on the
+# part.
+VARIANTS: dict[str, dict[str, str]] = {
+    "sparse": {},
+    "dense": {"model.attention": "dense"},
+    "window": {"model.attention": "window"},
+    "hybrid": {},
+    "random": {"model.selection": "random"},
+    "dropout": {"model.selected_dropout": "0.2"},
+    "learned": {"model.compressor": "mlp"},
+    "shared": {"model.shared_kv": "true"},
+    "shared-dropout": {"model.shared_kv": "true", "model.selected_dropout": "0.2"},
+    "shared-random": {"model.shared_kv": "true", "model.selection": "random"},
+}
+CONTROLS = ("sparse", "dense", "window", "random", "dropout")
+
+
+@dataclass(frozen=True)
+class Part:
+    """The trainings of one question.
+
+    Attributes:
+        question: The question that they answer.
+        flags: Of every training, on top of the production preset.
+        evaluate: Flags of `trifocal evaluate`, for each call of it.
+        seeds: A training of each variant for each.
+        variants: Some of `VARIANTS`.
+        jobs: Trainings at a time on one GPU. 1 leaves each the GPU alone, so that tokens/s can be compared.
+        geometry: Block sizes of the sparse attention; the size of `window` follows from them.
+        short: Flags of a training on short rows that comes first, on top of `flags` and of the variant's; the other
+            one starts from its weights. Empty: there is none.
+    """
+
+    question: str
+    flags: dict[str, str]
+    evaluate: tuple[tuple[str, ...], ...]
+    seeds: tuple[int, ...] = (1337,)
+    variants: tuple[str, ...] = CONTROLS
+    jobs: int = 1
+    geometry: Geometry = field(default_factory=Geometry)
+    short: dict[str, str] = field(default_factory=dict)
+
+
+def _model(layers: int, dim: int, heads: int) -> dict[str, str]:
+    sizes = {
+        "num_layers": layers,
+        "dim": dim,
+        "num_heads": heads,
+        "num_kv_heads": 1,
+        "mlp_dim": dim * 8 // 3 // 64 * 64,
+    }
+    return {f"model.{name}": str(size) for name, size in sizes.items()}
+
+
+def _batch(sequences: int, tokens: int, steps: int, learning_rate: float) -> dict[str, str]:
+    return {
+        "train.global_batch_size": str(sequences),
+        "train.micro_batch_size": str(sequences),
+        "train.sequence_length": str(tokens),
+        "train.steps": str(steps),
+        "optimizer.learning_rate": str(learning_rate),
+    }
+
+
+_TEXT = {"data.source": "builtin", "data.include_site_packages": "true", "data.streams": "1"}
+_SMALL = {"train.activation_checkpointing": "none", "checkpoint.asynchronous": "false"}
+_UNSEEN = {"log.telemetry_interval_steps": "0"}
+# A quarter of the paper's block sizes and an eighth of its window: a query reads 320 of 1,024 tokens. A block
+# has few pairs: keys that are random have nothing in common that a mean could show.
+_SMALL_BLOCKS = Geometry(
+    compression_block_size=8,
+    compression_stride=4,
+    selection_block_size=16,
+    num_selected_blocks=16,
+    num_initial_blocks=1,
+    num_local_blocks=2,
+    window_size=64,
+)
+_HAYSTACKS = ("--only", "needle", "--lengths", "4096", "16384", "65536", "--depths", "6", "--samples", "16")
+
+PARTS = {
+    "production": Part(
+        "Does the production model learn text as well with sparse attention?",
+        _TEXT | _batch(16, 2048, 1000, 6e-4) | {"train.activation_checkpointing": "none"},
+        (("--only", "loss", "position"),),
+        variants=("sparse", "dense", "window"),
+    ),
+    "seeds": Part(
+        "How far apart are seeds, and how far the variants?",
+        _TEXT | _SMALL | _model(6, 384, 6) | _batch(32, 2048, 1000, 1e-3) | {"data.shuffle_sequences": "1024"},
+        (("--only", "loss", "position"),),
+        seeds=(1337, 1338, 1339),
+        variants=("sparse", "shared", "learned", "dense"),
+        jobs=6,
+    ),
+    "long": Part(
+        "Does it use a long past, and at which speed?",
+        # As for needles, rotary frequencies that tell distances of a whole row apart.
+        _SMALL | _UNSEEN | _model(6, 384, 6) | _batch(2, 32768, 400, 5e-4)
+        | {"data.shuffle_sequences": "64", "model.rope_theta": "5e5"},
+        (("--only", "loss", "position", "--sequences", "32"),),
+        variants=("sparse", "dense", "window"),
+        # From long rows alone, 400 steps teach nobody more than the last few hundred bytes.
+        short=_batch(32, 2048, 1500, 1e-3) | {"data.shuffle_sequences": "1024"},
+    ),
+    "recall": Part(
+        "Does it recall the value of any key?",
+        {"data.source": "recall:64", "model.vocab_size": "512"}
+        | _SMALL | _model(2, 256, 4) | _batch(64, 1024, 1500, 2e-3),
+        (("--only", "recall", "--samples", "64", "--pairs", "16", "32", "64"),),
+        jobs=4,
+        geometry=_SMALL_BLOCKS,
+    ),
+    "needle": Part(
+        "Does it find a needle at any depth of a long haystack?",
+        # With the usual base of 10,000 the slowest of the rotary frequencies turns once in 47,000 tokens: then no
+        # dimension tells a token apart wherever it stands.
+        # Eight needles give four times as many questions a row as two.
+        {"data.source": "needle:8", "model.vocab_size": "256", "model.rope_theta": "1e6"}
+        | _SMALL | _UNSEEN | _model(2, 256, 4) | _batch(1, 65536, 7000, 2e-3),
+        (("--source", "needle:1", *_HAYSTACKS), ("--source", "needle:8", *_HAYSTACKS)),
+        variants=("shared-dropout", "shared-random", "dense", "window"),
+        jobs=4,
+        # A small dense model learned the task on short haystacks alone, and nothing on all lengths at once. There the
+        # window sees everything: a selected branch that is shut now and then taught nothing, and kept it from learning.
+        short=_batch(128, 64, 3000, 2e-3)
+        | {"data.source": "needle:2", "model.selected_dropout": "0", "train.compile": "false"},
+    ),
+}  # fmt: skip

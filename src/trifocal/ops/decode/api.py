@@ -1,0 +1,191 @@
+"""Decoding: append new tokens to a layer's caches, and attend from them to everything before.
+
+One to eight new tokens a sequence, each sequence with a length of its own. No call looks at the device's data, and
+shapes do not depend on it, so that a whole step can be recorded once and replayed while sequences grow. The result of
+a sequence does not depend on the others of its batch.
+"""
+
+import torch
+from torch import Tensor
+
+from trifocal.ops.decode import reference
+from trifocal.ops.decode.caches import (
+    Compress,
+    DecodeBatch,
+    DenseCache,
+    Rotary,
+    SparseCache,
+    check_batch,
+    check_cache,
+    check_new,
+    check_new_tokens,
+    check_queries,
+    check_rotary,
+)
+from trifocal.ops.dispatch import resolve
+from trifocal.ops.geometry import LARGEST_SIZE, Geometry
+from trifocal.ops.validation import check_geometry, check_whole_number, resolve_scale
+
+
+def append_sparse(
+    cache: SparseCache,
+    batch: DecodeBatch,
+    k_raw: Tensor,
+    v_raw: Tensor | None,
+    k_slc: Tensor,
+    v_slc: Tensor,
+    k_win: Tensor | None,
+    v_win: Tensor | None,
+    geometry: Geometry,
+    rotary: Rotary,
+    compress: tuple[Compress, Compress | None] | None = None,
+    backend: str = "auto",
+) -> None:
+    """Write the new tokens' keys and values into a sparse layer's caches, and the compressed blocks that they end.
+
+    Args:
+        cache: The layer's caches; written in place.
+        batch: Where the sequences lie; the caches hold `lengths + num_new` tokens afterwards.
+        k_raw, v_raw: Keys and values of the compressed branch, [B, T, G, D] and [B, T, G, V]; v_raw is None where the
+            cache has none. No key is rotated yet.
+        k_slc, v_slc: Keys and values of the selected branch.
+        k_win, v_win: Keys and values of the window; None where the cache has no rings for it.
+        geometry: Block sizes, in tokens.
+        rotary: Tables of all positions. Compressed keys are rotated by the position of their first token.
+        compress: The learned φ of keys and of values; the mean where not given.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Raises:
+        ValueError: If the shapes do not fit, or the backend cannot run; the message says which.
+
+    Not differentiable.
+    """
+    check_geometry(geometry)
+    check_new_tokens(k_slc)
+    check_batch(batch, k_slc.shape[0])
+    check_cache(cache, geometry, k_slc.shape[1])
+    check_rotary(rotary, k_slc)
+    for name, x, held in (("v_raw", v_raw, cache.v_raw), ("k_win", k_win, cache.k_win), ("v_win", v_win, cache.v_win)):
+        if (x is None) != (held is None):
+            raise ValueError(f"{name} must be given where the cache has it, and only there")
+    check_new(
+        k_slc, cache.k_slc, cache.v_slc,
+        k_raw=k_raw, v_raw=v_raw, k_slc=k_slc, v_slc=v_slc, k_win=k_win, v_win=v_win,
+    )  # fmt: skip
+    new = (k_raw, v_raw, k_slc, v_slc, k_win, v_win)
+    if _resolve("append_sparse", backend, k_slc, v_slc, geometry) == "triton":
+        from trifocal.ops.decode.triton import append as kernels
+
+        with torch.cuda.device_of(k_slc):
+            kernels.append_sparse(cache, batch, new, geometry, rotary, compress)
+    else:
+        reference.append_sparse(cache, batch, new, geometry, rotary, compress)
+
+
+def append_dense(
+    cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary, backend: str = "auto"
+) -> None:
+    """Write the new tokens' keys, [B, T, G, D], which are rotated here, and values, [B, T, G, V], into a dense cache.
+
+    Arguments as in `append_sparse`.
+    """
+    check_new_tokens(k)
+    check_batch(batch, k.shape[0])
+    check_rotary(rotary, k)
+    check_new(k, cache.k, cache.v, k=k, v=v)
+    if _resolve("append_dense", backend, k, v, None) == "triton":
+        from trifocal.ops.decode.triton import append as kernels
+
+        with torch.cuda.device_of(k):
+            kernels.append_dense(cache, batch, k, v, rotary)
+    else:
+        reference.append_dense(cache, batch, k, v, rotary)
+
+
+def decode_attention(
+    q: Tensor,
+    gates: Tensor | None,
+    cache: SparseCache,
+    batch: DecodeBatch,
+    geometry: Geometry,
+    rotary: Rotary,
+    *,
+    window: bool,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Native Sparse Attention of new tokens that `append_sparse` has put into the caches.
+
+    Args:
+        q: Queries, [B, T, H, D], not rotated yet; query `t` is at position `lengths + t`.
+        gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3]. None: the selected branch alone.
+        cache: The layer's caches.
+        batch: The same batch that `append_sparse` got.
+        geometry: Block sizes, in tokens.
+        rotary: Tables of all positions.
+        window: Whether there is a window branch.
+        scale: Factor on the scores; 1/sqrt(D) when not given.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        o, [B, T, H, V], in the type of q; zero where a sequence has no such token.
+
+    Raises:
+        ValueError: If the shapes do not fit, or the backend cannot run; the message says which.
+
+    Not differentiable. Source: arXiv:2502.11089, Eq. 5 to 11.
+    """
+    check_geometry(geometry)
+    check_new_tokens(q)
+    check_batch(batch, q.shape[0])
+    check_cache(cache, geometry, q.shape[1])
+    check_queries(q, cache.k_slc)
+    check_rotary(rotary, q)
+    if gates is None and window:
+        raise ValueError("a window branch needs gates")
+    if gates is not None and cache.v_cmp is None:
+        raise ValueError("gates need the compressed values, and the cache has none")
+    if gates is not None and gates.shape != (*q.shape[:3], 3):
+        raise ValueError(f"gates must have the shape [B, T, H, 3] = {[*q.shape[:3], 3]}, got {list(gates.shape)}")
+    scale = resolve_scale(scale, q)
+    if _resolve("decode_attention", backend, q, cache.v_slc.transpose(1, 2), geometry, scale) == "triton":
+        from trifocal.ops.decode.triton import attention as kernels
+
+        with torch.cuda.device_of(q):
+            return kernels.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale)
+    return reference.decode_attention(q, gates, cache, batch, geometry, rotary, window, scale)
+
+
+def decode_dense_attention(
+    q: Tensor,
+    cache: DenseCache,
+    batch: DecodeBatch,
+    rotary: Rotary,
+    *,
+    window_size: int | None = None,
+    scale: float | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Full attention of new tokens that `append_dense` has put into the cache; as `decode_attention`.
+
+    With a `window_size`, attention to the last so many tokens, the query's own included.
+    """
+    if window_size is not None:
+        check_whole_number("window_size", window_size, 1, LARGEST_SIZE)
+    check_new_tokens(q)
+    check_batch(batch, q.shape[0])
+    check_queries(q, cache.k)
+    check_rotary(rotary, q)
+    scale = resolve_scale(scale, q)
+    if _resolve("decode_dense_attention", backend, q, cache.v.transpose(1, 2), None, scale) == "triton":
+        from trifocal.ops.decode.triton import attention as kernels
+
+        with torch.cuda.device_of(q):
+            return kernels.decode_dense_attention(q, cache, batch, rotary, window_size, scale)
+    return reference.decode_dense_attention(q, cache, batch, rotary, window_size, scale)
+
+
+def _resolve(
+    operation: str, backend: str, q: Tensor, v: Tensor, geometry: Geometry | None, scale: float | None = None
+) -> str:
+    return resolve(operation, backend, q, v, geometry, scale, decoding=True)

@@ -1,0 +1,197 @@
+"""What decoding keeps of the past: tensors of one layer, and where each sequence lies in them.
+
+Every token's keys and values lie in pages of `P` tokens, a multiple of the selection block. A block table names the
+pages of each sequence, the same for all layers. A compressed block lies with its last token: block `i`, the tokens
+`[i*d, i*d + l)`, is stripe `i + l/d - 1` of `d` tokens each. So a page is finished when its tokens are.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trifocal.ops.geometry import Geometry
+
+MOST_NEW_TOKENS = 8
+
+Rotary = tuple[Tensor, Tensor]
+"""Cosines and sines of all positions, [max_len, D/2] each, contiguous, in the type of the rotation's arithmetic."""
+
+Compress = Callable[[Tensor], Tensor]
+"""A learned φ: the tokens of blocks, [N, l, G, *], to one key or value each, [N, G, *]."""
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """The sequences of one step, the same for every layer; int32 on the device of the caches.
+
+    Attributes:
+        rows: The row of the rings that belongs to each sequence, [B].
+        lengths: Tokens in the caches before this step, [B].
+        num_new: New tokens of each sequence, 0 to T, [B]. 0 is a padding row: nothing is written, its output is zero.
+        block_table: Page numbers, [B, most pages]. Entries past `lengths + num_new` tokens may be anything.
+    """
+
+    rows: Tensor
+    lengths: Tensor
+    num_new: Tensor
+    block_table: Tensor
+
+
+@dataclass(frozen=True)
+class SparseCache:
+    """The past of one sparse layer. Keys are rotated, but for `k_raw`. Strides may be any but the last, which is 1.
+
+    Attributes:
+        k_slc, v_slc: Every token, in pages, [pages, G, P, D] and [pages, G, P, V].
+        k_cmp: Compressed keys, in pages, [pages, G, P/d, D].
+        v_cmp: Compressed values, [pages, G, P/d, V]; None where compressed keys only choose.
+        k_win, v_win: Rings of the window's last tokens, token `t` at `t % R`, [rows, G, R, *], R at least w - 1 + T.
+            None where the window reads `k_slc` and `v_slc`, or where there is none.
+        k_raw, v_raw: Rings of unrotated keys and values for the next compressed blocks, [rows, G, R, *], R at least
+            l - 1 + T. v_raw is None where v_cmp is.
+    """
+
+    k_slc: Tensor
+    v_slc: Tensor
+    k_cmp: Tensor
+    v_cmp: Tensor | None
+    k_win: Tensor | None
+    v_win: Tensor | None
+    k_raw: Tensor
+    v_raw: Tensor | None
+
+    def __post_init__(self) -> None:
+        for kind in ("slc", "cmp", "win", "raw"):
+            k, v = (getattr(self, f"{letter}_{kind}") for letter in "kv")
+            _check_tensors(f"k_{kind}", k, f"v_{kind}", v, self.k_slc, self.v_slc)
+        if (self.v_cmp is None) != (self.v_raw is None):
+            raise ValueError("v_cmp and v_raw must both be given, or neither")
+        if (self.k_win is None) != (self.v_win is None):
+            raise ValueError("k_win and v_win must both be given, or neither")
+
+
+@dataclass(frozen=True)
+class DenseCache:
+    """The past of one dense layer: every token in pages, k [pages, G, P, D], rotated, and v [pages, G, P, V]."""
+
+    k: Tensor
+    v: Tensor
+
+    def __post_init__(self) -> None:
+        _check_tensors("k", self.k, "v", self.v, self.k, self.v)
+
+
+def _check_tensors(
+    k_name: str, k: Tensor | None, v_name: str, v: Tensor | None, k_pages: Tensor, v_pages: Tensor
+) -> None:
+    """Raise ValueError unless a cache's keys and values, each [*, G, tokens, *], fit one another and the pages.
+
+    Their first three strides may be any. Checked when a cache is made, not at every step.
+    """
+    for name, x, pages in ((k_name, k, k_pages), (v_name, v, v_pages)):
+        if x is None:
+            continue
+        shape, *_, stride = x.shape, *x.stride()
+        if len(shape) != 4 or shape[1] != k_pages.shape[1] or shape[3] != pages.shape[3]:
+            expected = ["*", k_pages.shape[1], "*", pages.shape[-1]]
+            raise ValueError(f"{name} must have the shape [*, G, tokens, width] = {expected}, got {list(shape)}")
+        if stride != 1 and shape[3] > 1:
+            raise ValueError(f"{name} must be contiguous in its last dimension, got a stride of {stride}")
+    if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
+        raise ValueError(
+            f"{k_name} and {v_name} must have the same pages or rows, groups and tokens, "
+            f"got {list(k.shape)} and {list(v.shape)}"
+        )
+
+
+def check_batch(batch: DecodeBatch, num_sequences: int) -> None:
+    """Raise ValueError unless the batch has so many sequences, in int32, in rows without gaps that lie apart."""
+    for name in ("rows", "lengths", "num_new"):
+        given = getattr(batch, name)
+        if given.dtype != torch.int32:
+            raise ValueError(f"{name} must be of int32, got {given.dtype}")
+        if given.shape != (num_sequences,):
+            raise ValueError(f"{name} must have the shape [B] = [{num_sequences}], got {list(given.shape)}")
+        if not given.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got a stride of {given.stride(0)}")
+    table = batch.block_table
+    if table.dtype != torch.int32:
+        raise ValueError(f"block_table must be of int32, got {table.dtype}")
+    if table.ndim != 2 or table.shape[0] != num_sequences:
+        raise ValueError(f"block_table must have the shape [{num_sequences}, pages], got {list(table.shape)}")
+    strides = table.stride()
+    if not table.is_contiguous() and (strides[1] != 1 or strides[0] < table.shape[1]):
+        raise ValueError(f"the rows of block_table must be contiguous and lie apart, got strides {list(strides)}")
+
+
+def check_rotary(rotary: Rotary, x: Tensor) -> None:
+    """Raise ValueError unless the tables fit x [B, T, heads, D], each without gaps."""
+    half = x.shape[3] // 2
+    for name, table in zip(("cosines", "sines"), rotary, strict=True):
+        if table.ndim != 2 or table.shape[1] != half:
+            raise ValueError(f"{name} must have the shape [max_len, D/2] = ['*', {half}], got {list(table.shape)}")
+        if not table.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides of {list(table.stride())}")
+
+
+def check_new_tokens(x: Tensor) -> None:
+    """Raise ValueError unless x [B, T, heads, *] has 1 to 8 tokens a sequence."""
+    if x.ndim != 4 or 0 in x.shape or x.shape[1] > MOST_NEW_TOKENS:
+        raise ValueError(
+            f"a step takes [B, T, heads, *] with T from 1 to {MOST_NEW_TOKENS} and no empty dimension, "
+            f"got {list(x.shape)}"
+        )
+
+
+def check_new(first: Tensor, k_held: Tensor, v_held: Tensor, **new: Tensor | None) -> None:
+    """Raise ValueError unless keys, named `k...`, and values fit the first ones and what a cache holds.
+
+    Args:
+        first: New keys, [B, T, ...].
+        k_held, v_held: Keys and values of the cache, [*, G, tokens, *].
+        **new: [B, T, G, *]; None where there are none.
+    """
+    batch, num_new, *_ = first.shape
+    _, groups, _, dim = k_held.shape
+    k_shape, v_shape = (batch, num_new, groups, dim), (batch, num_new, groups, v_held.shape[3])
+    for name, x in new.items():
+        expected = k_shape if name[0] == "k" else v_shape
+        if x is not None and x.shape != expected:
+            raise ValueError(f"{name} must have the shape [B, T, G, width] = {list(expected)}, got {list(x.shape)}")
+
+
+def check_queries(q: Tensor, keys: Tensor) -> None:
+    """Raise ValueError unless q [B, T, H, D] can read keys [pages, G, P, D]."""
+    if q.dtype != keys.dtype:
+        raise ValueError(f"q must have the dtype of the cache, {keys.dtype}, got {q.dtype}")
+    groups, dim = keys.shape[1], keys.shape[3]
+    if q.shape[3] != dim or q.shape[2] % groups:
+        raise ValueError(
+            f"q [B, T, H, D] must have D = {dim} and a multiple of the cache's {groups} groups for H, "
+            f"got {list(q.shape)}"
+        )
+
+
+def check_cache(cache: SparseCache, geometry: Geometry, num_new: int) -> None:
+    """Raise ValueError unless pages and rings fit the geometry and so many new tokens at a time."""
+    page_size = cache.k_slc.shape[2]
+    if page_size % geometry.selection_block_size:
+        raise ValueError(
+            f"a page must be a multiple of the selection block of {geometry.selection_block_size} tokens, "
+            f"got {page_size}"
+        )
+    stripes = page_size // geometry.compression_stride
+    if cache.k_cmp.shape[:3] != (*cache.k_slc.shape[:2], stripes):
+        raise ValueError(
+            f"k_cmp must have the shape [pages, G, P/d, *] = {[*cache.k_slc.shape[:2], stripes, '*']}, "
+            f"got {list(cache.k_cmp.shape)}"
+        )
+    rings = ("win", cache.k_win, geometry.window_size), ("raw", cache.k_raw, geometry.compression_block_size)
+    for name, ring, reach in rings:
+        if ring is not None and ring.shape[2] < reach - 1 + num_new:
+            raise ValueError(
+                f"k_{name} and v_{name} must be rings of at least {reach - 1 + num_new} tokens for {num_new} "
+                f"at a time, got {ring.shape[2]}"
+            )

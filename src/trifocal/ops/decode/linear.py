@@ -1,0 +1,151 @@
+"""The linear layers of a decode step: a row's bits do not depend on the other rows, nor on how many there are.
+
+M rows are the new tokens of all sequences; E is the width of the residual stream. Weights have the type of the
+products; the residual stream, norms and gates are in fp32. The kernels take what `dispatch` lets them; the reference
+takes each row by itself.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trifocal.ops import dispatch
+
+
+class Residual(NamedTuple):
+    """The residual stream between two kernels.
+
+    Attributes:
+        x: [M, E], fp32 (fp64 on the reference for fp64 weights).
+        squares: The sum of squares of each row, in parts that the next norm adds up, [M, parts].
+    """
+
+    x: Tensor
+    squares: Tensor
+
+
+class Norm(NamedTuple):
+    """An RMS norm.
+
+    Attributes:
+        weight: [E].
+        eps: Added to the mean square.
+    """
+
+    weight: Tensor
+    eps: float
+
+
+def embedding(tokens: Tensor, table: Tensor, backend: dispatch.Backend = "auto") -> Residual:
+    """The residual stream of tokens [M] from an embedding table [vocab, E].
+
+    A token outside of the table gives a row of NaN on the kernels and an IndexError on the reference.
+    """
+    if _runs_kernels(table, backend):
+        return Residual(*_kernels().embedding(tokens, table))
+    x = functional.embedding(tokens, table).to(_exact(table.dtype))
+    return Residual(x, _squares(x))
+
+
+def normed_linear(
+    residual: Residual,
+    norm: Norm,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    num_sigmoids: int = 0,
+    out_dtype: torch.dtype | None = None,
+    backend: dispatch.Backend = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """`norm(x) W^T + bias`.
+
+    Args:
+        residual: The residual stream, [M, E].
+        norm: In front of the product.
+        weight: [N, E].
+        bias: [N], or None.
+        num_sigmoids: Last columns that are gates: they go through a sigmoid in fp32.
+        out_dtype: Type of the result, which is rounded to the weights' type first; that type unless given.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        [M, N - num_sigmoids], and the gates [M, num_sigmoids] in fp32, or None.
+    """
+    if _runs_kernels(weight, backend):
+        norm_inputs = norm.weight, residual.squares, norm.eps
+        return _kernels().linear(  # type: ignore[no-any-return]
+            residual.x, weight, bias, norm=norm_inputs, num_sigmoids=num_sigmoids, out_dtype=out_dtype
+        )
+    out = _linear(_normed(residual, norm, weight.dtype), weight, bias)
+    gates = None
+    if num_sigmoids:
+        gates = by_row(torch.sigmoid, out[:, -num_sigmoids:].to(_exact(out.dtype)))
+        out = out[:, :-num_sigmoids].contiguous()
+    return out.to(out_dtype or out.dtype), gates
+
+
+def normed_swiglu(residual: Residual, norm: Norm, weight: Tensor, backend: dispatch.Backend = "auto") -> Tensor:
+    """`silu(norm(x) W_gate^T) * norm(x) W_up^T`: weight [2 * hidden, E], the gate's rows first -> [M, hidden]."""
+    if _runs_kernels(weight, backend):
+        return _kernels().linear(residual.x, weight, None, norm=(norm.weight, residual.squares, norm.eps), swiglu=True)[
+            0
+        ]  # type: ignore[no-any-return]
+    gate, up = _linear(_normed(residual, norm, weight.dtype), weight, None).chunk(2, dim=-1)
+    return by_row(functional.silu, gate) * up
+
+
+def residual_linear(
+    x: Tensor, weight: Tensor, residual: Residual, bias: Tensor | None = None, backend: dispatch.Backend = "auto"
+) -> Residual:
+    """The residual stream plus `x W^T + bias`: x [M, K], weight [E, K]."""
+    if _runs_kernels(weight, backend):
+        return Residual(*_kernels().linear(x, weight, bias, residual=residual.x))
+    out = residual.x + _linear(x, weight, bias)
+    return Residual(out, _squares(out))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, backend: dispatch.Backend = "auto") -> Tensor:
+    """`x W^T + bias` alone: x [M, K], weight [N, K] -> [M, N] in the weights' type."""
+    if _runs_kernels(weight, backend):
+        return _kernels().linear(x, weight, bias)[0]  # type: ignore[no-any-return]
+    return _linear(x, weight, bias)
+
+
+def by_row(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Apply a function that treats the rows of its argument alike, [M, *] -> [M, *].
+
+    On a CPU each by itself: where a vector ends, PyTorch's functions round otherwise.
+    """
+    return function(x) if x.is_cuda else torch.cat([function(row) for row in x.split(1)])
+
+
+def _runs_kernels(weight: Tensor, backend: dispatch.Backend) -> bool:
+    return dispatch.resolve("decode_linear", backend, weight, None, None) == "triton"
+
+
+def _kernels():  # type: ignore[no-untyped-def]
+    # Importing it imports Triton.
+    from trifocal.ops.decode.triton import linear as kernels
+
+    return kernels
+
+
+def _exact(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _squares(x: Tensor) -> Tensor:
+    return x.square().sum(-1, keepdim=True)
+
+
+def _normed(residual: Residual, norm: Norm, dtype: torch.dtype) -> Tensor:
+    mean = residual.squares.sum(-1, keepdim=True) / residual.x.shape[1]
+    return (residual.x * (mean + norm.eps).rsqrt() * norm.weight.to(residual.x.dtype)).to(dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    # Row by row: the order of a sum in a library's product depends on the number of rows.
+    return torch.cat([functional.linear(row, weight, bias) for row in x.split(1)])

@@ -1,0 +1,235 @@
+"""The specification of decoding in plain PyTorch: pages are gathered, and everything invisible is masked.
+
+The number of operations and all shapes are fixed by the tensors' shapes; nothing looks at the data on the host.
+
+Shape suffixes as in `ops.reference`; M pages of a sequence, L tokens of a block.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trifocal.ops.decode.caches import Compress, DecodeBatch, DenseCache, Rotary, SparseCache
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.reference import accumulator, choose_blocks, chosen_mask, full_precision, importance
+
+NewTokens = tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def append_sparse(
+    cache: SparseCache,
+    batch: DecodeBatch,
+    new: NewTokens,
+    geometry: Geometry,
+    rotary: Rotary,
+    compress: tuple[Compress, Compress | None] | None,
+) -> None:
+    """See `trifocal.ops.append_sparse`; `new`: keys and values of cmp, slc and win."""
+    k_raw, v_raw, k_slc, v_slc, k_win, v_win = new
+    position_BT, exists_BT = _positions(batch, k_slc)
+    k_slc = _rotate(k_slc, rotary, position_BT)
+    page_BT, place_BT = _in_pages(batch, position_BT, cache.k_slc.shape[2])
+    _write(cache.k_slc, page_BT, place_BT, k_slc, exists_BT)
+    _write(cache.v_slc, page_BT, place_BT, v_slc, exists_BT)
+    k_win = None if k_win is None else _rotate(k_win, rotary, position_BT)
+    rings: tuple[tuple[Tensor | None, Tensor | None], ...]
+    rings = ((cache.k_win, k_win), (cache.v_win, v_win), (cache.k_raw, k_raw), (cache.v_raw, v_raw))
+    for ring, x in rings:
+        if ring is not None and x is not None:
+            _write(ring, batch.rows[:, None].expand_as(position_BT), position_BT % ring.shape[2], x, exists_BT)
+
+    # T tokens can end this many blocks at most; keep those that they do end.
+    stride, length = geometry.compression_stride, geometry.compression_block_size
+    before_B = _num_compressed(batch.lengths, geometry)
+    after_B = _num_compressed(batch.lengths + batch.num_new, geometry)
+    most = -(-k_slc.shape[1] // stride)
+    block_BC = before_B[:, None] + torch.arange(most, device=before_B.device)
+    due_BC = block_BC < after_B[:, None]
+    page_BC, place_BC = _in_pages(batch, block_BC + (length // stride - 1), cache.k_cmp.shape[2])
+    compress_k, compress_v = (_mean, _mean) if compress is None else compress
+    k_cmp_BCGD = _compress(cache.k_raw, batch, block_BC, geometry, compress_k)
+    _write(cache.k_cmp, page_BC, place_BC, _rotate(k_cmp_BCGD, rotary, block_BC * stride), due_BC)
+    if cache.v_cmp is not None and cache.v_raw is not None and compress_v is not None:
+        _write(cache.v_cmp, page_BC, place_BC, _compress(cache.v_raw, batch, block_BC, geometry, compress_v), due_BC)
+
+
+def append_dense(cache: DenseCache, batch: DecodeBatch, k: Tensor, v: Tensor, rotary: Rotary) -> None:
+    """See `trifocal.ops.append_dense`."""
+    position_BT, exists_BT = _positions(batch, k)
+    page_BT, place_BT = _in_pages(batch, position_BT, cache.k.shape[2])
+    _write(cache.k, page_BT, place_BT, _rotate(k, rotary, position_BT), exists_BT)
+    _write(cache.v, page_BT, place_BT, v, exists_BT)
+
+
+def decode_attention(
+    q: Tensor,
+    gates: Tensor | None,
+    cache: SparseCache,
+    batch: DecodeBatch,
+    geometry: Geometry,
+    rotary: Rotary,
+    window: bool,
+    scale: float,
+) -> Tensor:
+    """See `trifocal.ops.decode_attention`."""
+    position_BT, exists_BT = _positions(batch, q)
+    q_BGTRD = _grouped_queries(q, cache.k_slc.shape[1], rotary, position_BT, scale)
+    position_BT1 = position_BT[..., None]
+
+    stride, length = geometry.compression_stride, geometry.compression_block_size
+    first_stripe = length // stride - 1
+    k_cmp_BGCD = _gather_pages(cache.k_cmp, batch)[:, :, first_stripe:]
+    last_token_C = torch.arange(k_cmp_BGCD.shape[2], device=q.device) * stride + (length - 1)
+    sees_cmp = (last_token_C <= position_BT1)[:, None]
+    p_BGTRC = _probabilities(q_BGTRD, k_cmp_BGCD, sees_cmp)
+
+    k_slc_BGSD, v_slc_BGSV = _gather_pages(cache.k_slc, batch), _gather_pages(cache.v_slc, batch)
+    token_S = torch.arange(k_slc_BGSD.shape[2], device=q.device)
+    num_blocks = geometry.num_selection_blocks(len(token_S))
+    # Heads side by side in memory, so that those of every block are added in the same order.
+    importance_BGTJ = importance(p_BGTRC.transpose(3, 4).contiguous().sum(-1), geometry, num_blocks)
+    own_block = (position_BT1 // geometry.selection_block_size)[:, None]
+    selected_blocks = choose_blocks(importance_BGTJ, own_block, geometry)
+    chosen_BGTJ = chosen_mask(selected_blocks, num_blocks).transpose(1, 2)
+    past_BTS = token_S <= position_BT1
+    sees_slc = chosen_BGTJ[..., token_S // geometry.selection_block_size] & past_BTS[:, None]
+    o = _weighted(_probabilities(q_BGTRD, k_slc_BGSD, sees_slc), v_slc_BGSV, sees_slc)
+
+    if gates is not None and cache.v_cmp is not None:
+        v_cmp_BGCV = _gather_pages(cache.v_cmp, batch)[:, :, first_stripe:]
+        o_cmp = _weighted(p_BGTRC, v_cmp_BGCV, sees_cmp)
+        gate_cmp, gate_slc, gate_win = _grouped(gates.to(o.dtype), o.shape[1]).unsqueeze(-2).unbind(-1)
+        o = gate_cmp * o_cmp + gate_slc * o
+        if window:
+            k_win_BGSD, v_win_BGSV, token_BS = k_slc_BGSD, v_slc_BGSV, token_S
+            if cache.k_win is not None and cache.v_win is not None:
+                k_win_BGSD, v_win_BGSV = cache.k_win[batch.rows], cache.v_win[batch.rows]
+                token_BS = _tokens_of_ring(batch, cache.k_win.shape[2])[:, None]
+            sees_BTS = (token_BS <= position_BT1) & (token_BS > position_BT1 - geometry.window_size) & (token_BS >= 0)
+            sees_win = sees_BTS[:, None]
+            o = o + gate_win * _weighted(_probabilities(q_BGTRD, k_win_BGSD, sees_win), v_win_BGSV, sees_win)
+    return _finished(o, exists_BT, q)
+
+
+def decode_dense_attention(
+    q: Tensor, cache: DenseCache, batch: DecodeBatch, rotary: Rotary, window_size: int | None, scale: float
+) -> Tensor:
+    """See `trifocal.ops.decode_dense_attention`."""
+    position_BT, exists_BT = _positions(batch, q)
+    q_BGTRD = _grouped_queries(q, cache.k.shape[1], rotary, position_BT, scale)
+    k_BGSD, v_BGSV = _gather_pages(cache.k, batch), _gather_pages(cache.v, batch)
+    token_S = torch.arange(k_BGSD.shape[2], device=q.device)
+    sees = token_S <= position_BT[..., None]
+    if window_size is not None:
+        sees &= token_S > position_BT[..., None] - window_size
+    sees = sees[:, None]
+    o = _weighted(_probabilities(q_BGTRD, k_BGSD, sees), v_BGSV, sees)
+    return _finished(o, exists_BT, q)
+
+
+def _positions(batch: DecodeBatch, x: Tensor) -> tuple[Tensor, Tensor]:
+    """Position of each new token of x [B, T, heads, *], -1 where the sequence has none, and whether it has it."""
+    new_T = torch.arange(x.shape[1], device=x.device)
+    exists_BT = new_T < batch.num_new[:, None]
+    return (batch.lengths.long()[:, None] + new_T).where(exists_BT, -1), exists_BT
+
+
+def _num_compressed(lengths: Tensor, geometry: Geometry) -> Tensor:
+    """Tensor version of `Geometry.num_compressed_blocks`."""
+    stride = geometry.compression_stride
+    return ((lengths.long() - geometry.compression_block_size) // stride + 1).clamp(min=0)
+
+
+def _rotate(x: Tensor, rotary: Rotary, position_BT: Tensor) -> Tensor:
+    """Rotate x [B, T, heads, D] half-split, in the tables' type; as `trifocal.nn.rope.rotate`."""
+    position_BT = position_BT.clamp(0, rotary[0].shape[0] - 1)
+    cos, sin = (table[position_BT][:, :, None] for table in rotary)
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype)
+
+
+def _in_pages(batch: DecodeBatch, index: Tensor, page_rows: int) -> tuple[Tensor, Tensor]:
+    """Page, and row in it, of indices [B, *] into the sequences; anything where the table ends before."""
+    column = (index // page_rows).clamp(0, batch.block_table.shape[1] - 1)
+    return batch.block_table.long().gather(1, column), index % page_rows
+
+
+def _write(cache: Tensor, first: Tensor, row: Tensor, x: Tensor, exists: Tensor) -> None:
+    """`cache[first, :, row] = x` where it exists: cache [pages or rows, G, *, width], x [B, T, G, width].
+
+    The same number of entries is always written. Entries that do not exist repeat the first one that does; if none
+    does, they write back what is there.
+    """
+    view = cache.transpose(1, 2)
+    first, row, exists, x = (part.flatten(0, 1) for part in (first.long(), row.long(), exists, x.to(cache.dtype)))
+    some, any_exists = exists.int().argmax().reshape(1), exists.any()
+    other_first, other_row = (index.index_select(0, some).where(any_exists, 0) for index in (first, row))
+    other_x = x.index_select(0, some).where(any_exists, view[:1, 0])
+    view.index_put_(
+        (first.where(exists, other_first), row.where(exists, other_row)), x.where(exists[:, None, None], other_x)
+    )
+
+
+def _compress(ring: Tensor, batch: DecodeBatch, block_BC: Tensor, geometry: Geometry, compress: Compress) -> Tensor:
+    """Compressed keys or values of blocks whose tokens lie in a ring, [B, C, G, *]."""
+    tokens_L = torch.arange(geometry.compression_block_size, device=ring.device)
+    token_BCL = block_BC[..., None] * geometry.compression_stride + tokens_L
+    windows = ring.transpose(1, 2)[batch.rows[:, None, None], token_BCL % ring.shape[2]]
+    return compress(windows.flatten(0, 1)).unflatten(0, block_BC.shape)
+
+
+def _mean(windows: Tensor) -> Tensor:
+    return windows.mean(1, dtype=accumulator(windows)).to(windows.dtype)
+
+
+def _gather_pages(pages: Tensor, batch: DecodeBatch) -> Tensor:
+    """All rows of each sequence's pages in order, [B, G, rows, *]; those that the table does not name hold anything."""
+    table_BM = batch.block_table.clamp(0, pages.shape[0] - 1)
+    return pages[table_BM].transpose(1, 2).flatten(2, 3)
+
+
+def _tokens_of_ring(batch: DecodeBatch, size: int) -> Tensor:
+    """The token in each place of a ring, [B, size]; negative where there is none yet."""
+    last_B1 = (batch.lengths.long() + batch.num_new - 1)[:, None]
+    return last_B1 - (last_B1 - torch.arange(size, device=last_B1.device)) % size
+
+
+def _grouped(x: Tensor, num_groups: int) -> Tensor:
+    """[B, T, H, *] -> [B, G, T, R, *]."""
+    return x.unflatten(2, (num_groups, -1)).transpose(1, 2)
+
+
+def _grouped_queries(q: Tensor, num_groups: int, rotary: Rotary, position_BT: Tensor, scale: float) -> Tensor:
+    """Rotated and scaled queries in the accumulator's type, [B, G, T, R, D]."""
+    return _grouped(_rotate(q, rotary, position_BT), num_groups).to(accumulator(q)) * scale
+
+
+def _probabilities(q_BGTRD: Tensor, k_BGSD: Tensor, sees: Tensor) -> Tensor:
+    """Softmax over what each query sees, [B, G, T, R, S]; zero where it sees nothing. `sees`: [B, G or 1, T, S]."""
+    with full_precision(q_BGTRD):
+        scores_BGXS = _aligned(q_BGTRD.flatten(2, 3)) @ _aligned(k_BGSD.to(q_BGTRD.dtype)).transpose(-1, -2)
+    hidden = ~sees[:, :, :, None]
+    scores_BGTRS = scores_BGXS.unflatten(2, q_BGTRD.shape[2:4]).masked_fill(hidden, -torch.inf)
+    return scores_BGTRS.softmax(-1).masked_fill(hidden, 0.0)
+
+
+def _weighted(p_BGTRS: Tensor, v_BGSV: Tensor, sees: Tensor) -> Tensor:
+    """o [B, G, T, R, V]. A probability of 0 does not stop a NaN: values that no query sees are zero."""
+    value_dim = v_BGSV.shape[-1]
+    v_BGSV = _aligned(v_BGSV.to(p_BGTRS.dtype).where(sees.any(2)[..., None], 0.0))
+    with full_precision(p_BGTRS):
+        return (p_BGTRS.flatten(2, 3) @ v_BGSV)[..., :value_dim].unflatten(2, p_BGTRS.shape[2:4])
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with zeros behind its last dimension, up to whole 16 bytes.
+
+    On a CPU the bits of a product depend on where a matrix begins, and that on the number of the sequence.
+    """
+    missing = -x.shape[-1] % 4
+    return functional.pad(x, (0, missing)) if missing else x
+
+
+def _finished(o_BGTRV: Tensor, exists_BT: Tensor, q: Tensor) -> Tensor:
+    """[B, T, H, V] in the type of q, zero where there is no token."""
+    return o_BGTRV.transpose(1, 2).flatten(2, 3).where(exists_BT[..., None, None], 0.0).to(q.dtype)

@@ -1,0 +1,322 @@
+"""Products of a few rows with a layer's weights, for decoding: a row's bits do not depend on the other rows.
+
+A library of products chooses its kernel by the number of rows, and with it the order of each sum. Here a program has 16
+columns of the result, and takes 8 rows at a time, the least that a matrix instruction takes, or up to 32 of many rows,
+which share what is read. Tiles of any number of rows compute a row alike:
+
+- Warps split K in the same way, and each passes its part to matrix instructions of 16 columns and 8 rows in the same
+  order: more rows are more such instructions.
+- All other sums are added pair by pair in the code itself, where the compiler would choose an order by the tile.
+- No product is fused with a sum, which the compiler does only where both are in the same thread.
+- Products in fp32 have no such instructions, and always take 8 rows.
+
+A product of few rows takes as long as reading its weights, and a chain of short kernels as long as each one's
+latencies. So a program asks for its weights before it waits for its inputs (see `dependent_launch`), all of them if
+they fit its registers. Its warps share the columns and split the sums: a chain of dependent matrix instructions would
+take longer than reading the weights.
+
+A decode step is a chain of short kernels, so each of them takes its neighbours along:
+
+| call | reads | before the product | after it |
+|---|---|---|---|
+| `normed_linear` | the residual stream | RMS norm | bias; the last columns through a sigmoid, in fp32 |
+| `normed_swiglu` | the residual stream | RMS norm | `silu(gate) * up` of two products |
+| `residual_linear` | a branch's output | | bias, sum with the residual stream, sums of squares |
+
+A norm needs the mean square of a whole row, which no tile of columns has. So the kernel that writes the residual stream
+also writes the sum of squares of each of its tiles, and the next one adds them up, in order. It scales the product by
+the root, not the row before the product, which does not wait for it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from trifocal.ops import devices
+from trifocal.ops.tiles import cdiv, next_power_of_2
+from trifocal.ops.triton.common import add_product, nothing_lost, unit_stride
+from trifocal.ops.triton.dependent_launch import dependent_launch, release_next, wait_for_inputs
+from trifocal.ops.triton.launch import Kernel
+
+_FEWEST_ROWS = 8
+_MOST_ROWS = 32
+_COLUMNS = 16
+# Programs share the rows up to this number of programs: two for each multiprocessor of the largest devices.
+_ENOUGH_PROGRAMS = 264
+# Bytes of weights that a program holds at a time: 64 registers of a thread of eight warps.
+_MOST_BYTES = 65536
+_MOST_WARPS = 8
+# Numbers of a sum that a warp takes at a time, at least.
+_FEWEST = 16
+
+
+@triton.jit
+def load_depth(pointers, inside, MASKED: tl.constexpr):
+    """Load a tile whose last dimension runs along K; zero where not inside, if it can reach beyond."""
+    if MASKED:
+        tile = tl.load(pointers, mask=inside, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def normed_rows(
+    x, k, x_rows, norm_scale, MASKED: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr, dtype: tl.constexpr
+):
+    """Rows of x at k, [SPLIT, STEP, ROWS], times the norm's weight, in the type of the products."""
+    tile = load_depth(x + x_rows[None, :, None] + k[:, None, :], (k < K)[:, None, :], MASKED)
+    if NORM:
+        tile = (tile.to(tl.float32) * norm_scale[:, None, :]).to(dtype)
+    return tl.permute(tile, 0, 2, 1)
+
+
+@triton.jit
+def load_squares(squares, row, SQUARES: tl.constexpr, LEVELS: tl.constexpr):
+    """The sums of squares of rows, [ROWS, 2**LEVELS]."""
+    part = tl.arange(0, 2**LEVELS)
+    return tl.load(squares + row[:, None] * SQUARES + part[None, :], mask=(part < SQUARES)[None, :], other=0.0)
+
+
+@triton.jit
+def sum_of_warps(x):
+    """x [SPLIT, COLUMNS, ROWS] summed over its first dimension, pair by pair: one exchange between the warps."""
+    SPLIT: tl.constexpr = x.shape[0]
+    COLUMNS: tl.constexpr = x.shape[1]
+    ROWS: tl.constexpr = x.shape[2]
+    # Numbers that come from other warps are better split than summed as below: they are exchanged once.
+    parts = tl.permute(x, 1, 2, 0)
+    if SPLIT >= 2:
+        even, odd = tl.split(tl.reshape(parts, COLUMNS, ROWS, SPLIT // 2, 2))
+        parts = even + odd
+    if SPLIT >= 4:
+        even, odd = tl.split(tl.reshape(parts, COLUMNS, ROWS, SPLIT // 4, 2))
+        parts = even + odd
+    if SPLIT >= 8:
+        even, odd = tl.split(tl.reshape(parts, COLUMNS, ROWS, SPLIT // 8, 2))
+        parts = even + odd
+    return tl.reshape(parts, COLUMNS, ROWS)
+
+
+@triton.jit
+def sum_of_pairs(x, LEVELS: tl.constexpr):
+    """x [ROWS, 2**LEVELS] summed over its last dimension, neighbours first: any layout gives the same bits."""
+    for _ in tl.static_range(LEVELS):
+        x = tl.sum(tl.reshape(x, x.shape[0], x.shape[1] // 2, 2), 2)
+    return tl.reshape(x, x.shape[0])
+
+
+@Kernel
+@triton.jit(do_not_specialize=["num_rows"])
+def decode_linear_kernel(
+    x, squares, norm_weight, weight, bias, residual, out, sigmoids, out_squares, x_stride, num_rows, eps,
+    K: tl.constexpr, N: tl.constexpr, SIGMOIDS_FROM: tl.constexpr, SQUARES: tl.constexpr, SQUARES_LEVELS: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, SWIGLU: tl.constexpr, RESIDUAL: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROWS: tl.constexpr, LEVELS: tl.constexpr, SPLIT: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """2**LEVELS columns of `x W^T`, with SWIGLU of both halves of W, for every so many-th tile of ROWS rows.
+
+    Tiles of W and x are [SPLIT, columns or ROWS, STEP]: warp s of SPLIT adds up its own part of K.
+    """
+    COLUMNS: tl.constexpr = 2**LEVELS
+    BLOCK: tl.constexpr = SPLIT * STEP
+    MASKED: tl.constexpr = K % BLOCK > 0
+    release_next(DEPENDENT)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column_exists = column < N
+    # Short code starts sooner: what does not exist reads a neighbour instead of being masked, and is not stored.
+    known_column = tl.minimum(column, N - 1)
+    first_k = tl.arange(0, SPLIT)[:, None] * STEP + tl.arange(0, STEP)[None, :]
+    weights = weight + known_column.to(tl.int64)[None, :, None] * K + first_k[:, None, :]
+    first_weights = load_depth(weights, (first_k < K)[:, None, :], MASKED)
+    if SWIGLU:
+        first_up = load_depth(weights + N * K, (first_k < K)[:, None, :], MASKED)
+    first_scale = first_k
+    if NORM:
+        first_scale = load_depth(norm_weight + first_k, first_k < K, MASKED).to(tl.float32)
+    if BIAS:
+        added = tl.load(bias + known_column).to(tl.float32)
+    wait_for_inputs(DEPENDENT)
+    dtype: tl.constexpr = weight.dtype.element_ty
+    # So many numbers would be in the way during the product; else they are asked for with the rows.
+    SQUARES_LATER: tl.constexpr = ROWS * 2**SQUARES_LEVELS > 2048
+    for row_tile in tl.range(tl.program_id(0), tl.cdiv(num_rows, ROWS), tl.num_programs(0), num_stages=1):
+        row = row_tile * ROWS + tl.arange(0, ROWS)
+        row_exists = row < num_rows
+        known_row = tl.minimum(row, num_rows - 1)
+        x_rows = known_row.to(tl.int64) * x_stride
+        keep_out = column_exists[:, None] & row_exists[None, :]
+        place = row.to(tl.int64)[None, :] * N + column[:, None]
+        tile = normed_rows(x, first_k, x_rows, first_scale, MASKED, K, NORM, dtype)
+        if NORM and not SQUARES_LATER:
+            parts = load_squares(squares, known_row, SQUARES, SQUARES_LEVELS)
+        if RESIDUAL:
+            before = tl.load(residual + place, mask=keep_out, other=0.0).to(tl.float32)
+        total = tl.zeros([SPLIT, COLUMNS, ROWS], tl.float32)
+        total_up = total
+        lost = nothing_lost(total, tl.zeros([1], dtype))
+        lost_up = lost
+        total, lost = add_product(total, lost, first_weights, tile)
+        if SWIGLU:
+            total_up, lost_up = add_product(total_up, lost_up, first_up, tile)
+        for first in tl.range(BLOCK, K, BLOCK):
+            k = first + first_k
+            scale = first_scale
+            if NORM:
+                scale = load_depth(norm_weight + k, k < K, MASKED).to(tl.float32)
+            tile = normed_rows(x, k, x_rows, scale, MASKED, K, NORM, dtype)
+            next_weights = load_depth(weights + first, (k < K)[:, None, :], MASKED)
+            total, lost = add_product(total, lost, next_weights, tile)
+            if SWIGLU:
+                next_up = load_depth(weights + first + N * K, (k < K)[:, None, :], MASKED)
+                total_up, lost_up = add_product(total_up, lost_up, next_up, tile)
+        sums = sum_of_warps(total)
+        if NORM:
+            if SQUARES_LATER:
+                parts = load_squares(squares, known_row, SQUARES, SQUARES_LEVELS)
+            root = tl.rsqrt(sum_of_pairs(parts, SQUARES_LEVELS) / K + eps)[None, :]
+            sums *= root
+        if BIAS:
+            sums += added[:, None]
+        # Rounded where PyTorch rounds: the output of a product has the type of its weights.
+        product = sums.to(dtype).to(tl.float32)
+        if SWIGLU:
+            gated = (product / (1.0 + tl.exp(-product))).to(dtype).to(tl.float32)
+            product = gated * (sum_of_warps(total_up) * root).to(dtype).to(tl.float32)
+        if RESIDUAL:
+            product += before
+            tile_squares = sum_of_pairs(tl.trans(tl.where(keep_out, product * product, 0.0)), LEVELS)
+            tl.store(out_squares + row * tl.num_programs(1) + tl.program_id(1), tile_squares, mask=row_exists)
+        if SIGMOIDS_FROM < N:
+            is_sigmoid = (column >= SIGMOIDS_FROM)[:, None]
+            gate_place = row[None, :] * (N - SIGMOIDS_FROM) + (column - SIGMOIDS_FROM)[:, None]
+            tl.store(sigmoids + gate_place, 1.0 / (1.0 + tl.exp(-product)), mask=keep_out & is_sigmoid)
+            keep_out = keep_out & (is_sigmoid == 0)
+            place = row.to(tl.int64)[None, :] * SIGMOIDS_FROM + column[:, None]
+        tl.store(out + place, product.to(out.dtype.element_ty), mask=keep_out)
+
+
+@Kernel
+@triton.jit
+def decode_embedding_kernel(
+    tokens, table, out, out_squares, vocab_size, E: tl.constexpr, E_PAD: tl.constexpr, DEPENDENT: tl.constexpr
+):
+    """One token's embedding in the residual stream's type, and its sum of squares."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, E_PAD)
+    wait_for_inputs(DEPENDENT)
+    token = tl.load(tokens + row).to(tl.int64)
+    # A token outside of the table would read beyond it; the caller sees NaN instead.
+    exists = (token >= 0) & (token < vocab_size)
+    x = tl.load(table + token * E + column, mask=exists & (column < E), other=float("nan")).to(tl.float32)
+    x = tl.where(column < E, x, 0.0)
+    tl.store(out + row * E + column, x, mask=column < E)
+    tl.store(out_squares + row, tl.sum(x * x, 0))
+
+
+def embedding(tokens: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Embeddings [M, E] of tokens [M] in fp32, and their sums of squares [M, 1]; see `ops.decode.linear`."""
+    rows, width = tokens.shape[0], table.shape[1]
+    _check_weights(table=table)
+    out = torch.empty(rows, width, dtype=torch.float32, device=table.device)
+    squares = torch.empty(rows, 1, dtype=torch.float32, device=table.device)
+    # A column of a batch's tokens has a stride.
+    decode_embedding_kernel[(rows,)](
+        tokens.contiguous(), table, out, squares, table.shape[0],
+        E=width, E_PAD=next_power_of_2(width), num_warps=4, **dependent_launch(table.device),
+    )  # fmt: skip
+    return out, squares
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    norm: tuple[Tensor, Tensor, float] | None = None,
+    residual: Tensor | None = None,
+    num_sigmoids: int = 0,
+    swiglu: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`x W^T` and what goes with it; see the table above.
+
+    Args:
+        x: [M, K].
+        weight: [N, K]; with `swiglu` [2 N, K], the gate's rows first.
+        bias: [N], or None.
+        norm: The norm's weight [K], the sums of squares [M, parts] of x, and epsilon.
+        residual: [M, N], fp32; the result is added to it.
+        num_sigmoids: Last columns that go through a sigmoid.
+        swiglu: Whether to multiply two products.
+        out_dtype: Type of the result; that of the weights unless given, fp32 with `residual`.
+
+    Returns:
+        The result, [M, N - num_sigmoids]; then the sigmoids
+        [M, num_sigmoids] or the sums of squares [M, tiles] in fp32, or None.
+
+    Raises:
+        ValueError: If the weight, the bias or the norm's weight is not contiguous.
+    """
+    x = unit_stride(x)
+    norm_weight, squares, eps = norm or (None, x, 0.0)
+    _check_weights(weight=weight, bias=bias, norm_weight=norm_weight)
+    rows, depth = x.shape
+    width = weight.shape[0] // (2 if swiglu else 1)
+    tile_rows = _rows_of_tile(rows, weight.element_size())
+    tiles, row_tiles = cdiv(width, _COLUMNS), cdiv(rows, tile_rows)
+    dtype = (out_dtype or weight.dtype) if residual is None else torch.float32
+    out = torch.empty(rows, width - num_sigmoids, dtype=dtype, device=x.device)
+    extra = None
+    if residual is not None:
+        extra = torch.empty(rows, tiles, dtype=torch.float32, device=x.device)
+    elif num_sigmoids:
+        extra = torch.empty(rows, num_sigmoids, dtype=torch.float32, device=x.device)
+    parts = 1
+    if norm:
+        parts, squares = squares.shape[1], squares.contiguous()
+    # Beside a norm's rows, which are in fp32, there is room for half of the weights.
+    most_bytes = _MOST_BYTES // (2 if norm and not swiglu else 1)
+    if devices.architecture(x.device) == "small":
+        most_bytes //= 2
+    split, step = _parts_of_sum(depth, weight.element_size(), _COLUMNS * (2 if swiglu else 1), most_bytes)
+    decode_linear_kernel[min(row_tiles, max(1, _ENOUGH_PROGRAMS // tiles)), tiles](
+        x, squares, x if norm_weight is None else norm_weight, weight, weight if bias is None else bias,
+        x if residual is None else residual.contiguous(),
+        out, out if extra is None else extra, out if extra is None else extra, x.stride(0), rows, eps,
+        K=depth, N=width, SIGMOIDS_FROM=width - num_sigmoids, SQUARES=parts, SQUARES_LEVELS=_log2(parts),
+        NORM=norm is not None, BIAS=bias is not None, SWIGLU=swiglu, RESIDUAL=residual is not None,
+        ROWS=tile_rows, LEVELS=_log2(_COLUMNS), SPLIT=split, STEP=step, num_warps=split, num_stages=1,
+        enable_fp_fusion=weight.element_size() == 4, **dependent_launch(x.device),
+    )  # fmt: skip
+    return out, extra
+
+
+def _check_weights(**weights: Tensor | None) -> None:
+    """Raise ValueError unless weights are contiguous: programs ask for them before a copy made here would be ready."""
+    for name, weight in weights.items():
+        if weight is not None and not weight.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides of {list(weight.stride())}")
+
+
+def _rows_of_tile(rows: int, element_size: int) -> int:
+    """Rows that a program takes at a time: of many rows, those that read the same weights."""
+    # The compiler makes products in fp32 of single sums, as it likes them for a tile.
+    if element_size == 4:
+        return _FEWEST_ROWS
+    return min(_MOST_ROWS, max(_FEWEST_ROWS, next_power_of_2(rows) // 2))
+
+
+def _log2(number: int) -> int:
+    """The logarithm, rounded up."""
+    return (number - 1).bit_length()
+
+
+def _parts_of_sum(depth: int, element_size: int, columns: int, most_bytes: int) -> tuple[int, int]:
+    """Warps that split a sum, and numbers that each takes at a time: never by the number of rows."""
+    # In fp32 a product has all of its operands in registers.
+    most = 256 if element_size == 4 else most_bytes // (columns * element_size)
+    block = min(most, next_power_of_2(max(depth, _FEWEST)))
+    warps = min(_MOST_WARPS, block // _FEWEST)
+    return warps, block // warps

@@ -1,0 +1,131 @@
+"""Shared by forward and d_q of interval attention on Hopper: tiles of rows, their key tiles, barriers, the loader."""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from trifocal.ops.hopper.common import PART_ROWS, copy_tile
+from trifocal.ops.triton.interval.common import full_tiles, visible_keys
+
+# fmt: off
+
+@gluon.jit
+def place_tile(
+    slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, KEYS: gl.constexpr,
+):
+    """Batch, group, first query and first key of the slot-th tile of rows; its key tiles: how many, which are full."""
+    QUERIES: gl.constexpr = 2 * PART_ROWS // Q_PER_KV
+    first_query = (row_tiles - 1 - slot // batch_groups) * QUERIES
+    batch = (slot % batch_groups) // GROUPS
+    group = slot % GROUPS
+    last_query = gl.minimum(first_query + QUERIES, num_queries) - 1
+    begin, full_end = visible_keys(
+        first_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    full_begin, end = visible_keys(
+        last_query, query_shift, window_size, ids, positions, first_blocks, COMPRESSED, BLOCK, STRIDE, PACKED)
+    tiles, first_full, last_full = full_tiles(begin, end, full_begin, full_end, KEYS)
+    return batch, group, first_query, begin, gl.maximum(tiles, 1), first_full, last_full
+
+
+@gluon.jit
+def first_key_of(number, begin, tiles, first_full, last_full, KEYS: gl.constexpr):
+    """First key of the number-th tile: those that need a mask come first."""
+    masked = tiles - (last_full - first_full)
+    place = number
+    if number >= masked:
+        place = number - masked + first_full
+    elif number >= first_full:
+        place = number - first_full + last_full
+    return begin + place * KEYS
+
+
+@gluon.jit
+def make_barriers(STAGES: gl.constexpr):
+    """Barriers of a loader and two row parts: of each buffer, that it is filled, and that every reader is done with it.
+
+    Each part has its own queries; keys and values are read by both.
+    """
+    q_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    k_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for part in gl.static_range(2):
+        mbarrier.init(q_ready.index(part), count=1)
+        mbarrier.init(q_free.index(part), count=1)
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(k_ready.index(stage), count=1)
+        mbarrier.init(k_free.index(stage), count=2)
+        mbarrier.init(v_ready.index(stage), count=1)
+        mbarrier.init(v_free.index(stage), count=2)
+    return q_ready, q_free, k_ready, k_free, v_ready, v_free
+
+
+@gluon.jit
+def load_tiles(
+    descriptors, buffers, barriers, masks, counts,
+    GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, COMPRESSED: gl.constexpr, BLOCK: gl.constexpr, STRIDE: gl.constexpr,
+    PACKED: gl.constexpr, D_1: gl.constexpr, D_2: gl.constexpr, KEYS: gl.constexpr,
+    STAGES: gl.constexpr, SHARE: gl.constexpr, BACKWARD: gl.constexpr,
+):
+    """The loader: k of the first tile, q and, in backward, d_o, then v and k by turns."""
+    q_sources, k_sources, v_source = descriptors[0], descriptors[1], descriptors[2]
+    q_tiles, k_tiles, v_tiles = buffers[0], buffers[1], buffers[2]
+    q_ready, q_free, k_ready, k_free, v_ready, v_free = barriers
+    query_shift, window_size, ids, positions, first_blocks = masks
+    slots, row_tiles, batch_groups, num_queries = counts
+    QUERIES: gl.constexpr = PART_ROWS // Q_PER_KV
+    Q_BYTES: gl.constexpr = PART_ROWS * (D_1 + D_2) * 2
+    K_BYTES: gl.constexpr = KEYS * (D_1 + D_2) * 2
+    count = 0
+    visit = 0
+    for slot in range(gl.program_id(0), slots, gl.num_programs(0)):
+        batch, group, first_query, begin, tiles, first_full, last_full = place_tile(
+            slot, row_tiles, batch_groups, num_queries, query_shift, window_size, ids, positions, first_blocks,
+            GROUPS, Q_PER_KV, COMPRESSED, BLOCK, STRIDE, PACKED, KEYS)
+        for number in range(tiles):
+            first_key = first_key_of(number, begin, tiles, first_full, last_full, KEYS)
+            stage = count % STAGES
+            free = (count // STAGES & 1) ^ 1
+            mbarrier.wait(k_free.index(stage), free)
+            mbarrier.expect(k_ready.index(stage), K_BYTES)
+            copy_tile(k_sources, batch, first_key, group // SHARE, k_ready.index(stage), k_tiles, stage, D_1, D_2)
+            if number == 0:
+                for part in gl.static_range(2):
+                    query = first_query + part * QUERIES
+                    ready = q_ready.index(part)
+                    mbarrier.wait(q_free.index(part), (visit & 1) ^ 1)
+                    if BACKWARD:
+                        mbarrier.expect(ready, Q_BYTES + descriptors[3].block_type.nbytes)
+                    else:
+                        mbarrier.expect(ready, Q_BYTES)
+                    copy_tile(q_sources, batch, query, group * Q_PER_KV, ready, q_tiles, part, D_1, D_2)
+                    if BACKWARD:
+                        tma.async_copy_global_to_shared(
+                            descriptors[3], [batch, query, group * Q_PER_KV, 0], ready, buffers[3].index(part))
+            mbarrier.wait(v_free.index(stage), free)
+            mbarrier.expect(v_ready.index(stage), v_source.block_type.nbytes)
+            tma.async_copy_global_to_shared(
+                v_source, [batch, first_key, group // SHARE, 0], v_ready.index(stage), v_tiles.index(stage))
+            count += 1
+        visit += 1
+
+
+@gluon.jit
+def store_rows(
+    target, values, rows_left, GROUPS: gl.constexpr, Q_PER_KV: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr,
+    ADD: gl.constexpr, LAYOUT: gl.constexpr,
+):
+    """Store COLUMNS of the rows of a part of a tile, as many as are left; with ADD, added to the old values."""
+    row = gl.arange(0, PART_ROWS, gl.SliceLayout(1, LAYOUT))
+    place = ((row // Q_PER_KV) * (GROUPS * Q_PER_KV) + row % Q_PER_KV) * SIZE
+    pointers = target + place[:, None] + gl.arange(0, COLUMNS, gl.SliceLayout(0, LAYOUT))[None, :]
+    keep = (row < rows_left)[:, None]
+    if ADD:
+        values += gl.load(pointers, mask=keep, other=0.0).to(gl.float32)
+    gl.store(pointers, values.to(target.dtype.element_ty), mask=keep)
+
+# fmt: on

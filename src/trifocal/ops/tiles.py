@@ -1,0 +1,249 @@
+"""Tile sizes of the portable kernels, as measured; `ops.dispatch` takes them from here. Nothing here needs Triton."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+
+
+def cdiv(numerator: int, denominator: int) -> int:
+    """The quotient of two positive numbers, rounded up. Triton's can be called in kernels too and takes 3 µs."""
+    return -(-numerator // denominator)
+
+
+def next_power_of_2(number: int) -> int:
+    """The smallest power of two that is not less than a positive number; as quick as `cdiv`."""
+    return 1 << (number - 1).bit_length()
+
+
+class Tile(NamedTuple):
+    """One configuration of an attention kernel.
+
+    Attributes:
+        BLOCK_M: (query, head) pairs in a tile.
+        BLOCK_N: Keys in a tile.
+        warps: Warps of a program.
+        stages: Depth of the software pipeline of loads.
+        registers: Most registers a thread may take, to fit another program on the multiprocessor; None: as it comes.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+
+class SelectedTile(NamedTuple):
+    """One configuration of a kernel of selected attention.
+
+    Attributes:
+        BLOCK_M: (query, head) pairs in a tile.
+        warps: Warps of a program.
+        stages: Depth of the software pipeline of loads.
+        piece_slots: Slots of a piece in the block-major order; 0 in the others.
+        registers: Most registers a thread may take, to fit another program on the multiprocessor; None: as it comes.
+    """
+
+    BLOCK_M: int
+    warps: int
+    stages: int
+    piece_slots: int = 0
+    registers: int | None = None
+
+
+class Widths(NamedTuple):
+    """A head dim as one or two power-of-two parts: 192 is 128 + 64 instead of 256, 100 is one part of 128.
+
+    Attributes:
+        size: The dim itself.
+        part_1: First part, at least 16: the least that a matrix unit takes.
+        part_2: Second part; 0 when one part is enough.
+    """
+
+    size: int
+    part_1: int
+    part_2: int
+
+    @property
+    def padded(self) -> int:
+        """Columns that a tile holds."""
+        return self.part_1 + self.part_2
+
+
+@functools.cache
+def split_width(size: int) -> Widths:
+    """Cover `size` columns with one power of two, or 129 to 192 of them with 128 and 64.
+
+    Narrower second parts are not taken: with one of 16 columns, kernels of Triton 3.6 on an H200 gave wrong products
+    in 16-bit types and read beyond their tensors, while masked columns of one part cost little.
+    """
+    whole = max(16, next_power_of_2(size))
+    return Widths(size, 128, 64) if 128 < size <= 192 else Widths(size, whole, 0)
+
+
+# Columns of the wider of q and v up to which a configuration holds -> the configuration, first fit. fp32 multiplies
+# on the ordinary units, exactly, so its tiles are small. Rows "hopper" of 64, 128 and 192 columns: the fastest of
+# several on an H200 (`benchmarks/kernels.py`).
+_TILES: dict[tuple[str, str], dict[int, Tile]] = {
+    ("hopper", "forward"): {
+        64: Tile(64, 32, 4, 3),
+        128: Tile(128, 64, 8, 2, 128),
+        192: Tile(64, 64, 4, 2),
+        256: Tile(128, 64, 8, 2),
+    },
+    ("hopper", "d_q"): {
+        64: Tile(64, 32, 4, 3, 128),
+        128: Tile(64, 64, 4, 2),
+        192: Tile(128, 64, 8, 2),
+        256: Tile(64, 64, 8, 2),
+    },
+    ("hopper", "dkdv"): {
+        64: Tile(128, 64, 4, 2),
+        128: Tile(64, 128, 8, 2),
+        192: Tile(32, 64, 4, 2),
+        256: Tile(32, 64, 8, 2),
+    },
+    ("ampere", "forward"): {64: Tile(128, 64, 4, 3), 128: Tile(128, 64, 8, 2), 256: Tile(64, 32, 4, 2)},
+    ("ampere", "d_q"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 4, 2)},
+    ("ampere", "dkdv"): {64: Tile(64, 64, 4, 2), 128: Tile(32, 64, 8, 2), 256: Tile(16, 32, 4, 2)},
+    ("small", "forward"): {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 2), 256: Tile(32, 16, 4, 2)},
+    ("small", "d_q"): {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    ("small", "dkdv"): {64: Tile(32, 64, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    ("fp32", "forward"): {64: Tile(32, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+    ("fp32", "d_q"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 2), 256: Tile(16, 16, 4, 1)},
+    ("fp32", "dkdv"): {64: Tile(16, 32, 4, 2), 128: Tile(16, 16, 4, 2), 256: Tile(16, 16, 4, 1)},
+}
+# The window's keys are seen by few rows: smaller key tiles waste fewer of them.
+_WINDOW_TILES: dict[tuple[str, str], dict[int, Tile]] = {("hopper", "dkdv"): {128: Tile(64, 64, 4, 2)}}
+
+
+def interval_tile(kernel: str, dtype: torch.dtype, columns: int, architecture: str, *, window: bool) -> Tile:
+    """The tile of the interval kernel `"forward"`, `"d_q"` or `"dkdv"`.
+
+    Args:
+        kernel: Which of the three.
+        dtype: Type of q, k and v.
+        columns: Columns of the wider of q and v, as a tile holds them.
+        architecture: See `devices.architecture`.
+        window: Whether the branch is the window's.
+    """
+    row = "fp32" if dtype == torch.float32 else architecture
+    most, tile = next((most, tile) for most, tile in _TILES[row, kernel].items() if columns <= most)
+    return _WINDOW_TILES.get((row, kernel), {}).get(most, tile) if window else tile
+
+
+def selected_tile(
+    kernel: str, dtype: torch.dtype, q_per_kv: int, dim: int, value_dim: int, architecture: str
+) -> SelectedTile:
+    """The tile of a kernel of selected attention.
+
+    Args:
+        kernel: `"forward"` and an order, `"block_major backward"`, `"masked d_q"` or `"masked dkdv"`.
+        dtype: Type of q, k and v.
+        q_per_kv: Query heads of a group.
+        dim, value_dim: Columns of q and of v, as a tile holds them.
+        architecture: See `devices.architecture`.
+    """
+    columns = max(dim, value_dim)
+    if dtype == torch.float32:
+        # Exact products run on the ordinary units, fully unrolled: large tiles would spill.
+        return _selected_fp32(kernel, max(16, next_power_of_2(q_per_kv)))
+    if kernel == "query_major forward":
+        return SelectedTile(16, warps=4, stages=2)
+    if kernel == "masked forward":
+        if columns <= 64:
+            return SelectedTile(128, warps=8, stages=3, registers=128)
+        return SelectedTile(128, warps=8, stages=2 if columns > 128 else 3)
+    if kernel == "block_major forward":
+        stages = 2 if columns > 128 or q_per_kv >= 16 else 3
+        return SelectedTile(64, warps=4, stages=stages, piece_slots=max(64, 512 // q_per_kv))
+    if kernel == "block_major backward":
+        if columns > 128:
+            return SelectedTile(64, warps=8, stages=1, piece_slots=256)
+        hopper = architecture == "hopper"
+        warps, stages = (4, 2) if hopper else (8, 1)
+        return SelectedTile(64, warps, stages, piece_slots=max(256, 2048 // q_per_kv))
+    if kernel == "masked dkdv":
+        return SelectedTile(64, warps=8 if columns > 128 else 4, stages=1)
+    assert kernel == "masked d_q", kernel
+    if columns <= 64:
+        return SelectedTile(64, warps=4, stages=3, registers=168)
+    return SelectedTile(64, warps=4, stages=2) if columns <= 128 else SelectedTile(64, warps=8, stages=1)
+
+
+def _selected_fp32(kernel: str, rows: int) -> SelectedTile:
+    if kernel == "masked forward":
+        return SelectedTile(32, warps=8, stages=1)
+    if kernel in ("masked dkdv", "masked d_q"):
+        return SelectedTile(16, warps=8, stages=1)
+    if kernel == "block_major backward":
+        return SelectedTile(rows, warps=8, stages=1, piece_slots=128)
+    return SelectedTile(rows, warps=4 if rows == 16 else 8, stages=1, piece_slots=64)
+
+
+def importance_tile(dtype: torch.dtype, q_per_kv: int, dim: int, architecture: str) -> Tile:
+    """The tile of the importance kernel; `BLOCK_M` counts queries and `BLOCK_N` compressed blocks."""
+    if dtype == torch.float32:
+        return Tile(32, 32, warps=4, stages=1)
+    if dim > 128 or architecture != "hopper":
+        return Tile(64, 64, warps=4, stages=2)
+    return Tile(64, 128 if q_per_kv > 2 else 64, warps=4, stages=3 if q_per_kv > 4 else 2)
+
+
+# As `_TILES`, for decoding: rows are few, and what counts is how many keys are on their way from memory. `stages` less
+# one tiles of keys and values fit beside one another, three times on a multiprocessor; where a tile is a whole unit, a
+# program asks for all of it at once.
+_DECODE_TILES: dict[str, dict[int, Tile]] = {
+    "hopper": {
+        64: Tile(16, 128, 4, 2, 168),
+        128: Tile(16, 64, 4, 3, 168),
+        192: Tile(16, 64, 4, 3),
+        256: Tile(16, 32, 4, 3),
+    },
+    # Shorter pipelines and fewer registers leave room for more programs: 9 % of a layer of 32 x 65,536 tokens with 4
+    # groups of 128 columns, 12 % of one of 64 x 65,536 with 2 groups of 64.
+    "hopper scores": {
+        64: Tile(16, 256, 8, 2, 128),
+        128: Tile(16, 64, 4, 2, 128),
+        192: Tile(16, 64, 4, 3),
+        256: Tile(16, 32, 4, 3),
+    },
+    # A long past keeps a pipeline busy.
+    "hopper dense": {
+        64: Tile(16, 128, 4, 3, 168),
+        128: Tile(16, 64, 4, 3, 168),
+        192: Tile(16, 64, 4, 3),
+        256: Tile(16, 32, 4, 3),
+    },
+    "ampere": {64: Tile(16, 64, 4, 4, 168), 128: Tile(16, 64, 4, 3, 168), 256: Tile(16, 32, 4, 3)},
+    "small": {64: Tile(16, 64, 4, 3, 168), 128: Tile(16, 32, 4, 3, 168), 256: Tile(16, 32, 4, 2)},
+    "fp32": {64: Tile(16, 32, 4, 2), 128: Tile(16, 32, 4, 2), 256: Tile(16, 16, 4, 2)},
+}
+# Most rows of a tile, and most of its scores, so that they fit the registers of eight warps.
+_DECODE_MOST_ROWS, _DECODE_MOST_SCORES = 64, 64 * 128
+# Keys that decoding adds up one after the other in any case, and such units of a group; see `decode.triton.common`.
+DECODE_UNIT = 256
+DECODE_GROUP = 4
+
+
+def decode_tile(dtype: torch.dtype, rows: int, columns: int, architecture: str, kernel: str) -> Tile:
+    """The tile of a decoding kernel.
+
+    Args:
+        dtype: Type of q, k and v.
+        rows: Rows that share keys: heads of a group, for one or all new tokens.
+        columns: Columns of the wider of q and v, as a tile holds them.
+        architecture: See `devices.architecture`.
+        kernel: `"scores"`, `"attend"`, or `"dense"`, which attends to the whole past.
+    """
+    row = "fp32" if dtype == torch.float32 else architecture
+    widths = _DECODE_TILES.get(f"{row} {kernel}", _DECODE_TILES[row])
+    tile = next(tile for most, tile in widths.items() if columns <= most)
+    if rows <= tile.BLOCK_M:
+        return tile
+    # More accumulators need more registers.
+    most_rows = min(_DECODE_MOST_ROWS, _DECODE_MOST_SCORES // tile.BLOCK_N, next_power_of_2(rows))
+    return tile._replace(
+        BLOCK_M=most_rows, warps=8 if most_rows == _DECODE_MOST_ROWS else max(4, tile.warps), registers=None
+    )

@@ -1,0 +1,1 @@
+"""FlashAttention over a range of keys per query: the compressed and the window branch."""

@@ -1,0 +1,79 @@
+"""Selected attention, backward: the two loop orders of the forward that training takes.
+
+| order | kernel | a program holds | it loops over | out |
+|---|---|---|---|---|
+| block-major | backward | a block's k, v, d_k, d_v | the slots of a piece | d_k, d_v of the piece; d_q of each slot |
+| | reduction | a row's d_q | its slots, in order | d_q |
+| | reduction | a block's d_k, d_v | its pieces, in order | d_k, d_v |
+| masked | d_q | a tile of queries, q, d_o, d_q | blocks | d_q |
+| | d_k, d_v | a block's k, v, d_k, d_v | all later queries, all heads of the group | d_k, d_v |
+| | or, of few programs | the same | those of one part of the queries | d_k, d_v of the part |
+| | addition | some keys' d_k or d_v | their parts, in order | d_k, d_v |
+
+No atomics, every sum has one order. A piece is bounded, so the first block, which everyone chose, is many programs'
+work; the reduction adds its pieces up.
+
+`gate` multiplies o in the mixed output: backward takes the gradient of the mixture and the gate instead of their
+product.
+"""
+
+from torch import Tensor
+
+from trifocal.ops import dispatch
+from trifocal.ops.geometry import Geometry
+from trifocal.ops.layout import Documents
+from trifocal.ops.triton.combine import row_sums
+from trifocal.ops.triton.common import unit_stride
+from trifocal.ops.triton.selected.backward_block_major import block_major_backward
+from trifocal.ops.triton.selected.backward_masked import masked_backward
+from trifocal.ops.triton.selected.block_csr import split_blocks
+from trifocal.ops.triton.selected.forward import LARGEST_BLOCK
+from trifocal.ops.triton.selected.problem import SelectedProblem
+
+
+def selected_backward(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    selected_blocks: Tensor,
+    geometry: Geometry,
+    scale: float,
+    documents: Documents | None,
+    *,
+    gate: Tensor | None = None,
+    delta: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `selected_forward`.
+
+    Args:
+        d_o: Gradient of o or, with a gate, of the mixture that takes `gate * o`; [B, T, H, V].
+        q, k, v: Inputs of the forward.
+        o, lse: Its results.
+        selected_blocks: The choice, [B, T, G, N].
+        geometry: Block sizes, in tokens.
+        scale: Factor on the scores.
+        documents: Packed documents; None for one sequence a batch entry.
+        gate: [B, T, H]; None for ones.
+        delta: The sum of `o * d_o` over the value dim, [B, T, H], fp32; computed here when not given.
+
+    Returns:
+        d_q, d_k, d_v in the types of q, k, v, contiguous.
+    """
+    q, k, v, d_o, o = unit_stride(q), unit_stride(k), unit_stride(v), unit_stride(d_o), unit_stride(o)
+    selected_blocks, block_size = split_blocks(selected_blocks, geometry.selection_block_size, LARGEST_BLOCK)
+    if selected_blocks.shape[-1] == 0:
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    order = dispatch.selected_order(
+        q.shape[1], k.shape[1], selected_blocks.shape[-1], block_size, backward=True, packed=documents is not None
+    )
+    problem = SelectedProblem(
+        d_o, q, k, v,
+        lse.contiguous(),
+        row_sums(d_o, o.contiguous()) if delta is None else delta.contiguous(),
+        None if gate is None else gate.contiguous(),
+        selected_blocks, block_size, scale, documents,
+    )  # fmt: skip
+    return masked_backward(problem) if order == "masked" else block_major_backward(problem, order)

@@ -1,0 +1,163 @@
+"""`benchmarks/attention.py` on a CPU with the reference: every row, its figures, refusals, limits and files."""
+
+import json
+
+import pytest
+
+from lib.recorder import Recorder, Refused
+from tests.children import load_script
+from trifocal.errors import UserError
+from trifocal.ops import Geometry
+
+attention = load_script("benchmarks/attention.py")
+AttentionBench, AttentionOptions = attention.AttentionBench, attention.AttentionOptions
+GEOMETRY = Geometry(8, 4, 16, 3, 1, 1, 16)
+TINY = {
+    "tokens": (48, 80), "heads": ("4/2",), "head_dim": 16, "value_dim": 8, "geometry": GEOMETRY, "dtype": "fp32",
+    "device": "cpu", "call_seconds": 1e-4,
+}  # fmt: skip
+
+
+def bench(**changes):
+    said = []
+    options = AttentionOptions(**{**TINY, **changes})
+    made = AttentionBench(options, Recorder(options.seconds, said.append, lambda: None))
+    made.run()
+    return made, said
+
+
+@pytest.fixture(scope="module")
+def everything():
+    return bench(choices=("random", "smooth"))[0].recorder.rows
+
+
+def test_rows_of_every_kind(everything):
+    found = [(row["row"], row["choices"], row["status"].partition(":")[0]) for row in everything if row["tokens"] == 80]
+    assert found == [
+        ("dense cudnn", "", "not available"),
+        ("dense flash", "", "ok"),
+        ("compression", "", "ok"),
+        ("end to end", "random", "ok"),
+        ("whole", "random", "ok"),
+        ("compressed", "", "ok"),
+        ("scoring", "", "ok"),
+        ("selected", "random", "ok"),
+        ("window", "", "ok"),
+        ("rest", "random", "ok"),
+        ("whole", "smooth", "ok"),
+        ("selected", "smooth", "ok"),
+        ("rest", "smooth", "ok"),
+        ("flex causal", "", "not available"),
+        ("flex window", "", "not available"),
+        ("fla parallel_nsa", "", "not available"),
+    ]
+
+
+def test_figures_fit_one_another(everything):
+    json.dumps(everything)
+    for row in everything:
+        if row["status"] != "ok" or row["row"] == "rest":
+            continue
+        assert 0 < row["forward_p20_ms"] <= row["forward_ms"] <= row["forward_p80_ms"]
+        assert row["forward_tflop_per_second"] == pytest.approx(row["forward_tflop"] / row["forward_ms"] * 1000)
+        if row["row"] != "scoring":
+            assert row["backward_ms"] == pytest.approx(row["forward_backward_ms"] - row["forward_ms"])
+            assert row["forward_backward_tflop"] > row["forward_tflop"]
+            assert row["forward_backward_gib"] > row["forward_gib"] > 0
+        assert row["backend"] == (None if row["row"].startswith("dense") else "reference")
+    at_80 = {(row["row"], row["choices"]): row for row in everything if row["tokens"] == 80}
+    whole, rest = at_80["whole", "random"], at_80["rest", "random"]
+    compression, everything = at_80["compression", ""], at_80["end to end", "random"]
+    assert everything["forward_gib"] == pytest.approx(whole["forward_gib"] + compression["forward_gib"])
+    parts = [at_80[key] for key in (("compressed", ""), ("scoring", ""), ("selected", "random"), ("window", ""))]
+    assert rest["forward_ms"] + sum(part["forward_ms"] for part in parts) == pytest.approx(whole["forward_ms"])
+    assert sum(part["forward_tflop"] for part in parts) == pytest.approx(whole["forward_tflop"])
+
+
+def test_forward_alone():
+    made, _ = bench(direction="forward", tokens=(48,), rows=("whole", "flash"))
+    assert [row["row"] for row in made.recorder.rows] == ["dense flash", "whole"]
+    assert all("forward_backward_ms" not in row and row["first_call_seconds"] > 0 for row in made.recorder.rows)
+
+
+def test_wrong_results_are_not_timed(monkeypatch):
+    def refuse(*args):
+        raise Refused("the gradient of q is off")
+
+    monkeypatch.setattr(attention, "check_parity", refuse)
+    made, said = bench(rows=("whole", "parts", "flash", "end_to_end", "compression"))
+    statuses = {row["row"]: row["status"] for row in made.recorder.rows}
+    refused = dict.fromkeys(("whole", "end to end", "compression"), "refused: the gradient of q is off")
+    assert statuses == {"dense flash": "ok", **refused}
+    assert made.recorder.exit_status == 1 and any("refused" in line for line in said)
+
+
+def test_a_gate_that_breaks_lets_nothing_through(monkeypatch):
+    def broken(*args):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(attention, "check_parity", broken)
+    made, _ = bench(rows=("whole", "parts"), choices=("random", "smooth"))
+    assert {row["status"] for row in made.recorder.rows} == {
+        "refused: the comparison with float64 failed: RuntimeError: no kernel"
+    }
+
+
+def test_one_failure_does_not_stop_the_rest(monkeypatch):
+    def broken(*args, **rules):
+        raise RuntimeError("launch failed")
+
+    monkeypatch.setattr(attention, "window_attention", broken)
+    made, _ = bench(tokens=(48,), rows=("whole", "parts"))
+    statuses = {row["row"]: row["status"] for row in made.recorder.rows}
+    assert statuses.pop("window") == "failed: RuntimeError: launch failed"
+    assert set(statuses.values()) == {"ok"} and "rest" not in statuses
+
+
+def test_past_the_limit_rows_are_listed():
+    made, _ = bench(seconds=1e-6, rows=("whole", "flash"))
+    assert len(made.recorder.rows) == 4
+    assert all(row["status"].startswith("not run") for row in made.recorder.rows)
+
+
+def test_named_shapes_are_the_default_and_bad_options_are_refused():
+    assert [shape.name for shape in AttentionOptions().all_shapes()] == ["A", "B", "C", "D"]
+    assert [shape.tokens for shape in AttentionOptions(shapes=("D",), tokens=(5,)).all_shapes()] == [2048, 5]
+    for changes in ({"batch": 0}, {"seconds": 0.0}, {"value_dim": -1}, {"call_seconds": 0.0}):
+        with pytest.raises(UserError, match=next(iter(changes)).replace("_", "-")):
+            AttentionOptions(**changes)
+
+
+FLAGS = [
+    "--tokens", "40", "72", "--heads", "4/2", "--head-dim", "16", "--dtype", "fp32", "--device", "cpu",
+    "--rows", "whole", "flash", "--call-seconds", "1e-4",
+    "--geometry.compression_block_size", "8", "--geometry.compression_stride", "4",
+    "--geometry.selection_block_size", "16", "--geometry.num_selected_blocks", "3",
+    "--geometry.num_initial_blocks", "1", "--geometry.num_local_blocks", "1", "--geometry.window_size", "16",
+]  # fmt: skip
+
+
+def test_a_run_from_flags_to_files(tmp_path, capsys):
+    assert attention.ATTENTION.main([*FLAGS, "--output", str(tmp_path), "--commit", "abc", "--name", "short"]) == 0
+    text = capsys.readouterr().out
+    for words in ("fwd+bwd ms", "dense flash", "times faster", "crossovers", "parity of"):
+        assert words in text
+    (path,) = tmp_path.glob("short_cpu_*.json")
+    content = json.loads(path.read_text())
+    assert content["commit"] == "abc"
+    assert content["command"].startswith("python benchmarks/attention.py --tokens 40 72")
+    assert [row["tokens"] for row in content["rows"]] == [40, 40, 72, 72]
+    assert content["times_faster"] and content["crossovers"]
+    assert path.with_suffix(".md").exists() and str(path) in text
+
+
+def test_what_failed_gives_status_1_and_bad_flags_status_2(tmp_path, capsys, monkeypatch):
+    assert attention.ATTENTION.main([*FLAGS, "--shapes", "E"]) == 2
+    assert 'attention.py: unknown shape "E"' in capsys.readouterr().err
+
+    def broken(*args, **rules):
+        raise RuntimeError("no kernel")
+
+    monkeypatch.setattr(attention, "nsa_attention", broken)
+    assert attention.ATTENTION.main([*FLAGS, "--output", str(tmp_path)]) == 1
+    assert "\nfailed: RuntimeError: no kernel\n" in capsys.readouterr().out

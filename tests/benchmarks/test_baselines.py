@@ -1,0 +1,69 @@
+"""Baselines compute plain attention where they are dense, and the right mask where they are not."""
+
+import importlib
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from lib import baselines
+from lib.baselines import dense_attention, fla_attention, flex_attention
+from lib.recorder import Unavailable
+from lib.shapes import AttentionShape, make_inputs
+from trifocal.ops import Geometry
+
+GEOMETRY = Geometry(8, 4, 16, 4, 1, 1, 16)
+
+
+@pytest.mark.parametrize("value_dim", [8, 16])
+def test_dense_attention_is_causal_attention(value_dim):
+    shape = AttentionShape("", 2, 150, 4, 2, 16, value_dim)
+    inputs = make_inputs(shape, GEOMETRY, torch.device("cpu"), torch.float32)
+    candidate = dense_attention("flash", inputs, shape)
+    o = candidate.attend(*candidate.leaves)
+    q, k, v = (x.transpose(1, 2) for x in candidate.leaves)
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(o, expected)
+    assert "keys" in candidate.note
+
+
+def test_padding_and_copying_change_nothing():
+    shape = AttentionShape("", 1, 40, 4, 2, 16, 8)
+    inputs = make_inputs(shape, GEOMETRY, torch.device("cpu"), torch.float32)
+    leaves = (inputs.q, inputs.k_slc, inputs.v_slc)
+    forms = [baselines._dense(SDPBackend.MATH, shared, padding) for shared in (True, False) for padding in (0, 8)]
+    outputs = [attend(*leaves) for attend in forms]
+    assert outputs[0].shape == (1, 40, 4, 8)
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0])
+
+
+@pytest.mark.parametrize("tokens, reach", [(512, 512), (512, 40), (512, 200), (700, 300), (100, 16)])
+def test_flex_mask_marks_the_blocks_that_pytorch_marks(tokens, reach):
+    flex = importlib.import_module("torch.nn.attention.flex_attention")
+
+    def visible(b, h, query, key):
+        return (query >= key) & (query - key < reach)
+
+    ours = baselines._block_mask(flex, tokens, reach, visible, torch.device("cpu"))
+    theirs = flex.create_block_mask(visible, None, None, tokens, tokens, device="cpu")
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    # Our full blocks must be full there; theirs may find more full ones at the end of the sequence.
+    full = [mask.full_kv_num_blocks.sum().item() for mask in (ours, theirs)]
+    assert full[0] <= full[1] and (tokens % 128 or full[0] == full[1])
+
+
+def test_what_cannot_run_here_says_why(monkeypatch):
+    shape = AttentionShape("", 1, 40, 4, 2, 16, 8)
+    inputs = make_inputs(shape, GEOMETRY, torch.device("cpu"), torch.float32)
+    with pytest.raises(Unavailable, match="CUDA"):
+        dense_attention("cudnn", inputs, shape)
+    with pytest.raises(Unavailable, match="CUDA"):
+        flex_attention("causal", inputs, shape, GEOMETRY)
+    with pytest.raises(Unavailable, match="fla-core"):
+        fla_attention(inputs, shape, GEOMETRY)
+    monkeypatch.setitem(baselines.DENSE, "flash", SDPBackend.EFFICIENT_ATTENTION)
+    with pytest.raises(Unavailable, match="refuses these inputs"):
+        dense_attention("flash", inputs, shape)

@@ -1,0 +1,205 @@
+"""`benchmarks/decoding.py` on a CPU."""
+
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from lib import decode_engine, decode_layer
+from lib.decode_engine import DecodeOptions, DecodingBench, mixed_requests, requests_of_every_batch
+from lib.plain_decoder import PlainDecoder
+from lib.recorder import Recorder
+from lib.shapes import DTYPES
+from tests.benchmarks.tiny import MODEL
+from tests.children import load_script
+from trifocal.errors import UserError
+from trifocal.generate import CachedModel, Engine
+from trifocal.models import DecoderLM
+
+decoding = load_script("benchmarks/decoding.py")
+bench_decode, speedups, step_times_ms = decoding.bench_decode, decoding.speedups, decoding.step_times_ms
+
+OPTIONS = DecodeOptions(
+    parts=("model", "prefill", "mix"), sizes=("2x5", "1x40"), new_tokens=3, prompt_tokens=(40,), prefill_chunk_size=16,
+    requests=5, mix_in=(2, 6), mix_out=(1, 4), max_sequences=2, repeats=1, row_seconds=1e-3,
+    model=MODEL, precision="fp32", device="cpu",
+)  # fmt: skip
+
+
+def recorder() -> Recorder:
+    return Recorder(600, lambda text: None, lambda: None)
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """All rows that need no process of their own."""
+    found, compared = recorder(), []
+    with pytest.MonkeyPatch.context() as patch:
+        # As long as all else together; has tests of its own.
+        patch.setattr(decode_engine, "check_model_parity", lambda *args: compared.append(args))
+        bench_decode(OPTIONS, found)
+    assert {row["status"] for row in found.rows} == {"ok"}, found.rows
+    assert [config.attention for config, *_ in compared] == ["nsa"]
+    return found.rows
+
+
+def test_a_tokens_time_of_every_model(rows):
+    model = [row for row in rows if row["part"] == "model"]
+    names = ("nsa", "dense", "dense plain")
+    assert [(row["attention"], row["sequences"], row["tokens"]) for row in model] == [
+        *((name, 2, 5) for name in names), *((name, 1, 40) for name in names),
+    ]  # fmt: skip
+    for row in model:
+        assert 0 < row["token_p20_ms"] <= row["token_ms"] <= row["token_p80_ms"]
+    assert [row["keys_per_step"] for row in model[3:]] == [MODEL.geometry.keys_read_per_step(40), 41, 41]
+    (small, large) = speedups(rows)
+    assert (large["sequences"], large["tokens"]) == (1, 40)
+    assert small["dense_plain_ratio"] == model[2]["token_ms"] / model[0]["token_ms"]
+
+
+def test_prefill_beside_the_training_forward(rows):
+    for row in (row for row in rows if row["part"] == "prefill"):
+        assert row["prefill_ratio"] == row["prefill_seconds"] / row["training_forward_seconds"] > 0
+        assert row["first_token_seconds"] > 0 and row["compiled"] is False and row["tokens"] == 40
+
+
+def test_the_mix_counts_its_tokens(rows):
+    requests = mixed_requests(DecodingBench(OPTIONS, recorder()))
+    assert all(2 <= len(request.prompt) <= 6 and 1 <= request.max_new_tokens <= 4 for request in requests)
+    sparse, dense = (row for row in rows if row["part"] == "mix")
+    for row in (sparse, dense):
+        assert row["tokens_in"] == sum(len(request.prompt) for request in requests)
+        assert row["tokens_out"] == sum(request.max_new_tokens for request in requests)
+        assert row["sequences"] == 2 and row["tokens_out_per_second"] == row["tokens_out"] / row["seconds"]
+
+
+def test_every_batch_size_is_recorded_before_the_mix(monkeypatch):
+    """The first step of a size compiles, the second is recorded."""
+    sizes = []
+    step = CachedModel.step
+    monkeypatch.setattr(CachedModel, "step", lambda model, *given: sizes.append(len(given[0])) or step(model, *given))
+    cached = CachedModel(DecoderLM(MODEL), max_sequences=5, max_length=40)
+    for _ in Engine(cached).run(requests_of_every_batch(5)):
+        pass
+    assert {size: sizes.count(size) >= 2 for size in (1, 2, 4, 5)} == dict.fromkeys((1, 2, 4, 5), True), sizes
+    assert set(sizes) == {1, 2, 4, 5}
+
+
+def test_all_sequences_take_part_in_a_timed_step(monkeypatch):
+    lengths = []
+    step = CachedModel.step
+    monkeypatch.setattr(
+        CachedModel, "step", lambda model, *given: lengths.append(given[1].lengths.tolist()) or step(model, *given)
+    )
+    cached = decoding.FilledModel(DecoderLM(MODEL), max_sequences=2, max_length=30, prefill_chunk_size=7)
+    assert len(step_times_ms(cached, 7, 3)) == 3
+    assert lengths == [[7 + number] * 2 for number in range(len(lengths))]
+    assert all(float(x.float().std()) > 0.5 for x in vars(cached.cache.layers[0]).values() if x is not None)
+
+
+def test_parts_have_tables_of_their_own(tmp_path, capsys):
+    flags = ["--parts", "layer", "model", "--sizes", "1x9", "--no-plain", "--layer-sizes", "1x20", "--row-seconds"]
+    sizes = ["--model.num_layers", "1", "--model.dim", "32", "--model.mlp_dim", "16", "--new-tokens", "2"]
+    words = [*flags, "1e-3", *sizes, "--device", "cpu", "--precision", "fp32", "--output", str(tmp_path)]
+    assert decoding.DECODING.main(words) == 0
+    text = capsys.readouterr().out
+    model, layer = (
+        re.search(rf"\n{part} +\n.*?\n( *attention .*?)\n", text, re.DOTALL)[1] for part in ("model", "layer")
+    )
+    assert "ms/token" in model and "floor ms" not in model
+    assert "floor ms" in layer and "ms/token" not in layer
+
+
+def test_the_plain_model_is_the_dense_one():
+    torch.manual_seed(0)
+    model = DecoderLM(replace(MODEL, attention="dense", value_dim=4))
+    tokens = torch.randint(32, (2, 9))
+    plain = PlainDecoder(model, 2, 9, torch.float32)
+    plain.logits(tokens.flip(0))
+    plain.logits(tokens)
+    # Its last token again, as a step takes it.
+    plain.tokens.copy_(tokens[:, -1])
+    expected = model(tokens)[:, -1]
+    torch.testing.assert_close(plain.logits(plain.tokens[:, None])[:, 0], expected, atol=1e-5, rtol=1e-5)
+    plain.step()
+    assert torch.equal(plain.tokens, expected.argmax(-1))
+
+
+def test_work_is_counted():
+    work = decoding.work_per_step(replace(MODEL, attention="dense"), 2, 40, DTYPES["fp32"])
+    # Sequences, layers, keys, groups, D + V, bytes.
+    assert work["cache_mib"] * 2**20 == 2 * 2 * 41 * 2 * 16 * 4
+    layer = 16 * 4 * 8 * 2 + 16 * 2 * 16 + 3 * 16 * 16 + 2 * 16
+    weights = 2 * layer + 16 + 16 * 32
+    assert work["weights_mib"] * 2**20 == weights * 4
+    assert work["gflop"] * 1e9 == 2 * (2 * weights + 2 * 2 * 4 * 16 * 41)
+
+
+def test_wrong_results_are_not_timed(monkeypatch):
+    attend = decode_layer.decode_attention
+
+    def wrong(*args, backend, **options):
+        return attend(*args, backend=backend, **options) + (0.1 if backend == "auto" else 0.0)
+
+    monkeypatch.setattr(decode_layer, "decode_attention", wrong)
+    found = recorder()
+    bench_decode(replace(OPTIONS, parts=("model", "layer"), sizes=("1x5",), layer_sizes=("1x20",)), found)
+    statuses = [row["status"].partition(":")[0] for row in found.rows]
+    assert statuses == ["refused", "ok", "ok", "refused", "ok"]
+
+
+def test_what_does_not_fit_is_a_row(monkeypatch):
+    def full(needed, device):
+        raise decode_layer.Unavailable("the caches take 9.0 GiB, and 1.0 GiB are free")
+
+    monkeypatch.setattr(decoding, "check_memory", full)
+    monkeypatch.setattr(decode_engine, "plan_cache", lambda *args, **rules: None)
+    found = recorder()
+    bench_decode(replace(OPTIONS, parts=("model", "mix"), sizes=("1x5",)), found)
+    assert [row["status"].partition(":")[0] for row in found.rows] == ["not available"] * 5
+    assert found.exit_status == 0
+
+
+def test_a_command_is_timed_to_its_first_new_text_and_its_end():
+    def timed(script: str) -> decode_engine.ShellTimes:
+        return decode_engine.time_command([sys.executable, "-c", f"import sys, time; {script}"], "ab")
+
+    write = "w = lambda x: print(x, end='', flush=True)"
+    times = timed(f"{write}; w('ab'); time.sleep(0.05); w('c'); time.sleep(0.05); w('d')")
+    assert 0.05 <= times.first_text <= times.end - 0.05
+    with pytest.raises(RuntimeError, match="exit status 3: no model"):
+        timed("print('no model', file=sys.stderr); exit(3)")
+    with pytest.raises(RuntimeError, match="no new text"):
+        timed("print('ab', end='')")
+
+
+def test_the_shell_part_runs_the_command(monkeypatch):
+    commands = []
+
+    def timed(command, prompt):
+        commands.append(command)
+        return decode_engine.ShellTimes(0.5, 1.0 + len(commands))
+
+    monkeypatch.setattr(decode_engine, "time_command", timed)
+    found = recorder()
+    bench_decode(replace(OPTIONS, parts=("shell",), run=Path("runs/some"), repeats=3), found)
+    (row,) = found.rows
+    # The first call, which fills caches, does not count.
+    assert (row["seconds"], row["slowest_seconds"], row["first_text_seconds"]) == (4.0, 5.0, 0.5)
+    assert len(commands) == 4 and commands[0][3:5] == ["generate", str(Path("runs/some"))]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"new_tokens": 0}, {"sizes": ("8",)}, {"layer_sizes": ("0x5",)}, {"prompt_tokens": (0,)}, {"mix_in": (3, 2)},
+        {"parts": ("shell",)}, {"seconds": 0.0},
+    ],
+)  # fmt: skip
+def test_bad_options_are_refused(changes):
+    name = next(iter(changes))
+    with pytest.raises(UserError, match="expected sequences x tokens" if "sizes" in name else name.replace("_", "-")):
+        DecodeOptions(**changes)

@@ -1,0 +1,33 @@
+"""A decoding layer's attention, timed on a CPU."""
+
+import pytest
+import torch
+
+from lib.decode_layer import LayerShape, bench_layers, read_bytes
+from lib.recorder import Recorder
+from tests.ops.cases import USUAL
+from trifocal.ops import Geometry
+
+SHAPE = LayerShape(2, 300, 4, 2, 8, 6)
+
+
+def rows():
+    recorder = Recorder(60, lambda text: None, lambda: None)
+    bench_layers(recorder, torch.device("cpu"), torch.float32, shapes=[SHAPE], geometry=USUAL, seconds=0.01)
+    return recorder.rows
+
+
+def test_both_attentions_are_rows():
+    nsa, dense = rows()
+    for row in (nsa, dense):
+        assert row["status"] == "ok" and row["layer_ms"] > 0 and row["sequences"] == 2 and row["tokens"] == 300
+        assert row["floor_ms"] * row["copy_tb_s"] * 1e9 == pytest.approx(row["gib"] * 2**30)
+    # Sequences, groups, keys, D + V, bytes: all tokens, or compressed, chosen and window ones.
+    assert dense["gib"] * 2**30 == 2 * 2 * 300 * 14 * 4
+    assert nsa["gib"] * 2**30 == 2 * 2 * (74 + (3 * 16 - 4) + 11) * 14 * 4
+
+
+def test_bytes_of_the_shapes_of_the_table():
+    """64/4 heads of 128 in bf16: half a KiB a key; 4,095 compressed, 1,024 chosen and 512 window keys at 65,536."""
+    assert read_bytes("nsa", LayerShape(1, 65536), Geometry(), 2) == 4 * 512 * (4095 + 1024 + 512)
+    assert read_bytes("dense", LayerShape(32, 65536), Geometry(), 2) == 32 * 4 * 512 * 65536

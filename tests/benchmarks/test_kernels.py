@@ -1,0 +1,87 @@
+"""The figures that `benchmarks/kernels.py` reads from a trace."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lib.kernel_trace import Kernel, busy_share, gap_table, kernel_table, short_name
+from lib.recorder import Recorder, Refused
+from lib.shapes import AttentionShape
+from tests.children import load_script
+from trifocal.ops import Geometry
+
+kernel_times = load_script("benchmarks/kernels.py")
+MS = 1_000_000
+
+
+def test_overlapping_kernels_count_once() -> None:
+    kernels = [Kernel("b", 6 * MS, 8 * MS), Kernel("a", 0, 4 * MS), Kernel("c", 1 * MS, 2 * MS)]
+    assert busy_share(kernels) == pytest.approx(6 / 8)
+    assert busy_share([]) == 0.0
+
+
+def test_table_adds_up_names_and_the_rest() -> None:
+    kernels = [Kernel("a", 0, 4 * MS), Kernel("a", 5 * MS, 7 * MS), Kernel("b", 7 * MS, 8 * MS), Kernel("c", 8, 9)]
+    first, rest = kernel_table(kernels, steps=2, rows=1)
+    assert first == {"kernel": "a", "launches": 1.0, "ms": 3.0, "us_a_launch": 3000.0}
+    assert rest["kernel"] == "2 others" and rest["ms"] == pytest.approx(0.5, rel=1e-5)
+    assert kernel_table(kernels[:2], steps=1, rows=5)[-1]["kernel"] == "a"
+
+
+def test_gaps_lie_between_what_ends_last_and_what_begins_next() -> None:
+    kernels = [
+        Kernel("long", 0, 5 * MS),
+        Kernel("inside", 1 * MS, 2 * MS),
+        Kernel("next", 7 * MS, 8 * MS),
+        Kernel("long", 8 * MS, 9 * MS),
+        Kernel("next", 10 * MS, 11 * MS),
+    ]
+    assert gap_table(kernels, steps=1, rows=9) == [
+        {"after": "long", "before": "next", "gaps": 2.0, "ms": 3.0, "longest_us": 2000.0}
+    ]
+    assert gap_table([], steps=1, rows=9) == []
+
+
+def test_names_lose_their_arguments() -> None:
+    assert short_name("void at::native::(anonymous namespace)::fill<int>(int*, long)") == "fill<int>"
+    assert short_name("triton_poi_fused_0") == "triton_poi_fused_0"
+
+
+def test_each_kernel_of_both_directions_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU, where the profiler sees nothing, made-up kernels stand for the GPU's."""
+    monkeypatch.setattr(kernel_times, "named_shapes", lambda _: [AttentionShape("tiny", 1, 96, 4, 2, 16, 16)])
+    monkeypatch.setattr(kernel_times.KernelsOptions, "torch_device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(kernel_times, "check_parity", lambda *_: 0.5)
+    make = kernel_times.make_inputs
+    monkeypatch.setattr(kernel_times, "make_inputs", lambda s, g, _, t: make(s, g, torch.device("cpu"), t))
+    ran = []
+
+    def record(work: Callable[[], None], _: object) -> list[Kernel]:
+        work()
+        ran.append(work)
+        return [Kernel("a", 0, 4 * MS), Kernel("b", 5 * MS, 6 * MS)]
+
+    monkeypatch.setattr(kernel_times, "record_kernels", record)
+    options = kernel_times.KernelsOptions(
+        shapes=("A",), geometry=Geometry(16, 8, 32, 2, 1, 1, 32), dtype="fp32", calls=2
+    )
+    recorder = Recorder(60.0, lambda _: None, lambda: None)
+    kernel_times.bench_kernels(options, recorder)
+    assert [(row["direction"], row["kernel"]) for row in recorder.rows] == [
+        ("forward", "a"), ("forward", "b"), ("backward", "a"), ("backward", "b"),
+    ]  # fmt: skip
+    assert recorder.rows[0]["ms"] == 2.0 and recorder.rows[0]["launches"] == 0.5 and len(ran) == 2
+
+
+def test_a_shape_with_wrong_results_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: object) -> float:
+        raise Refused("o errs by 3")
+
+    monkeypatch.setattr(kernel_times, "check_parity", wrong)
+    monkeypatch.setattr(kernel_times.KernelsOptions, "torch_device", SimpleNamespace(type="cuda"))
+    recorder = Recorder(60.0, lambda _: None, lambda: None)
+    kernel_times.bench_kernels(kernel_times.KernelsOptions(shapes=("B",)), recorder)
+    (row,) = recorder.rows
+    assert row["status"] == "refused: o errs by 3" and row["shape"] == "B"

@@ -1,0 +1,232 @@
+"""The script that trains models side by side: its trainings differ in the attention alone, and its tables add up."""
+
+import json
+import sys
+import time
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.children import load_script
+from trifocal.cli import main
+from trifocal.train import RunConfig, load_config
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load_script("benchmarks/quality.py")
+
+
+@pytest.mark.parametrize("part", ["production", "seeds", "long", "recall", "needle"])
+def test_trainings_of_a_part_differ_in_the_attention_alone(script: ModuleType, part: str, tmp_path: Path) -> None:
+    found = script.trainings(part, tmp_path, [], [], {})
+    assert len(found) == len(script.PARTS[part].seeds) * len(script.PARTS[part].variants)
+    # The weights of a training on short rows are not there.
+    alone = [replace(one, short=None) for one in found]
+    configs = [load_config(path, flags) for path, *flags in (one.arguments(resume=False) for one in alone)]
+    names = ("attention", "selection", "sliding_window", "selected_dropout", "shared_kv", "compressor")
+    own = {f"model.{name}" for name in names}
+    for one, config in zip(found, configs, strict=True):
+        first = next(other for other in found if other.seed == one.seed)
+        differ = {name for name in one.flags if one.flags[name] != first.flags.get(name)}
+        assert differ <= own and (one is first) == (not differ)
+        geometry = config.model.geometry
+        if one.variant == "window":
+            keys = geometry.window_size + geometry.num_selected_blocks * geometry.selection_block_size
+            assert (config.model.attention, config.model.sliding_window) == ("window", keys)
+            assert keys < config.train.sequence_length, "a window that sees all is no control"
+        assert (config.model.selected_dropout > 0) == one.variant.endswith("dropout")
+        assert config.model.shared_kv == one.variant.startswith("shared")
+        assert (config.model.compressor == "mlp") == (one.variant == "learned")
+        assert config.run.seed == config.data.seed == one.seed
+        assert config.train.steps == one.steps and config.checkpoint.interval_steps < config.train.steps
+
+
+def of_stage(training: Any) -> RunConfig:
+    path, *flags = training.arguments(resume=False)
+    return load_config(path, flags)
+
+
+@pytest.mark.parametrize("part", ["long", "needle"])
+def test_short_rows_train_the_same_model(script: ModuleType, part: str, tmp_path: Path) -> None:
+    for one in script.trainings(part, tmp_path, [], [], {}):
+        short, long = of_stage(one.short), of_stage(replace(one, short=None))
+        assert short.train.sequence_length < long.train.sequence_length
+        assert replace(short.model, selected_dropout=0.0) == replace(long.model, selected_dropout=0.0)
+        assert short.data.seed == long.data.seed
+
+
+def test_flags_win_over_the_part(script: ModuleType, tmp_path: Path) -> None:
+    extra = {"train.steps": "80", "data.source": "builtin"}
+    (one,) = script.trainings("long", tmp_path, [5], ["random"], extra)
+    config = of_stage(replace(one, short=None))
+    assert (config.train.steps, config.schedule.warmup_steps, config.run.seed) == (80, 4, 5)
+    assert config.data.source == "builtin" and config.model.selection == "random"
+
+
+def test_every_fourth_layer_of_a_hybrid_is_dense(script: ModuleType, tmp_path: Path) -> None:
+    (one,) = script.trainings("production", tmp_path, [], ["hybrid"], {})
+    (path, *flags) = one.arguments(resume=False)
+    assert load_config(path, flags).model.layer_types == ("nsa", "nsa", "nsa", "dense") * 3
+
+
+TINY = {
+    "model.num_layers": 1, "model.dim": 16, "model.num_heads": 2, "model.head_dim": 8, "model.value_dim": 8,
+    "model.mlp_dim": 16, "model.vocab_size": 32, "data.source": "recall:4", "train.sequence_length": 32,
+    "train.global_batch_size": 2, "train.micro_batch_size": 2, "train.steps": 2, "train.precision": "fp32",
+    "train.cuda_graphs": "false", "train.compile": "false", "run.device": "cpu", "evaluate.batches": 1,
+    "log.telemetry_interval_steps": 0, "checkpoint.interval_steps": 2, "evaluate.interval_steps": 2,
+}  # fmt: skip
+
+
+@pytest.fixture
+def commands(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of the script, which run in this process."""
+    commands: list[list[str]] = []
+
+    def run_here(pairs: Any, **settings: Any) -> list[int]:
+        commands.extend(arguments for arguments, _ in pairs)
+        for _, log in pairs:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+        return [main(arguments) for arguments, _ in pairs]
+
+    monkeypatch.setattr(script, "run_all", run_here)
+    return commands
+
+
+def test_a_part_trains_evaluates_and_writes_its_tables(
+    script: ModuleType, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = script.PARTS["recall"]
+    short = (("--only", "recall", "loss", "position", "--samples", "2", "--pairs", "2", "4"),)
+    monkeypatch.setitem(script.PARTS, "recall", replace(part, evaluate=short))
+    flags = [word for name, value in TINY.items() for word in (f"--{name}", str(value))]
+    arguments = ["quality.py", "--part", "recall", "--directory", str(tmp_path / "runs"), "--output", str(tmp_path)]
+    arguments += ["--variants", "dense", "window", "--seeds", "1", "2", "--gpus", "0"]
+    monkeypatch.setattr(sys, "argv", [*arguments, *flags])
+    assert script.main() == 0
+    (file,) = tmp_path.glob("quality_recall_*.json")
+    content = json.loads(file.read_text())
+    assert [(row["variant"], row["seed"], row["steps"]) for row in content["rows"]] == [
+        ("dense", 1, 2), ("window", 1, 2), ("dense", 2, 2), ("window", 2, 2),
+    ]  # fmt: skip
+    losses = {(row["variant"], row["seed"]): row["validation_loss"] for row in content["rows"]}
+    assert content["rows"][0]["tokens"] == 2 * 2 * 32 and len(content["rows"][0]["curve"]) == 1
+    means = {row["variant"]: row for row in content["means"]}
+    apart = [losses["window", seed] - losses["dense", seed] for seed in (1, 2)]
+    assert means["window"]["above_dense"] == pytest.approx(sum(apart) / 2)
+    assert means["window"]["standard_error_of_that"] == pytest.approx(abs(apart[0] - apart[1]) / 2)
+    assert means["dense"]["above_dense"] == 0
+    assert {(row["variant"], row["pairs"]) for row in content["recall"]} == {
+        (variant, pairs) for variant in ("dense", "window") for pairs in (2, 4)
+    }
+    assert [(row["variant"], row["seed"]) for row in content["loss_by_position"]] == list(losses)
+    assert {"0-63"} <= content["recall_by_distance"][0].keys()
+    assert "## Loss by position" in file.with_suffix(".md").read_text()
+
+    # All trainings are over: nothing is trained again.
+    commands.clear()
+    monkeypatch.setattr(sys, "argv", [*arguments, "--resume", *flags])
+    assert script.main() == 0
+    assert {command[0] for command in commands} == {"evaluate"}
+
+
+def test_needles_start_from_the_weights_of_short_haystacks(
+    script: ModuleType, commands: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = script.PARTS["needle"]
+    assert int(part.short["train.sequence_length"]) < int(part.flags["train.sequence_length"])
+    few = (("--only", "needle", "--lengths", "32", "--depths", "1", "--samples", "1"),)
+    monkeypatch.setitem(script.PARTS, "needle", replace(part, evaluate=few))
+    tiny = TINY | {"data.source": "needle:1"}
+    flags = [word for name, value in tiny.items() for word in (f"--{name}", str(value))]
+    arguments = ["quality.py", "--part", "needle", "--directory", str(tmp_path / "runs"), "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [*arguments, "--variants", "dense", "--gpus", "0", *flags])
+    assert script.main() == 0
+    assert [command[0] for command in commands] == ["train", "train", "evaluate"]
+    short, whole = tmp_path / "runs/needle/dense-1337-short", tmp_path / "runs/needle/dense-1337"
+    assert [str(short) in command for command in commands] == [True, True, False]
+    assert load_config(whole / "config.toml").model.from_ == str(short)
+    (row,) = json.loads(next(tmp_path.glob("quality_needle_*.json")).read_text())["rows"]
+    assert (row["variant"], row["steps"]) == ("dense", 2)
+
+    # A training on short rows that is not over: the other one does not begin.
+    commands.clear()
+    monkeypatch.setattr(script, "run_all", lambda pairs, **settings: [0] * len(pairs))
+    other = ["--directory", str(tmp_path / "other"), "--variants", "dense", "--gpus", "0"]
+    monkeypatch.setattr(sys, "argv", [*arguments[:3], *other, *flags])
+    assert script.main() == 0
+    assert not (tmp_path / "other").exists()
+
+
+def test_short_haystacks_are_learned_without_dropout(script: ModuleType, tmp_path: Path) -> None:
+    (one,) = script.trainings("needle", tmp_path, [1], ["shared-dropout"], {})
+    found = [of_stage(replace(one, short=None)), of_stage(one.short)]
+    assert [config.model.selected_dropout for config in found] == [0.2, 0.0]
+    assert all(config.model.shared_kv for config in found)
+    # 64 tokens have no room for eight.
+    assert [config.data.source for config in found] == ["needle:8", "needle:2"]
+
+
+def test_a_control_can_have_the_first_seed_alone(script: ModuleType, tmp_path: Path) -> None:
+    found = script.trainings("needle", tmp_path, [1, 2], ["shared-dropout", "dense"], {}, ["dense"])
+    assert [one.folder.name for one in found] == ["shared-dropout-1", "dense-1", "shared-dropout-2"]
+
+
+def test_tables_leave_out_trainings_with_fewer_steps(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = script.trainings("seeds", tmp_path, [1], ["sparse", "dense"], {})
+    for one, step in zip(found, (3, 2), strict=True):
+        one.folder.mkdir(parents=True)
+        rows = [{"kind": "train", "step": step}, {"kind": "evaluation", "step": 2, "validation_loss": 1.0}]
+        (one.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    position = {"task": "position", "length": 8, "first": 0, "end": 8, "loss": 1.0}
+
+    def read(training: Any, common: int, jobs: int) -> Any:
+        own = {"variant": training.variant, "seed": 1, "steps": training.done()}
+        return own | {"validation_loss": 1.0, "curve": []}, [own | position]
+
+    monkeypatch.setattr(script, "read_training", read)
+    options = Namespace(jobs=1, output=tmp_path, commit="abc")
+    result = json.loads(script.write_result("seeds", found, options, [0, 0]).with_suffix(".json").read_text())
+    assert [row["variant"] for row in result["rows"]] == ["sparse", "dense"]
+    assert [row["variant"] for row in result["loss_by_position"]] == ["sparse"]
+
+
+def test_a_run_that_has_begun_goes_on(script: ModuleType, tmp_path: Path) -> None:
+    (one,) = script.trainings("recall", tmp_path, [1], ["sparse"], {})
+    one.folder.mkdir(parents=True)
+    (one.folder / "config.toml").touch()
+    assert one.arguments(resume=True) == ["--resume", str(one.folder)]
+    assert one.arguments(resume=False)[0].endswith("m7c_125m.toml")
+
+
+def test_commands_run_beside_each_other_and_none_begins_too_late(script: ModuleType, tmp_path: Path) -> None:
+    logs = [tmp_path / f"{number}.log" for number in range(3)]
+    begin = time.monotonic()
+    commands = [(["--version"], log) for log in logs]
+    assert script.run_all(commands, gpus=0, jobs=3, deadline=begin + 60) == [0, 0, 0]
+    assert all("trifocal" in log.read_text() for log in logs)
+    assert script.run_all(commands, gpus=0, jobs=3, deadline=begin) == [-1, -1, -1]
+    assert script.run_all([(["nothing"], logs[0])], gpus=0, jobs=1, deadline=begin + 60) == [2]
+
+
+def test_needles_and_positions_become_columns(script: ModuleType) -> None:
+    rows = [
+        {"task": "needle", "variant": variant, "seed": seed, "steps": 7, "length": 64, "needles": 2, "depth": depth,
+         "accuracy": depth + seed}
+        for variant in ("sparse", "dense") for seed in (0, 1) for depth in (0.0, 0.5)
+    ]  # fmt: skip
+    rows.append({"task": "needle", "variant": "sparse", "length": 128, "status": "not run: no memory"})
+    table = script.pivot(rows, "needle", "accuracy", "depth")
+    assert table[0] == {"variant": "sparse", "length": 64, "needles": 2, "0%": 0.5, "50%": 1.0}
+    assert [row["variant"] for row in table] == ["sparse", "dense"]
+    apart = script.pivot(rows, "needle", "accuracy", "depth", seeds=True)
+    assert apart[1] == {"variant": "sparse", "seed": 1, "steps": 7, "length": 64, "needles": 2, "0%": 1.0, "50%": 1.5}
+    assert script.pivot(rows, "position", "loss", "first") == []
