@@ -116,7 +116,7 @@ class Trainer:
             while state.step < total and self._take_step():
                 pass
             if state.steps_here == 0:
-                self._commit_resume()
+                self._commit_start()
             self.saver.end()
             skipped = set().union(*self.processes.gather(setup.loader.bad_documents.skipped))
             finished = state.step >= total
@@ -181,7 +181,7 @@ class Trainer:
         first_here = self.state.steps_here == 1
         if first_here:
             self.guard.check_step()
-            self._commit_resume()
+            self._commit_start()
         if last or first_here:
             path = self.setup.directory / "backends.json"
             log.write_optional("choice of backends", lambda: write_backends(path))
@@ -218,12 +218,15 @@ class Trainer:
             with log.pause("sample"):
                 self.sample = evaluator.sample(step)
 
-    def _commit_resume(self) -> None:
-        """Save the configuration of a resumed run and set later checkpoints aside, when its first step has ended.
+    def _commit_start(self) -> None:
+        """Note that there is something to save, and commit a resume, when the first step has ended in all processes.
 
         Not before: a resume that fails leaves the run, its configuration and its checkpoints as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
+        with self.log.heartbeat.phase("wait"):
+            processes.raise_on_all(None)
+        self.signals.something_to_save = True
         if checkpoint is None:
             return
 
@@ -232,9 +235,6 @@ class Trainer:
             save_config(self.config, directory)
             set_aside_later_checkpoints(checkpoint)
 
-        with self.log.heartbeat.phase("wait"):
-            processes.raise_on_all(None)
-        self.signals.something_to_save = True
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)
         processes.mark_run_created()
