@@ -32,7 +32,7 @@ from trifocal.evaluation import (
 )
 from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
-from trifocal.paths import shell_path, user_path
+from trifocal.paths import read_small_file, shell_path, user_path
 from trifocal.runlog.whole_files import write_output
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.exporting import STEP_FILE
@@ -280,8 +280,8 @@ def _step_of(path: Path) -> int | None:
     if match := re.fullmatch(r"step_(\d+)", path.name):
         return int(match[1])
     try:
-        step = json.loads((path / STEP_FILE).read_text(encoding="utf-8"))["global_step"]
-    except (OSError, ValueError, KeyError, TypeError):
+        step = json.loads(read_small_file(path / STEP_FILE, 2**16))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) else None
 
