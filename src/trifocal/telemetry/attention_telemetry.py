@@ -4,16 +4,9 @@ Measured on the first sequence of a batch by a separate forward pass without gra
 compiled or not, is unchanged. The cost is the forward pass of one sequence, and full attention of some of its queries,
 every `log.telemetry_interval_steps` steps. The host waits for the device once, at the end.
 
-A row has `layer` and the figures of telemetry/statistics.py. Layers that choose no blocks have no rows, and layers
-without gates null for the figures of gates. The figures that compare with full attention are null if every query reads
-all its candidates. An alarm is an event when a state begins, and an `info` event with the suffix
-`_over` when it ends:
-
-| event | when |
-|---|---|
-| gate_closed | a branch's mean gate in a layer is below CLOSED_GATE: the branch adds nothing there |
-| gate_saturated | a branch's gate entropy in a layer is below SATURATED_ENTROPY: its gates are stuck at 0 or 1 |
-| choices_local | more than LOCAL_SHARE of the free choices lie inside the window: selection adds nothing |
+Layers that choose no blocks have no rows, and layers without gates null for the figures of gates. The figures that
+compare with full attention are null if every query reads all its candidates. An alarm is an event when a state begins,
+and an `info` event with the suffix `_over` when it ends; docs/diagnostics.md has fields and alarms.
 """
 
 import math
@@ -36,9 +29,11 @@ from trifocal.telemetry.maps import MOST_SCORES, LayerAttention, evenly_spaced
 from trifocal.telemetry.statistics import BRANCHES, attention_statistics
 
 CLOSED_GATE = 0.02
+"""Alarm: a branch with a mean gate below this in a layer adds nothing there."""
 SATURATED_ENTROPY = 0.02
+"""Alarm: a branch's gates with a mean entropy below this, in nats, are stuck at 0 or 1."""
 LOCAL_SHARE = 0.95
-
+"""Alarm: with a greater share of free choices inside the window, selection adds nothing."""
 
 Describe = Callable[[LayerAttention], dict[str, Tensor]]
 
