@@ -16,6 +16,7 @@ from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.proc import process_state
 from trifocal.runlog.stall_summary import stall_summary
+from trifocal.runlog.whole_files import write_whole
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.stop import StopSignals
 
@@ -155,10 +156,8 @@ class StepCoordinator:
             rank = self._processes.rank
             write_stacks(folder, rank)
             page = stall_summary(directory, folder, rank, f"stops: {sentence}", row, read_answers(folder))
-            partial = folder / f".summary_rank{rank}.partial"
-            partial.write_text(page, encoding="utf-8")
             # The last writer wins: all pages are about the same process.
-            partial.replace(folder / "summary.md")
+            write_whole(folder / "summary.md", page)
             # A lost process leaves no stacks: the others write down the place in the code where it was last seen.
             others = {f"rank{other}": note for other, note in peers.notes().items()}
             summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}

@@ -1,7 +1,7 @@
 """Loss on validation documents, and samples."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -84,6 +84,7 @@ def evaluate(
     device: torch.device,
     precision: str,
     processes: Processes | None = None,
+    on_batch: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
     """Mean loss over the valid targets of some batches.
 
@@ -98,6 +99,7 @@ def evaluate(
         device: Where the model is.
         precision: As in training.
         processes: This process among those of the run; all have the same batches.
+        on_batch: Called with the number of batches done by all.
     """
     processes = processes or Processes()
     targets, text_bytes = 0, 0
@@ -108,6 +110,7 @@ def evaluate(
         index = min(first + processes.rank, len(batches) - 1)
         with autocast(device, precision):
             losses[index] = batch_loss(model, batches[index], device, split_rows=split_rows).item()
+        on_batch(min(first + processes.size, len(batches)))
     for found in processes.gather(losses):
         losses.update(found)
     nats = 0.0
