@@ -71,8 +71,6 @@ def train_on(source: Path, run: Path, dense: Path, config: RunConfig, steps: int
         "run.directory": str(run),
         "train.steps": str(steps),
         "schedule.warmup_steps": str(max(1, steps // 10)),
-        "schedule.rewarmup_start": "0",
-        "schedule.rewarmup_steps": "0",
         # The peak of the dense run would undo the progress of its end.
         "optimizer.learning_rate": str(config.optimizer.learning_rate / 3),
         # Another order; which documents are held out does not depend on it.

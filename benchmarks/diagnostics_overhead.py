@@ -224,7 +224,7 @@ def measure(config: RunConfig, steps: int, order: Sequence[tuple[str, str, str]]
     loop.Trainer = make_trainer
     with RunLock() as lock:
         create_run_directory(config, lock, overwrite=True)
-        loop.run_training(setup, [], None, lock)
+        loop.run_training(setup, [], None)
     return made[0]
 
 

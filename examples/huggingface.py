@@ -34,7 +34,6 @@ from trifocal.hf import TrifocalForCausalLM
 model = AutoModelForCausalLM.from_pretrained("exported")
 assert isinstance(model, TrifocalForCausalLM)
 tokenizer = AutoTokenizer.from_pretrained("exported", padding_side="left")
-tokenizer.pad_token = tokenizer.eos_token
 batch = tokenizer(["import ", "def main("], return_tensors="pt", padding=True)
 tokens = model.generate(**batch, max_new_tokens=20, do_sample=True, top_p=0.95)
 texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)

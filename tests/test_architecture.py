@@ -125,42 +125,12 @@ def test_public_names_are_there_after_import_and_nothing_is_loaded_before():
     assert "nsa_attention" in "\n".join(text)
 
 
-def test_import_is_quick_and_takes_no_triton_no_compiler_and_no_cuda():
-    """Under 2 s of processor time beyond torch itself; the faster of two, as the first may meet a cold disk."""
+def test_import_takes_no_triton_and_no_cuda():
     code = (
-        f"import torch, time; begin = time.process_time(); import trifocal, {LIBRARY}, sys; trifocal.nsa_attention; "
-        "print(time.process_time() - begin); packages = {'.'.join(name.split('.')[:2]) for name in sys.modules}; "
-        "print(sorted(packages & {'triton', 'torch._dynamo', 'torch._inductor'}), torch.cuda.is_initialized())"
+        f"import torch, trifocal, {LIBRARY}, sys; trifocal.nsa_attention; "
+        "print('triton' in sys.modules, torch.cuda.is_initialized())"
     )
-    for _ in range(2):
-        seconds, loaded = python(code).splitlines()
-        assert loaded == "[] False"
-        if float(seconds) < 2.0:
-            break
-    assert float(seconds) < 2.0
-
-
-def test_a_model_is_made_and_continues_a_text_without_pytorchs_compiler():
-    """Its import takes longer than all the rest of a short command."""
-    code = (
-        "import sys, torch; from trifocal.models import DecoderLM\n"
-        "from trifocal.testing.small_models import small_config\n"
-        "with torch.device('meta'): DecoderLM(small_config())\n"
-        "DecoderLM(small_config()).generate(torch.arange(40)[None], 3); print('torch._dynamo' in sys.modules)"
-    )
-    assert python(code).strip() == "False"
-
-
-def test_weights_of_a_run_are_read_without_pytorchs_checkpoints(tmp_path):
-    """That package takes a second, as does the computer algebra that it and `to_empty` bring."""
-    python(f"from pathlib import Path; from tests.train.test_checkpoint import save; save(Path({str(tmp_path)!r}), 1)")
-    (path,) = (tmp_path / "checkpoints").iterdir()
-    code = (
-        "import sys; from pathlib import Path; from trifocal.train.pretrained import open_pretrained\n"
-        f"with open_pretrained(Path({str(path)!r})) as found: found.model()\n"
-        "print({'sympy', 'torch.distributed.checkpoint', 'torch._dynamo'} & set(sys.modules))"
-    )
-    assert python(code).strip() == "set()"
+    assert python(code) == "False False"
 
 
 def test_command_line_answers_without_torch():

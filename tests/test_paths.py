@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trifocal.errors import UserError
-from trifocal.paths import shell_path, user_path
+from trifocal.paths import read_small_file, shell_path, user_path
 
 
 def test_home_is_expanded_at_the_beginning_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,3 +38,17 @@ def test_what_no_path_can_be_is_refused(given: str, says: str) -> None:
 def test_a_path_in_a_command_is_one_argument_and_no_flag(path: str) -> None:
     (argument,) = shlex.split(shell_path(path))
     assert Path(argument) == Path(path) and not argument.startswith("-")
+
+
+def test_a_small_file_is_read_whole_and_anything_else_refused(tmp_path: Path) -> None:
+    path, pipe = tmp_path / "a.json", tmp_path / "pipe"
+    path.write_bytes(b"12345678")
+    assert read_small_file(path, 8) == read_small_file(str(path), 100) == b"12345678"
+    with pytest.raises(UserError, match=r"a\.json is too large: expected at most 7 bytes$"):
+        read_small_file(path, 7)
+    os.mkfifo(pipe)
+    for other in (pipe, tmp_path, Path("/dev/zero")):
+        with pytest.raises(UserError, match=f"^{other} is no regular file$"):
+            read_small_file(other, 8)
+    with pytest.raises(FileNotFoundError):
+        read_small_file(tmp_path / "missing", 8)

@@ -180,6 +180,7 @@ def telemetry_fields(done: float, layer: int, layers: int) -> dict[str, Any]:
         "free_local_share": 0.1,
         "neighbour_overlap": 0.7 + 0.1 * depth,
         "selected_block_entropy": 2.0,
+        "selected_count_shares": [0.0, 0.05, 0.1, 0.1, 0.75],
         "fewer_than_n_share": 0.25,
     }
 

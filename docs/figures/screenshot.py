@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.report.browser import Browser, find  # noqa: E402
-
 from trifocal.report import write_report  # noqa: E402
 
 WIDTH = 1080

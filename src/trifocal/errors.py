@@ -3,6 +3,12 @@
 import difflib
 from collections.abc import Iterable
 
+_NEAR = 0.6
+"""Likeness from which on a name is proposed in place of another."""
+_LONGEST = 80
+_FEW = 12
+"""So many valid names are listed where none is near."""
+
 
 class UserError(ValueError):
     """Bad input from a command line, a config or a file.
@@ -21,7 +27,14 @@ def unknown(what: str, name: str, valid: Iterable[str], source: str = "") -> Use
         valid: The valid names; at least one.
         source: Begins the message: the place of the name.
     """
-    return UserError(f'{source}unknown {what} "{name}"; the nearest valid one is "{nearest(name, valid)}"')
+    names = list(valid)
+    name = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}…"
+    best = nearest(name, names)
+    if _likeness(name, best) >= _NEAR:
+        hint = f'the nearest valid one is "{best}"'
+    else:
+        hint = f"valid are {', '.join(names)}" if len(names) <= _FEW else "no valid one is near"
+    return UserError(f'{source}unknown {what} "{name}"; {hint}')
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -34,12 +47,14 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     names = sorted(valid)
     leaf = name.rpartition(".")[2]
     same_leaf = [candidate for candidate in names if candidate.rpartition(".")[2] == leaf]
-
     # Among equally similar names the last wins: "steps" may mean train.steps or trace.steps.
-    def likeness(candidate: str) -> tuple[float, str]:
-        return difflib.SequenceMatcher(None, candidate.lower(), name.lower()).ratio(), candidate
+    return max(same_leaf or names, key=lambda candidate: (_likeness(name, candidate), candidate))
 
-    return max(same_leaf or names, key=likeness)
+
+def _likeness(name: str, candidate: str) -> float:
+    """How alike two dotted names are, or their last parts, from 0 to 1."""
+    pairs = ((name, candidate), (name.rpartition(".")[2].lstrip("-"), candidate.rpartition(".")[2].lstrip("-")))
+    return max(difflib.SequenceMatcher(None, b.lower(), a.lower()).ratio() for a, b in pairs)
 
 
 def one_line(error: object, most: int = 300) -> str:

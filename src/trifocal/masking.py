@@ -1,4 +1,4 @@
-"""Masks keys, tokens and passwords in a run's files, in messages and in reports."""
+"""Masks keys, tokens and passwords in the environment and the command line that a run writes down."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -12,20 +12,15 @@ _USER_IN_URL = re.compile(r"(?<=://)[^\s/\"']+@")
 _SECRET_IN_QUERY = re.compile(rf"([?&][^=&#\s]*{_SECRET}[^=&#\s]*=)[^&#\s\"']+", re.IGNORECASE)
 
 
-def mask_text(text: str) -> str:
+def _mask_urls(text: str) -> str:
     """A text, with users, passwords and secret query parameters of its URLs masked."""
     return _SECRET_IN_QUERY.sub(rf"\1{MASK}", _USER_IN_URL.sub(f"{MASK}@", text))
-
-
-def is_masked(url: str) -> bool:
-    """Whether `mask_text` has masked a part of a URL."""
-    return f"://{MASK}@" in url or f"={MASK}" in url
 
 
 def mask_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Environment variables; values are masked if the name has KEY, TOKEN, SECRET, PASSWORD or the like in it."""
     return {
-        name: MASK if value and _SECRET_NAME.search(name) else mask_text(value) for name, value in variables.items()
+        name: MASK if value and _SECRET_NAME.search(name) else _mask_urls(value) for name, value in variables.items()
     }
 
 
@@ -36,6 +31,6 @@ def mask_arguments(arguments: Iterable[str]) -> list[str]:
         flag, equals, _ = argument.partition("=")
         if equals and _SECRET_FLAG.fullmatch(flag):
             argument = f"{flag}={MASK}"
-        shown.append(MASK if secret and not argument.startswith("-") else mask_text(argument))
+        shown.append(MASK if secret and not argument.startswith("-") else _mask_urls(argument))
         secret = not equals and _SECRET_FLAG.fullmatch(flag) is not None
     return shown

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import stat
 from pathlib import Path
 
 from trifocal.errors import UserError
@@ -50,3 +51,27 @@ def shell_path(path: str | os.PathLike[str]) -> str:
     """A path as an argument of a command: quoted for a shell, and never taken for a flag."""
     text = os.fspath(path)
     return shlex.quote(f"./{text}" if text.startswith("-") else text)
+
+
+def read_small_file(path: str | os.PathLike[str], limit_bytes: int) -> bytes:
+    """The whole content of a regular file that must be small, such as a config or a vocabulary.
+
+    A named pipe or a device is refused without waiting for it, and a file of any size costs at most `limit_bytes` of
+    memory.
+
+    Args:
+        path: The file; a link is followed.
+        limit_bytes: Largest size.
+
+    Raises:
+        UserError: If it is no regular file, or larger than the limit.
+        OSError: If it cannot be opened or read.
+    """
+    file = Path(path)
+    if not stat.S_ISREG(file.stat().st_mode):
+        raise UserError(f"{file} is no regular file")
+    with file.open("rb") as opened:
+        content = opened.read(limit_bytes + 1)
+    if len(content) > limit_bytes:
+        raise UserError(f"{file} is too large: expected at most {limit_bytes:,} bytes")
+    return content

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+
 from tests.children import load_script
 
 pytest.importorskip("pyarrow")

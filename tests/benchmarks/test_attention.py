@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from tests.children import load_script
 
 from lib.recorder import Recorder, Refused
+from tests.children import load_script
 from trifocal.errors import UserError
 from trifocal.ops import Geometry
 

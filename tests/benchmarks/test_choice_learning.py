@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from tests.children import ROOT
 
 

@@ -5,9 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.children import load_script
 from tests.train.tiny import write_config
-
 from trifocal.cli import main
 from trifocal.train.run_directory import load_run
 

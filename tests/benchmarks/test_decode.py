@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.benchmarks.tiny import MODEL
-from tests.children import load_script
 
 from lib import decode_engine, decode_layer
 from lib.decode_engine import DecodeOptions, DecodingBench, mixed_requests, requests_of_every_batch
 from lib.plain_decoder import PlainDecoder
 from lib.recorder import Recorder
 from lib.shapes import DTYPES
+from tests.benchmarks.tiny import MODEL
+from tests.children import load_script
 from trifocal.errors import UserError
 from trifocal.generate import CachedModel, Engine
 from trifocal.models import DecoderLM

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from tests.ops.cases import USUAL
 
 from lib.decode_layer import LayerShape, bench_layers, read_bytes
 from lib.recorder import Recorder
+from tests.ops.cases import USUAL
 from trifocal.ops import Geometry
 
 SHAPE = LayerShape(2, 300, 4, 2, 8, 6)

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
 from tests.children import ROOT, environment, load_script
 
 SCRIPT = ROOT / "benchmarks" / "diagnostics_overhead.py"

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.children import load_script
 
 from lib.kernel_trace import Kernel, busy_share, gap_table, kernel_table, short_name
 from lib.recorder import Recorder, Refused
 from lib.shapes import AttentionShape
+from tests.children import load_script
 from trifocal.ops import Geometry
 
 kernel_times = load_script("benchmarks/kernels.py")

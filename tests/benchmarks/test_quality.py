@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from tests.children import load_script
 
+from tests.children import load_script
 from trifocal.cli import main
 from trifocal.train import RunConfig, load_config
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+
 from tests.children import load_script
 from tests.train.tiny import make_config
-
 from trifocal.train import train
 
 scale = load_script("benchmarks/scale.py")

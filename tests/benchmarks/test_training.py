@@ -6,13 +6,13 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
-from tests.benchmarks.tiny import MODEL
-from tests.children import load_script
-from tests.train.test_graphs import Repeater
 
 from lib import training_worker as train_worker
 from lib.recorder import Recorder, Refused
 from lib.training_worker import TrainBench
+from tests.benchmarks.tiny import MODEL
+from tests.children import load_script
+from tests.train.test_graphs import Repeater
 from trifocal.errors import UserError
 from trifocal.train import graphs
 

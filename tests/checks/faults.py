@@ -47,48 +47,6 @@ def leaking_window(q, k, v, window_size):
     return masked_attention(q, k, v, (distance >= -1) & (distance < window_size))
 
 
-def narrow_window(q, k, v, window_size):
-    """Off by one: `w - 1` keys with the query's own."""
-    return window_attention(q, k, v, max(1, window_size - 1))
-
-
-def top_left_window(q, k, v, window_size):
-    """The mask is aligned to the first key instead of the last, as `is_causal=True` does."""
-    distance = torch.arange(q.shape[1])[:, None] - torch.arange(k.shape[1])
-    return masked_attention(q, k, v, (distance >= 0) & (distance < window_size))
-
-
-def ignoring_documents(*inputs, cu_seqlens=None, **rules):
-    """Packed documents that see one another: right for everything else."""
-    if cu_seqlens is None:
-        return nsa_attention(*inputs, **rules)
-    q, *_, k_win, v_win, gates, geometry = inputs
-    o = nsa_attention(*inputs, cu_seqlens=cu_seqlens, **rules)
-    leak = window_attention(q, k_win, v_win, geometry.window_size)
-    exact = window_attention(q, k_win, v_win, geometry.window_size, cu_seqlens=cu_seqlens)
-    return o + gates[..., 2:] * (leak - exact)
-
-
-def softmax_over_future_blocks(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates, geometry, **rules):
-    """The compressed branch sees every block, complete or not."""
-    shut = torch.cat((torch.zeros_like(gates[..., :1]), gates[..., 1:]), -1)
-    rest = nsa_attention(q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, shut, geometry, **rules)
-    if not k_cmp.shape[1]:
-        return rest
-    everything = torch.ones(q.shape[1], k_cmp.shape[1], dtype=torch.bool)
-    return rest + gates[..., :1] * masked_attention(q, k_cmp, v_cmp, everything)
-
-
-def unscaled_importance(q, k_cmp, v_cmp, *rest, cu_seqlens=None, selected_blocks=None, **rules):
-    """Blocks are chosen by scores without their scale."""
-    geometry = rest[-1]
-    num_keys = rest[0].shape[1]
-    if selected_blocks is None:
-        _, lse = compressed_attention(q, k_cmp, v_cmp, geometry, num_keys=num_keys, scale=1.0, cu_seqlens=cu_seqlens)
-        selected_blocks = select_blocks(q, k_cmp, lse, geometry, num_keys=num_keys, scale=1.0, cu_seqlens=cu_seqlens)
-    return nsa_attention(q, k_cmp, v_cmp, *rest, cu_seqlens=cu_seqlens, selected_blocks=selected_blocks, **rules)
-
-
 class LostGradient(torch.autograd.Function):
     """Passes values on and halves the gradient of one tensor."""
 

@@ -1,9 +1,8 @@
 """Faults for the processes that the checks start; each function puts one in, in every process or in one."""
 
-import torch
 from torch.utils.checkpoint import checkpoint
 
-from trifocal.distributed import Parallel, gradient_watch
+from trifocal.distributed import Parallel
 from trifocal.models import DecoderLM
 from trifocal.nn import Block
 
@@ -23,22 +22,6 @@ def late_bound_checkpointing(rank: int) -> None:
     DecoderLM._last_residual = last_residual
 
 
-def no_exchange(rank: int) -> None:
-    """Gradients are never exchanged: each process goes its own way."""
-    healthy = Parallel.micro_batch
-    Parallel.micro_batch = lambda self, *, last: healthy(self, last=False)
-
-
-def not_averaged(rank: int) -> None:
-    """The sum over processes where the mean was promised."""
-
-    def look_and_sum(watch, bucket):
-        work = torch.distributed.all_reduce(bucket.buffer(), async_op=True)
-        return work.get_future().then(lambda future: future.value()[0])
-
-    gradient_watch._check_and_average = look_and_sum
-
-
 def last_micro_batch_alone(rank: int) -> None:
     """Under sharding, the gradients of the earlier micro-batches are lost."""
     healthy = Parallel.micro_batch
@@ -54,21 +37,6 @@ def last_micro_batch_alone(rank: int) -> None:
         return healthy(self, last=last)
 
     Parallel.micro_batch = micro_batch
-
-
-def own_learning_rate(rank: int) -> None:
-    """One process takes larger steps."""
-    from trifocal.checks import process_worker
-
-    healthy = process_worker.make_optimizer
-
-    def make_optimizer(model, section):
-        optimizer = healthy(model, section)
-        for group in optimizer.param_groups:
-            group["lr"] *= 1 + rank
-        return optimizer
-
-    process_worker.make_optimizer = make_optimizer
 
 
 def death(rank: int) -> None:

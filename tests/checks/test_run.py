@@ -1,13 +1,16 @@
 """The runner, the report and the command around the checks."""
 
-import ast
 import json
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from rich.console import Console
 
+from tests.children import environment
 from trifocal import checks
 from trifocal.checks import registry, runner
 from trifocal.cli import main
@@ -90,19 +93,6 @@ def test_random_generators_are_left_as_they_were():
     assert torch.equal(torch.rand(3), expected)
 
 
-@pytest.mark.usefixtures("four_checks")
-def test_table_fits_a_terminal():
-    console = Console(width=80, record=True, file=open("/dev/null", "w"))  # noqa: SIM115, PTH123
-    report = checks.run(device="cpu")
-    console.print(report.table())
-    console.file.close()
-    lines = console.export_text().splitlines()
-    rows = {line.split()[0]: line.split()[1:] for line in lines if line.split()}
-    assert rows["passing"] == ["1,8", "0.5", "≤", "1", "s", "passed"]
-    assert rows["failing"] == ["1,8", "2", "≤", "1", "s", "FAILED"]
-    assert rows["raising"] == ["1,8", "FAILED"]
-
-
 def test_the_real_table_fits_a_terminal():
     """The longest names, units and figures, in 80 columns without a cut."""
     results = tuple(
@@ -169,19 +159,18 @@ def test_command_with_bad_arguments(arguments, message, capsys):
     assert error.count("\n") == 1
 
 
-def test_every_check_has_a_name_a_failure_and_a_test_that_breaks_it():
-    """Each function of the registry is called with a fault, or on a patched part, in a test named `..._find(s)...`."""
-    names = [c.name for c in checks.CHECKS]
-    assert len(set(names)) == len(names) >= 19
-    assert set().union(*(c.guards for c in checks.CHECKS)) == set(range(1, 16))
-    broken = set()
-    for path in Path(__file__).parent.glob("test_*.py"):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and ("_find" in node.name):
-                source = ast.unparse(node)
-                broken |= {c.name for c in checks.CHECKS if f".{c.measure.__name__}(" in source}
-                # Tests that take their check from a tuple of them.
-                tuples = {"FULL_COVERAGE": "full-coverage", "ORACLES": "oracle"}
-                starts = tuple(start for name, start in tuples.items() if f"'check', {name})" in ast.unparse(node))
-                broken |= {c.name for c in checks.CHECKS if starts and c.name.startswith(starts)}
-    assert broken == set(names)
+@pytest.mark.parametrize("name", ["ddp-gradients", "random-token-floor"])
+def test_sigterm_leaves_neither_workers_nor_folders(name, tmp_path):
+    """Also while a check trains: the trainer takes signals for itself."""
+    command = [sys.executable, "-m", "trifocal", "check", "--device", "cpu", "--only", name]
+    process = subprocess.Popen(command, env={**environment(), "TMPDIR": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 60
+    # The run has begun, or the workers have.
+    while not [*tmp_path.glob("trifocal-check-*/error1"), *tmp_path.glob("trifocal-check-*/run/metrics.jsonl")]:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.05)
+    workers = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.terminate()
+    assert process.wait(30) in (130, 143)
+    assert not list(tmp_path.glob("trifocal-check-*"))
+    assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]

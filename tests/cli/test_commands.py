@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests import warm
 from tests.children import environment
 from tests.train.tiny import TOML, before_step, write_config, write_documents
 from tests.written_runs import wait_for
-
 from trifocal._version import __version__
 from trifocal.cli import COMMANDS, main
 from trifocal.runlog import read_metrics
@@ -119,8 +119,8 @@ def test_generate_continues_the_prompt(run: Path, capsys: Capture) -> None:
 
 
 BAD_TRAIN = [
-    ([], "takes one CONFIG.toml, got none"),
-    (["a.toml", "b.toml"], "takes one CONFIG.toml, got a.toml b.toml"),
+    ([], "expected one TOML file or preset, got none"),
+    (["a.toml", "b.toml"], "expected one TOML file or preset, got a.toml b.toml"),
     (["absent.toml"], "config file absent.toml does not exist"),
     (["CONFIG", "--train.stepz", "5"], 'unknown flag "--train.stepz"; the nearest valid one is "--train.steps"'),
     (["CONFIG", "--resum", "x"], 'unknown flag "--resum"; the nearest valid one is "--resume"'),
@@ -139,6 +139,11 @@ BAD_TRAIN = [
     (["CONFIG", "--run.directory", "a" * 300], "File name too long"),
     (["CONFIG", "--data.tokenizer", "bites"], "unknown tokenizer 'bites'; the nearest is bytes"),
     (["CONFIG", "--data.source", "text:/nowhere"], "/nowhere"),
+    (["CONFIG", "--data.source", "./book.txt"], "for this path write text:./book.txt"),
+    (
+        ["--resume", "RUN", "--data.validation_fraction", "0.2"],
+        "text: data.validation_fraction 0.3 -> 0.2; resume with the saved values",
+    ),
     (["CONFIG", "--data.source", "text:EMPTY"], "no .txt or .md file"),
     (["CONFIG", "--data.source", "text:BLANK"], "BLANK"),
     (["CONFIG", "--data.source", "text:LATIN"], "UTF-8"),

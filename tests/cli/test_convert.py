@@ -1,17 +1,23 @@
 """`trifocal convert` and `trifocal train --model.from`, as a person types them."""
 
+import errno
 import json
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
 from tests.cli.test_commands import Capture, refused
 from tests.data.test_tokenizers import tokenizer_file
 from tests.train.tiny import write_config, write_documents
-
 from trifocal.cli import main
+from trifocal.data import make_tokenizer
 from trifocal.models import load_model, save_weights
+from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.run_directory import load_run
 
 __all__ = ["tokenizer_file"]
@@ -67,11 +73,13 @@ def test_a_dense_run_of_ours_becomes_sparse(
     monkeypatch.chdir(out)
     assert main(["convert", str(dense_run / part), "." if part else str(out), "--to", "nsa", *SMALL]) == 0
     assert not (out / ".model.partial").exists()
-    # As `trifocal export` writes them.
+    # `trifocal export` writes the same.
     config, generation = (json.loads((out / f"{name}.json").read_text()) for name in ("config", "generation_config"))
     assert config["eos_token_id"] == 256
     assert config["max_position_embeddings"] == load_run(dense_run).train.sequence_length
     assert generation == {"eos_token_id": 256, "pad_token_id": 256}
+    tokenizer = json.loads((out / "tokenizer_config.json").read_text())
+    assert tokenizer["pad_token"] == tokenizer["eos_token"]
     before, after = load_model(dense_run), load_model(out)
     assert after.config.attention_of_layers == ("nsa", "nsa")
     assert torch.equal(after.blocks[0].mlp.up_proj.weight, before.blocks[0].mlp.up_proj.weight)
@@ -80,9 +88,7 @@ def test_a_dense_run_of_ours_becomes_sparse(
     assert "'nsa' already" in refused(capsys, "convert", str(out), str(tmp_path / "twice"), "--to", "selected")
 
 
-def test_bad_input_is_one_line_and_leaves_nothing(
-    dense_run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_input_is_one_line_and_leaves_nothing(dense_run: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
@@ -107,12 +113,87 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert "full exists already" in refused(capsys, "export", str(dense_run), str(tmp_path / "full"))
     assert "dangling: File exists" in refused(capsys, "export", str(dense_run), str(tmp_path / "dangling"))
 
-    def interrupted(*arguments: Any, **options: Any) -> None:
+
+def test_what_others_write_stays_and_two_never_share_a_folder(
+    dense_run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, note = tmp_path / "out", tmp_path / "out" / "note.txt"
+    commands = [["convert", str(dense_run), str(out), "--to", "nsa"], ["export", str(dense_run), str(out)]]
+    during: list[Callable[[], None]] = []
+
+    def meanwhile(*arguments: Any, **options: Any) -> None:
         save_weights(*arguments, **options)
-        raise KeyboardInterrupt
+        if during:
+            during.pop()()
 
     for module in ("cli.convert", "train.exporting"):
-        monkeypatch.setattr(f"trifocal.{module}.save_weights", interrupted)
-    assert main(["convert", str(dense_run), out, "--to", "nsa"]) == 130
-    assert main(["export", str(dense_run), out]) == 130
-    assert sorted(tmp_path.rglob("*")) == before
+        monkeypatch.setattr(f"trifocal.{module}.save_weights", meanwhile)
+
+    def write_config() -> None:
+        (out / "config.json").write_text("mine")
+
+    def interrupt() -> None:
+        note.write_text("mine")
+        raise KeyboardInterrupt
+
+    def second() -> None:
+        assert "another process is writing" in refused(capsys, *commands[1])
+
+    for command in commands:
+        during.append(interrupt)
+        assert main(command) == 130
+        assert [path.name for path in out.iterdir()] == ["note.txt"] and note.read_text() == "mine"
+        note.unlink()
+        during.append(write_config)
+        assert "somebody wrote" in refused(capsys, *command)
+        assert [path.name for path in out.iterdir()] == ["config.json"]
+        (out / "config.json").unlink()
+        during.append(second)
+        assert main(command) == 0
+        assert load_model(out) and not list(out.glob(".*"))
+        shutil.rmtree(out)
+
+    for number in (errno.EIO, errno.ESTALE, errno.EXDEV, errno.EBUSY, errno.EMFILE, errno.ENOSPC):
+
+        def fail(path: Path, target: Path, number: int = number) -> None:
+            raise OSError(number, os.strerror(number), str(path), None, str(target))
+
+        for command in commands:
+            with monkeypatch.context() as patch:
+                patch.setattr(Path, "replace", fail)
+                assert f"config.json: {os.strerror(number)}; {out} was not written" in refused(capsys, *command)
+            assert not out.exists()
+
+
+def test_weights_and_tokenizers_are_checked_before_anything_is_written(tmp_path: Path, capsys: Capture) -> None:
+    model = make_model(small_config(attention="dense"), torch.device("cpu"))
+    source, out = tmp_path / "source", tmp_path / "out"
+    save_weights(model, source)
+    make_tokenizer("bytes").save(source)
+    command = ["convert", str(source), str(out), "--to", "selected"]
+    assert main(command) == 0
+    assert "the tokenizer has ids up to 256, the model 64 tokens; name one" in capsys.readouterr().out
+    shutil.rmtree(out)
+    for file, content in (
+        ("tokenizer", '{"model": {"type": "WordLevel", "vocab": {"<eos>": 4000000000}, "unk_token": "<eos>"}}'),
+        ("tokenizer.json", "[" * 100_000),
+        ("config.json", '{"a":' * 100_000),
+    ):
+        path = source / f"{file.removesuffix('.json')}.json"
+        before = path.read_bytes()
+        path.write_text(content)
+        assert file in refused(capsys, *command) and not out.exists()
+        path.write_bytes(before)
+    for place in ("/dev/zero", "fifo"):
+        (source / "config.json").unlink()
+        if place == "fifo":
+            os.mkfifo(source / "config.json")
+        else:
+            (source / "config.json").symlink_to(place)
+        assert "config.json" in refused(capsys, *command)
+    (source / "config.json").unlink()
+    with torch.no_grad():
+        model.blocks[1].mlp.up_proj.weight[3, 4] = torch.nan
+    save_weights(model, source)
+    assert "model.blocks.1.mlp.up_proj.weight has values that are NaN or infinite" in refused(capsys, *command)
+    assert not out.exists()

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+
 from tests.cli.test_commands import Capture, refused, run
 from tests.train.tiny import make_config
-
 from trifocal.cli import main
 from trifocal.evaluation import measure
 from trifocal.runlog import read_metrics

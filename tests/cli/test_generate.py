@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.children import environment
 from tests.cli.test_commands import Capture, refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
-
 from trifocal.cli import main
 from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer
@@ -178,6 +178,7 @@ def test_a_terminal_gets_no_control_characters(run: Path) -> None:
     os.close(parent)
     assert done.returncode == 0 and shown.startswith(b"a[2Jb") and b"\x1b" not in shown
     assert printable("tab\tand\nline") == "tab\tand\nline"
+    assert printable("turned \u061c\u200e\u202e\u2066") == "turned "
 
 
 def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -1,21 +1,20 @@
 """`trifocal generate --prompts`: the order of the prompts, going on after an interruption, and bad files."""
 
 import json
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
 from tests.cli.test_commands import Capture, refused, run
 from tests.cli.test_generate import generated
-
 from trifocal.cli import generate_file as command
 from trifocal.cli import main
 from trifocal.errors import UserError
 from trifocal.generate import CachedModel, Completion, Request
-from trifocal.generate.prompt_file import OrderedWriter, count_finished, read_prompts, settings_file
+from trifocal.generate.prompt_file import OrderedWriter, count_written, open_output, read_prompts
 
 __all__ = ["run"]
 PROMPTS = ["the dog", "☃ jumps over\n", "x", "seven lazy wizards jump", "quick"]
@@ -51,7 +50,8 @@ def test_lines_come_in_the_order_of_the_prompts(run: Path, prompts: Path, tmp_pa
         assert alone == line["prompt"] + line["text"] + "\n"
     # Everything is there: nothing is loaded and nothing changes.
     before = output.read_bytes()
-    assert main(arguments) == 0
+    assert main([*arguments, "--append"]) == 0
+    assert "exists; add --append to go on with it, or choose another --output" in refused(capsys, *arguments)
     assert output.read_bytes() == before
 
 
@@ -66,12 +66,11 @@ def test_an_interrupted_output_goes_on_where_it_stopped(
     assert len(lines) == 5 * samples
     # Killed in the middle of its fourth line.
     output.write_bytes(b"".join(lines[:3]) + lines[3][:20])
-    shutil.copy(settings_file(whole), settings_file(output))
     submitted = []
     healthy = Request.__post_init__
     monkeypatch.setattr(Request, "__post_init__", lambda self: submitted.append(self.name) or healthy(self))
-    assert main([*arguments, str(output)]) == 0
-    assert "out.jsonl has 3 lines; going on behind them" in capsys.readouterr().err
+    assert main([*arguments, str(output), "--append"]) == 0
+    assert f"out.jsonl has the texts of {3 // samples} prompts" in capsys.readouterr().err
     assert output.read_bytes() == whole.read_bytes()
     assert len(submitted) == 5 - 3 // samples
 
@@ -128,49 +127,44 @@ def test_a_broken_line_is_named(run: Path, tmp_path: Path, capsys: Capture, line
     assert not output.exists()
 
 
-def test_an_output_of_other_prompts_is_not_touched(run: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
-    output = write(tmp_path / "out.jsonl", [{"prompt": "another"}])
-    arguments = ("generate", str(run), "--prompts", str(prompts), "--output", str(output))
-    assert "out.jsonl line 1 is of another prompt than" in refused(capsys, *arguments)
-    assert read(output) == [{"prompt": "another"}]
-    write(output, [{"prompt": prompt} for prompt in PROMPTS * 2])
-    assert "has 10 lines, more than the prompts give" in refused(capsys, *arguments)
-    output.write_text("not JSON\n")
-    assert "out.jsonl line 1 is not JSON" in refused(capsys, *arguments)
-    for other in (b"a diary without an end of line", b'{"a": 1}', b'{"prompt": "the dogs'):
+def test_other_files_are_not_touched(run: Path, prompts: Path, tmp_path: Path, capsys: Capture) -> None:
+    output = tmp_path / "out.jsonl"
+    arguments = ("generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS)
+    for other in (b"not JSON\n", b"a diary without an end of line", b'{"prompt": "a"}\n[]\n'):
         output.write_bytes(other)
-        assert "which is not of the prompts; choose another --output" in refused(capsys, *arguments)
+        assert " is not JSON" in (said := refused(capsys, *arguments, "--append")) or "must hold a JSON" in said
         assert output.read_bytes() == other
     output.unlink()
+    # Nothing is left where the start fails.
+    refused(capsys, "generate", str(tmp_path / "nowhere"), *arguments[2:])
+    assert not output.exists()
     output.mkdir()
-    assert "out.jsonl: Is a directory" in refused(capsys, *arguments)
+    assert "out.jsonl is no regular file" in refused(capsys, *arguments)
     before = prompts.read_bytes()
     for name in (str(prompts), f"{prompts.parent}/./{prompts.name}"):
-        assert "is the file of the prompts" in refused(capsys, *arguments[:-1], name)
-    assert "/dev/null is a device or a pipe" in refused(capsys, *arguments[:-1], "/dev/null")
+        assert "is the file of the prompts" in refused(capsys, *arguments, "--output", name)
+    assert "/dev/null is no regular file" in refused(capsys, *arguments, "--output", "/dev/null")
+    assert "/dev/zero is no regular file" in refused(capsys, *arguments, "--prompts", "/dev/zero")
     assert prompts.read_bytes() == before
 
 
-def test_an_output_goes_on_as_it_was_begun(
-    run: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+@pytest.mark.parametrize("flags", [[], ["--append"]])
+def test_an_output_has_one_writer(run: Path, prompts: Path, tmp_path: Path, capsys: Capture, flags: list[str]) -> None:
+    output = tmp_path / "out.jsonl"
+    with open_output(output, append=False):
+        message = refused(capsys, "generate", str(run), "--prompts", str(prompts), "--output", str(output), *flags)
+    assert ("is being written by another process" if flags else "exists; add --append") in message
+
+
+def test_a_full_disk_is_named(
+    run: Path, prompts: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.jsonl"
-    arguments = ["generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS]
-    assert main(arguments) == 0
-    whole = output.read_bytes()
-    changed = refused(capsys, *arguments, "--temperature", "0.5")
-    assert "was begun with --temperature 0.8: go on with that, or choose another --output" in changed
-    output.write_bytes(whole.splitlines(keepends=True)[0])
-    changed = refused(capsys, *arguments, "--samples", "2", "--stop", "x")
-    assert "was begun with --samples 1, --stop []: go on with that" in changed
-    earlier = refused(capsys, *arguments, "--checkpoint", "step_00000004")
-    assert f"was begun with weights {run.resolve()}/checkpoints/step_00000006: go on" in earlier
-    settings_file(output).rename(tmp_path / "moved")
-    assert "cannot go on without" in refused(capsys, *arguments)
-    (tmp_path / "moved").rename(settings_file(output))
-    # What only decides about memory may change.
-    assert main([*arguments, "--max-sequences", "1"]) == 0
-    assert output.read_bytes() == whole
+    healthy = OrderedWriter.__init__
+    with open("/dev/full", "wb", buffering=0) as full:  # noqa: PTH123
+        monkeypatch.setattr(OrderedWriter, "__init__", lambda self, _, *args, **kw: healthy(self, full, *args, **kw))
+        message = refused(capsys, "generate", str(run), "--prompts", str(prompts), "--output", str(output), *FLAGS)
+    assert f"cannot write {output}: No space left on device; --append goes on with it" in message
 
 
 def test_files_of_other_systems_are_read(tmp_path: Path) -> None:
@@ -187,12 +181,22 @@ def test_lines_wait_for_those_before_them(tmp_path: Path) -> None:
     path = write(tmp_path / "prompts.jsonl", [{"prompt": str(i)} for i in range(4)])
     prompts, output = read_prompts(path), tmp_path / "out.jsonl"
     request = Request(prompt=[1], max_new_tokens=1)
-    with output.open("w") as file:
-        writer = OrderedWriter(file, prompts, 1, 0, log_probabilities=False)
+    with open_output(output, append=False) as file:
+        writer = OrderedWriter(file, output, prompts, 1, [0, 0, 0, 0], log_probabilities=False)
         lengths = []
         for number in (2, 1, 0, 3):
             writer.add(number, Completion(request, 0, [number], [0.0], "", "stop"))
             lengths.append(len(read(output)))
     assert lengths == [0, 0, 3, 4]
     assert [line["tokens"] for line in read(output)] == [[0], [1], [2], [3]]
-    assert count_finished(output, prompts, 1) == 4
+
+
+def test_equal_prompts_and_samples_are_counted(tmp_path: Path) -> None:
+    lines = [{"prompt": prompt} for prompt in ("a", "a", "b", "c")]
+    prompts, output = read_prompts(write(tmp_path / "prompts.jsonl", lines)), tmp_path / "out.jsonl"
+    write(output, [{"prompt": prompt, "text": ""} for prompt in ("a", "a", "a", "another", "c")])
+    assert count_written(output, prompts, 2) == [2, 1, 0, 1]
+    # An end that was torn goes; one that lacks its line end alone too.
+    whole = output.read_bytes()
+    output.write_bytes(whole + b'{"prompt": "b", "te')
+    assert count_written(output, prompts, 2) == [2, 1, 0, 1] and output.read_bytes() == whole

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from tests.data.server import FaultyServer
 
 WORDS = ["gate", "lens", "block", "far", "near", "ümlaut", "☃", "key", "value", "query", "head", "\n"]

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import re
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class FaultyServer:
     """Serves files by ranges from this machine; `faults[i]` is the fault of request `i`.
 
-    A fault is a status code, `cut` (half of the bytes, then the connection ends), `drop` (ends without a word) or
-    `silence` (nothing until the server is closed, or the client gives up).
+    A fault is a status code, `cut` (half of the bytes, then the connection ends) or `drop` (ends without a word).
     """
 
     def __init__(self, files: dict[str, bytes]) -> None:
         self.files = files
         self.faults: dict[int, int | str] = {}
-        self.always: int | str | None = None
-        self.retry_after: str | None = None
-        self.ranges = True
-        self.requests: list[tuple[str, float]] = []
+        self.requests: list[str] = []
         self.authorizations: list[str | None] = []
         self.redirects: dict[str, str] = {}
         self._lock = threading.Lock()
-        self._closing = threading.Event()
         owner = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -49,18 +43,14 @@ class FaultyServer:
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
         with self._lock:
             number = len(self.requests)
-            self.requests.append((handler.path, time.monotonic()))
+            self.requests.append(handler.path)
             self.authorizations.append(handler.headers.get("Authorization"))
-        fault = self.faults.get(number, self.always)
-        if fault == "silence":
-            self._closing.wait(20)
-        if fault in ("silence", "drop"):
+        fault = self.faults.get(number)
+        if fault == "drop":
             handler.close_connection = True
             return
         if isinstance(fault, int):
             handler.send_response(fault)
-            if self.retry_after is not None:
-                handler.send_header("Retry-After", self.retry_after)
             handler.end_headers()
             return
         if handler.path in self.redirects:
@@ -74,7 +64,7 @@ class FaultyServer:
             return
         match = re.fullmatch(r"bytes=(\d+)-(\d+)", handler.headers.get("Range", ""))
         part = body
-        if self.ranges and match is not None:
+        if match is not None:
             first, last = int(match[1]), min(int(match[2]), len(body) - 1)
             part = body[first : last + 1]
             handler.send_response(206)
@@ -86,7 +76,6 @@ class FaultyServer:
         handler.wfile.write(part[: len(part) // 2] if fault == "cut" else part)
 
     def close(self) -> None:
-        self._closing.set()
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from trifocal.data import DataConfig, make_loader, make_tokenizer
-from trifocal.data.activity import Activity
 from trifocal.data.parquet import ParquetSource
-from trifocal.data.remote import HttpClient
 from trifocal.data.sources import BadDocuments, Document
 from trifocal.errors import UserError
 
@@ -22,9 +24,7 @@ Write = Callable[..., Path]
 
 
 def open_source(path: object, field: str = "text", bad: BadDocuments | None = None) -> ParquetSource:
-    return ParquetSource.from_path(
-        f"parquet:{path}#{field}", str(path), field, HttpClient(DataConfig(), Activity()), bad
-    )
+    return ParquetSource.from_path(f"parquet:{path}#{field}", str(path), field, bad)
 
 
 def error_of(path: object, field: str = "text") -> str:
@@ -80,7 +80,7 @@ def test_other_string_types(tmp_path: Path) -> None:
 def test_a_missing_field_names_those_there_are(write_parquet: Write) -> None:
     path = write_parquet("a.parquet", ["x"], field="content")
     assert f"{path} has no field 'text'; its fields are id, content" in error_of(path)
-    assert f"{path}: field 'id' must hold strings or lists of messages, it holds int64" in error_of(path, "id")
+    assert f"{path}: field 'id' must hold strings or lists of messages, got int64" in error_of(path, "id")
 
 
 def test_a_field_that_is_there_twice(tmp_path: Path) -> None:
@@ -127,6 +127,54 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
     bad = BadDocuments("skip")
     assert [document.text for document, _ in open_source(path, bad=bad).read(0, None)] == ["fine"]
     assert bad.first == f"{path}: row 1: field 'text' is not UTF-8 at byte 3"
+
+
+class CountedFile(io.BytesIO):
+    """Counts the bytes that are read."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        content = super().read(size)
+        self.count = getattr(self, "count", 0) + len(content)
+        return content
+
+
+def test_going_on_reads_the_footer_and_the_present_row_group(write_parquet: Write) -> None:
+    texts = ["".join(hashlib.sha256(f"{i} {j}".encode()).hexdigest() for j in range(20)) for i in range(800)]
+    content = write_parquet("a.parquet", texts).read_bytes()
+    opened: list[CountedFile] = []
+
+    def open_address(address: str) -> CountedFile:
+        assert address == "hf://a.parquet"
+        opened.append(CountedFile(content))
+        return opened[-1]
+
+    source = ParquetSource("a", {"a.parquet": "hf://a.parquet"}, "text", "", open_address=open_address)
+    whole = list(source.read(0, None))
+    assert next(source.read(0, whole[500][1])) == whole[501]
+    assert opened[1].count < opened[0].count / 3
+
+
+BOMB = """
+import re, sys
+from trifocal.data.parquet import ParquetSource
+source = ParquetSource.from_path("parquet:bomb", sys.argv[1], "text")
+for number, _ in zip(range(20), source.read(0, None), strict=False):
+    pass
+print(number, re.search(r"VmHWM:\\s+(\\d+)", open("/proc/self/status").read())[1])
+"""
+
+
+def test_a_small_file_of_20_gb_of_text_is_read_in_small_parts(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000), ["a" * 20_000_000])
+    pyarrow.parquet.write_table(
+        pyarrow.table({"text": column}), path, compression="brotli", store_schema=False,
+        dictionary_pagesize_limit=1 << 30,
+    )  # fmt: skip
+    assert path.stat().st_size < 1000
+    done = subprocess.run([sys.executable, "-c", BOMB, str(path)], capture_output=True, text=True, check=True)
+    number, kilobytes = map(int, done.stdout.split())
+    assert number == 19 and kilobytes < 1_500_000
 
 
 def test_resume_within_a_row_group(write_parquet: Write, texts: Callable[..., list[str]], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import io
 import itertools
 import json
 import lzma
@@ -14,7 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from trifocal.data import DataConfig, make_loader, make_tokenizer
+from trifocal.cli import main
+from trifocal.data import DataConfig, make_loader, make_tokenizer, sources
+from trifocal.data import text as text_module
 from trifocal.data.builtin import BuiltinSource
 from trifocal.data.sources import BadDocuments, Document, Source, parse_source
 from trifocal.data.stream import in_validation
@@ -87,17 +90,17 @@ def test_builtin_leaves_out_what_is_not_utf8(monkeypatch: pytest.MonkeyPatch, tm
     assert len(bad.skipped) == 1 and "a.py is not UTF-8: byte 5 is 0xe9" in bad.first
 
 
-@pytest.mark.parametrize("document_bytes", [0, 64, 100, 1000])
+@pytest.mark.parametrize("document_bytes", [64, 100, 1000, 1 << 16])
 def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(
     tmp_path: Path, texts: Callable[..., list[str]], document_bytes: int
 ) -> None:
     text = "\n".join(texts(60)) + "\r\nlast ☃"
     (tmp_path / "a.txt").write_bytes(text.encode())
-    source = TextSource(str(tmp_path / "a.txt"), document_bytes)
+    source = TextSource(str(tmp_path / "a.txt"), document_bytes=document_bytes)
     documents = read_all(source)
     assert "".join(document.text for document in documents) == text
     assert len({document.id for document in documents}) == len(documents)
-    if document_bytes == 0:
+    if document_bytes > len(text.encode()):
         assert [document.id for document in documents] == ["a.txt"]
     else:
         assert len(documents) > 1
@@ -114,7 +117,7 @@ def test_a_long_text_is_cut_at_line_ends_and_nothing_is_lost(
 def test_a_text_without_lines_is_cut_between_characters(tmp_path: Path, character: str, shift: int) -> None:
     text = "x" * shift + character * 500
     (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    source = TextSource(str(tmp_path / "a.txt"), 64)
+    source = TextSource(str(tmp_path / "a.txt"), document_bytes=64)
     assert "".join(document.text for document in read_all(source)) == text
     check_cursors(source)
 
@@ -123,14 +126,14 @@ def test_folders_and_globs(tmp_path: Path) -> None:
     for name in ("b.txt", "a/c.txt", "a/d.md", "a/e.rst", ".git/f.txt", "a/.hidden.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
-    assert TextSource(str(tmp_path), 0).shards == ["a/c.txt", "a/d.md", "b.txt"]
-    assert TextSource(f"{tmp_path}/**/*.txt", 0).shards == ["a/c.txt", "b.txt"]
-    assert TextSource(f"{tmp_path}/a/*", 0).shards == ["c.txt", "d.md", "e.rst"]
+    assert TextSource(str(tmp_path)).shards == ["a/c.txt", "a/d.md", "b.txt"]
+    assert TextSource(f"{tmp_path}/**/*.txt").shards == ["a/c.txt", "b.txt"]
+    assert TextSource(f"{tmp_path}/a/*").shards == ["c.txt", "d.md", "e.rst"]
     # Moved data are the same data.
     moved = tmp_path.with_name("moved")
-    before = TextSource(str(tmp_path), 0).fingerprint
+    before = TextSource(str(tmp_path)).fingerprint
     tmp_path.rename(moved)
-    assert TextSource(str(moved), 0).fingerprint == before
+    assert TextSource(str(moved)).fingerprint == before
     moved.rename(tmp_path)
 
 
@@ -157,7 +160,6 @@ def test_jsonl_reads_the_field(tmp_path: Path) -> None:
         ("fineweb-edu:/data/fw", ("fineweb-edu", "/data/fw", "text")),
         ("text:a#b.txt", ("text", "a#b.txt", "text")),
         ("jsonl:dir/*.jsonl#body", ("jsonl", "dir/*.jsonl", "body")),
-        ("parquet:http://host/a.parquet#content", ("parquet", "http://host/a.parquet", "content")),
     ],
 )
 def test_source_names(source: str, expected: tuple[str, str, str]) -> None:
@@ -178,7 +180,7 @@ def test_source_names(source: str, expected: tuple[str, str, str]) -> None:
         ("jsonl:/no/such/*.jsonl", "no file matches /no/such/*.jsonl"),
         ("parquet:/no/such/folder", "no such file or folder: /no/such/folder"),
         ("fineweb-edu:/no/such/folder", "no such file or folder: /no/such/folder"),
-        ("parquet:http://host/a.parquet,b.parquet", "'b.parquet' is no URL"),
+        ("text:/dev/zero", "/dev/zero is no regular file"),
     ],
 )
 def test_bad_sources(source: str, message: str) -> None:
@@ -225,9 +227,8 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         content = bytearray(b"line of text\n" * 200)[:1500]
         content[offset] = 0xE9
         path.write_bytes(content)
-        for document_bytes in (0, 64):
-            message = first_error(f"text:{path}", text_document_bytes=document_bytes, shuffle_documents=10_000)
-            assert f"{path} is not UTF-8: byte {offset} is 0xe9" in message
+        message = first_error(f"text:{path}", shuffle_documents=10_000)
+        assert f"{path} is not UTF-8: byte {offset} is 0xe9" in message
     path.write_bytes("utf-16 from elsewhere".encode("utf-16"))
     assert f"{path} is not UTF-8: byte 0 is 0xff" in first_error(f"text:{path}")
 
@@ -253,6 +254,49 @@ def test_a_jsonl_line_that_is_nested_without_end(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": ' + b"[" * 200_000)
     assert f"{path}:1: objects and lists are nested too deep; data.on_bad" in first_error(f"jsonl:{path}")
+
+
+class Endless(io.RawIOBase):
+    """A line without end, as a small compressed file may hold."""
+
+    def readline(self, size: int | None = -1) -> bytes:
+        return b"a" * size
+
+    def seek(self, *_: int) -> int:
+        return 0
+
+
+def test_a_jsonl_line_longer_than_a_document_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_module, "LONGEST_DOCUMENT", 1000)
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "x" * 5000}) + "\n" + json.dumps({"text": "fine"}) + "\n")
+    assert f"{path}:1: the line is longer than 1,000 bytes; data.on_bad" in first_error(f"jsonl:{path}")
+    source = JsonlSource(str(path), "text", bad=BadDocuments("skip"))
+    assert read_all(source) == [Document("a.jsonl:2", "fine")]
+    check_cursors(source)
+    monkeypatch.setattr(text_module, "open_file", lambda path: Endless())
+    assert f"{path}:1: the line is longer" in first_error(f"jsonl:{path}")
+
+
+def test_a_text_longer_than_a_document_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 1000)
+    assert sources.make_document("a", "x" * 1000).text == "x" * 1000
+    for value in ("x" * 1001, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "x" * 1000}]):
+        with pytest.raises(sources.BadDocument, match=r"has 1,\d+ characters, expected at most 1,000"):
+            sources.make_document("a", value)
+
+
+@pytest.mark.parametrize("kind", ["", "parquet:", "hf:", "fineweb-edu:"])
+def test_a_password_in_an_address_is_refused_and_written_nowhere(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], kind: str
+) -> None:
+    source = f"{kind}https://me:hunter2@host/a.parquet?token=hunter2"
+    assert (
+        main(["train", "configs/showcase.toml", "--data.source", source, "--run.directory", str(tmp_path / "run")]) == 2
+    )
+    captured = capfd.readouterr()
+    assert "data.source is an address" in captured.err and "HF_TOKEN" in captured.err
+    assert "hunter2" not in captured.out + captured.err and not (tmp_path / "run").exists()
 
 
 def test_an_empty_validation_split(tmp_path: Path) -> None:
@@ -284,10 +328,7 @@ def test_an_empty_validation_split(tmp_path: Path) -> None:
     [
         ({"seed": -1}, "data.seed is -1; it must be at least 0"),
         ({"prefetch_batches": 0}, "data.prefetch_batches is 0; it must be at least 1"),
-        ({"retry_attempts": 0}, "data.retry_attempts is 0"),
-        ({"stall_seconds": 0.0}, "data.stall_seconds must be positive, got 0.0"),
         ({"validation_fraction": 1.0}, "data.validation_fraction is 1.0; it must be at least 0 and below 1"),
-        ({"text_document_bytes": 3}, "data.text_document_bytes is 3; it must be 0 (never cut) or at least 64"),
     ],
 )
 def test_bad_settings(settings: dict[str, object], message: str) -> None:
@@ -308,7 +349,7 @@ def test_compressed_files_are_read_and_gone_on_with(
         (tmp_path / name).write_bytes(content)
         (tmp_path / "packed").mkdir(exist_ok=True)
         (tmp_path / "packed" / (name + packed)).write_bytes(COMPRESS[packed](content))
-    for make in (lambda path: TextSource(path, 200), lambda path: JsonlSource(path, "text")):
+    for make in (lambda path: TextSource(path, document_bytes=200), lambda path: JsonlSource(path, "text")):
         source = make(str(tmp_path / "packed"))
         name = "a.txt" if isinstance(source, TextSource) else "b.jsonl"
         assert [d.text for d in read_all(source)] == [d.text for d in read_all(make(str(tmp_path / name)))]
@@ -333,7 +374,7 @@ def test_compressed_files_that_are_damaged_or_of_another_kind(tmp_path: Path) ->
 
 def splits(path: Path, fraction: float) -> tuple[list[Document], list[Document]]:
     """The documents of training and of validation."""
-    source = TextSource(str(path), 65536, validation_fraction=fraction)
+    source = TextSource(str(path), validation_fraction=fraction)
     documents = read_all(source)
     held_out = [
         in_validation(document.text, fraction) if document.held_out is None else document.held_out
@@ -367,7 +408,7 @@ def test_of_one_text_file_some_is_held_out(
     assert 0 < share <= fraction * 1.5 + 64 / size
     assert splits(path, fraction) == (train, validation)
     if size == 20_000:
-        check_cursors(TextSource(str(path), 65536, validation_fraction=fraction))
+        check_cursors(TextSource(str(path), validation_fraction=fraction))
 
 
 def test_a_folder_of_few_short_files_has_a_validation_split(tmp_path: Path, texts: Callable[..., list[str]]) -> None:
@@ -380,7 +421,7 @@ def test_a_folder_of_few_short_files_has_a_validation_split(tmp_path: Path, text
 def test_enough_documents_are_not_cut_smaller(tmp_path: Path) -> None:
     for number in range(100):
         (tmp_path / f"{number}.txt").write_text(f"{number} text\n" * 20)
-    documents = read_all(TextSource(str(tmp_path), 65536, validation_fraction=0.05))
+    documents = read_all(TextSource(str(tmp_path), validation_fraction=0.05))
     assert {document.id for document in documents} == {f"{number}.txt" for number in range(100)}
     assert {document.held_out for document in documents} == {None}
 
@@ -452,8 +493,8 @@ def test_the_home_folder_is_meant_by_a_tilde(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.jsonl").write_text('{"text": "x"}')
-    assert TextSource("~/a.txt", 0).shards == ["a.txt"]
-    assert TextSource("~/*.txt", 0).shards == ["a.txt"]
+    assert TextSource("~/a.txt").shards == ["a.txt"]
+    assert TextSource("~/*.txt").shards == ["a.txt"]
     assert JsonlSource("~", "text").shards == ["a.jsonl"]
 
 

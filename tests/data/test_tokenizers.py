@@ -127,6 +127,23 @@ def test_a_folder_without_and_a_file_that_is_none(tmp_path: Path) -> None:
         make_tokenizer("bytes", separator="x")
 
 
+def test_files_that_would_fill_the_memory(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    path = tmp_path / "tokenizer.json"
+    tokenizers.Tokenizer(tokenizers.models.WordLevel({"</s>": 4_000_000_000}, unk_token="</s>")).save(str(path))
+    with pytest.raises(UserError, match=r"has 4,000,000,001 tokens, expected 1 to 16,777,216$"):
+        make_tokenizer(str(path))
+    path.write_text("[" * 100_000)
+    with pytest.raises(UserError, match=r"is not a tokenizer\.json: "):
+        make_tokenizer(str(path))
+    path.unlink()
+    path.symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        make_tokenizer(str(path))
+    with pytest.raises(UserError, match=r"no such file"):
+        make_tokenizer(str(tmp_path))
+
+
 def test_a_vocabulary_without_an_unknown_token(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"known": 0, "<eos>": 1}))

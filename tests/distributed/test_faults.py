@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
+
 from tests.children import ROOT, environment, free_port
 from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
-
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume
@@ -38,9 +38,10 @@ class Case:
         self.started: list[Workers] = []
 
     def start(self, fault: str, *flags: str, mode: str = "ddp", **options: object) -> Workers:
-        """Start it."""
+        """Start it; with `--resume` among the flags, go on with it."""
         flags = (*QUICK, "--parallel.mode", mode, *flags)
-        workers = train(self.folder, self.config, *flags, fault=fault, FAULT_FILE=str(self.fault_file), **options)  # type: ignore[arg-type]
+        config = None if "--resume" in flags else self.config
+        workers = train(self.folder, config, *flags, fault=fault, FAULT_FILE=str(self.fault_file), **options)  # type: ignore[arg-type]
         self.started.append(workers)
         return workers
 
@@ -88,7 +89,6 @@ def test_a_signal_to_one_saves_and_ends_all_well(case: Case) -> None:
         ("wait_at_step", 4, ("--checkpoint.interval_steps", "0")),
         ("pause_in_evaluation", 3, ("--evaluate.interval_steps", "2", "--checkpoint.interval_steps", "0")),
         ("pause_in_checkpoint", 3, ()),
-        ("pause_in_compilation", 2, ("--train.compile", "true", "--checkpoint.interval_steps", "0")),
     ],
 )
 def test_sigterm_to_all_at_any_time(case: Case, fault: str, step: int, flags: tuple[str, ...]) -> None:
@@ -105,7 +105,32 @@ def test_sigterm_to_all_at_any_time(case: Case, fault: str, step: int, flags: tu
     ended = workers.join()
     assert [end.status for end in ended] == [0, 0], ended
     assert case.checkpoints()[-1] == f"step_{step:08}"
-    case.resumed_to_the_end("--train.compile", "false", "--checkpoint.interval_steps", "2")
+    case.resumed_to_the_end("--checkpoint.interval_steps", "2")
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_signal_before_the_first_step_of_a_start_loses_nothing(case: Case, ranks: tuple[int, ...]) -> None:
+    """A new run is as if it had never begun; one that goes on keeps its checkpoint. No rank waits for another."""
+    compiling = ("--train.compile", "true")
+    new = ranks == (0, 1)
+    if not new:
+        assert [end.status for end in case.start("", "--train.steps", "2").join()] == [0, 0]
+    flags = ("--resume", str(case.run), "--train.steps", "6", *compiling)
+    workers = case.start("pause_in_compilation", *(compiling if new else flags))
+    workers.wait_for(case.fault_file)
+    time.sleep(0.3)
+    begin = time.monotonic()
+    workers.send(signal.SIGTERM, *ranks)
+    ended = workers.join()
+    assert time.monotonic() - begin < 20
+    assert [end.status for end in ended] == ([143, 143] if new else [1, 143]), ended
+    assert "SIGTERM: stops before its first step" in ended[1].error
+    if new:
+        assert not case.run.exists()
+    else:
+        assert "rank 1 " in ended[0].error and "SIGTERM came before the first step" in ended[0].error, ended[0].error
+        assert case.checkpoints() == ["step_00000002"]
+        case.resumed_to_the_end("--train.steps", "6")
 
 
 @pytest.mark.parametrize(("fault", "mode"), [("nan", "ddp"), ("nan", "fsdp"), ("nan_in_graphs", "ddp")])

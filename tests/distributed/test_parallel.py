@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tests.children import free_port
 
+from tests.children import free_port
 from trifocal.distributed import Processes, choose_mode, gather_full_model, parallelize, processes_started
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM

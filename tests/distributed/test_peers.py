@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from tests.written_runs import wait_for
 
+from tests.written_runs import wait_for
 from trifocal.distributed import PeerLost, PeerMonitor, Processes
 from trifocal.distributed import peers as module
 from trifocal.errors import UserError

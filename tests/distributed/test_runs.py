@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.distributed.workers import train
 from tests.train.tiny import read_checkpoint, write_config
-
 from trifocal.models import load_model
 from trifocal.runlog import read_metrics
 
@@ -96,7 +96,8 @@ def test_each_rank_writes_its_own_and_rank_0_the_rest(runs: dict[str, Path]) -> 
     checkpoint = run / "checkpoints" / "step_00000006"
     assert {path.name for path in checkpoint.iterdir()} == {"manifest.json", "rank0.json", "rank1.json", "weights"}
     manifest = json.loads((checkpoint / "manifest.json").read_text())["content"]["files"]
-    assert {"rank0.json", "rank1.json", "weights/__0_0.distcp", "weights/__1_0.distcp"} <= manifest.keys()
+    weights = {f"weights/shard-0000{number}-model-00001-of-00001.safetensors" for number in (1, 2)}
+    assert manifest.keys() == {"rank0.json", "rank1.json", *weights}
     assert len((run / "samples" / "step_00000006.txt").read_text()) > 4
     notes = [row["message"] for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "note"]
     assert any("2 processes, fsdp" in note for note in notes)
@@ -162,7 +163,7 @@ def test_ddp_of_three_goes_on_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_damaged_shard_is_refused_and_the_checkpoint_before_offered(runs: dict[str, Path], tmp_path: Path) -> None:
     run = shutil.copytree(runs["fsdp"], tmp_path / "run")
-    shard = run / "checkpoints" / "step_00000006" / "weights" / "__1_0.distcp"
+    shard = run / "checkpoints" / "step_00000006" / "weights" / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)

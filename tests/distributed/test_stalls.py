@@ -9,11 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.children import environment
 from tests.distributed.test_faults import QUICK, Case
 from tests.distributed.test_faults import case as case
 from tests.written_runs import wait_for
-
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics, verdict
 from trifocal.runlog.run import read_run
@@ -25,7 +25,7 @@ OFTEN = ("--log.heartbeat_seconds", "0.2")
 def verdicts(run: Path) -> dict[int, Verdict]:
     """The verdict on each rank by its files, now."""
     try:
-        return {rank: judge(rows[-1]) for rank, rows in read_run(run, whole_heartbeats=False).heartbeats.items()}
+        return {rank: judge(rows[-1]) for rank, rows in read_run(run, live=True).heartbeats.items()}
     except UserError:
         return {}
 

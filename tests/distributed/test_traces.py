@@ -7,19 +7,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
 from tests.distributed.test_faults import QUICK
 from tests.distributed.workers import train
 from tests.train.test_traces import table
 from tests.train.tiny import make_config, write_config
-
 from trifocal.models import DecoderLM
 from trifocal.runlog.jsonl import read_lines
 from trifocal.runlog.traces import TRACES
 
 FLAGS = {"ddp": (), "fsdp": (), "hsdp": ("--parallel.shards", "2")}
 TRACED = "traces/steps_2-3"
-# nvtx needs a GPU; tests/train/test_traces.py has it on a stand-in.
-EVERY_TRACE = ",".join(name for name in TRACES if name != "nvtx")
+EVERY_TRACE = ",".join(TRACES)
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import tyro
-from tests.children import load_script
-from tests.docs.pages import HISTORY, PAGES, ROOT, blocks, commands, name_of
 
 import trifocal.cli.train as train_command
+from tests.children import load_script
+from tests.docs.pages import HISTORY, PAGES, ROOT, blocks, commands, name_of
 from trifocal.cli import COMMANDS
 from trifocal.fields import from_table
 from trifocal.train.arguments import load_config, override, parse_arguments
@@ -28,7 +28,7 @@ def take_train(arguments, monkeypatch):
         return
     showcase = load_config(ROOT / "configs/showcase.toml")
     started = []
-    monkeypatch.setattr(train_command, "load_run_to_resume", lambda directory: showcase)
+    monkeypatch.setattr(train_command, "load_run", lambda directory: showcase)
     monkeypatch.setattr(train_command, "load_config", load_of_repository)
     monkeypatch.setattr(train_command, "_summary", lambda result: "")
     for name in ("train", "resume"):
@@ -39,7 +39,11 @@ def take_train(arguments, monkeypatch):
 
 def load_of_repository(path, overrides):
     # Without a file, the model of `model.from`, which is not there.
-    return override(load_config(ROOT / (path or "configs/showcase.toml")), overrides)
+    known = path or "showcase"
+    # The pages write my.toml for a file of the reader's, which trifocal new has printed.
+    return override(
+        load_config("showcase" if known == "my.toml" else ROOT / known if "/" in known else known), overrides
+    )
 
 
 def take_other(name, arguments):

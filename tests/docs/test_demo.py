@@ -3,7 +3,6 @@
 import tomllib
 
 from tests.docs.pages import ROOT
-
 from trifocal.cli import main
 
 

@@ -3,6 +3,7 @@
 import runpy
 
 import pytest
+
 from tests.docs.pages import ROOT
 
 PRINTS = {

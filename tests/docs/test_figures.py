@@ -4,6 +4,7 @@ import re
 import xml.etree.ElementTree as ElementTree
 
 import pytest
+
 from tests.children import load_script
 from tests.docs.pages import PAGES, ROOT, text_of
 

@@ -1,8 +1,8 @@
 """The page about the kernels: work and limits of its table are those of the formula."""
 
 import pytest
-from tests.docs.pages import ROOT, text_of
 
+from tests.docs.pages import ROOT, text_of
 from trifocal import Geometry
 
 PAGE = text_of(ROOT / "docs/kernels.md")

@@ -6,8 +6,8 @@ import re
 import shutil
 
 import pytest
-from tests.docs.pages import HISTORY, PAGES, ROOT, blocks, headings, inline_code, name_of, prose
 
+from tests.docs.pages import HISTORY, PAGES, ROOT, blocks, headings, inline_code, name_of, prose
 from trifocal.fields import dotted_fields
 from trifocal.train.run_config import RunConfig
 

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.train.tiny import make_config
 from torch import Tensor
 
+from tests.train.tiny import make_config
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.evaluation import Plan, Subject, evaluate_model, merge_rows, not_possible, subject
 from trifocal.evaluation.needles import Haystacks, measure_needles

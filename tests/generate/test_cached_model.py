@@ -21,7 +21,7 @@ from trifocal.ops import Geometry, nsa_attention
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"compressor": "mlp", "gate": "softmax"},
+    {"compressor": "mlp"},
     {"shared_kv": True},
     {"attention": "dense"},
     {

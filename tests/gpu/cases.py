@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from tests.ops.cases import geometry
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.ops.cases import geometry
 from trifocal import Geometry
 from trifocal.ops import Documents, compressed_attention, select_blocks, selected_attention, window_attention
 from trifocal.testing.inputs import Inputs, attention_inputs, cotangent

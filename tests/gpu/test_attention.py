@@ -5,9 +5,9 @@ Each case compiles its own kernels, so run them side by side: `pytest tests/gpu 
 
 import pytest
 import torch
+
 from tests.gpu.cases import CASES, PAPER, SMALL, Case, allowed, branch_masks, choice, draw
 from tests.ops_triton.forced import order_rule
-
 from trifocal import Geometry, nsa_attention, ops
 from trifocal.ops import dispatch
 from trifocal.testing.inputs import cotangent

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tests.children import load_script
 
 from lib.decode_engine import DecodeOptions
 from lib.plain_decoder import PlainDecoder
 from lib.recorder import Recorder
 from lib.timing import recorded
+from tests.children import load_script
 from trifocal.models import DecoderLM, ModelConfig
 
 pytestmark = [

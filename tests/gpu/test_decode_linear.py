@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.gpu.cases import FACTOR
 from torch.nn import functional
 
+from tests.gpu.cases import FACTOR
 from trifocal.generate.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import devices
 from trifocal.ops.decode.linear import Norm, Residual, embedding, normed_linear, normed_swiglu, residual_linear

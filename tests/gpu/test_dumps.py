@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.distributed.test_faults import QUICK
 from tests.distributed.test_stalls import wait_for
 from tests.distributed.workers import train
 from tests.train.tiny import write_config
-
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import write_details
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_the_memory_of_the_gpu_is_in_the_dump(tmp_path: Path) -> None:
     kept = torch.zeros(1 << 20, device="cuda")
     row = Heartbeat(tmp_path / "heartbeat", device="cuda").snapshot()
-    write_details(tmp_path, 0, row, torch.device("cuda"), native_seconds=0)
+    write_details(tmp_path, 0, row, torch.device("cuda"))
     assert "Allocated memory" in (tmp_path / "cuda_memory_rank0.txt").read_text()
     assert kept.is_cuda
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from tests.gpu.cases import FACTOR, PAPER, SMALL, Case
 from tests.ops.cases import NO_OVERLAP, ODD, STRIDE_ONE
-
 from trifocal import ops
 from trifocal.ops import mean_compress
 from trifocal.testing.inputs import cotangent

@@ -4,8 +4,8 @@ import gc
 
 import pytest
 import torch
-from tests.gpu.cases import PAPER, Case, draw
 
+from tests.gpu.cases import PAPER, Case, draw
 from trifocal import nsa_attention
 from trifocal.testing.inputs import cotangent
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tests.gpu.cases import PAPER, SMALL
-from tests.ops.cases import geometry
 from torch import Tensor
 
+from tests.gpu.cases import PAPER, SMALL
+from tests.ops.cases import geometry
 from trifocal import Geometry, ops
 from trifocal.ops import dispatch
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.gpu.test_model import make_model
 
 from lib.training_worker import TrainBench, TrainCase
+from tests.gpu.test_model import make_model
 from trifocal.data import Batch
 from trifocal.runlog import Heartbeat
 from trifocal.train.graphs import MicroBatchGraphs

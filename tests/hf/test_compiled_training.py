@@ -1,43 +1,29 @@
-"""Compiled training of transformers' model: the losses and gradients of the eager one, in few compilations."""
+"""The model as transformers compiles it: the losses and gradients of the eager one, in few graphs; and exported."""
 
-import functools
+from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
-from tests.hf.test_modeling import padded
+import transformers
 from torch import Tensor
 
+from tests.hf.test_modeling import padded
+from tests.hf.test_trainers import QUIET, fresh_model, losses_of
 from trifocal.hf import TrifocalForCausalLM
-from trifocal.models.layers import run_block
 from trifocal.testing.small_models import make_model, random_tokens, small_config
 
 CPU = torch.device("cpu")
-
-
 # PyTorch's own tracer warns about its own calls.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.fixture(autouse=True)
-def _traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Graphs are traced and counted, but no code is made of them."""
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-
-
-def graphs() -> int:
-    counters = torch._dynamo.utils.counters
-    assert not counters["graph_break"]
-    return int(counters["stats"]["unique_graphs"])
-
-
-def gradients(model: TrifocalForCausalLM, batch: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+def gradients(model: Any, batch: dict[str, Any]) -> tuple[float, list[Tensor]]:
     model.zero_grad()
-    output = model(**batch)
-    output.loss.backward()
-    return output, {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    loss = model(**batch).loss
+    loss.backward()
+    return float(loss), [parameter.grad.clone() for parameter in model.parameters()]
 
 
 def packed(lengths: list[int]) -> dict[str, Tensor]:
@@ -47,50 +33,60 @@ def packed(lengths: list[int]) -> dict[str, Tensor]:
 
 
 def test_it_is_the_eager_model(rows: list[Tensor]) -> None:
-    eager, compiled = (
-        TrifocalForCausalLM.from_decoder(make_model(small_config(), CPU, torch.float64)).train() for _ in range(2)
-    )
-    compiled.compile_training()
-    tokens, mask = padded(rows, "left")
-    batches = [
-        packed([40, 1, 23, 50]),
-        # As many tokens after filling.
-        packed([64, 37]),
-        {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)},
-    ]
-    # One for both layers, and the loss; then the loss of more tokens, padding included.
-    for batch, expected_graphs in zip(batches, (2, 2, 3), strict=True):
-        (expected, expected_gradients), (found, found_gradients) = (gradients(m, batch) for m in (eager, compiled))
-        assert found.logits is None and expected.logits is not None
-        # transformers computes the loss in float32.
-        assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-6)
-        for name, gradient in expected_gradients.items():
-            torch.testing.assert_close(found_gradients[name], gradient, rtol=1e-5, atol=1e-6, msg=name)
-        assert graphs() == expected_graphs
-    counted = compiled(**batches[0], num_items_in_batch=torch.tensor(7)).loss
-    assert float(counted) == pytest.approx(float(eager(**batches[0], num_items_in_batch=7).loss), rel=1e-6)
-    compiled.eval()
-    assert compiled(**batches[0]).logits.shape == (1, 114, 64)
-
-
-def test_layers_are_compiled_and_checkpointed_in_either_order(model: TrifocalForCausalLM) -> None:
-    first, second = (TrifocalForCausalLM.from_decoder(model.to_decoder()) for _ in range(2))
-    first.compile_training()
-    first.gradient_checkpointing_enable()
-    second.gradient_checkpointing_enable()
-    second.compile_training()
-    for changed in (first, second):
-        for block in changed.model.blocks:
-            run, checkpointed, _ = block.forward.args
-            assert run is changed.model._run_block is not run_block and checkpointed
-    first.gradient_checkpointing_disable()
-    assert all(block.forward.args[:2] == (first.model._run_block, False) for block in first.model.blocks)
-
-
-def test_a_loss_of_the_users_own_is_kept() -> None:
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
     model = TrifocalForCausalLM.from_decoder(make_model(small_config(), CPU, torch.float64)).train()
-    model.compile_training()
-    model.loss_function = lambda logits, **_: logits.sum()
-    with torch.no_grad():
-        output = model(**packed([5]))
-    assert torch.equal(output.loss, output.logits.sum())
+    # Graphs are traced and counted, but no code is made of them.
+    compiled = torch.compile(model, backend="eager")
+    tokens, mask = padded(rows, "left")
+    padding = {"input_ids": tokens, "attention_mask": mask, "labels": tokens.masked_fill(mask == 0, -100)}
+    # The second makes lengths dynamic; from then on, packs share graphs. Padding makes others.
+    for batch, adds in (
+        (packed([40, 1, 23, 50]), True),
+        (packed([64, 37]), True),
+        (packed([60, 5, 8]), False),
+        (padding, True),
+    ):
+        before = counters["stats"]["unique_graphs"]
+        (expected, expected_gradients), (found, found_gradients) = (gradients(m, batch) for m in (model, compiled))
+        assert (counters["stats"]["unique_graphs"] > before) == adds
+        assert found == pytest.approx(expected, rel=1e-6)
+        torch.testing.assert_close(found_gradients, expected_gradients, rtol=1e-5, atol=1e-6)
+    # The layout of documents is read between two graphs, and nothing else is.
+    assert all("row_layout" in reason for reason in counters["graph_break"])
+
+
+def test_trainer_compiles_packed_batches(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 30, (24,), generator=generator).tolist()
+    data = datasets.Dataset.from_list(
+        [{"input_ids": torch.randint(60, (n,), generator=generator).tolist()} for n in lengths]
+    )
+    losses = []
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=6, per_device_train_batch_size=4, learning_rate=1e-2, save_strategy="no",
+            torch_compile_backend="eager" if compiles else None, **QUIET,
+        )  # fmt: skip
+        collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        trainer = transformers.Trainer(fresh_model(), arguments, train_dataset=data, data_collator=collator)
+        trainer.train()
+        assert arguments.torch_compile == compiles
+        losses.append(losses_of(trainer))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@torch.no_grad()
+def test_an_exported_graph_reads_every_mask(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    tokens, mask = padded(rows, "left", more=3)
+    given = {"input_ids": tokens, "attention_mask": mask}
+    graph = torch.export.export(model, (), given).module()
+    for side in ("left", "right"):
+        tokens, mask = padded(rows, side, more=3)
+        logits = graph(input_ids=tokens, attention_mask=mask).logits
+        expected = model(tokens, attention_mask=mask, use_cache=False).logits
+        torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
+    with pytest.raises(ValueError, match="position_ids cannot be exported"):
+        torch.export.export(model, (), given | {"position_ids": mask.cumsum(1) - 1})

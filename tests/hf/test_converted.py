@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from tests.models.test_conversion import CASES, LENGTH, logits, theirs
 
 import trifocal.hf  # noqa: F401 (transformers knows our models then)
+from tests.models.test_conversion import CASES, LENGTH, logits, theirs
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
 

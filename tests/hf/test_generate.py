@@ -1,23 +1,27 @@
 """Generating with transformers' caches gives what the whole sequence gives, row by row, whatever padding there is."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.hf.test_modeling import padded
+import transformers
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from tests.hf.test_modeling import padded
+from trifocal.data import make_tokenizer
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM
 from trifocal.nn import RopeScaling
 from trifocal.testing.small_models import make_model, small_config
 
+# transformers 5.24 has another name for it.
+pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 KINDS: list[dict[str, Any]] = [
     {},
     {
         "compressor": "mlp",
-        "gate": "softmax",
         "shared_kv": True,
         "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
     },
@@ -88,6 +92,45 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(options: dict[str, Any], m
     torch.testing.assert_close(logits, expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("name", ["past_key_values", "cache"])
+@torch.no_grad()
+def test_a_cache_has_the_name_of_each_version(model: TrifocalForCausalLM, rows: list[Tensor], name: str) -> None:
+    """`generate` of transformers 5.24 passes and reads it as `cache`."""
+    tokens = rows[0][None]
+    cache = DynamicCache(config=model.config)
+    for decoder, logits_of in (
+        (model, lambda output: output.logits),
+        (model.model, lambda output: model.head(output[0])),
+    ):
+        cache.reset()
+        logits = []
+        for new in (tokens[:, :30], tokens[:, 30:]):
+            output = decoder(input_ids=new, use_cache=True, **{name: cache})
+            assert cache in output.values()
+            logits.append(logits_of(output))
+        expected = logits_of(decoder(tokens, use_cache=False))
+        torch.testing.assert_close(torch.cat(logits, dim=1), expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_cache_with_gradients_is_refused(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
+    tokens = rows[0][None]
+    with pytest.raises(ValueError, match=r"use_cache=True: caches are for decoding without gradients"):
+        model(tokens, use_cache=True)
+    # A loop that was written without `no_grad` ends at its second token, with gradients or without.
+    cache = model(tokens).past_key_values
+    for gradients in (True, False):
+        with pytest.raises(ValueError, match="from the first token on"), torch.set_grad_enabled(gradients):
+            model(tokens[:, :1], past_key_values=cache)
+
+
+def test_strings_that_stop(model: TrifocalForCausalLM, rows: list[Tensor], tmp_path: Path) -> None:
+    make_tokenizer("bytes").save(tmp_path)
+    new = generate(model, rows[0][None])[0].tolist()
+    options = {"stop_strings": [chr(new[3])], "tokenizer": transformers.AutoTokenizer.from_pretrained(tmp_path)}
+    found = generate(model, rows[0][None], **options)[0].tolist()
+    assert found == new[: new.index(new[3]) + 1] != new
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -115,7 +158,11 @@ def test_tokens_that_are_guessed_and_taken_back(model: TrifocalForCausalLM, rows
 def test_a_conversation_goes_on_with_its_cache(model: TrifocalForCausalLM, rows: list[Tensor]) -> None:
     cache = DynamicCache(config=model.config)
     first = generate(model, rows[0][None], past_key_values=cache)
-    # A cache need not know the configuration.
+    # Embedded prompts, as PEFT's prompt tuning gives them; and a cache need not know the configuration.
+    embedded = model.get_input_embeddings()(rows[0][None])
+    assert torch.equal(
+        model.generate(inputs_embeds=embedded, max_new_tokens=NEW, do_sample=False, eos_token_id=None), first
+    )
     assert torch.equal(generate(model, rows[0][None], past_key_values=DynamicCache()), first)
     # The last token of an answer is not in the cache yet.
     assert cache.get_seq_length() == len(rows[0]) + NEW - 1
@@ -152,9 +199,17 @@ def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows
         with pytest.raises(ValueError, match=message):
             generate(model, rows[0][None], **options)
 
-    refused("static caches are not possible", cache_implementation="static")
-    refused("an offloaded cache is not possible", cache_implementation="offloaded")
-    refused("must be a DynamicCache.*, got Cache", past_key_values=Cache([DynamicLayer(), DynamicLayer()]))
+    for name in ("static", "offloaded", "quantized"):
+        refused(f"the cache_implementation '{name}' is not possible", cache_implementation=name)
+    with pytest.raises(ValueError, match="static caches are not possible"):
+        StaticCache(config=model.config, max_cache_len=64)
+    refused("an offloaded cache is not possible", past_key_values=DynamicCache(config=model.config, offloading=True))
+    with pytest.raises(ValueError, match=r"continuous batching .* is not possible"):
+        model.generate_batch([[2, 3, 4]])
+    refused(
+        "must be a DynamicCache.*, got another Cache: .* prefix tuning",
+        past_key_values=Cache([DynamicLayer(), DynamicLayer()]),
+    )
     other = DynamicCache(config=TrifocalConfig.from_model_config(small_config(num_layers=3)))
     refused("past_key_values have 3 layers, the model 2", past_key_values=other)
     right, mask = padded(rows, "right")
@@ -171,8 +226,6 @@ def test_what_a_cache_cannot_is_refused_by_name(model: TrifocalForCausalLM, rows
         model(one, past_key_values=cache, attention_mask=mask)
     with pytest.raises(ValueError, match="past_key_values are of 1 rows, the tokens of 2"):
         model(one.expand(2, 1), past_key_values=cache)
-    with pytest.raises(ValueError, match=r"use torch\.no_grad\(\)"), torch.enable_grad():
-        model(one, past_key_values=cache)
 
 
 @torch.no_grad()

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
+from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
 from trifocal.models import DecoderLM, load_model, save_weights
 from trifocal.nn import RopeScaling
 from trifocal.testing.small_models import make_model, random_tokens, small_config
@@ -42,7 +43,7 @@ def padded(rows: Sequence[Tensor], side: str, more: int = 0) -> tuple[Tensor, Te
             "layer_types": ("nsa", "dense"),
             "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
         },
-        {"compressor": "mlp", "gate": "softmax", "shared_kv": True, "selection": "random"},
+        {"compressor": "mlp", "shared_kv": True, "selection": "random"},
         {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
     ],
     ids=lambda options: " ".join(options) or "plain",
@@ -56,7 +57,12 @@ def test_the_same_bits_there_and_back(options: dict[str, Any], tmp_path: Path) -
     # Small enough for several shards of both writers.
     model.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     save_weights(decoder, tmp_path / "ours", shard_bytes=20_000)
+    assert json.loads((tmp_path / "ours" / "config.json").read_text())["num_attention_heads"] == 4
     for folder in (tmp_path / "theirs", tmp_path / "ours"):
+        weights = {name: weight for file in folder.glob("*.safetensors") for name, weight in load_file(file).items()}
+        # Tied weights are stored once.
+        assert model.load_state_dict(weights, strict=False).unexpected_keys == []
+        assert weights.keys() >= model.state_dict().keys() - {"head.weight"}
         assert len(list(folder.glob("model-*-of-*.safetensors"))) > 2
         ours, theirs = load_model(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
         assert ours.config == decoder.config and isinstance(theirs, TrifocalForCausalLM)
@@ -88,6 +94,24 @@ def test_weights_in_one_file_replace_shards(decoder: DecoderLM, tmp_path: Path) 
     files = {path.name for path in tmp_path.iterdir()}
     assert files == {"config.json", "model.safetensors", "modeling_trifocal.py"}
     assert load_model(tmp_path).embedding.weight.dtype == torch.float64
+
+
+def test_scores_of_sequences(decoder: DecoderLM, rows: list[Tensor], tmp_path: Path) -> None:
+    """A reward model begins with the weights of a language model, and reads the last token of each row."""
+    save_weights(decoder, tmp_path, pad_token_id=0)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=1).train()
+    assert isinstance(model, TrifocalForSequenceClassification)
+    for side in ("left", "right"):
+        tokens, mask = padded(rows, side)
+        scores = model(tokens, attention_mask=mask).logits
+        for row, score in zip(rows, scores, strict=True):
+            expected = model.score(decoder.hidden_states(row[None])[0, -1])
+            torch.testing.assert_close(score, expected, rtol=1e-9, atol=1e-9)
+    torch.nn.functional.logsigmoid(scores[0] - scores[1]).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model.save_pretrained(tmp_path / "scores")
+    again = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "scores")
+    assert torch.equal(again(tokens, attention_mask=mask).logits, scores)
 
 
 def test_new_weights_are_drawn_as_ours() -> None:
@@ -251,8 +275,12 @@ def test_what_is_not_possible_is_refused_by_name(
 def test_configurations() -> None:
     config = TrifocalConfig(hidden_size=48, num_hidden_layers=3, num_heads=6, num_key_value_heads=2, eos_token_id=5)
     assert (config.model["dim"], config.model["num_layers"], config.num_attention_heads) == (48, 3, 6)
-    again = TrifocalConfig.from_dict(json.loads(config.to_json_string()))
+    content = json.loads(config.to_json_string())
+    assert (content["hidden_size"], content["num_key_value_heads"], content["head_dim"]) == (48, 2, 64)
+    again = TrifocalConfig.from_dict(content)
     assert again.to_model_config() == config.to_model_config() and again.eos_token_id == 5
+    with pytest.raises(UserError, match=r"got hidden_size = 64, but model\.dim = 48; give both one value"):
+        TrifocalConfig.from_dict(content | {"hidden_size": 64})
     with pytest.raises(UserError, match=r"model\.num_heads must be a multiple of model\.num_kv_heads, got 6 and 4"):
         TrifocalConfig(num_heads=6, num_kv_heads=4)
     with pytest.raises(UserError, match=r'unknown key "model\.dims"; the nearest valid one is "model\.dim"'):
@@ -279,7 +307,7 @@ def test_broken_folders_are_named(decoder: DecoderLM, tmp_path: Path) -> None:
         TrifocalForCausalLM.from_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "llama"}))
-    with pytest.raises(UserError, match=r'is of the architecture "llama", expected "trifocal"; .* trifocal convert'):
+    with pytest.raises(UserError, match=r'got the architecture "llama", expected "trifocal"; trifocal convert'):
         load_model(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "trifocal"}))
     with pytest.raises(UserError, match='lacks the table "model"'):

@@ -12,12 +12,13 @@ pytest.importorskip("peft")
 
 import datasets
 import transformers
-from peft import LoraConfig
-from tests.children import free_port
-from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from trl import SFTConfig, SFTTrainer
 
+from tests.children import free_port
+from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
 from trifocal.models import load_model
 from trifocal.testing.small_models import make_model, small_config
@@ -140,6 +141,26 @@ def test_packed_fine_tuning_by_trl(
         assert isinstance(merged, TrifocalForCausalLM)
         torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-4, atol=1e-4)
         assert torch.equal(merged.head.weight, before["head.weight"])
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+def test_prompt_tuning() -> None:
+    """PEFT reads the sizes of the model in its configuration, and gives embedded tokens."""
+    tuned = get_peft_model(fresh_model(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)).train()
+    tokens = torch.arange(40).view(2, 20)
+    mask = torch.ones_like(tokens)
+    tuned(tokens, attention_mask=mask, labels=tokens).loss.backward()
+    [prompt] = [parameter for parameter in tuned.parameters() if parameter.requires_grad]
+    assert prompt.shape == (4, 32) and prompt.grad.any()
+    # PEFT 0.21 looks for the cache under its old name: a Llama of transformers 5.24 gets its prompt at every token.
+    if "cache" not in CausalLMOutputWithPast.__dataclass_fields__:
+        options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+        found = tuned.eval().generate(input_ids=tokens, attention_mask=mask, **options)[:, 20:]
+        embedded = torch.cat((tuned.get_prompt(2), tuned.get_input_embeddings()(tokens)), dim=1)
+        assert torch.equal(found, tuned.base_model.generate(inputs_embeds=embedded, **options))
+    prefix = get_peft_model(fresh_model(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="prefix tuning"):
+        prefix(tokens, attention_mask=mask, labels=tokens)
 
 
 def test_two_processes_by_accelerates_fsdp(tmp_path: Path) -> None:

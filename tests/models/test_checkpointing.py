@@ -38,7 +38,7 @@ def assert_same(given: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
     "options",
     [
         {},
-        {"compressor": "mlp", "gate": "softmax"},
+        {"compressor": "mlp"},
         {"attention": "dense"},
         {"attention": "selected", "qk_norm": True},
         {"attention": "window"},

@@ -19,7 +19,6 @@ def test_plain_values_and_back() -> None:
         num_layers=2,
         geometry=Geometry(window_size=128),
         layer_types=("dense", "nsa"),
-        gate="softmax",
         shared_kv=True,
         rope_scaling=RopeScaling(rope_type="linear", factor=2.0),
     )
@@ -56,7 +55,6 @@ def test_from_toml() -> None:
             "model.rope_scaling.short_factor must be head_dim / 2 = 4 positive numbers, got 1",
         ),
         ({"compressor": "max"}, "model.compressor must be one of mean, mlp, got 'max'"),
-        ({"gate": "relu"}, "model.gate must be one of sigmoid, softmax, got 'relu'"),
         ({"backend": "cuda"}, "model.backend must be one of auto, reference, triton, got 'cuda'"),
         ({"shared_kv": 1}, "model.shared_kv must be true or false, got 1"),
         ({"selected_dropout": 1.0}, "model.selected_dropout must be a number from 0 to below 1, got 1.0"),

@@ -40,6 +40,8 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "linear": {"factor": 2.0},
 }
+# Its own special tokens lie beyond this vocabulary.
+PHI3: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, biases, tied": ("Llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
@@ -56,6 +58,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, biases, tied": ("Qwen3", {"head_dim": 16, "attention_bias": True, "tie_word_embeddings": True}),
     "qwen2": ("Qwen2", {}),
     "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral, sliding": ("Mistral", {"sliding_window": 7}),
+    "phi3": ("Phi3", PHI3),
+    "phi3, sliding, longrope": (
+        "Phi3",
+        PHI3
+        | {
+            "sliding_window": 7,
+            "rope_parameters": {"rope_type": "longrope", "rope_theta": 5e3, **ROPES["longrope"]},
+            "original_max_position_embeddings": 32,
+        },
+    ),
 }
 
 
@@ -150,9 +163,6 @@ def test_layers_with_a_sliding_window_keep_it(tmp_path: Path) -> None:
     torch.testing.assert_close(
         logits(ours(wanted, tensors), tokens), expected, rtol=0, atol=2e-5 * expected.abs().max().item()
     )
-    theirs("Mistral", tmp_path / "mistral", sliding_window=7)
-    with pytest.raises(UserError, match="no layer is left to convert"):
-        converted_config(read_hf_config(tmp_path / "mistral"), "selected", COVERING)
 
 
 @pytest.fixture(scope="module")
@@ -216,6 +226,10 @@ def _edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[
 
 BAD: list[tuple[Callable[[Path], Any], str]] = [
     (_edit(model_type="gpt2"), "the architecture 'gpt2' is not supported; it must be one of llama, mistral"),
+    (_edit(model_type="olmo2"), "'olmo2' is not supported, which has norms behind attention and MLP, and "),
+    (_edit(model_type="smollm3"), "'smollm3' is not supported, which has layers without rotary positions; it must be"),
+    (_edit(num_hidden_layers=1_000), r"got \d+ tensors, but config.json has 1,000 layers"),
+    (_edit(num_hidden_layers=10**12), "num_hidden_layers must be from 1 to 10,000, got 1,000,000,000,000"),
     (_edit(num_key_value_heads=3), "model.num_heads must be a multiple of model.num_kv_heads, got 4 and 3"),
     (_edit(hidden_act="gelu"), "the activation 'gelu'"),
     (_edit(vocab_size=...), "lacks the key 'vocab_size'"),

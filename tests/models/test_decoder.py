@@ -19,7 +19,7 @@ LONGROPE = RopeScaling(
 )
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"compressor": "mlp", "gate": "softmax"},
+    {"compressor": "mlp"},
     {"shared_kv": True, "tie_embeddings": True},
     {"attention": "dense"},
     {

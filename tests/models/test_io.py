@@ -55,10 +55,10 @@ def test_first_wrong_tensor_is_named(make_config: Callable[..., ModelConfig], tm
             load_model(tmp_path)
         return str(caught.value)
 
-    assert "lacks the tensor blocks.2.attention_norm.weight" in refusal(num_layers=3)
-    assert "does not know: blocks.1.attention.gate.proj.bias" in refusal(num_layers=1)
+    assert "lacks the tensor model.blocks.2.attention_norm.weight" in refusal(num_layers=3)
+    assert "does not know: model.blocks.1.attention.gate.proj.bias" in refusal(num_layers=1)
     message = refusal(mlp_dim=41)
-    assert "tensor blocks.0.mlp.gate_proj.weight has the shape [40, 24]" in message
+    assert "tensor model.blocks.0.mlp.gate_proj.weight has the shape [40, 24]" in message
     assert "makes it [41, 24]" in message
 
 

@@ -37,10 +37,9 @@ SIZES: dict[str, Any] = {"dim": DIM, "num_heads": 4, "num_kv_heads": 2, "head_di
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"compressor": "mlp"},
-    {"gate": "softmax"},
     {"shared_kv": True},
     {"qk_norm": True, "qkv_bias": True, "o_bias": True},
-    {"shared_kv": True, "gate": "softmax", "qk_norm": True, "qkv_bias": True},
+    {"shared_kv": True, "qk_norm": True, "qkv_bias": True},
 ]
 OTHERS: list[dict[str, Any]] = [
     {"attention": "dense"},
@@ -345,7 +344,6 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
         ({"num_kv_heads": 3}, "num_heads must be a multiple of num_kv_heads, got 4 and 3"),
         ({"head_dim": 7}, "head_dim must be even for rotary positions, got 7"),
         ({"compressor": "max"}, "compressor must be 'mean' or 'mlp', got 'max'"),
-        ({"gate": "tanh"}, "gate must be 'sigmoid' or 'softmax', got 'tanh'"),
         ({"backend": "flash"}, "backend must be one of auto, reference, triton, got 'flash'"),
         ({"geometry": {}}, "geometry must be a Geometry, got dict"),
         ({"dim": 0}, "dim must be at least 1, got 0"),
@@ -359,7 +357,7 @@ def test_one_branch_alone_is_its_operation(branch: str, share: tuple[float, floa
 def test_wrong_sizes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NSAttention(**{**SIZES, "geometry": SMALL, **change})
-    if not change.keys() & {"compressor", "gate", "backend", "geometry"}:
+    if not change.keys() & {"compressor", "backend", "geometry"}:
         with pytest.raises(ValueError, match=message):
             DenseAttention(**{**SIZES, **change})
 
@@ -387,9 +385,8 @@ def test_wrong_packing_is_refused() -> None:
             layer(torch.randn(1, 5, DIM, dtype=torch.float64), cu_seqlens=one)
 
 
-@pytest.mark.parametrize("gate", ["sigmoid", "softmax"])
-def test_shut_queries_get_nothing_from_the_selected_branch(gate: str) -> None:
-    layer = layer_of("nsa", gate=gate)
+def test_shut_queries_get_nothing_from_the_selected_branch() -> None:
+    layer = layer_of("nsa")
     x = torch.randn(2, 40, DIM, dtype=torch.float64)
     dropped = torch.rand(2, 40) < 0.5
     closed = copy.deepcopy(layer)

@@ -2,7 +2,7 @@
 
 import torch
 
-from trifocal.nn import GroupSoftmaxGate, SigmoidGate
+from trifocal.nn import SigmoidGate
 
 
 def test_sigmoid_gates_are_per_head_and_start_open() -> None:
@@ -27,21 +27,6 @@ def test_sigmoid_gate_formula() -> None:
             torch.testing.assert_close(gates[:, :, head, branch], expected, rtol=0, atol=1e-14)
 
 
-def test_softmax_gates_compete_and_are_shared_in_a_group() -> None:
-    torch.manual_seed(0)
-    gate = GroupSoftmaxGate(num_heads=6, num_kv_heads=2, head_dim=16)
-    q = torch.randn(2, 50, 6, 16)
-    gates = gate(q)
-    assert gates.shape == (2, 50, 6, 3)
-    torch.testing.assert_close(gates.sum(-1), torch.ones(2, 50, 6))
-    assert torch.equal(gates[:, :, 0], gates[:, :, 2])
-    assert torch.equal(gates[:, :, 3], gates[:, :, 5])
-    expected = gate.proj(q[:, :, 3:].mean(2)).softmax(-1)
-    torch.testing.assert_close(gates[:, :, 4], expected)
-    assert ((gates.mean((0, 1)) - 1 / 3).abs() < 0.1).all()
-
-
 def test_gates_are_fp32_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert SigmoidGate(8, 2)(torch.randn(1, 3, 8)).dtype == torch.float32
-        assert GroupSoftmaxGate(2, 1, 8)(torch.randn(1, 3, 2, 8)).dtype == torch.float32

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from tests.ops.cases import ODD, ONE_SIZE, STRIDE_ONE, USUAL, geometry
 from torch import Tensor
 
+from tests.ops.cases import ODD, ONE_SIZE, STRIDE_ONE, USUAL, geometry
 from trifocal import Geometry, nsa_attention
 from trifocal.nn.rope import rotary_tables, rotate
 from trifocal.ops import (

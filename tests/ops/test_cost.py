@@ -4,10 +4,10 @@ from collections import Counter
 
 import pytest
 import torch
-from tests.ops import cases
-from tests.ops.cases import Case, draw, geometry
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops import cases
+from tests.ops.cases import Case, draw, geometry
 from trifocal import nsa_attention, ops
 from trifocal.ops import reference
 

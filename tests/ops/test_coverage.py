@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.ops.cases import Case, draw, geometry
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.ops.cases import Case, draw, geometry
 from trifocal import nsa_attention, ops
 from trifocal.testing.inputs import cotangent
 from trifocal.testing.tolerances import FULL_COVERAGE, error

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.ops.decode_cases import CASES, Decoder, draw, whole, whole_dense
 
+from tests.ops.decode_cases import CASES, Decoder, draw, whole, whole_dense
 from trifocal.ops import DecodeBatch, DenseCache, append_sparse, decode_attention, decode_dense_attention
 from trifocal.testing.tolerances import error
 

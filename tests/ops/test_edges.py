@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from tests.ops import cases
-from tests.ops.cases import DTYPES, Case, draw
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.ops import cases
+from tests.ops.cases import DTYPES, Case, draw
 from trifocal import nsa_attention, ops
 from trifocal.testing import oracle
 from trifocal.testing.inputs import cotangent

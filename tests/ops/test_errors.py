@@ -4,8 +4,8 @@ import re
 
 import pytest
 import torch
-from tests.ops.cases import USUAL, Case, draw
 
+from tests.ops.cases import USUAL, Case, draw
 from trifocal import nsa_attention, ops
 
 CASE = Case("", USUAL, 20, batch=2, heads=6, groups=2, dim=8, value_dim=5)  # C = 4

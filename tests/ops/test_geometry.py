@@ -4,8 +4,8 @@ import dataclasses
 import random
 
 import pytest
-from tests.ops import cases
 
+from tests.ops import cases
 from trifocal import Geometry
 from trifocal.testing import oracle
 

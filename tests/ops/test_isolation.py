@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 import torch
+
 from tests.ops import cases
 from tests.ops.cases import Case, draw, each_case
-
 from trifocal import nsa_attention, ops
 from trifocal.testing import oracle
 from trifocal.testing.inputs import cotangent

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.ops.cases import ODD, PAPER, USUAL, Case, draw, geometry
 from torch.nn.functional import scaled_dot_product_attention
 
+from tests.ops.cases import ODD, PAPER, USUAL, Case, draw, geometry
 from trifocal.testing import oracle
 from trifocal.testing.tolerances import FULL_COVERAGE, error
 

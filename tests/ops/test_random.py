@@ -5,8 +5,8 @@ import random
 
 import pytest
 import torch
-from tests.ops.cases import Case, draw, geometry
 
+from tests.ops.cases import Case, draw, geometry
 from trifocal import nsa_attention, ops
 from trifocal.testing import oracle
 from trifocal.testing.inputs import cotangent

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+
 from tests.ops import cases
 from tests.ops.cases import geometry
-
 from trifocal import Geometry, ops
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from tests.ops.cases import DTYPES, Case, draw, each_case, named
 
+from tests.ops.cases import DTYPES, Case, draw, each_case, named
 from trifocal import nsa_attention, ops
 from trifocal.testing import oracle
 from trifocal.testing.inputs import cotangent
@@ -204,12 +204,25 @@ def test_nsa_attention_with_its_own_choice(case: Case):
     compare(torch.float64, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
 
 
+@each_case
+def test_nsa_compresses_by_itself(case: Case):
+    leaves = twins(draw(case), "q", "k_slc", "v_slc", "gates")
+    (q, k, v, gates), (q64, k64, v64, gates64) = ([pair[side] for pair in leaves.values()] for side in (0, 1))
+    actual = ops.nsa(q, k, v, gates, case.geometry, cu_seqlens=case.cu_seqlens, **REFERENCE)
+    k_cmp, v_cmp = (oracle.mean_compress(x, case.geometry, case.document_lengths) for x in (k64, v64))
+    branches = (k_cmp, v_cmp, k64, v64, k64, v64)
+    expected = oracle.nsa_attention(q64, *branches, gates64, case.geometry, lengths=case.document_lengths)
+    compare(torch.float64, leaves, {"o": actual}, {"o": expected}, {"o": cotangent(actual)})
+
+
 def test_scale_reaches_every_branch():
     case = named("odd length")
     inputs = draw(case)
     actual = nsa_attention(*inputs, case.geometry, scale=1.7, **REFERENCE)
     expected = oracle.nsa_attention(*inputs, case.geometry, scale=1.7)
     assert_close("o", actual, expected, torch.float64)
+    own = (ops.nsa(inputs.q, inputs.k_slc, inputs.v_slc, inputs.gates, case.geometry, scale=s) for s in (1.7, None))
+    assert error(*own) > 0.01
     default = nsa_attention(*inputs, case.geometry, **REFERENCE)
     assert error(default, expected) > 0.01
 

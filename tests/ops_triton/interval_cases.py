@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from tests.ops.cases import USUAL, Case
 from torch import Tensor
 
+from tests.ops.cases import USUAL, Case
 from trifocal.ops.layout import Documents
 from trifocal.testing.tolerances import assert_close
 

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+
 from tests.ops.cases import USUAL, Case, draw, geometry
 from tests.ops_triton.forced import order_rule
 from tests.ops_triton.interval_cases import compare, documents_of
-
 from trifocal import nsa_attention, ops
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.ops import dispatch, operators

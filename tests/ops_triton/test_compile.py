@@ -4,8 +4,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.ops_triton.compilation import SHARED_MEMORY, Call, compile_in_subprocess
 
+from tests.ops_triton.compilation import SHARED_MEMORY, Call, compile_in_subprocess
 from trifocal.ops.geometry import Geometry
 
 # A few spilled words outside the inner loop cost nothing; a spilled accumulator would be thousands of bytes.
@@ -20,7 +20,6 @@ def calls():
     """
     from tests.ops_triton.decode_calls import decode_step
     from tests.ops_triton.forced import order_rule
-
     from trifocal.ops import dispatch
     from trifocal.ops.decode.triton.draw_tokens import draw_tokens
     from trifocal.ops.decode.triton.linear import embedding, linear

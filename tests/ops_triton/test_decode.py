@@ -7,10 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
+
 from tests.ops import decode_cases
 from tests.ops.cases import geometry
 from tests.ops.decode_cases import Decoder, draw, whole, whole_dense
-
 from trifocal.nn.rope import rotate
 from trifocal.ops import compressed_attention, decode_attention, decode_dense_attention, dispatch, select_blocks, tiles
 from trifocal.testing.tolerances import error

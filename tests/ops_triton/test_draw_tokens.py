@@ -80,6 +80,17 @@ def test_the_kernels_draw_as_pytorch(parts, samplings):
     assert expected["tokens"][1] == 7
 
 
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_the_penalty_lowers_positive_and_negative_logits(parts, backend):
+    """The likeliest token was seen; halved or doubled, its logit falls below that of the next, which was not."""
+    settings = SamplingTensors.empty(2, VOCAB_SIZE, torch.device("cpu"))
+    logits = torch.full((2, VOCAB_SIZE), -9.0)
+    for row, (first, second) in enumerate([(3.0, 2.0), (-2.0, -3.0)]):
+        settings.set_row(row, Sampling(temperature=0, repetition_penalty=2.0), torch.tensor([4]))
+        logits[row, 4], logits[row, 12] = first, second
+    assert run(backend, logits, settings, torch.zeros(2, dtype=torch.int32))["tokens"].tolist() == [12, 12]
+
+
 def test_broken_logits_stop_their_row_alone(parts):
     settings, logits = settings_of(PLAIN), logits_of(len(PLAIN))
     lengths = torch.full((len(PLAIN),), 5, dtype=torch.int32)

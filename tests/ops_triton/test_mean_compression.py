@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+
 from tests.ops import cases
 from tests.ops.cases import geometry
-
 from trifocal import ops
 from trifocal.nn import NSAttention
 from trifocal.ops import Documents, Geometry, operators

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 
@@ -21,9 +20,9 @@ def asked_for(length: int, packed: bool, given: bool) -> list[tuple[str, bool]]:
     from unittest import mock
 
     import torch
-    from tests.ops_triton.compilation import _record
     from triton.runtime.jit import JITFunction
 
+    from tests.ops_triton.compilation import _record
     from trifocal.ops.geometry import Geometry
     from trifocal.ops.layout import Documents
     from trifocal.ops.pipeline import precompile_kernels
@@ -76,26 +75,6 @@ def test_all_are_compiled_and_none_is_launched(found, case):
     assert any("block_major" in name for name in names) == (case == "block-major")
     # The second call is of a kind that is ready.
     assert sum("combine_forward" in name for name in names) == 1
-
-
-def test_triton_is_hashed_in_a_thread_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its function is not public: a Triton without it hashes itself before its first kernel."""
-    import triton
-
-    from trifocal.ops.triton.precompile import start_hashing_triton
-
-    threads: list[str] = []
-    monkeypatch.setattr(
-        triton.runtime.cache, "triton_key", lambda: threads.append(threading.current_thread().name), raising=False
-    )
-    start_hashing_triton()
-    for thread in threading.enumerate():
-        if thread.name == "hash of Triton":
-            thread.join()
-    assert threads == ["hash of Triton"]
-    monkeypatch.delattr(triton.runtime.cache, "triton_key")
-    start_hashing_triton()
-    assert len(threads) == 1
 
 
 if __name__ == "__main__":

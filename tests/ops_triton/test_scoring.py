@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 import torch
-from tests.ops.cases import geometry
 
+from tests.ops.cases import geometry
 from trifocal.testing import oracle
 
 pytest.importorskip("triton")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from tests.ops.cases import geometry
 
+from tests.ops.cases import geometry
 from trifocal.ops import dispatch
 from trifocal.testing import oracle
 from trifocal.testing.tolerances import assert_close

@@ -6,10 +6,10 @@ import functools
 
 import pytest
 import torch
+
 from tests.models.conftest import make_config, make_model
 from tests.ops import decode_cases
 from tests.ops.cases import USUAL, Case, draw
-
 from trifocal import nsa_attention
 from trifocal.generate import CachedModel
 from trifocal.generate.sampler import SamplingTensors, draw_step

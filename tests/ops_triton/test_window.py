@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+
 from tests.ops.cases import Case, draw
 from tests.ops_triton.forced import interval_tile_rule
 from tests.ops_triton.interval_cases import CASES, compare, documents_of, suits_copy_engine
-
 from trifocal.ops import dispatch
 from trifocal.ops.triton.interval.window import window_backward, window_forward
 from trifocal.testing import oracle

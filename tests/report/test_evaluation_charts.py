@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests.report.browser import Browser, find
 from tests.written_runs import write_run
-
 from trifocal.report import write_report
 from trifocal.report.evaluation_charts import evaluation_charts
 from trifocal.runlog.run import read_run

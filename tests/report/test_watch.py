@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+
 from tests.children import environment
 from tests.written_runs import set_last_beat
-
 from trifocal.cli import main
 from trifocal.cli.console import SafeConsole
 from trifocal.report.live_view import SilenceClock, curve, remaining_seconds, render, verdicts
@@ -27,7 +27,7 @@ MakeRun = Callable[..., Path]
 
 def shown(run: Path, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(render(read_run(run, whole_heartbeats=False), width=width))
+    console.print(render(read_run(run, live=True), width=width))
     return console.file.getvalue()  # type: ignore[attr-defined]
 
 
@@ -50,7 +50,7 @@ def test_one_look_shows_what_matters(make_run: MakeRun) -> None:
 
 
 def test_a_low_terminal_shows_the_processes_first_and_cuts_nothing_off(make_run: MakeRun) -> None:
-    run = read_run(make_run(steps=500, gpu=True, ranks=2), whole_heartbeats=False)
+    run = read_run(make_run(steps=500, gpu=True, ranks=2), live=True)
     console = Console(file=io.StringIO(), width=80)
     console.print(render(run, width=80, height=15))
     lines = console.file.getvalue().rstrip().splitlines()  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def test_clocks_that_are_off_neither_kill_nor_revive(make_run: MakeRun) -> None:
     silences = SilenceClock()
 
     def states(at: float) -> list[str]:
-        found = verdicts(read_run(run, whole_heartbeats=False), at, silences=silences)
+        found = verdicts(read_run(run, live=True), at, silences=silences)
         return [found[rank].state for rank in (0, 1)]
 
     # Rank 0 lives by a clock an hour behind; rank 1 died by a clock an hour ahead.
@@ -126,7 +126,7 @@ def test_nothing_in_a_file_moves_the_terminal(make_run: MakeRun) -> None:
         metrics.event(100, "note", attack, severity="warning")
     set_last_beat(run, 0, unix_time_seconds=time.time(), phase=attack, where=attack, phase_seconds=500.0)
     console = SafeConsole(file=io.StringIO(), width=200, force_terminal=True)
-    console.print(render(read_run(run, whole_heartbeats=False), width=200))
+    console.print(render(read_run(run, live=True), width=200))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert text.count("]0;title[2J31mharmless") >= 3
     # Rich's own colours remain.

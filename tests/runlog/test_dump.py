@@ -1,18 +1,13 @@
-"""The contents of a dump: collectives in words, native frames within bounds, and never a failure."""
+"""The contents of a dump: collectives in words, and never a failure."""
 
 import json
-import os
-import shutil
-import stat
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.written_runs import Clock
 
+from tests.written_runs import Clock
 from trifocal.runlog import Heartbeat, Watchdog
 from trifocal.runlog.collectives import (
     Collective,
@@ -24,7 +19,6 @@ from trifocal.runlog.collectives import (
 )
 from trifocal.runlog.dump import Answer, read_answers, write_details, write_stacks
 from trifocal.runlog.jsonl import JsonLinesWriter
-from trifocal.runlog.native_stacks import find_py_spy, native_stacks
 from trifocal.runlog.stall_summary import stall_summary
 
 CPU = torch.device("cpu")
@@ -89,7 +83,7 @@ def test_without_processes_there_is_nothing_on_record(tmp_path: Path) -> None:
     assert recorded_collectives() == []
     write_stacks(tmp_path, 3)
     row = Heartbeat(tmp_path / "heartbeat", 3).snapshot()
-    write_details(tmp_path, 3, row, CPU, native_seconds=0)
+    write_details(tmp_path, 3, row, CPU)
     assert {path.name for path in tmp_path.iterdir()} == {"rank3.json", "stacks_rank3.txt"}
     answer = read_answers(tmp_path)[3]
     assert answer.row == json.loads(json.dumps(row)) and answer.collectives == []
@@ -97,57 +91,12 @@ def test_without_processes_there_is_nothing_on_record(tmp_path: Path) -> None:
     assert list(read_answers(tmp_path)) == [3]
 
 
-@pytest.fixture
-def fake_py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Puts a program called py-spy on the path."""
-
-    def put(script: str) -> None:
-        folder = tmp_path / "bin"
-        folder.mkdir(exist_ok=True)
-        file = folder / "py-spy"
-        file.write_text(f"#!/bin/sh\n{script}\n")
-        file.chmod(file.stat().st_mode | stat.S_IXUSR)
-        monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-    return put
-
-
-def test_py_spy_is_asked_for_this_process_with_native_frames(fake_py_spy: Any) -> None:
-    fake_py_spy('echo "$@"')
-    assert native_stacks() == f"dump --native --pid {os.getpid()}\n"
-
-
-def test_a_py_spy_that_hangs_is_ended(fake_py_spy: Any) -> None:
-    fake_py_spy("echo Thread 1; exec sleep 600")
-    begin = time.monotonic()
-    assert native_stacks(seconds=0.3) == "py-spy was ended after 0.3 s\nThread 1\n"
-    assert time.monotonic() - begin < 60
-
-
-def test_a_py_spy_that_fails_says_why(fake_py_spy: Any, tmp_path: Path) -> None:
-    fake_py_spy("echo Permission denied >&2; exit 1")
-    assert native_stacks() == "py-spy failed with status 1: Permission denied\n"
-    write_details(tmp_path, 0, Heartbeat(tmp_path / "heartbeat").snapshot(), CPU)
-    assert "Permission denied" in (tmp_path / "native_stacks_rank0.txt").read_text()
-
-
-def test_without_py_spy_there_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name, path=None: None)
-    assert native_stacks().startswith("py-spy is not installed")
-
-
-@pytest.mark.skipif(find_py_spy() is None or not sys.platform.startswith("linux"), reason="needs py-spy on Linux")
-def test_py_spy_itself_sees_c_frames() -> None:
-    text = native_stacks(30.0)
-    assert "test_py_spy_itself_sees_c_frames" in text and "(libc.so" in text, text
-
-
 def test_a_part_that_fails_says_so_in_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> list[Collective]:
         raise RuntimeError("no recorder")
 
     monkeypatch.setattr("trifocal.runlog.dump.recorded_collectives", broken)
-    write_details(tmp_path, 0, Heartbeat(tmp_path / "heartbeat").snapshot(), CPU, native_seconds=0)
+    write_details(tmp_path, 0, Heartbeat(tmp_path / "heartbeat").snapshot(), CPU)
     assert (tmp_path / "collectives_rank0.txt").read_text() == "cannot be read: no recorder\n"
     assert 0 in read_answers(tmp_path)
 

@@ -2,13 +2,16 @@
 
 import os
 import resource
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from trifocal.runlog import write_environment
-from trifocal.runlog.whole_files import write_whole
+from trifocal.runlog.whole_files import is_partial, partial_name, write_output, write_whole
 
 
 def test_a_full_disk_leaves_the_earlier_file_and_nothing_beside_it(tmp_path: Path) -> None:
@@ -46,8 +49,46 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     outside.write_text("mine")
     folder = tmp_path / "run"
     folder.mkdir()
-    for name in ("env.json", ".env.json.partial"):
-        (folder / name).symlink_to(outside)
+    (folder / "env.json").symlink_to(outside)
     write_whole(folder / "env.json", "new")
     assert outside.read_text() == "mine"
     assert (folder / "env.json").read_text() == "new" and list(folder.iterdir()) == [folder / "env.json"]
+
+
+def test_two_writers_of_one_file_leave_one_of_two_whole_files(tmp_path: Path) -> None:
+    path, contents = tmp_path / "report.html", ["a" * 100_000, "b" * 100_000]
+    stop = threading.Event()
+
+    def write(content: str) -> None:
+        while not stop.is_set():
+            write_whole(path, content)
+
+    with ThreadPoolExecutor() as pool:
+        writers = [pool.submit(write, content) for content in contents]
+        seen = [path.read_text() for _ in range(200) if path.exists()]
+        stop.set()
+        for writer in writers:
+            writer.result()
+    assert seen and set(seen) <= set(contents)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_of_the_user_keeps_its_link_and_a_device_stays_a_device(tmp_path: Path) -> None:
+    target, link = tmp_path / "there" / "page.html", tmp_path / "page.html"
+    link.symlink_to(target)
+    write_output(link, "new")
+    assert link.is_symlink() and target.read_text() == "new"
+    write_output(Path(os.devnull), "gone")
+    assert not Path(os.devnull).is_file()
+    with pytest.raises(OSError, match="No space left"):
+        write_output(Path("/dev/full"), "lost")
+
+
+def test_the_partial_name_of_a_file_is_known(tmp_path: Path) -> None:
+    path = tmp_path / "config.toml"
+    (tmp_path / "config.toml").mkdir()
+    with pytest.raises(OSError), mock.patch.object(Path, "unlink"):
+        write_whole(path, "seed = 1")
+    (left,) = (entry.name for entry in tmp_path.iterdir() if entry != path)
+    assert is_partial(left, {"config.toml"}) and is_partial(partial_name("config.toml"), {"config.toml"})
+    assert not is_partial(left, {"env.json"}) and not is_partial("config.toml", {"config.toml"})

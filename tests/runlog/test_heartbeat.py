@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.written_runs import Clock, wait_for
 
+from tests.written_runs import Clock, wait_for
 from trifocal.runlog import Heartbeat
 from trifocal.runlog import heartbeat as heartbeat_module
 from trifocal.runlog.jsonl import Row, read_lines

@@ -38,10 +38,13 @@ def test_a_torn_line_longer_than_a_read_block_is_found(tmp_path: Path) -> None:
     assert path.read_text() == '{"a":1}\n'
 
 
-def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+def test_a_broken_line_in_the_middle_is_skipped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "rows.jsonl"
-    path.write_text('{"a":1}\nnonsense\n{"a":2}\n')
-    with pytest.raises(UserError, match=r"rows\.jsonl, line 2"):
+    path.write_text('{"a":1}\nnonsense\n{"a":2}\n[]\n')
+    rows = read_lines(path)
+    assert rows == [{"a": 1}, {"a": 2}] and rows.skipped == 2
+    monkeypatch.setattr(jsonl, "MOST_BYTES", 10)
+    with pytest.raises(UserError, match="expected at most 10 bytes, got 28"):
         read_lines(path)
     with pytest.raises(UserError, match="cannot read"):
         read_lines(tmp_path / "missing.jsonl")

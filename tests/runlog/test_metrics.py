@@ -2,13 +2,11 @@
 
 import json
 import logging
-import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from trifocal.errors import UserError
 from trifocal.runlog import MetricsWriter, read_metrics
 
 
@@ -30,8 +28,8 @@ def test_resuming_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
     with MetricsWriter(path) as metrics:
         for step in range(1, 8):
             metrics.write("train", step, loss=float(step))
-    with path.open("a") as file:
-        file.write('{"kind":"train","st')
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:2], "damaged\n", *lines[2:], '{"kind":"train","st']))
     with MetricsWriter(path, resume_step=4) as metrics:
         for step in range(5, 8):
             metrics.write("train", step, loss=-float(step))
@@ -88,18 +86,3 @@ def test_the_stream_is_plain_json_lines(tmp_path: Path) -> None:
         metrics.write("train", 1, loss=1.0)
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line)["loss"] == 1.0
-
-
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        ('{"kind": "telemetry", "step": 3}', "a row of kind 'telemetry' without 'layer'"),
-        ('{"kind": "event", "step": 3, "name": "x"}', "a row of kind 'event' without 'severity'"),
-        ('{"kind": "train", "step": "3"}', "a row of kind 'train' whose step is '3'"),
-        ("[" * 100_000, "expected a JSON object"),
-    ],
-)
-def test_a_row_that_lacks_what_readers_need_is_one_line(tmp_path, row, expected):
-    (tmp_path / "metrics.jsonl").write_text(row + "\n")
-    with pytest.raises(UserError, match=re.escape(expected)):
-        read_metrics(tmp_path / "metrics.jsonl")

@@ -7,8 +7,8 @@ import re
 import select
 
 import pytest
-from tests.written_runs import Clock
 
+from tests.written_runs import Clock
 from trifocal.runlog.progress import Progress, duration
 
 

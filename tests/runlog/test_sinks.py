@@ -1,19 +1,17 @@
-"""TensorBoard, W&B and trackio read the same rows; one that fails or hangs is left out, and training goes on."""
+"""TensorBoard and W&B read the same rows; a sink that fails is left out, and training goes on."""
 
 import logging
 import sys
-import threading
-import time
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.train.tiny import make_config
 
+from tests.train.tiny import make_config
 from trifocal.errors import UserError
 from trifocal.runlog import MetricsWriter, check_sinks, make_sinks, read_metrics
-from trifocal.runlog.sinks import SINKS, SinkThread, TensorBoardSink, TrackioSink, WandbSink
+from trifocal.runlog.sinks import SINKS, TensorBoardSink, WandbSink
 from trifocal.train import load_config, resume, train
 
 
@@ -28,18 +26,33 @@ def write_rows(directory: Path, sinks: list[Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_gets_numbers_and_events(tmp_path: Path) -> None:
+def test_tensorboard_reads_back_every_number_and_every_event(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    write_rows(tmp_path, [TensorBoardSink(tmp_path / "tensorboard")])
-    events = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    folder = tmp_path / "tensorboard"
+    write_rows(tmp_path, [TensorBoardSink(folder)])
+    events = accumulator.EventAccumulator(str(folder))
     events.Reload()
-    assert [(point.step, point.value) for point in events.Scalars("train/loss")] == [(1, 2.5), (2, 2.0)]
-    assert events.Scalars("telemetry/layer03/gate_mean_cmp")[0].value == 0.5
-    assert {"event/sample/text_summary", "event/gate_shut/text_summary"} <= set(events.Tags()["tensors"])
+    tags = events.Tags()
+    found = {tag: [(point.step, point.value) for point in events.Scalars(tag)] for tag in tags["scalars"]}
+    assert found == {"train/loss": [(1, 2.5), (2, 2.0)], "telemetry/layer03/gate_mean_cmp": [(2, 0.5)]}
+    texts = {tag: [(e.step, e.tensor_proto.string_val) for e in events.Tensors(tag)] for tag in tags["tensors"]}
+    assert texts == {
+        "event/sample/text_summary": [(2, [b"hello"])],
+        "event/gate_shut/text_summary": [(2, [b"layer 3 is shut"])],
+    }
+    rows = read_metrics(tmp_path / "metrics.jsonl", "train")
+    for point, row in zip(events.Scalars("train/loss"), rows, strict=True):
+        assert point.wall_time == pytest.approx(row["unix_time_seconds"], abs=1e-3)
+    # A resumed run hides what came after its checkpoint.
+    with MetricsWriter(tmp_path / "metrics.jsonl", resume_step=1, sinks=[TensorBoardSink(folder, resume_step=1)]) as m:
+        m.write("train", 2, loss=1.0)
+    again = accumulator.EventAccumulator(str(folder))
+    again.Reload()
+    assert [(point.step, point.value) for point in again.Scalars("train/loss")] == [(1, 2.5), (2, 1.0)]
 
 
 class FakeService(types.ModuleType):
-    """The common part of wandb and trackio, noting every call; `fails` raises where they are reached."""
+    """The part of wandb that the sink uses, noting every call; `fails` raises where it is reached."""
 
     class AlertLevel:
         WARN, ERROR = "warn", "error"
@@ -100,17 +113,6 @@ def test_wandb_gets_numbers_over_a_step_of_their_own_and_alerts(
     assert len(wandb.of("finish")) == 2
 
 
-def test_trackio_gets_numbers_and_alerts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trackio = FakeService("trackio")
-    monkeypatch.setitem(sys.modules, "trackio", trackio)
-    for resume_step in (None, 2):
-        write_rows(tmp_path / "run", [TrackioSink(tmp_path / "run", project="p", config={}, resume_step=resume_step)])
-    assert [(call["name"], call["resume"]) for call in trackio.of("init")] == [("run", "never"), ("run", "allow")]
-    assert trackio.of("log")[:2] == [({"train/loss": 2.5}, {"step": 1}), ({"train/loss": 2.0}, {"step": 2})]
-    assert trackio.of("alert")[0]["title"] == "gate_shut"
-    assert len(trackio.of("finish")) == 2
-
-
 def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -120,16 +122,6 @@ def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for expected in (b"train/loss", b"telemetry/layer03/gate_mean_cmp", b"layer 3 is shut"):
         assert expected in content
     assert not [row for row in read_metrics(tmp_path / "metrics.jsonl", "event") if row["name"] == "sink_failed"]
-
-
-def test_trackio_itself_in_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    trackio = pytest.importorskip("trackio")
-    write_rows(tmp_path / "run", [TrackioSink(tmp_path / "run", project="p", config={"seed": 7})])
-    rows = trackio.SQLiteStorage.get_logs("p", "run")
-    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
-    assert losses == [(1, 2.5), (2, 2.0)]
 
 
 @pytest.mark.parametrize("fails", ["init", "log", "finish"])
@@ -151,57 +143,6 @@ def test_a_sink_without_a_network_is_said_once_and_the_run_goes_on(
     assert resume(tmp_path / "run", config=load_config(tmp_path / "run" / "config.toml")).finished
 
 
-class Hanging:
-    """A sink whose first call never comes back."""
-
-    def __init__(self) -> None:
-        self.go_on = threading.Event()
-
-    def write(self, row: dict[str, Any]) -> None:
-        self.go_on.wait()
-
-    def close(self) -> None:
-        """Never reached."""
-
-
-def test_a_sink_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trifocal.runlog.sinks.thread.MAX_WAITING_ROWS", 3)
-    for rows, expected in ((2, "did not take the last rows within 0 s"), (8, "does not keep up, 3 rows wait")):
-        sink, said = Hanging(), []
-        begin = time.monotonic()
-        thread = SinkThread(sink, said.append, close_seconds=0.3)
-        for step in range(rows):
-            thread.write({"kind": "train", "step": step})
-        thread.close()
-        assert time.monotonic() - begin < 60
-        sink.go_on.set()
-        (sentence,) = said
-        assert sentence.startswith(f"Hanging {expected}")
-
-
-def test_closing_waits_for_the_report_of_a_failure() -> None:
-    """Else the report would go into a file that is closed."""
-
-    class Broken:
-        def write(self, row: dict[str, Any]) -> None:
-            raise OSError("no connection")
-
-        def close(self) -> None:
-            pass
-
-    reports: list[str] = []
-
-    def slow_report(sentence: str) -> None:
-        time.sleep(0.3)
-        reports.append(sentence)
-
-    thread = SinkThread(Broken(), slow_report)
-    thread.write({"kind": "train"})
-    thread.close()
-    assert len(reports) == 1
-    assert "no connection" in reports[0]
-
-
 @pytest.mark.parametrize("name", SINKS)
 def test_a_missing_package_names_the_extra_before_the_run_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -219,7 +160,7 @@ def test_a_missing_package_names_the_extra_before_the_run_begins(
 
 
 def test_an_unknown_sink_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r'log\.sinks must name some of tensorboard, wandb, trackio, got "wandbb"'):
+    with pytest.raises(UserError, match=r'log\.sinks must name some of tensorboard, wandb, got "wandbb"'):
         make_config(tmp_path, "--log.sinks", "tensorboard, wandbb")
     assert make_config(tmp_path, "--log.sinks", "wandb, tensorboard,wandb").log.sink_names() == ["wandb", "tensorboard"]
     with pytest.raises(ValueError, match="a sink must be one of"):

@@ -1,17 +1,27 @@
-"""Stacks on a signal and in one line."""
+"""Stacks on a signal, when the process dies, and in one line."""
 
 import gc
+import io
 import os
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from tests.written_runs import wait_for
+from rich.console import Console
 
+from tests import warm
+from tests.children import environment
+from tests.train.tiny import write_config
+from tests.written_runs import wait_for
+from trifocal.report import summarise
+from trifocal.report.live_view import render
 from trifocal.runlog import Heartbeat, StackDump, Watchdog
+from trifocal.runlog.run import read_run
 from trifocal.runlog.stacks import running_threads, where
 
 
@@ -90,3 +100,43 @@ def test_a_look_holds_no_tensor_of_the_frames_that_it_saw(no_garbage_collector: 
         seen.clear()
         assert seen.wait(10)
         assert tile() is None
+
+
+FATAL_STEP = """
+import ctypes, os, sys
+from trifocal.cli import main
+from trifocal.train.step import TrainStep
+
+run_step = TrainStep.run
+
+def die_in_step_3(self, step, *args, **kwargs):
+    if step == 3:
+        os.abort() if sys.argv[1] == "abort" else ctypes.string_at(0)
+    return run_step(self, step, *args, **kwargs)
+
+TrainStep.run = die_in_step_3
+sys.exit(main(["train", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "number", "said"),
+    [("abort", signal.SIGABRT, "Fatal Python error: Aborted"), ("read", signal.SIGSEGV, "Segmentation fault")],
+)
+def test_a_fatal_signal_leaves_the_stacks_of_the_run(
+    tmp_path: Path, fault: str, number: signal.Signals, said: str
+) -> None:
+    """As after an abort of NCCL, or a fault in a driver."""
+    command = [sys.executable, "-c", FATAL_STEP, fault, str(write_config(tmp_path))]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    process = warm.popen(command, env=environment(OMP_NUM_THREADS=1), **quiet)
+    assert process.wait(120) == -number
+    stacks = (tmp_path / "run" / "dumps" / "stacks_rank0.txt").read_text()
+    assert said in stacks and "die_in_step_3" in stacks
+    run = read_run(tmp_path / "run")
+    beats = run.heartbeats[0]
+    beats[-1]["unix_time_seconds"] -= 1000.0
+    assert str(run.crash_stacks(0)) in summarise(run)[3].text
+    console = Console(file=io.StringIO(), width=300)
+    console.print(render(run, width=300))
+    assert str(run.crash_stacks(0)) in console.file.getvalue()  # type: ignore[attr-defined]

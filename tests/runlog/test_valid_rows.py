@@ -1,35 +1,44 @@
-"""Rows that lack fields, or have wrong values in them: `watch` and `report` show the others."""
+"""Damaged rows and files: `watch` and `report` show the rest, and say how much is left out."""
 
 import io
 import json
+import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
-from tests.written_runs import beat
 
+from tests.written_runs import beat
 from trifocal.errors import UserError
 from trifocal.report import write_report
 from trifocal.report.live_view import render
+from trifocal.runlog import read_metrics
 from trifocal.runlog.jsonl import JsonLinesWriter
 from trifocal.runlog.run import read_run
-from trifocal.runlog.valid_rows import valid_heartbeats, valid_metrics
+from trifocal.runlog.valid_rows import is_heartbeat_row
 
 MakeRun = Callable[..., Path]
 MISSING = object()
 STRANGE = [MISSING, None, True, "text", "", [], [1.0, "x"], {}, {"forward": "x"}, -1, -1e9, 1e308, 10**400]
 STRANGE += [float("nan"), float("inf"), float("-inf")]
+DEEP = "[" * 100_000
 
 
 def spoiled(row: dict[str, Any], value: object) -> list[dict[str, Any]]:
     """Copies of a row, each with one field replaced or missing."""
-    kinds = ("kind",) if "kind" in row else ()
-    names = [name for name in row if name not in kinds]
     if value is MISSING:
-        return [{name: row[name] for name in row if name != gone} for gone in names if gone != "step"]
-    return [row | {name: value} for name in names]
+        return [{name: row[name] for name in row if name != gone} for gone in row]
+    return [row | {name: value} for name in row]
+
+
+def shown(run: Path) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(read_run(run, live=True), width=120))
+    return console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("value", STRANGE, ids=lambda value: "missing" if value is MISSING else str(value)[:12])
@@ -41,54 +50,142 @@ def test_no_metric_row_and_no_beat_ends_watch_or_report(make_run: MakeRun, value
         for row in last.values():
             for bad in spoiled(row, value):
                 writer.append(bad)
-    needed = {"unix_time_seconds", "host", "pid", "status", "step", "phase", "total_seconds"}
-    for rank, name in enumerate(beat()):
-        with JsonLinesWriter(run / "heartbeat" / f"rank{rank + 1}.jsonl") as writer:
-            row = beat(rank=rank + 1)
-            if value is not MISSING:
-                writer.append(row | {name: value})
-            elif name not in needed:
-                writer.append({key: row[key] for key in row if key != name})
-    console = Console(file=io.StringIO(), width=120)
-    console.print(render(read_run(run, whole_heartbeats=False), width=120))
-    assert "tokens/s" in console.file.getvalue()  # type: ignore[attr-defined]
+    for rank, bad in enumerate(spoiled(beat(), value), start=1):
+        with JsonLinesWriter(run / "heartbeat" / f"rank{rank}.jsonl") as writer:
+            writer.append(bad)
+    assert "tokens/s" in shown(run)
     write_report(run)
 
 
-def test_rows_that_say_nothing_are_left_out_and_counted(make_run: MakeRun) -> None:
+def test_damaged_lines_are_left_out_and_counted(make_run: MakeRun) -> None:
     run = make_run(steps=200)
     whole = len(read_run(run).rows)
-    with JsonLinesWriter(run / "metrics.jsonl") as writer:
-        writer.append({"kind": "train", "step": 201})
-        writer.append({"kind": "event", "step": 201, "unix_time_seconds": 1e9, "name": "x", "severity": "info"})
-        writer.append({"kind": "train", "step": 202, "unix_time_seconds": 1e9, "loss": "low", "gradient_norm": 2.0})
-    found = read_run(run)
-    assert len(found.rows) == whole + 1
-    assert found.rows[-1] == {"kind": "train", "step": 202, "unix_time_seconds": 1e9, "gradient_norm": 2.0}
-    sentence = "2 rows of metrics.jsonl lack required fields, and are left out"
-    assert found.left_out_notes() == [sentence]
-    assert sentence in write_report(run).read_text()
-    console = Console(file=io.StringIO(), width=120)
-    console.print(render(found, width=120))
-    assert sentence in console.file.getvalue()  # type: ignore[attr-defined]
-
-
-def test_a_loss_that_is_not_finite_stays_and_a_gate_does_not() -> None:
-    nan = float("nan")
-    (row,) = valid_metrics([{"kind": "train", "step": 1, "unix_time_seconds": 1.0, "loss": nan}])
-    assert row["loss"] != row["loss"]
-    (row,) = valid_metrics([{"kind": "telemetry", "step": 1, "unix_time_seconds": 1.0, "layer": 0, "gate": nan}])
-    assert row["gate"] is None
-
-
-def test_a_healthy_beat_is_read_as_it_is() -> None:
-    row = beat()
-    assert valid_heartbeats([row]) == [row]
-
-
-def test_a_line_that_is_nested_too_deeply_is_named(make_run: MakeRun) -> None:
-    run = make_run(steps=20)
     with (run / "metrics.jsonl").open("a") as file:
-        file.write("[" * 100_000 + "\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl, line \d+: expected a JSON object"):
-        read_run(run)
+        for line in (
+            '{"kind": "train", "step": 201}',
+            '{"kind": "event", "step": 201, "unix_time_seconds": 1e9, "name": "x", "severity": "info"}',
+            DEEP,
+            "nonsense",
+        ):
+            file.write(line + "\n")
+    assert len(read_run(run).rows) == whole == len(read_metrics(run / "metrics.jsonl"))
+    sentence = "4 damaged entries of metrics.jsonl left out"
+    assert sentence in write_report(run).read_text() and sentence in shown(run)
+
+
+def test_a_healthy_beat_is_usable() -> None:
+    assert is_heartbeat_row(beat())
+
+
+ENVIRONMENT = {"trifocal": 1, "cpu": [], "variables": "x", "gpus": [{}], "command": 5, "measured_speed": {"device": 1}}
+ROW = {"task": "position", "status": "ok", "length": 32, "first": 0, "end": 8, "targets": 5, "loss": 1.0}
+EVALUATION = [ROW, *spoiled(ROW, "text"), *spoiled(ROW, None), *spoiled(ROW, []), 5, {"task": "needle"}]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "said"),
+    [
+        ("env.json", DEEP, "1 damaged entry of env.json left out"),
+        ("env.json", "[]", "1 damaged entry of env.json left out"),
+        ("env.json", json.dumps(ENVIRONMENT), "6 damaged entries of env.json left out"),
+        ("config.toml", 'train = 5\n[model]\nnum_layers = "x"\ndim = []\nlayer_types = 1\nvocab_size = []\n', ""),
+        ("config.toml", '[train]\nglobal_batch_size = "x"\nmicro_batch_size = {}\nsequence_length = "x"\n', ""),
+        ("config.toml", "[schedule]\nwarmup_steps = []\n[data]\nsource = 5\n", ""),
+        ("evaluation/step_1.json", DEEP, "1 damaged entry of evaluation/step_1.json left out"),
+        ("evaluation/step_1.json", '{"rows": 5}', "1 damaged entry of evaluation/step_1.json left out"),
+        ("evaluation/step_1.json", json.dumps({"step": [], "rows": EVALUATION}), ""),
+        ("samples/step_00000009.txt", "x" * (2**20 + 1), "1 damaged entry of samples/step_00000009.txt left out"),
+    ],
+)
+def test_a_damaged_file_is_left_out_of_the_report(make_run: MakeRun, file: str, content: str, said: str) -> None:
+    run = make_run(steps=200, gpu=True)
+    (run / file).parent.mkdir(exist_ok=True)
+    (run / file).write_text(content)
+    assert said in write_report(run).read_text()
+    assert "finished" in shown(run)
+
+
+def test_a_live_view_reads_no_samples(make_run: MakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may be large; nothing of the environment, the pictures and the evaluations is shown either."""
+    run = make_run(steps=200)
+    opened = []
+    path_open = Path.open
+
+    def noted(path: Path, *args: Any, **kwargs: Any) -> Any:
+        opened.append(str(path.relative_to(run)))
+        return path_open(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", noted)
+    read_run(run, live=True)
+    assert set(opened) == {"metrics.jsonl", "config.toml", "heartbeat/rank0.jsonl"}
+
+
+def test_a_config_that_cannot_be_read_is_named_in_one_line(make_run: MakeRun) -> None:
+    run = make_run(steps=100)
+    for content in (b"[model\n", b"\xff\x00", f"a = {DEEP}".encode(), b"#" * (2**20 + 1)):
+        (run / "config.toml").write_bytes(content)
+        for live in (False, True):
+            with pytest.raises(UserError, match=r"config\.toml") as caught:
+                read_run(run, live=live)
+            assert "\n" not in str(caught.value)
+
+
+def test_metrics_that_are_no_regular_file_are_refused(make_run: MakeRun) -> None:
+    run = make_run(steps=100)
+    (run / "metrics.jsonl").unlink()
+    os.mkfifo(run / "metrics.jsonl")
+    with pytest.raises(UserError, match="no regular file"):
+        read_metrics(run / "metrics.jsonl")
+
+
+def _header(**fields: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda arrays, header: header.update(fields)
+
+
+def _array(**replaced: Any) -> Callable[[dict[str, Any], dict[str, Any]], None]:
+    return lambda arrays, header: arrays.update(replaced)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_header(version=2), "expected version 1, got 2"),
+        (_header(step="x"), "step and layers integers"),
+        (_header(layers=["a"] * 4), "step and layers integers"),
+        (_header(layers=5), "has no len"),
+        (_header(texts=5), "has no len"),
+        (_header(texts=["x"]), "positions: expected"),
+        (_header(geometry={"width": 5}), "unexpected keyword"),
+        (_header(geometry={"window_size": "x"}), "window_size"),
+        (_array(header=np.frombuffer(DEEP.encode(), np.uint8)), "recursion"),
+        (_array(gates=np.zeros(3)), "gates: expected uint8"),
+        (_array(queries=np.zeros((2, 2), np.int32)), "expected"),
+        (_array(selected=np.array(5, np.int16)), "range"),
+        (_array(zeros=np.zeros(2**27, np.uint8)), "it expands to 134,"),
+    ],
+)
+def test_a_damaged_picture_is_named_in_one_line(make_run: MakeRun, spoil: Callable[..., None], said: str) -> None:
+    run = make_run(steps=200)
+    path = run / "attention" / "step_00000200.npz"
+    with np.load(path) as file:
+        arrays: dict[str, Any] = dict(file)
+    header = json.loads(arrays.pop("header").tobytes())
+    spoil(arrays, header)
+    arrays.setdefault("header", np.frombuffer(json.dumps(header).encode(), np.uint8))
+    np.savez_compressed(path, **arrays)
+    with pytest.raises(UserError, match=r"step_00000200\.npz \(.*" + said + r".*\); remove it"):
+        write_report(run)
+
+
+def test_a_picture_with_a_header_that_asks_for_gigabytes_is_refused(make_run: MakeRun) -> None:
+    run = make_run(steps=200)
+    path = run / "attention" / "step_00000200.npz"
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    head = b"\x93NUMPY\x01\x00\x76\x00" + b"{'descr': '|u1', 'fortran_order': False, 'shape': (99999999999999,), }"
+    members["gates.npy"] = head.ljust(127) + b"\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    with pytest.raises(UserError, match=r"step_00000200\.npz.*remove it"):
+        write_report(run)

@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 import pytest
-from tests.written_runs import beat
 
+from tests.written_runs import beat
 from trifocal.runlog.proc import process_start, process_state
 from trifocal.runlog.verdict import judge
 
@@ -22,12 +22,6 @@ def verdict(after_seconds: float = 1.0, **fields: Any) -> tuple[str, str]:
 def test_a_healthy_rank_is_running() -> None:
     assert verdict() == ("running", "in forward, usually 0.2 s")
     assert verdict(phase="other", expected_phase_seconds=None) == ("running", "between two phases")
-
-
-def test_a_row_of_an_earlier_version_is_judged_too() -> None:
-    row = beat(phase_seconds=130.0)
-    del row["compile_seconds"]
-    assert judge(row, row["unix_time_seconds"]).state == "stalled"
 
 
 def test_finished_and_failed_stay_so_for_ever() -> None:
@@ -106,9 +100,8 @@ def test_a_process_whose_number_another_one_has_by_now_is_dead(sleeper: subproce
     assert verdict(60.0, pid=sleeper.pid)[0] == "stalled"
     state, reason = verdict(60.0, pid=sleeper.pid, process_start=began - 1)
     assert state == "dead" and f"process {sleeper.pid} is gone since 1:00" in reason
-    row = beat(pid=sleeper.pid)
-    del row["process_start"]
-    assert judge(row, row["unix_time_seconds"] + 60.0).state == "stalled", "a row of an earlier version"
+    state, _ = verdict(60.0, pid=sleeper.pid, process_start=None)
+    assert state == "stalled", "without /proc"
 
 
 def test_a_stopped_process_is_stalled_and_told_how_to_go_on(sleeper: subprocess.Popen[bytes]) -> None:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests import warm
 from tests.children import environment
 from tests.written_runs import Clock, wait_for
-
 from trifocal.runlog import Heartbeat, Watchdog
 from trifocal.runlog.jsonl import Row, read_lines
 from trifocal.runlog.run import read_run
@@ -141,8 +141,7 @@ def test_a_healthy_run_that_is_asked_says_that_nothing_is_stuck(tmp_path: Path) 
     assert "- Rank 0 was in data for 0:00 (usually " in text and "None yet." in text
 
 
-def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trifocal.runlog.dump.find_py_spy", lambda: None)
+def test_one_dump_a_stall_and_a_new_one_for_the_next(tmp_path: Path) -> None:
     sentences: list[str] = []
     clock = Clock()
     # Its thread is not started: the test beats.
@@ -195,7 +194,6 @@ def test_every_rank_adds_its_stacks_to_anothers_dump(tmp_path: Path) -> None:
 
 
 def test_ranks_that_stall_at_the_same_moment_share_one_dump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trifocal.runlog.dump.find_py_spy", lambda: None)
     answer, both = Watchdog._answer_other_ranks, threading.Barrier(2)
     sentences: list[str] = []
     clock = Clock()

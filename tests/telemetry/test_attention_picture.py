@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.telemetry.test_telemetry import GEOMETRY, LENGTH, model_of
 
+from tests.telemetry.test_telemetry import GEOMETRY, LENGTH, model_of
 from trifocal.errors import UserError
 from trifocal.telemetry.attention_picture import AttentionPicture, picture_queries, read_picture
 from trifocal.telemetry.attention_telemetry import AttentionTelemetry

@@ -1,8 +1,8 @@
 """Random inputs: the same numbers in every precision, and leaves that keep their strides."""
 
 import torch
-from tests.ops.cases import USUAL
 
+from tests.ops.cases import USUAL
 from trifocal.testing.inputs import Inputs, attention_inputs, cotangent
 
 

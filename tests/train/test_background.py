@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.tiny import before_step, make_config, read_checkpoint
 
+from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import background, resume, train

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.train.tiny import TOML
 
+from tests.train.tiny import TOML
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields, from_table
 from trifocal.train import RunConfig, load_config
@@ -48,7 +48,6 @@ def check_saved(config: RunConfig) -> None:
 
 @QUICK
 @given(st.sampled_from(sorted(FIELDS)), st.sampled_from(NUMBERS + TEXTS + OTHERS) | st.text(max_size=20))
-@example("schedule.rewarmup_steps", "1")
 def test_flags(name: str, value: str) -> None:
     try:
         config = override(TINY, [f"--{name}={value}"])

@@ -13,7 +13,6 @@ pytest.importorskip("datasets")
 from tests.chat_data import make_chats, write_tokenizer
 from tests.train.test_resume import rows
 from tests.train.tiny import read_checkpoint
-
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
 from trifocal.errors import UserError

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.test_step import CPU, read_batches
-from tests.train.tiny import make_config
 from torch import Tensor
 
+from tests.train.test_step import CPU, read_batches
+from tests.train.tiny import make_config
 from trifocal.data import Batch
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat, read_metrics

@@ -2,7 +2,6 @@
 
 import fcntl
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -10,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from tests import warm
 from tests.children import environment
 from tests.train.tiny import before_step, make_config
 from tests.written_runs import wait_for
-
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train
@@ -67,13 +66,12 @@ def test_a_lock_ends_with_its_process_however_that_ends(tmp_path: Path) -> None:
     finally:
         child.kill()
         child.wait()
-    with RunLock() as lock:
-        assert lock.acquire(tmp_path) == lock.acquire(tmp_path) == ""
-    with RunLock() as lock:
-        lock.acquire(tmp_path)
+    for _ in range(2):
+        with RunLock() as lock:
+            assert lock.acquire(tmp_path) == ""
 
 
-def test_the_lock_of_a_folder_that_was_deleted_meanwhile_is_not_that_of_the_new_one(
+def test_the_lock_of_a_folder_that_was_renamed_meanwhile_is_not_that_of_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "run"
@@ -81,19 +79,16 @@ def test_the_lock_of_a_folder_that_was_deleted_meanwhile_is_not_that_of_the_new_
     held = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT)
     fcntl.flock(held, fcntl.LOCK_EX)
 
-    def delete_and_give_back(seconds: float) -> None:
-        shutil.rmtree(folder)
+    def rename_and_give_back(seconds: float) -> None:
+        folder.rename(tmp_path / "run.old-1")
         folder.mkdir()
         fcntl.flock(held, fcntl.LOCK_UN)
 
     monkeypatch.setattr(lock_module, "WAIT_SECONDS", 60.0)
-    monkeypatch.setattr(lock_module.time, "sleep", delete_and_give_back)
+    monkeypatch.setattr(lock_module.time, "sleep", rename_and_give_back)
     try:
-        with RunLock() as first, RunLock() as second:
-            first.acquire(folder)
-            monkeypatch.setattr(lock_module, "WAIT_SECONDS", 0.0)
-            with pytest.raises(UserError, match="is in use"):
-                second.acquire(folder)
+        with RunLock() as lock, pytest.raises(UserError, match="was renamed or deleted by the process"):
+            lock.acquire(folder)
     finally:
         os.close(held)
 

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 
+from tests.train.tiny import WORDS, before_step, make_config, read_checkpoint
 from trifocal.cli.train import _summary
-from trifocal.data import DataConfig, DataError, Loader, make_tokenizer
+from trifocal.data import DataConfig, Loader, make_loader, make_tokenizer
+from trifocal.data import loader as data_loader
 from trifocal.data.text import TextSource
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, load_model
@@ -348,10 +349,6 @@ def test_an_existing_run_is_safe(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"holds a run already.*--resume \S+/run.*--overwrite"):
         train(config)
     assert (tmp_path / "run" / "weights" / "model.safetensors").read_bytes() == weights
-    (tmp_path / "run" / "samples").mkdir(exist_ok=True)
-    (tmp_path / "run" / "samples" / "old.txt").touch()
-    assert train(config, overwrite=True).finished
-    assert not (tmp_path / "run" / "samples" / "old.txt").exists()
 
 
 def test_a_folder_that_is_not_a_run_is_never_deleted(tmp_path: Path) -> None:
@@ -410,9 +407,13 @@ def test_a_source_that_gives_nothing_for_a_while_is_an_event(
         return original(self, shard, cursor)
 
     monkeypatch.setattr(TextSource, "read", slow_read)
-    flags = ("--data.stall_seconds", "0.2", "--train.steps", "1", "--evaluate.interval_steps", "0")
+    monkeypatch.setattr(data_loader, "STALL_SECONDS", 0.2)
+    flags = ("--train.steps", "1", "--evaluate.interval_steps", "0")
     run = train(make_config(tmp_path, *flags)).directory
-    stalls = [row for row in read_metrics(run / "metrics.jsonl", "event") if row["name"] == "data_stall"]
+    events = read_metrics(run / "metrics.jsonl", "event")
+    stalls = [row for row in events if row["name"] == "data_stall"]
+    (came,) = [row["message"] for row in events if row["name"] == "first_batch"]
+    assert came.startswith("the first batch came after ") and float(came.split()[-2]) >= 0.6
     assert stalls and stalls[0]["severity"] == "warning" and stalls[0]["stall_seconds"] >= 0.2
     assert "data stall: no batch for 0 s; the data thread is" in stalls[0]["message"]
     assert "WARNING: data stall" in capsys.readouterr().out
@@ -452,12 +453,12 @@ def test_steps_are_saved_before_a_run_ends_by_its_data(
     def fail(loader: Loader) -> Any:
         calls.append(loader)
         if len(calls) == 11:
-            raise DataError("the network is gone")
+            raise UserError("the network is gone")
         return original(loader)
 
     # Two micro-batches a step.
     monkeypatch.setattr(Loader, "__next__", fail)
-    with pytest.raises(DataError, match="the network is gone; step 5 is saved"):
+    with pytest.raises(UserError, match="the network is gone; step 5 is saved"):
         train(config)
     assert (tmp_path / "run/checkpoints/step_00000005").is_dir()
     monkeypatch.setattr(Loader, "__next__", original)
@@ -497,3 +498,18 @@ def test_a_step_that_was_not_sound_is_not_saved_when_it_is_looked_at(
     with pytest.raises(NonFiniteError):
         train(make_config(tmp_path, *flags))
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_validation_reads_the_validation_split(tmp_path: Path) -> None:
+    """Every document has a letter of its own, and no letter is in both splits."""
+    config = make_config(tmp_path, "--checkpoint.interval_steps", "0")
+    for index, path in enumerate(sorted((tmp_path / "text").iterdir())):
+        path.write_text(chr(ord("A") + index) * 40)
+    tokenizer = make_tokenizer("bytes")
+    held_out = {
+        token for batch in read_validation_batches(config, tokenizer) for token in batch.tokens.unique().tolist()
+    }
+    sizes = {"sequence_length": 32, "batch_size": 2, "vocab_size": 257}
+    with make_loader(config.data, tokenizer=tokenizer, **sizes) as loader:
+        trained = {token for batch in itertools.islice(loader, 40) for token in batch.tokens.unique().tolist()}
+    assert len(held_out - {256}) >= 3 and held_out & trained == {256}

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.children import environment, free_port
 from tests.train.tiny import write_config
-
 from trifocal.runlog import read_metrics
 from trifocal.train.checkpoint_folders import list_checkpoints
 from trifocal.train.manifest import verify_checkpoint

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.tiny import make_config, write_config
 
+from tests.train.tiny import make_config, write_config
 from trifocal.errors import UserError
 from trifocal.models import load_model
 from trifocal.runlog import read_metrics

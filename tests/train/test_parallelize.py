@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.tiny import make_config
 
+from tests.train.tiny import make_config
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tests.train.tiny import make_config
 
+from tests.train.tiny import make_config
 from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
@@ -22,7 +22,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("--train.global_batch_size", "5"), r"global_batch_size 5 is not a multiple of train\.micro_batch_size 2"),
+        (
+            ("--train.global_batch_size", "6", "--train.micro_batch_size", "4"),
+            r"size 6 is not a multiple of .*size 4; the next one is .* 8, or set --train\.micro_batch_size 2$",
+        ),
+        (("--model.dim", "100000", "--model.mlp_dim", "100000000"), r"parameters takes in training at least"),
         (("--train.steps", "1001", "--checkpoint.interval_steps", "0"), "would lose everything in a crash"),
         (("--train.steps", "1001", "--checkpoint.interval_steps", "1001"), "would lose everything in a crash"),
         (("--model.vocab_size", "256"), r"vocab_size 256 is smaller than the 257 tokens of data\.tokenizer \"bytes\""),

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from trifocal.cli import main
-from trifocal.train import load_config
+from trifocal.fields import dotted_fields
+from trifocal.train import RunConfig, load_config
 from trifocal.train.presets import presets, summary
 
 ROOT = Path(__file__).parents[2]
@@ -43,26 +44,40 @@ def test_a_wheel_has_every_file_of_configs(tmp_path: Path) -> None:
             assert shipped == (ROOT / "configs" / f"{name}.toml").read_bytes()
 
 
-def test_new_prints_a_preset_that_trains_as_the_file_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["new", "demo"]) == 0
+@pytest.mark.parametrize("name", NAMES)
+def test_new_prints_every_key_with_a_comment_and_trains_as_the_preset_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    assert main(["new", name]) == 0
     text = capsys.readouterr().out
-    (tmp_path / "my.toml").write_text(text)
-    assert load_config(tmp_path / "my.toml") == load_config(ROOT / "configs" / "demo.toml")
     # So that any terminal and any shell can redirect it.
-    assert all((ROOT / "configs" / f"{name}.toml").read_text().isascii() for name in NAMES)
+    assert text.isascii()
+    lines = text.splitlines()
+    keys = [index for index, line in enumerate(lines) if re.match(r"\w+ = ", line)]
+    assert len(keys) == len(dotted_fields(RunConfig))
+    assert all(lines[index - 1].startswith("# ") for index in keys)
+    (tmp_path / "my.toml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    config = load_config(name)
+    assert load_config("my.toml") == config == load_config(ROOT / "configs" / f"{name}.toml")
+    # A path that exists comes before a preset.
+    (tmp_path / name).write_text("[run]\nseed = 5\n")
+    assert load_config(name).run.seed == 5
 
 
 def test_new_lists_the_presets_with_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    for name in NAMES:
+    for name, path in presets().items():
         assert re.fullmatch(rf"{name} +\S.{{20,}}", next(line for line in lines if line.startswith(f"{name} "))), name
-        assert len(summary(name)) < 160
+        assert len(summary(path)) < 160
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "m7c_125"]) == 2
     assert capsys.readouterr().err == 'trifocal: unknown preset "m7c_125"; the nearest valid one is "m7c_125m"\n'
+    assert main(["train", "showcas"]) == 2
+    assert capsys.readouterr().err.endswith('preset "showcas"; the nearest valid one is "showcase"\n')
 
 
 def test_the_demo_selects_a_part_of_what_it_sees() -> None:

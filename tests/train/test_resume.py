@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.train.tiny import before_step, make_config, read_checkpoint
 
+from tests.train.tiny import before_step, make_config, read_checkpoint
 from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
@@ -187,7 +187,7 @@ def test_a_finished_run_goes_on_to_more_steps(tmp_path: Path, capsys: pytest.Cap
     assert resume(tmp_path / "run", config=longer).step == 8
     out = capsys.readouterr().out
     assert "note: goes on from step 6 of 8; differs from the saved configuration: train.steps 6 -> 8\n" in out
-    assert "learning rate: 0.001 in step 6, 0.0016 in step 7; it jumps to 1.6 times; to let it rise in 2 steps" in out
+    assert "learning rate: 0.001 in step 6, 0.0016 in step 7; it jumps to 1.6 times; " in out
     taken = {row["step"]: row["learning_rate"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl", "train")}
     assert (taken[6], taken[7]) == pytest.approx((0.001, 0.0016), rel=0.01)
     assert load_config(tmp_path / "run" / "config.toml").train.steps == 8
@@ -278,7 +278,7 @@ def test_files_that_have_changed_are_refused_as_such(tmp_path: Path) -> None:
     config = make_config(tmp_path)
     train(config)
     (tmp_path / "text" / "00.txt").write_text("Something else, and more of it than there was before.\n" * 9)
-    with pytest.raises(UserError, match=r"the files \(names and sizes\), data\.text_document_bytes differ; resume"):
+    with pytest.raises(UserError, match=r"the files \(names and sizes\) differ; resume"):
         resume(tmp_path / "run")
 
 

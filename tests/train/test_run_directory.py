@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+
 from tests.distributed.workers import train as start
 from tests.train.tiny import before_step, make_config, read_checkpoint, write_config
-
 from trifocal.cli import main
 from trifocal.data import load_tokenizer
 from trifocal.distributed import Processes
@@ -101,6 +101,127 @@ def test_torchrun_does_not_begin_anew_where_its_run_is_gone(tmp_path: Path) -> N
     processes.unmark_run_created()
     assert not store.check(["trifocal/begun"])
     assert restarted_run(processes, tmp_path / "run") == ""
+
+
+def old_names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.parent.glob(f"{run.name}.*") if path.is_dir())
+
+
+@pytest.mark.parametrize("linked", [False, True])
+def test_overwrite_renames_the_earlier_run_and_leaves_it_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    run = place = tmp_path / "run"
+    if linked:
+        place = tmp_path / "volume" / "real"
+        place.mkdir(parents=True)
+        run.symlink_to(place)
+    config = make_config(tmp_path, "--train.steps", "1", "--evaluate.interval_steps", "0")
+    train(config)
+    (run / "notes.txt").write_text("of the user")
+    first = {path.relative_to(run): path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for number in (1, 2):
+        train(config, overwrite=True)
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            f"trifocal: the run that was in {place} is now in {place}.old-{number}"
+        )
+    old = place.with_name(f"{place.name}.old-1")
+    assert {path.relative_to(old): path.read_bytes() for path in old.rglob("*") if path.is_file()} == first
+    assert resume(old).step == 1
+
+    # A start that fails leaves the earlier run renamed, and says where it is.
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("trifocal.train.run_logger.write_environment", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            train(config, overwrite=True)
+    assert f"{place}.old-3; the 3 old runs take " in capsys.readouterr().err
+    assert old_names(place) == [f"{place.name}.old-{number}" for number in (1, 2, 3)]
+    assert train(config).finished
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda run: (run / ".trifocal_run").unlink(), r"has no \.trifocal_run, by which a run is known"),
+        (lambda run: (run / "config.toml").unlink(), "exists and is not a run"),
+        (lambda run: os.chdir(run / "checkpoints"), "it is the current folder"),
+    ],
+)
+def test_what_is_not_a_run_is_never_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spoil: Any, says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = make_config(tmp_path, "--train.steps", "1")
+    run = train(config).directory
+    spoil(run)
+    with pytest.raises(UserError, match=says):
+        train(config, overwrite=True)
+    assert (run / "checkpoints").is_dir() and not old_names(run)
+
+
+@pytest.mark.parametrize("error", [errno.EBUSY, errno.EXDEV, errno.ESTALE, errno.EIO])
+def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int) -> None:
+    config = make_config(tmp_path, "--train.steps", "1")
+    run = train(config).directory
+
+    def fail(path: Path, target: Path) -> Path:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(UserError, match=f"is not replaced: it cannot be renamed to .*{os.strerror(error)}"):
+        train(config, overwrite=True)
+    assert (run / "checkpoints").is_dir()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        ".lock",
+        ".trifocal_run",
+        "config.toml",
+        ".config.toml.partial",
+        "env.json",
+        "metrics.jsonl",
+        "heartbeat",
+        "heartbeat/rank0.jsonl",
+        "samples",
+        "samples/step_00000002.txt",
+        "weights",
+        "weights/config.json",
+        "checkpoints",
+        "checkpoints/step_00000002",
+        "dumps",
+        "traces",
+        "tensorboard",
+    ],
+)
+def test_a_link_in_a_foreign_run_is_not_followed(tmp_path: Path, name: str) -> None:
+    run = train(make_config(tmp_path, "--train.steps", "2", "--log.telemetry_interval_steps", "0")).directory
+    path, victim = run / name, tmp_path / "victim"
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        path.rename(victim)
+    else:
+        victim.write_text("mine")
+    path.symlink_to(victim)
+    before = {file: file.read_bytes() for file in [victim, *victim.rglob("*")] if file.is_file()}
+    with pytest.raises(UserError, match=rf"{name} is a (symbolic )?link") as caught:
+        resume(run, config=make_config(tmp_path, "--train.steps", "4"))
+    assert "\n" not in str(caught.value)
+    assert before == {file: file.read_bytes() for file in [victim, *victim.rglob("*")] if file.is_file()}
+
+
+def test_a_link_that_waits_in_the_folder_of_a_new_run_is_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    for name in (".lock", ".trifocal_run"):
+        (tmp_path / "run" / name).symlink_to(tmp_path / "victim")
+        with pytest.raises(UserError, match=rf"{name} is a (symbolic )?link"):
+            train(make_config(tmp_path))
+        (tmp_path / "run" / name).unlink()
+    assert not (tmp_path / "victim").exists()
 
 
 def step_of(weights: Path) -> int:
@@ -234,7 +355,7 @@ def test_files_of_somebody_else_and_folders_in_place_of_files_are_one_line(
 
     # Root may read everything: as if it were not.
     originals = Path.open, Path.stat
-    for name in ("manifest.json", "rank0.json", "__0_0.distcp", ".metadata"):
+    for name in ("manifest.json", "rank0.json", "shard-00001-model-00001-of-00001.safetensors"):
 
         def open_as_another(path: Path, *args: Any, forbidden: str = name, **kwargs: Any) -> Any:
             if path.name == forbidden:
@@ -253,7 +374,7 @@ def test_files_of_somebody_else_and_folders_in_place_of_files_are_one_line(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", stat_as_another)
         refused("Permission denied")
-        with pytest.raises(UserError, match=r"cannot read the model's weights .*: Permission denied"):
+        with pytest.raises(UserError, match=r"cannot read the model's .*: Permission denied"):
             load_model(run / "weights")
     manifest.unlink()
     manifest.mkdir()

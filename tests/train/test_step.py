@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.train.tiny import make_config
 
+from tests.train.tiny import make_config
 from trifocal.data import Batch, make_loader, make_tokenizer
 from trifocal.models import DecoderLM
 from trifocal.runlog import Heartbeat

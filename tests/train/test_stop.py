@@ -1,12 +1,29 @@
-"""The first signal asks, its echo is the same request, a later one insists."""
+"""The first signal asks, its echo is the same request, a later one insists; compilers outlive a signal to the group."""
 
 import os
 import signal
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 
+from tests import warm
+from tests.children import environment
+from tests.train.tiny import write_config
+from trifocal.runlog import read_metrics
 from trifocal.train import stop
-from trifocal.train.stop import StopSignals
+from trifocal.train.checkpoint_folders import list_checkpoints
+from trifocal.train.manifest import is_intact
+from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
+
+
+def kill(*numbers: signal.Signals) -> None:
+    """Send signals to this process, and let the thread that takes them take them."""
+    for number in numbers:
+        os.kill(os.getpid(), number)
+        time.sleep(0.1)
 
 
 def test_a_signal_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,23 +31,25 @@ def test_a_signal_twice_at_once_is_one_request(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(stop.os, "_exit", left.append)
     before = signal.getsignal(signal.SIGTERM)
     with StopSignals() as signals:
+        signals.something_to_save = True
         assert signals.received is None
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
-            os.kill(os.getpid(), number)
+        kill(signal.SIGTERM, signal.SIGTERM, signal.SIGINT)
         assert signals.received == "SIGTERM"
         assert not left
         monkeypatch.setattr(stop, "SAME_REQUEST_SECONDS", 0.0)
-        os.kill(os.getpid(), signal.SIGINT)
+        kill(signal.SIGINT)
         assert left == [128 + signal.SIGINT]
     assert signal.getsignal(signal.SIGTERM) is before
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_a_closed_terminal_asks_unless_nohup_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_closed_terminal_asks_unless_nohup_was_asked() -> None:
     for handler, expected in ((signal.SIG_DFL, "SIGHUP"), (signal.SIG_IGN, None)):
         before = signal.signal(signal.SIGHUP, handler)
         try:
             with StopSignals() as signals:
-                os.kill(os.getpid(), signal.SIGHUP)
+                signals.something_to_save = True
+                kill(signal.SIGHUP)
                 assert signals.received == expected
             assert signal.getsignal(signal.SIGHUP) == handler
         finally:
@@ -41,7 +60,73 @@ def test_a_request_counts_though_nobody_can_be_told(monkeypatch: pytest.MonkeyPa
     def gone(*_: object) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(stop.os, "write", gone)
     with StopSignals() as signals:
-        os.kill(os.getpid(), signal.SIGTERM)
+        signals.something_to_save = True
+        with monkeypatch.context() as patch:
+            patch.setattr(stop.os, "write", gone)
+            kill(signal.SIGTERM)
         assert signals.received == "SIGTERM"
+
+
+def test_before_the_first_step_a_wait_ends_at_once() -> None:
+    begin = time.monotonic()
+    with pytest.raises(StoppedBeforeFirstStep, match="SIGTERM") as stopped, StopSignals():
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        # A wait in the way of a future's result.
+        threading.Event().wait(20)
+    assert stopped.value.status == 128 + signal.SIGTERM
+    assert time.monotonic() - begin < 10
+
+
+# A step waits for PyTorch's own pool of compiling processes, which has a job that takes its time.
+COMPILING = """
+import os, sys, time
+from pathlib import Path
+from torch._inductor import config
+from torch._inductor.async_compile import AsyncCompile
+from trifocal.cli import main
+from trifocal.train.step import TrainStep
+
+os.setpgid(0, 0)
+config.compile_threads = 2
+run = TrainStep.run
+
+def compiling(self, step, *args, **kwargs):
+    if step == int(sys.argv[2]):
+        assert AsyncCompile.process_pool().submit(time.sleep, 0.1).result() is None
+        job = AsyncCompile.process_pool().submit(time.sleep, float(sys.argv[3]))
+        Path(sys.argv[1]).touch()
+        job.result()
+    return run(self, step, *args, **kwargs)
+
+TrainStep.run = compiling
+raise SystemExit(main(["train", *sys.argv[4:]]))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("step", [1, 2])
+def test_a_signal_to_the_group_while_a_pool_compiles(tmp_path: Path, number: signal.Signals, step: int) -> None:
+    """In the first step of a start it stops at once; later the compilers go on, and the step is saved."""
+    marker, run = tmp_path / "marker", tmp_path / "run"
+    seconds = 60 if step == 1 else 3
+    command = [str(marker), str(step), str(seconds), str(write_config(tmp_path)), "--train.steps", "40"]
+    with (tmp_path / "error").open("wb") as error:
+        arguments = [sys.executable, "-c", COMPILING, *command]
+        process = warm.popen(arguments, stdout=error, stderr=error, env=environment(OMP_NUM_THREADS=1))
+    try:
+        deadline = time.monotonic() + 120
+        while not marker.exists() and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert marker.exists(), (tmp_path / "error").read_text()
+        os.killpg(process.pid, number)
+        assert process.wait(15) == (128 + number if step == 1 else 0), (tmp_path / "error").read_text()
+    finally:
+        process.kill()
+    assert "Traceback" not in (tmp_path / "error").read_text()
+    if step == 1:
+        assert not run.exists()
+    else:
+        newest = list_checkpoints(run / "checkpoints")[-1]
+        assert is_intact(newest) and newest.name == "step_00000002"
+        assert read_metrics(run / "metrics.jsonl", "train")[-1]["step"] == 2

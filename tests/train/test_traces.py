@@ -3,22 +3,20 @@
 import csv
 import gzip
 import json
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
 from tests.children import ROOT
 from tests.train.tiny import before_step, make_config, read_checkpoint
-
-from trifocal.cli import main
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
 from trifocal.nn.block import SwiGLU
 from trifocal.runlog import read_metrics
-from trifocal.runlog.traces import TRACES, AnomalyFound
+from trifocal.runlog.traces import TRACES
 from trifocal.runlog.traces.base import ModuleHooks, tensors_in
 from trifocal.train import TrainResult, resume, train
 
@@ -60,6 +58,23 @@ def test_gradients_arrive_once_a_micro_batch_and_the_last_layers_first(tmp_path:
             assert order.index("blocks.1.mlp.down_proj.weight") < order.index("blocks.0.mlp.down_proj.weight")
             assert order[-1] == "embedding.weight"
     assert len(rows) == 4 * len(names)
+
+
+def test_a_parameter_without_a_gradient_is_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of a step that is not called in it."""
+    original = SwiGLU.forward
+    now = [0]
+    before_step(monkeypatch, lambda step, arguments: now.__setitem__(0, step))
+
+    def skips(self: SwiGLU, x: torch.Tensor) -> torch.Tensor:
+        return x if now[0] == 3 else original(self, x)
+
+    monkeypatch.setattr(SwiGLU, "forward", skips)
+    rows = table(traced(tmp_path, "gradients") / "gradients_rank0.csv")
+    expected = {name for name, _ in expected_model(tmp_path).named_parameters() if ".mlp." in name and "_proj" in name}
+    missing = [row for row in rows if row["remark"]]
+    assert {row["parameter"] for row in missing} == expected and len(missing) == len(expected)
+    assert {(row["step"], row["order"], row["remark"]) for row in missing} == {("3", "", "no gradient in this step")}
 
 
 def test_modules_run_forward_in_order_backward_in_reverse_and_again_when_checkpointed(tmp_path: Path) -> None:
@@ -164,97 +179,6 @@ def test_the_profile_holds_every_phase_and_its_table_the_operations(tmp_path: Pa
     assert names["step 1: forward"] == names["step 4: forward"] == 0
 
 
-class Nan(torch.autograd.Function):
-    """A backward pass that is NaN."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient * torch.nan
-
-
-def break_backward(monkeypatch: pytest.MonkeyPatch, at_step: int) -> None:
-    now = [0]
-    before_step(monkeypatch, lambda step, arguments: now.__setitem__(0, step))
-    original = SwiGLU.forward
-
-    def breaking_forward(self: SwiGLU, x: torch.Tensor) -> torch.Tensor:
-        y = original(self, x)
-        return Nan.apply(y) if now[0] == at_step else y  # type: ignore[no-any-return,no-untyped-call]
-
-    monkeypatch.setattr(SwiGLU, "forward", breaking_forward)
-
-
-def test_anomaly_detection_names_the_operation_and_its_call(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    break_backward(monkeypatch, 4)
-    config = make_config(tmp_path, "--trace.what", "anomalies", "--trace.steps", "3:1000000", *QUICK)
-    with pytest.raises(
-        AnomalyFound, match=r"step 4, micro-batch 1: Function 'NanBackward' returned nan values"
-    ) as caught:
-        train(config)
-    assert "called at breaking_forward (test_traces.py:" in str(caught.value)
-    text = (tmp_path / "run" / "traces" / "anomaly_step_00000004_rank0.txt").read_text()
-    assert "breaking_forward" in text and "Traceback of forward call" in text
-    (event,) = [r for r in read_metrics(tmp_path / "run" / "metrics.jsonl", "event") if r["name"] == "anomaly"]
-    assert event["severity"] == "error"
-    assert not torch.is_anomaly_enabled()
-    capsys.readouterr()
-    flags = ["--trace.what", "anomalies", "--trace.steps", "3:9"]
-    assert main(["train", str(tmp_path / "run.toml"), "--overwrite", *flags]) == 1
-    assert capsys.readouterr().err.startswith("trifocal: step 4, micro-batch 1: Function 'NanBackward'")
-
-
-def test_warnings_pass_through_anomaly_detection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Warner(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-            warnings.warn("something else", stacklevel=1)
-            return gradient
-
-    original = SwiGLU.forward
-    monkeypatch.setattr(SwiGLU, "forward", lambda self, x: Warner.apply(original(self, x)))  # type: ignore[no-untyped-call]
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        traced(tmp_path, "anomalies", "--model.num_layers", "1")
-    assert any("something else" in str(warning.message) for warning in caught)
-
-
-def test_ranges_open_and_close_in_pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, on a stand-in for it: what NVTX would be told."""
-    stack: list[str] = []
-    seen: list[str] = []
-
-    def push(name: str) -> None:
-        stack.append(name)
-        seen.append("/".join(stack))
-
-    class Emit:
-        def __enter__(self) -> None:
-            seen.append("emit")
-
-        def __exit__(self, *error: object) -> None:
-            seen.append("stop")
-
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", push)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", stack.pop)
-    monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", Emit)
-    monkeypatch.setattr("trifocal.train.preflight._check_traces", lambda config, device: None)
-    traced(tmp_path, "nvtx", "--train.activation_checkpointing", "all")
-    assert stack == []
-    assert seen[0] == "emit" and seen[-1] == "stop"
-    assert "step 2: forward/model/blocks.0/blocks.0.mlp/blocks.0.mlp.down_proj" in seen
-    assert "step 3: backward/blocks.1.attention" in seen, "what checkpointing repeats is in backward's range"
-
-
 def hooks_left(model: torch.nn.Module) -> int:
     of_modules = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
     return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
@@ -265,7 +189,7 @@ def test_nothing_is_installed_but_in_the_traced_steps_and_they_change_nothing(
 ) -> None:
     counts: dict[int, int] = {}
     before_step(monkeypatch, lambda step, arguments: counts.__setitem__(step, hooks_left(arguments["loss_function"])))
-    what = ",".join(name for name in TRACES if name not in ("nvtx", "exchange", "profiler"))
+    what = ",".join(name for name in TRACES if name not in ("exchange", "profiler"))
     flags = (*BUSY, "--checkpoint.interval_steps", "6")
     train(make_config(tmp_path, *QUICK, *flags, "--trace.what", what, "--trace.steps", "2:4, 5:6", name="traced"))
     assert counts[2] > 0 and counts[3] == counts[2] == counts[5]
@@ -322,8 +246,6 @@ def test_a_disk_that_does_not_take_the_files_is_said_and_the_run_goes_on(
         (("--trace.interval_steps", "-1"), r"trace\.interval_steps must be at least 0"),
         (("--trace.steps", "5:7,3:4"), r"trace\.steps must be ranges"),
         (("--trace.what", "memory", "--trace.steps", "1:102"), "are 101 steps; memory can record 100 at once"),
-        (("--trace.what", "nvtx,profiler"), "exclude each other"),
-        (("--trace.what", "nvtx"), "nvtx needs a GPU"),
         (
             ("--trace.what", "modules,profiler", "--train.compile", "true"),
             "modules would see nothing with train.compile",

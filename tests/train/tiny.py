@@ -95,7 +95,7 @@ def make_config(folder: Path, *overrides: str, name: str = "run") -> RunConfig:
 
 def read_checkpoint(path: Path) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, by name, without building a model."""
-    reader = dcp.FileSystemReader(path / "weights")
+    reader = dcp.HuggingFaceStorageReader(str(path / "weights"))
     metadata = reader.read_metadata().state_dict_metadata
     tensors: dict[str, Any] = {
         name: torch.empty(item.size, dtype=item.properties.dtype)

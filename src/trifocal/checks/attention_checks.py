@@ -1,6 +1,5 @@
 """Checks of the attention: against dense attention, against a float64 oracle, and between backends."""
 
-import functools
 from collections.abc import Callable
 
 import torch
@@ -10,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trifocal.checks.measurement import Measurement, Skipped
 from trifocal.ops import Geometry, nsa_attention
 from trifocal.testing import oracle
-from trifocal.testing.inputs import Inputs, attention_inputs
+from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import MINIMAL, SMALL
 from trifocal.testing.tolerances import FULL_COVERAGE, allowed, error, errors, output_and_gradients
 
@@ -28,17 +27,9 @@ EVERYTHING = Geometry(
 """Selection and window that cover 256 tokens whole."""
 
 
-def full_coverage_float32(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
-    """Where selection and window cover everything, the two are dense attention; compared with gradients."""
-    return _full_coverage(device, torch.float32, attention)
-
-
-def full_coverage_float64(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
-    """As in float32, a billion times sharper: no wrong mask hides in rounding."""
-    return _full_coverage(device, torch.float64, attention)
-
-
-def _full_coverage(device: torch.device, dtype: torch.dtype, attention: Attention) -> Measurement:
+def full_coverage(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
+    """Where selection and window cover everything, the two are dense attention; compared with gradients, in float32."""
+    dtype = torch.float32
     length = 251
     inputs = attention_inputs(EVERYTHING, length, device, dtype, head_dim=16, value_dim=16).leaves()
     q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
@@ -60,44 +51,19 @@ def _full_coverage(device: torch.device, dtype: torch.dtype, attention: Attentio
 
 def float64_oracle(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
     """In float64, with its own choice of blocks, the attention is the oracle's: output and every gradient."""
-    return _against_oracle(device, torch.float64, attention, give_choice=False)
-
-
-def float32_oracle(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement:
-    """In float32, with the oracle's choice given, so that a near tie that rounding swaps is no error."""
-    return _against_oracle(device, torch.float32, attention, give_choice=True)
-
-
-def _against_oracle(
-    device: torch.device, dtype: torch.dtype, attention: Attention, *, give_choice: bool
-) -> Measurement:
     worst, details = 0.0, []
     for geometry, lengths in ((SMALL, (67,)), (SMALL, (23, 1, 4, 3, 33)), (MINIMAL, (97,))):
-        drawn, choice, exact = _by_oracle(geometry, lengths, dtype)
-        inputs = drawn.leaves(device=device)
+        drawn = attention_inputs(geometry, sum(lengths), document_lengths=lengths)
+        inputs, exact = drawn.leaves(device=device), drawn.leaves()
         borders = torch.tensor([0, *lengths], device=device).cumsum(0) if len(lengths) > 1 else None
-        given = choice.to(device) if give_choice else None
-        o = attention(*inputs, geometry, cu_seqlens=borders, selected_blocks=given, backend="reference")
-        found = errors(output_and_gradients(o, inputs), exact)
+        o = attention(*inputs, geometry, cu_seqlens=borders, backend="reference")
+        o_exact = oracle.nsa_attention(*exact, geometry, lengths=lengths)
+        found = errors(output_and_gradients(o, inputs), output_and_gradients(o_exact, exact))
         name = max(found, key=lambda key: found[key])
         worst = max(worst, found[name])
         kind = f"{len(lengths)} packed documents" if len(lengths) > 1 else f"{lengths[0]} tokens"
         details.append(f"{kind}: {found[name]:.3g} in {name}")
-    bound = FULL_COVERAGE[dtype] if dtype == torch.float64 else allowed(dtype, device)
-    return Measurement(worst, bound, "error", tuple(details))
-
-
-@functools.cache
-def _by_oracle(
-    geometry: Geometry, lengths: tuple[int, ...], dtype: torch.dtype
-) -> tuple[Inputs, Tensor, dict[str, Tensor]]:
-    """Inputs, the choice of blocks that the oracle makes of them, its output and the gradients; on the CPU."""
-    inputs = attention_inputs(geometry, sum(lengths), dtype=dtype, document_lengths=lengths)
-    exact = inputs.leaves(torch.float64)
-    _, lse = oracle.compressed_attention(exact.q, exact.k_cmp, exact.v_cmp, geometry, lengths=lengths)
-    choice = oracle.select_blocks(exact.q, exact.k_cmp, lse, geometry, lengths=lengths)
-    o = oracle.nsa_attention(*exact, geometry, lengths=lengths, selected_blocks=choice)
-    return inputs, choice, output_and_gradients(o, exact, rounded_to=dtype)
+    return Measurement(worst, FULL_COVERAGE[torch.float64], "error", tuple(details))
 
 
 def backend_parity(device: torch.device, *, attention: Attention = nsa_attention) -> Measurement | Skipped:

@@ -186,7 +186,7 @@ def parameter_gradients(device: torch.device, *, make_model: MakeModel = make_mo
     The figure counts parameters without, or in ordinary steps with nothing but zeros. Bound: none.
     """
     without, details = 0, []
-    for changes in ({}, {"compressor": "mlp", "gate": "softmax"}, {"shared_kv": True, "tie_embeddings": True}, MIXED):
+    for changes in ({}, {"compressor": "mlp"}, {"shared_kv": True, "tie_embeddings": True}, MIXED):
         config = small_config(**changes)
         borders = {
             "ordinary": (40, None),

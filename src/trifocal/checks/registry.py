@@ -55,10 +55,8 @@ class Check:
 
 
 CHECKS: tuple[Check, ...] = (
-    Check("full-coverage-fp32", (8,), "attention to everything is dense", attention_checks.full_coverage_float32),
-    Check("full-coverage-fp64", (8,), "the same, in float64", attention_checks.full_coverage_float64),
-    Check("oracle-fp64", (7, 8), "attention and gradients, in float64", attention_checks.float64_oracle),
-    Check("oracle-fp32", (8,), "attention and gradients, in float32", attention_checks.float32_oracle),
+    Check("full-coverage", (8,), "attention to everything is dense", attention_checks.full_coverage),
+    Check("oracle", (7, 8), "attention and gradients, in float64", attention_checks.float64_oracle),
     Check("backend-parity", (8,), "the kernels give the reference's results", attention_checks.backend_parity),
     Check("rope-distance", (11,), "scores depend on distance alone", positions.rope_distance),
     Check("future-leak", (7,), "no output depends on a later token", model_checks.future_leak),
@@ -75,7 +73,6 @@ CHECKS: tuple[Check, ...] = (
     Check("master-weights", (15,), "weights stay fp32 under bf16", training_checks.master_weights),
     Check("ddp-gradients", (3, 4), "two processes compute the gradient of one", process_checks.ddp_gradients),
     Check("sharded-gradients", (3, 5), "the same with sharded weights", process_checks.sharded_gradients),
-    Check("equal-parameters", (4, 5), "processes keep the same weights", process_checks.equal_parameters),
     Check("unknown-flags", (12,), "unknown flags and keys are refused", operation_checks.unknown_flags),
     Check("heartbeat", (2,), "the heartbeat outlives a long operation", operation_checks.heartbeat),
     Check("failing-source", (13,), "data that fail stop the run", operation_checks.failing_source),

@@ -64,7 +64,8 @@ def random_token_floor(device: torch.device, *, train: Train = train) -> Measure
     model = small_config(vocab_size=vocab_size, geometry=geometry, **sizes)
     with _folder() as folder:
         directory = folder / "run"
-        train(
+        _finish(
+            train,
             RunConfig(
                 run=RunSection(directory=str(directory), device=device.type),  # type: ignore[arg-type]
                 model=model,
@@ -75,7 +76,7 @@ def random_token_floor(device: torch.device, *, train: Train = train) -> Measure
                 checkpoint=CheckpointSection(interval_steps=0),
                 evaluate=EvaluateSection(interval_steps=0),
                 log=LogSection(interval_steps=1),
-            )
+            ),
         )
         losses = [row["loss"] for row in read_metrics(directory / "metrics.jsonl", "train")]
     second_half = losses[FLOOR_STEPS // 2 :]
@@ -99,10 +100,10 @@ def resume_bit_for_bit(device: torch.device, *, resume: Callable[..., TrainResul
         _write_documents(folder / "text")
         whole, resumed = folder / "whole", folder / "resumed"
         config = _small_run(whole, folder / "text", device)
-        train(config)
+        _finish(train, config)
         shutil.copytree(whole, resumed)
         middle = checkpoint_path(Path(), RESUME_STEPS // 2).name
-        resume(resumed, checkpoint=middle)
+        _finish(resume, resumed, checkpoint=middle)
         first, second = (_final_state(run, config) for run in (whole, resumed))
     differing = [name for name in first if not _identical(first[name], second.get(name))]
     details = (f"{len(first)} tensors and states compared", *(f"differs: {name}" for name in differing[:4]))
@@ -149,6 +150,12 @@ def master_weights(
                 wrong.append(f"a step of 1e-6 does not move {name}")
     details = (f"{len(before)} parameters, {len(products)} products", *wrong[:4])
     return Measurement(len(wrong), 0, "tensors", details)
+
+
+def _finish(start: Callable[..., TrainResult], *arguments: Any, **options: Any) -> None:
+    """Train to the end; the trainer answers a signal by stopping early, and then the check ends too."""
+    if not start(*arguments, **options).finished:
+        raise KeyboardInterrupt
 
 
 def _small_run(directory: Path, text: Path, device: torch.device) -> RunConfig:

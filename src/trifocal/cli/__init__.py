@@ -1,15 +1,12 @@
 """The command line. Each command is imported when it is called, so that `trifocal --help` answers at once."""
 
-import atexit
 import contextlib
 import errno
-import gc
 import importlib
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from trifocal._version import __version__
 from trifocal.cli.output import drop_lost_output, printable, write_what_can_be_encoded
@@ -17,20 +14,20 @@ from trifocal.errors import UserError, unknown
 
 COMMANDS = {
     "new": "print a commented configuration to begin with: PRESET > my.toml; without a name, list the presets",
-    "train": "train a model: CONFIG.toml [--section.field value …], or --resume RUN_DIR",
+    "train": "train a model: CONFIG [--section.key value …], or --resume RUN_DIR",
     "generate": "continue a text with a trained model: RUN_DIR --prompt TEXT",
     "convert": "make a sparse model of a dense one of Trifocal or Hugging Face: DIR OUT --to selected or nsa",
     "evaluate": "measure the loss, loss by position, needles and recall of a trained model: RUN_DIR",
     "export": "write a trained model as a folder that transformers reads: RUN_DIR DIR",
     "check": "test this installation on this machine",
-    "doctor": "examine this machine, estimate the needs of presets or CONFIG.toml, and name the remedy of each fault",
+    "doctor": "examine this machine, measure two steps of CONFIG.toml here, and name the remedy of each fault",
     "report": "write one self-contained HTML page of a run: RUN_DIR",
     "watch": "show a run live in the terminal: RUN_DIR",
 }
 
 _DISK_ERRORS = {
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EROFS, errno.EPERM),
-    *(errno.ENAMETOOLONG, errno.ENOTDIR),
+    *(errno.ENAMETOOLONG, errno.ENOTDIR, errno.EIO, errno.ESTALE, errno.EXDEV, errno.EBUSY, errno.EMFILE, errno.ENFILE),
 }
 
 
@@ -57,12 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if args[0] not in COMMANDS:
             raise unknown("command", args[0], COMMANDS)
-        if args[0] == "generate" and not {"cpu", "--device=cpu"} & set(args):
-            # Before the import of PyTorch, which takes longer.
-            from trifocal.cli import gpu_driver
-
-            gpu_driver.start_driver()
-        return int(_import_command(args[0]).run(args[1:]))
+        return int(importlib.import_module(f"trifocal.cli.{args[0]}").run(args[1:]))
     except UserError as error:
         return _fail(str(error), 2)
     except BrokenPipeError:
@@ -79,24 +71,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as error:
         # From `--help` of a command.
         return error.code if isinstance(error.code, int) else 0
-
-
-def _import_command(name: str) -> ModuleType:
-    """Import a command, without Python's search for unreachable objects.
-
-    PyTorch makes some 200,000 objects that stay to the end. The search through them takes half a second of its import
-    on two CPU cores, and as much of the program's end.
-    """
-    module = f"trifocal.cli.{name}"
-    if module not in sys.modules:
-        gc.disable()
-        try:
-            importlib.import_module(module)
-        finally:
-            gc.freeze()
-            gc.enable()
-        atexit.register(gc.freeze)
-    return sys.modules[module]
 
 
 def _fail(message: str, status: int) -> int:

@@ -11,6 +11,7 @@ from rich.console import Console
 from trifocal import checks
 from trifocal.checks.measurement import format_number
 from trifocal.cli.output import check_output
+from trifocal.cli.signals import unwinding_signals
 from trifocal.paths import user_path
 from trifocal.train.arguments import parse_arguments
 
@@ -57,7 +58,7 @@ def run(args: Sequence[str]) -> int:
         for line in result.details:
             console.print(f"        {line}", style="dim", markup=False, highlight=False)
 
-    with status if status is not None else nullcontext():
+    with status if status is not None else nullcontext(), unwinding_signals():
         report = checks.run(device=options.device, only=options.only, on_start=on_start, on_result=on_result)
     if options.json:
         user_path(options.json, "--json").write_text(report.to_json(), encoding="utf-8")

@@ -1,5 +1,6 @@
 """`trifocal convert`: a sparse model from a dense one."""
 
+import importlib.util
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -11,12 +12,14 @@ import torch
 import tyro
 from torch import Tensor
 
-from trifocal.data import load_tokenizer
-from trifocal.data.tokenizers import TOKENIZER_FILES
+from trifocal.data import load_tokenizer, make_tokenizer
+from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
+from trifocal.data.tokenizers import TOKENIZER_FILE, TOKENIZER_FILES
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, ModelConfig, parameter_count, save_weights
 from trifocal.models.conversion import Target, convert_tensors, converted_config
-from trifocal.models.hf_reader import is_hf_folder, read_hf_model, read_hf_settings
+from trifocal.models.hf_reader import hf_name, is_hf_folder, read_hf_model, read_hf_settings
+from trifocal.models.io import exported_name
 from trifocal.ops import Geometry
 from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import parse_arguments
@@ -26,7 +29,7 @@ from trifocal.train.pretrained import open_pretrained
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertArguments:
-    """Make a sparse model of a dense one: a Llama, Mistral, Qwen2 or Qwen3 in a Hugging Face folder, or a dense run."""
+    """Make a sparse model of a dense one: a Llama, Mistral, Qwen2, Qwen3 or Phi-3 of Hugging Face, or a dense run."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The Hugging Face folder, with safetensors; or a run, one of its checkpoints, or a folder of weights."""
@@ -64,8 +67,9 @@ def run(args: Sequence[str]) -> int:
         with torch.device("meta"):
             model = DecoderLM(wanted)
         model.load_state_dict(convert_tensors(tensors, wanted), assign=True)
+        note = _check_tokenizer(partial, wanted.vocab_size)
         save_weights(model, partial, **settings)
-    print(_summary(wanted, output))
+    print(_summary(wanted, output, note))
     return 0
 
 
@@ -76,11 +80,35 @@ def _read(source: Path, partial: Path) -> tuple[ModelConfig, dict[str, Tensor], 
         for name in (*TOKENIZER_FILES, GENERATION_FILE):
             if (source / name).is_file():
                 shutil.copyfile(source / name, partial / name)
-        return config, tensors, read_hf_settings(source)
-    with open_pretrained(source, command=f"trifocal convert {shell_path(source)}") as found:
-        config = found.config()
-        settings = write_tokenizer(found.tokenizer(), config.vocab_size, partial, found.sequence_length())
-        return config, found.model().state_dict(), settings
+        settings, file_name = read_hf_settings(source), hf_name
+    else:
+        with open_pretrained(source, command=f"trifocal convert {shell_path(source)}") as found:
+            config, file_name = found.config(), exported_name
+            settings = write_tokenizer(found.tokenizer(), config.vocab_size, partial, found.sequence_length())
+            tensors = found.model().state_dict()
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise UserError(f"{source}: the tensor {file_name(name)} has values that are NaN or infinite")
+    return config, tensors, settings
+
+
+def _check_tokenizer(folder: Path, vocab_size: int) -> str:
+    """A note about a tokenizer that is not there or does not fit; empty: nothing.
+
+    Raises:
+        UserError: If the tokenizer is broken.
+    """
+    advice = "name one for training with --data.tokenizer"
+    if not (folder / TOKENIZER_FILE).exists() or not importlib.util.find_spec("tokenizers"):
+        return f"no tokenizer was checked ({TOKENIZER_FILE}, pip install 'trifocal[data]'); {advice}"
+    try:
+        named = (folder / TOKENIZER_CONFIG_FILE).exists()
+        tokenizer = load_tokenizer(folder) if named else make_tokenizer(str(folder))
+    except UserError as error:
+        raise UserError(f"{error}; or take {TOKENIZER_FILE} out of DIR, and {advice}") from error
+    if tokenizer.vocab_size > vocab_size:
+        return f"the tokenizer has ids up to {tokenizer.vocab_size - 1:,}, the model {vocab_size:,} tokens; {advice}"
+    return ""
 
 
 def _numbers(text: str) -> list[int]:
@@ -90,14 +118,14 @@ def _numbers(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _summary(config: ModelConfig, output: Path) -> str:
+def _summary(config: ModelConfig, output: Path, note: str) -> str:
     kinds = Counter(config.attention_of_layers)
     layers = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
     path = shell_path(output)
-    lines = [f"wrote {output}: {parameter_count(config):,} parameters, layers: {layers}"]
-    try:
-        load_tokenizer(output)
-    except UserError as error:
-        lines.append(f"no tokenizer for it: {error}; name one for training with --data.tokenizer")
+    if set(kinds) == {"window"}:
+        note = (
+            f"every layer has a sliding window of {config.sliding_window:,} tokens, and stays as it is. {note}".strip()
+        )
+    lines = [f"wrote {output}: {parameter_count(config):,} parameters, layers: {layers}", *filter(None, [note])]
     lines += ["", "try next:", "  train on:", f"    trifocal train --model.from {path} --data.source text:PATH"]
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`trifocal doctor`: the abilities of this machine, the needs of each preset, and commands that mend faults."""
+"""`trifocal doctor`: the abilities of this machine, two measured steps of CONFIG.toml, remedies of faults."""
 
 import json
 import sys
@@ -12,22 +12,25 @@ import tyro
 
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output
+from trifocal.cli.signals import unwinding_signals
 from trifocal.doctor import examine
 from trifocal.doctor.printing import show
 from trifocal.paths import user_path
 from trifocal.train.arguments import load_config, parse_arguments
-from trifocal.train.presets import presets
 
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorArguments:
-    """Show the abilities of this machine, the needs of each preset, and the command that mends each fault.
+    """Show the abilities of this machine and the command that mends each fault.
 
-    Exit status 1 if something stops training. Under half a minute.
+    Takes two steps of each CONFIG.toml here, and shows their peak memory and speed, and what to lower if they do not
+    fit.
+
+    Exit status 1 if something stops training. Under half a minute, and the time of the steps.
     """
 
     config: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml ...")] = ()
-    """TOML files to work out instead of the presets; each must be able to run here."""
+    """TOML files to measure, on the device and the data that they name; each must be able to run here."""
     run_directory: str = "runs"
     """Where runs would be written; with a CONFIG.toml its run.directory."""
     json: str = ""
@@ -43,8 +46,6 @@ def run(args: Sequence[str]) -> int:
     options: DoctorArguments = parse_arguments(DoctorArguments, args, prog="trifocal doctor")
     check_output("" if options.json == "-" else options.json)
     configs = {path: load_config(path) for path in options.config}
-    if not configs:
-        configs = {name: load_config(path) for name, path in presets().items()}
     folder = user_path(options.run_directory, "--run-directory")
     if options.config and options.run_directory == "runs":
         folder = Path(next(iter(configs.values())).run.directory)
@@ -57,8 +58,8 @@ def run(args: Sequence[str]) -> int:
         else:
             print(f"looking at {what}", file=sys.stderr, flush=True)
 
-    with status if status is not None else nullcontext():
-        examination = examine(configs, folder, asked=options.config, on_start=on_start)
+    with status if status is not None else nullcontext(), unwinding_signals():
+        examination = examine(configs, folder, on_start=on_start)
     text = json.dumps(examination.to_dict(), indent=1)
     if options.json == "-":
         print(text)

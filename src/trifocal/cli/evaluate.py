@@ -32,6 +32,7 @@ from trifocal.evaluation import (
 from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.paths import shell_path, user_path
+from trifocal.runlog.whole_files import write_output
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.exporting import STEP_FILE
 from trifocal.train.preflight import choose_device
@@ -247,12 +248,19 @@ def _step_of(path: Path) -> int | None:
 
 def _write(found: Pretrained, options: EvaluateArguments, head: Evaluated, rows: list[dict[str, Any]]) -> None:
     if options.output:
-        user_path(options.output, "--output").write_text(to_json(head, rows), encoding="utf-8")
+        try:
+            write_output(user_path(options.output, "--output"), to_json(head, rows))
+        except OSError as error:
+            raise UserError(f"cannot write {options.output}: {error.strerror}") from error
         print(printable(f"\nwritten: {options.output}"))
     elif found.run is None:
         print("\nthe figures are not kept: these weights belong to no run; --output FILE.json keeps them")
     else:
         # A checkpoint lies in RUN/checkpoints, weights in RUN/weights.
         folder = found.path.parent if (found.path / MODEL_CONFIG_FILE).is_file() else found.path.parent.parent
-        print(printable(f"\nwritten: {write_evaluation(folder, head, rows)}"))
+        try:
+            path = write_evaluation(folder, head, rows)
+        except OSError as error:
+            raise UserError(f"cannot write {folder / 'evaluation'}: {error.strerror}") from error
+        print(printable(f"\nwritten: {path}"))
         print(f"the curves, on the page of the run: trifocal report {shell_path(folder)}")

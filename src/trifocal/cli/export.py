@@ -35,19 +35,18 @@ def run(args: Sequence[str]) -> int:
     """Write the folder, and say how to load it.
 
     Raises:
-        UserError: If there is no model, a file of it is broken, or the folder is there already.
+        UserError: If there is no model, a file of it is broken, or the folder is there already or cannot be written.
     """
     options: ExportArguments = parse_arguments(ExportArguments, args, prog="trifocal export")
     path, folder = user_path(options.path, "RUN_DIR"), user_path(options.folder, "DIR")
     command = f"trifocal export {shell_path(path)} {shell_path(folder)}"
     with open_pretrained(path, options.checkpoint, command=command) as found:
-        export_folder(
-            found.model(),
-            found.tokenizer(),
-            folder,
-            sequence_length=found.sequence_length(),
-            shard_bytes=int(options.shard_gigabytes * 10**9),
-        )
+        model, tokenizer, length = found.model(), found.tokenizer(), found.sequence_length()
+        shard_bytes = int(options.shard_gigabytes * 10**9)
+        try:
+            export_folder(model, tokenizer, folder, sequence_length=length, shard_bytes=shard_bytes)
+        except OSError as error:
+            raise UserError(f"cannot write {error.filename or folder}: {error.strerror}") from error
     print(
         f"{found.path} is in {folder}; in Python:\n"
         "  import trifocal.hf, transformers\n"

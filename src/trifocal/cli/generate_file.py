@@ -1,7 +1,11 @@
 """`trifocal generate --prompts FILE.jsonl --output OUT.jsonl`: many prompts at a time."""
 
+import contextlib
+import os
 import sys
 import time
+from collections.abc import Sequence
+from io import FileIO
 from pathlib import Path
 
 from rich.console import Console
@@ -11,14 +15,7 @@ from trifocal.cli.generate_model import load, memory_errors
 from trifocal.cli.generate_options import GenerateArguments
 from trifocal.errors import UserError
 from trifocal.generate import Engine
-from trifocal.generate.prompt_file import (
-    OrderedWriter,
-    check_settings,
-    count_finished,
-    open_output,
-    read_prompts,
-    write_settings,
-)
+from trifocal.generate.prompt_file import OrderedWriter, PromptLine, count_written, open_output, read_prompts
 from trifocal.paths import user_path
 
 # Seconds between lines of progress where there is no terminal.
@@ -32,38 +29,47 @@ def generate_file(options: GenerateArguments, path: Path, command: str) -> int:
         0, or 1 if sequences ended because the model's output was not finite.
 
     Raises:
-        UserError: If a line of the prompts is broken or too long, the output is of other prompts or made with other
-            settings, or as `load`.
+        UserError: If a line of the prompts is broken or too long, the output exists or cannot be written, or as `load`.
     """
     source, output = user_path(options.prompts, "--prompts"), user_path(options.output, "--output")
     prompts = read_prompts(source)
     if output.exists() and output.samefile(source):
         raise UserError(f"--output {output} is the file of the prompts; choose another")
-    finished = count_finished(output, prompts, options.samples)
+    written = [0] * len(prompts)
+    with contextlib.ExitStack() as stack:
+        file = stack.enter_context(open_output(output, append=options.append))
+        if options.append:
+            written = count_written(output, prompts, options.samples)
+        else:
+            # A start that fails leaves no empty file in the way of the next.
+            stack.callback(lambda: None if os.fstat(file.fileno()).st_size else output.unlink(missing_ok=True))
+        left = [number for number, count in enumerate(written) if count < options.samples]
+        if len(left) < len(prompts):
+            print(f"{output} has the texts of {len(prompts) - len(left):,} prompts", file=sys.stderr)
+        if not left:
+            return 0
+        return _generate(options, path, command, output, file, prompts, written)
+
+
+def _generate(
+    options: GenerateArguments,
+    path: Path,
+    command: str,
+    output: Path,
+    file: FileIO,
+    prompts: Sequence[PromptLine],
+    written: Sequence[int],
+) -> int:
     # A prompt that has some of its samples makes all of them again, with the same tokens.
-    first = finished // options.samples
-    if finished:
-        check_settings(output, options.settings())
-    if first == len(prompts):
-        print(f"{output} has all of its {finished:,} lines", file=sys.stderr)
-        return 0
-    left = prompts[first:]
-    loaded = load(options, path, command, [(prompt.name, prompt.prompt) for prompt in left])
-    weights = {"weights": str(loaded.path.resolve())}
-    if finished:
-        check_settings(output, weights)
-        print(f"{output} has {finished:,} lines; going on behind them", file=sys.stderr)
-    else:
-        write_settings(output, options.settings() | weights)
-    requests = [loaded.request(options, index, prompt.name, number=first + index) for index, prompt in enumerate(left)]
-    number_of = {id(request): first + index for index, request in enumerate(requests)}
+    left = [number for number, count in enumerate(written) if count < options.samples]
+    loaded = load(options, path, command, [(prompts[number].name, prompts[number].prompt) for number in left])
+    requests = [
+        loaded.request(options, index, prompts[number].name, number=number) for index, number in enumerate(left)
+    ]
+    number_of = {id(request): number for request, number in zip(requests, left, strict=True)}
     broken = []
-    with (
-        open_output(output) as file,
-        _Progress(len(requests) * options.samples) as progress,
-        memory_errors(loaded.model.device),
-    ):
-        writer = OrderedWriter(file, prompts, options.samples, finished, log_probabilities=options.logprobs)
+    with _Progress(len(requests) * options.samples) as progress, memory_errors(loaded.model.device):
+        writer = OrderedWriter(file, output, prompts, options.samples, written, log_probabilities=options.logprobs)
         for update in Engine(loaded.model, loaded.tokenizer).run(requests):
             completion = update.completion
             if completion is not None:

@@ -65,11 +65,6 @@ def load(options: GenerateArguments, path: Path, command: str, prompts: Sequence
         tokenizer, config = found.tokenizer(), found.config()
         tokens = _encode(prompts, config, tokenizer)
         device = choose_device(options.device)
-        if device.type == "cuda":
-            # Imported here: without a GPU there may be no Triton.
-            from trifocal.ops.triton.precompile import start_hashing_triton
-
-            start_hashing_triton()
         dtype = torch.bfloat16 if found.run is not None and found.run.train.precision == "bf16" else torch.float32
         longest_prompt, longest_name = max(zip(map(len, tokens), (name for name, _ in prompts), strict=True))
         longest = longest_prompt + options.max_new_tokens

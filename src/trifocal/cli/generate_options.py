@@ -1,7 +1,7 @@
 """The flags of `trifocal generate`."""
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -20,7 +20,9 @@ class GenerateArguments:
     prompts: str = ""
     """Instead of --prompt: a file with a JSON object a line, {"prompt": TEXT}; other keys are kept."""
     output: str = ""
-    """With --prompts: the file to write, in the order of the prompts; goes on where it was interrupted."""
+    """With --prompts: the new file to write, in the order of the prompts."""
+    append: bool = False
+    """Write behind an --output that exists, and skip the prompts whose texts it has."""
     checkpoint: str = ""
     """A checkpoint of the run, like step_00000500; the newest by default."""
     max_new_tokens: int = 256
@@ -69,15 +71,8 @@ class GenerateArguments:
             raise UserError("give the text to continue as --prompt TEXT, or a file of texts as --prompts FILE.jsonl")
         if bool(self.prompts) != bool(self.output):
             raise UserError("--prompts FILE.jsonl and --output OUT.jsonl go together")
-
-    def settings(self) -> dict[str, Any]:
-        """The flags that decide about the texts, as JSON has them."""
-        names = (
-            *("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed", "samples"),
-            *("stop", "stop_at_document_end", "logprobs"),
-        )
-        values = {name: getattr(self, name) for name in names}
-        return {f"--{name.replace('_', '-')}": list(x) if isinstance(x, tuple) else x for name, x in values.items()}
+        if self.append and not self.output:
+            raise UserError("--append goes on with --output OUT.jsonl; give it with --prompts FILE.jsonl")
 
     def sampling(self, number: int = 0) -> Sampling:
         """Settings of prompt `number`: its samples have the seeds behind each other."""

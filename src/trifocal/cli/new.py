@@ -6,8 +6,10 @@ from typing import Annotated
 
 import tyro
 
-from trifocal.train.arguments import parse_arguments
-from trifocal.train.presets import preset_text, presets, summary
+from trifocal.errors import unknown
+from trifocal.train.arguments import load_config, parse_arguments
+from trifocal.train.presets import comment, presets, summary
+from trifocal.train.toml import to_toml
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,10 +27,14 @@ def run(args: Sequence[str]) -> int:
         UserError: If there is no such preset.
     """
     options: NewArguments = parse_arguments(NewArguments, args, prog="trifocal new")
+    found = presets()
     if options.preset:
-        print(preset_text(options.preset), end="")
+        if options.preset not in found:
+            raise unknown("preset", options.preset, found)
+        path = found[options.preset]
+        print(comment(path), to_toml(load_config(path), comments=True), sep="\n", end="")
         return 0
-    for name in presets():
-        print(f"{name:12} {summary(name)}")
+    for name, path in found.items():
+        print(f"{name:12} {summary(path)}")
     print("\ntrifocal new PRESET > my.toml writes one; then: trifocal train my.toml")
     return 0

@@ -11,7 +11,8 @@ from trifocal.paths import user_path
 # Control characters, with which a text could move the cursor, rename the window or type, and marks that turn the
 # direction of writing. Line ends and tabs stay.
 _CONTROL = dict.fromkeys(
-    {*range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)} - {0x09, 0x0A}
+    {*range(0x20), *range(0x7F, 0xA0), 0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A)}
+    - {0x09, 0x0A}
 )
 
 

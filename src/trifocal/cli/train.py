@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import tyro
 
 from trifocal.cli.output import printable
@@ -16,29 +17,54 @@ from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
 from trifocal.runlog.standard_streams import FaultTolerantStreams, discard_lost_output, open_closed_descriptors
-from trifocal.runlog.traces import AnomalyFound
 from trifocal.train.arguments import HELP, load_config, override, read_flags, show_help
 from trifocal.train.launch import resume, resume_command, train
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.result import TrainResult
 from trifocal.train.run_config import RunConfig
-from trifocal.train.run_directory import load_run_to_resume
+from trifocal.train.run_directory import load_run
+from trifocal.train.stop import StoppedBeforeFirstStep
 
 _OWN_FLAGS = {"resume": str, "checkpoint": str, "overwrite": bool}
+_FIRST_HELP = """\
+usage: trifocal train CONFIG [--section.key value …]      CONFIG: a TOML file, or a preset (trifocal new lists them)
+       trifocal train --resume RUN_DIR [--section.key value …]
+
+examples:
+  trifocal train showcase
+  trifocal train showcase --data.source text:./books --steps 5000 --run.directory runs/books
+  trifocal train showcase --model.attention dense --run.directory runs/dense
+  trifocal train --resume runs/books --steps 10000
+  torchrun --nproc-per-node=2 -m trifocal train m7c_125m
+
+the flags that people need:
+  --run.directory DIR           folder of the run
+  --overwrite                   rename the run that is there, and begin in its place
+  --resume RUN_DIR              go on with a run
+  --data.source SOURCE          builtin, text:PATH, jsonl:PATH#field, parquet:PATH#field, hf:NAME#field
+  --steps N                     optimizer steps (train.steps)
+  --batch-size N                sequences in a step, over all processes (train.global_batch_size)
+  --train.micro_batch_size N    sequences in a forward and backward pass: lower it if memory runs out
+  --train.sequence_length N     tokens in a sequence
+  --lr RATE                     peak learning rate (optimizer.learning_rate)
+  --train.precision bf16        bf16 matrix products, on hardware that has them
+
+all flags:
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainArguments(RunConfig):
     """Train a model from a TOML config, or go on with a run. Flags override the fields of the config."""
 
-    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG.toml")] = ""
-    """The TOML file, such as trifocal new PRESET prints. Not with --resume; with --model.from it may be left out."""
+    config: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="CONFIG")] = ""
+    """The TOML file, or the name of a preset. Not with --resume; with --model.from it may be left out."""
     resume: str = ""
     """Go on with the run in this folder, from its newest checkpoint."""
     checkpoint_name: Annotated[str, tyro.conf.arg(name="checkpoint")] = ""
     """With --resume: go on from this checkpoint of the run instead, like step_00000500."""
     overwrite: Annotated[bool, tyro.conf.arg(metavar="(no value)")] = False
-    """Replace the run that is in run.directory already."""
+    """Rename the run that is in run.directory to NAME.old-1, -2, …, and begin in its place."""
 
 
 def run(args: Sequence[str]) -> int:
@@ -58,13 +84,17 @@ def run(args: Sequence[str]) -> int:
 def _run(args: Sequence[str]) -> int:
     paths, overrides = read_flags(dotted_fields(RunConfig) | _OWN_FLAGS, args, switches=("overwrite",))
     if HELP & set(paths):
+        print(_FIRST_HELP)
         show_help(TrainArguments, prog="trifocal train", use_underscores=True)
     own = {name: overrides.pop(name) for name in _OWN_FLAGS if name in overrides}
     try:
         result = _resume(paths, own, overrides) if "resume" in own else _train(paths, own, overrides)
-    except (NonFiniteError, AnomalyFound, FloatingPointError) as error:
-        print(printable(f"trifocal: {error}"), file=sys.stderr)
+    except (NonFiniteError, FloatingPointError, torch.OutOfMemoryError) as error:
+        print(printable("; ".join([f"trifocal: {error}", *getattr(error, "__notes__", ())])), file=sys.stderr)
         return 1
+    except StoppedBeforeFirstStep as stopped:
+        # PyTorch's own end would wait for compilers that still work.
+        leave_at_once(stopped.status)
     except PeerLost as error:
         print(printable(f"trifocal: {error}"), file=sys.stderr)
         leave_at_once(1)
@@ -79,7 +109,7 @@ def _run(args: Sequence[str]) -> int:
 def _train(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) -> TrainResult:
     if len(paths) > 1 or not (paths or "model.from" in overrides):
         given = f"got {' '.join(paths)}" if paths else "got none"
-        raise UserError(f"trifocal train takes one CONFIG.toml, {given}; try trifocal new showcase > my.toml")
+        raise UserError(f"expected one TOML file or preset, {given}; try trifocal train showcase")
     if "checkpoint" in own:
         raise UserError("--checkpoint goes with --resume RUN_DIR")
     return train(load_config(paths[0] if paths else None, overrides), overwrite="overwrite" in own)
@@ -93,7 +123,7 @@ def _resume(paths: list[str], own: dict[str, Any], overrides: dict[str, Any]) ->
     if "model.from" in overrides:
         raise UserError("--model.from begins a new run, and --resume goes on with one; leave one of them out")
     directory = user_path(own["resume"], "--resume")
-    saved = load_run_to_resume(directory)
+    saved = load_run(directory)
     config = override(saved, overrides)
     if config.run.directory != saved.run.directory and Path(config.run.directory).resolve() != directory.resolve():
         raise UserError(f"--resume goes on in {directory}; leave --run.directory {config.run.directory} out")

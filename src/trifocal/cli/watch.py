@@ -48,7 +48,7 @@ def run(args: Sequence[str]) -> int:
     options: WatchArguments = parse_arguments(WatchArguments, args, prog="trifocal watch")
     console, silences = SafeConsole(), SilenceClock()
     directory = _local(options.run_directory)
-    watched = read_run(directory, whole_heartbeats=False)
+    watched = read_run(directory, live=True)
     if options.interval_seconds == 0 or not console.is_terminal:
         console.print(render(watched, width=console.width))
     else:
@@ -61,7 +61,7 @@ def run(args: Sequence[str]) -> int:
                     if states and states <= _OVER:
                         break
                     time.sleep(options.interval_seconds)
-                    watched = read_run(directory, whole_heartbeats=False)
+                    watched = read_run(directory, live=True)
         except KeyboardInterrupt:
             pass
     return int(any(verdict.state in _TROUBLE for verdict in verdicts(watched, silences=silences).values()))

@@ -1,6 +1,5 @@
 """Text as batches of tokens: sources, tokenizers, packing, a loader whose state is exact."""
 
-from trifocal.data.activity import DataError
 from trifocal.data.data_config import DataConfig
 from trifocal.data.loader import Batch, Latency, Loader, make_loader, merge_states
 from trifocal.data.sources import has_text, is_local
@@ -10,7 +9,6 @@ from trifocal.data.tokenizers import Tokenizer
 __all__ = [
     "Batch",
     "DataConfig",
-    "DataError",
     "Latency",
     "Loader",
     "Tokenizer",

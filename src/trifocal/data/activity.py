@@ -1,14 +1,8 @@
-"""The state of the data thread, and the error that ends a run without data."""
+"""The state of the data thread."""
 
 from __future__ import annotations
 
 import threading
-
-from trifocal.errors import UserError
-
-
-class DataError(UserError):
-    """The data did not come: a server failed at every attempt, or no batch came for too long."""
 
 
 class Stopped(Exception):
@@ -29,13 +23,4 @@ class Activity:
             Stopped: If the loader is being closed.
         """
         if self.stop.is_set():
-            raise Stopped
-
-    def pause(self, seconds: float) -> None:
-        """Sleep, until the signal to stop at most.
-
-        Raises:
-            Stopped: If the loader is being closed.
-        """
-        if self.stop.wait(seconds):
             raise Stopped

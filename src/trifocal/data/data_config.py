@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trifocal.errors import UserError, nearest
-from trifocal.fields import check_seconds
-from trifocal.masking import MASK, is_masked
 
 SYNTHETIC = ("synthetic", "recall", "needle")
 """Kinds of source without text: their tokens are drawn."""
@@ -27,12 +25,10 @@ class DataConfig:
 
     source: str = "builtin"
     """synthetic (random tokens), recall:PAIRS and needle:COUNT (tasks of random tokens; the number may be left out),
-    builtin (text of Python's standard library), text:PATH, jsonl:PATH#field, parquet:PATH#field (file, folder or glob;
-    parquet also http(s) URLs, separated by commas), hf:NAME#field or hf:NAME:CONFIG#field (a data set of the Hugging
-    Face hub, or a folder that load_dataset takes), fineweb-edu (hf:HuggingFaceFW/fineweb-edu:sample-10BT),
-    fineweb-edu:PATH (a folder of its parquet files). The field is text unless given. A field of strings gives texts, a
-    field of lists of messages gives chats. Passwords and signatures in URLs are not saved: give them again to go on
-    with a run."""
+    builtin (text of Python's standard library), text:PATH, jsonl:PATH#field, parquet:PATH#field (file, folder or glob),
+    hf:NAME#field or hf:NAME:CONFIG#field (a data set of the Hugging Face hub, or a folder that load_dataset takes),
+    fineweb-edu (hf:HuggingFaceFW/fineweb-edu:sample-10BT), fineweb-edu:PATH (a folder of its parquet files). The field
+    is text unless given. A field of strings gives texts, a field of lists of messages gives chats."""
 
     split: str = "train"
     """hf, fineweb-edu: the split to train on."""
@@ -71,10 +67,6 @@ class DataConfig:
     alone where this is a multiple of their number; otherwise, and with 1, they read each other's too. It decides the
     order of the rows, so it may not change within a run; the number of processes may."""
 
-    text_document_bytes: int = 65536
-    """A longer text file is cut at line ends into documents of at most this many bytes; 0: never cut. Little text is
-    cut into smaller ones, so that some of them are held out for validation."""
-
     on_bad_document: str = "stop"
     """The rule for a document without readable text (a null, a missing field, no UTF-8, no JSON), and for a chat that
     is broken or refused by the template: stop the run with a line that names it, or skip it and count it. An empty text
@@ -85,25 +77,6 @@ class DataConfig:
 
     prefetch_batches: int = 4
     """Batches made ahead of the trainer, at most."""
-
-    retry_attempts: int = 8
-    """Times that a network request is tried in a row before the run stops."""
-
-    retry_base_seconds: float = 1.0
-    """Pause after the first failure, less a random part of up to half; it doubles with each one."""
-
-    retry_max_seconds: float = 300.0
-    """The longest pause between attempts. A server that asks for a longer one (Retry-After in seconds) gets it, until
-    stall_limit_seconds ends the run."""
-
-    request_timeout_seconds: float = 30.0
-    """A connection silent for this long has failed."""
-
-    stall_seconds: float = 30.0
-    """Waiting this long for a batch is reported as a data stall, and again each time as much has passed."""
-
-    stall_limit_seconds: float = 1800.0
-    """Waiting this long for a batch stops the run."""
 
     def validate(self) -> None:
         """Check every value.
@@ -116,25 +89,10 @@ class DataConfig:
             ("shuffle_documents", 1),
             ("shuffle_sequences", 1),
             ("streams", 1),
-            ("text_document_bytes", 0),
             ("prefetch_batches", 1),
-            ("retry_attempts", 1),
-            ("retry_base_seconds", 0),
-            ("retry_max_seconds", 0),
         ):
             if getattr(self, key) < least:
                 raise UserError(f"data.{key} is {getattr(self, key)}; it must be at least {least}")
-        for key in ("request_timeout_seconds", "stall_seconds", "stall_limit_seconds"):
-            check_seconds(f"data.{key}", getattr(self, key))
-        if is_masked(self.source):
-            raise UserError(
-                f"data.source {self.source!r} has {MASK} in place of a secret, which no run saves; give the whole "
-                "address again with --data.source"
-            )
-        if 0 < self.text_document_bytes < 64:
-            raise UserError(
-                f"data.text_document_bytes is {self.text_document_bytes}; it must be 0 (never cut) or at least 64"
-            )
         if self.on_bad_document not in ON_BAD_DOCUMENT:
             raise UserError(
                 f"data.on_bad_document is {self.on_bad_document!r}; the nearest of {', '.join(ON_BAD_DOCUMENT)} is "

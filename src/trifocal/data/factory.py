@@ -7,7 +7,6 @@ from dataclasses import replace
 from trifocal.data.activity import Activity
 from trifocal.data.data_config import DataConfig
 from trifocal.data.sources import BadDocuments, Source, parse_source
-from trifocal.masking import mask_text
 
 
 def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Source, DataConfig]:
@@ -22,8 +21,7 @@ def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Sou
         The source, and the config with the hub's branch replaced by its present commit.
 
     Raises:
-        UserError: If the source is unknown, or its data are missing or empty.
-        DataError: If the hub does not answer.
+        UserError: If the source is unknown, its data are missing or empty, or the hub does not answer.
     """
     # Imported here so that a run loads only the libraries of its own source.
     kind, path, field = parse_source(config.source)
@@ -35,9 +33,7 @@ def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Sou
     if kind == "text":
         from trifocal.data.text import TextSource
 
-        return TextSource(
-            path, config.text_document_bytes, validation_fraction=config.validation_fraction, bad=bad
-        ), config
+        return TextSource(path, validation_fraction=config.validation_fraction, bad=bad), config
     if kind == "jsonl":
         from trifocal.data.text import JsonlSource
 
@@ -48,7 +44,5 @@ def make_source(config: DataConfig, activity: Activity, split: str) -> tuple[Sou
         source, revision = open_dataset(config, split, activity, bad)
         return source, replace(config, revision=revision)
     from trifocal.data.parquet import ParquetSource
-    from trifocal.data.remote import HttpClient
 
-    client = HttpClient(config, activity)
-    return ParquetSource.from_path(mask_text(config.source), path, field, client, bad), config
+    return ParquetSource.from_path(config.source, path, field, bad), config

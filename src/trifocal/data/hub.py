@@ -1,33 +1,40 @@
-"""Data sets of the Hugging Face hub and their local copies: `datasets` finds the files; parquet is read by ranges."""
+"""Data sets of the Hugging Face hub and their local copies: `datasets` finds the files and opens those on the hub."""
 
 from __future__ import annotations
 
-import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trifocal.data.activity import Activity, DataError
+from trifocal.data.activity import Activity
 from trifocal.data.data_config import DataConfig
-from trifocal.data.local_files import sizes
+from trifocal.data.local_files import content_hash, sizes
 from trifocal.data.parquet import ParquetSource
-from trifocal.data.remote import HttpClient
-from trifocal.data.sources import BadDocuments, Source, dataset_name, fingerprint, parse_source
-from trifocal.data.streamed import StreamedSource
+from trifocal.data.sources import (
+    BadDocument,
+    BadDocuments,
+    Cursor,
+    Document,
+    Source,
+    dataset_name,
+    fingerprint,
+    make_document,
+    no_field,
+    parse_source,
+)
 from trifocal.errors import UserError, nearest, one_line
 
 _FINEWEB = "HuggingFaceFW/fineweb-edu:sample-10BT"
 _FILE_OF_HUB = re.compile(r"hf://datasets/(?P<repository>[^@]+)@(?P<revision>[^/]+)/(?P<path>.+)")
 
-_log = logging.getLogger("trifocal.data")
-
 
 def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDocuments) -> tuple[Source, str]:
     """The files of a data set's configuration and split, as one source.
 
-    `datasets` lists the files and pins the revision. Parquet files are then read by ranges, as any on a server: only
-    the field's column, a row group at a time, so that a resumed run starts at its position. `datasets` streams files of
-    other formats; a resumed run reads the present one again from its start.
+    `datasets` lists the files and pins the revision. Parquet files are then read by ranges: only the field's column, a
+    row group at a time, so that a resumed run starts at its position. `datasets` streams files of other formats; a
+    resumed run reads the present one again from its start.
 
     Args:
         config: Its source is `hf:NAME`, `hf:NAME:CONFIG` or `fineweb-edu`.
@@ -39,8 +46,7 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
         The source, and the commit of its files; for a local folder, which has none, the config's revision.
 
     Raises:
-        UserError: If there is no such data set, configuration or split, or the hub is switched off.
-        DataError: If the hub does not answer.
+        UserError: If there is no such data set, configuration or split, or the hub is switched off or does not answer.
     """
     _, path, field = parse_source(config.source)
     folder, name = dataset_name(path or _FINEWEB)
@@ -48,7 +54,8 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     asked = f"hf:{repository}" + (f":{name}" if name else "")
     if repository.startswith(("/", ".")) and not folder.is_dir():
         raise UserError(f"data.source {config.source}: no such folder: {repository}")
-    builder = _find_files(config, asked, repository, name, activity)
+    activity.text = f"asking for the files of {repository}"
+    builder = _find_files(config, asked, repository, name)
     splits = {str(key): list(files) for key, files in (builder.config.data_files or {}).items()}
     validation = config.validation_split
     if validation == config.split:
@@ -75,68 +82,125 @@ def open_dataset(config: DataConfig, split: str, activity: Activity, bad: BadDoc
     # A revision fixes the content of its files; for local files the sizes stand in.
     mark = fingerprint("hub", repository, revision, list(files), sizes(local), field)
     source_name = asked + (f"@{revision}" if revision else "")
-    common: dict[str, Any] = {"bad": bad, "held_out": held_out}
     others = [key for key in files if not key.endswith(".parquet")]
     if others and len(others) < len(files):
         raise UserError(f"{asked}: {others[0]} is no parquet file, as the others are; move it elsewhere")
     if not others:
-        import huggingface_hub
-
-        token = None if local else huggingface_hub.get_token()
-        client = HttpClient(config, activity, {} if token is None else {"Authorization": f"Bearer {token}"})
-        return ParquetSource(source_name, files, field, mark, client, **common), revision or config.revision
+        return ParquetSource(source_name, files, field, mark, bad, held_out, _open_address), revision or config.revision
     try:
         dataset = builder.as_streaming_dataset(split=wanted)
     except Exception as error:  # A format's own, such as a folder without the files that it looks for.
         raise _explain(error, asked, repository, name) from error
-    return StreamedSource(source_name, dataset, files, field, mark, **common), revision or config.revision
+    return StreamedSource(source_name, dataset, files, field, mark, bad, held_out), revision or config.revision
 
 
-def _find_files(config: DataConfig, asked: str, repository: str, name: str, activity: Activity) -> Any:
+class StreamedSource:
+    """A field of a data set that `datasets` streams; a file is a shard, a record a document.
+
+    Args:
+        name: The source in messages.
+        dataset: A `datasets.IterableDataset`.
+        files: Path or address of each of its files by name, in its order.
+        field: The field of the text, or of the list of messages of a chat.
+        fingerprint: Hash of the files' names and sizes.
+        bad: The rule for records without text.
+        held_out: As in `Document`, for all records.
+
+    Raises:
+        UserError: If `datasets` does not read file by file, as it does not with folders of images or sounds.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        dataset: Any,
+        files: dict[str, Path | str],
+        field: str,
+        fingerprint: str,
+        bad: BadDocuments,
+        held_out: bool | None,
+    ) -> None:
+        self.name, self.bad = name, bad
+        self.shards = list(files)
+        self.fingerprint = fingerprint
+        self._dataset, self._paths = dataset, list(files.values())
+        self._field, self._held_out = field, held_out
+        if dataset.num_shards != len(files):
+            raise UserError(
+                f"{name} has {len(files)} files, but datasets reads them as {dataset.num_shards}; only files of text "
+                "can be streamed"
+            )
+
+    def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
+        """The documents of a file; a cursor is the number of records before it, which are read again and skipped.
+
+        Raises:
+            UserError: If the file cannot be read, lacks the field, or a record is bad and stops the run.
+        """
+        (row,) = cursor or (0,)
+        name = self.shards[shard]
+        for record in self._records(shard, row):
+            row += 1
+            if self._field not in record:
+                raise UserError(f"{self.name} ({name}): {no_field(self._field, record)}")
+            value = record[self._field]
+            if value == "":
+                continue
+            try:
+                document = make_document(f"{name}#{row - 1}", value, self._held_out)
+            except BadDocument as error:
+                self.bad.found(f"{self.name} ({name}): record {row - 1}: field {self._field!r} {error}")
+            else:
+                yield document, (row,)
+
+    def content_hashes(self) -> list[str]:
+        """`content_hash` of each file; empty for files on the hub."""
+        local = [path for path in self._paths if isinstance(path, Path)]
+        return [content_hash(path) for path in local] if len(local) == len(self._paths) else []
+
+    def _records(self, shard: int, skipped: int) -> Iterator[dict[str, Any]]:
+        part = self._dataset.shard(num_shards=len(self.shards), index=shard)
+        try:
+            yield from part.skip(skipped) if skipped else part
+        except Exception as error:  # The libraries raise many kinds of errors, one for each format.
+            raise UserError(f"{self.name} ({self.shards[shard]}) cannot be read: {one_line(error)}") from error
+
+
+def _find_files(config: DataConfig, asked: str, repository: str, name: str) -> Any:
     """The builder of `datasets`, which knows the files; nothing of them is read."""
     try:
         import datasets
     except ImportError:
         raise UserError(f"data.source {config.source} needs an extra: pip install 'trifocal[data]'") from None
+    revision = None if Path(repository).is_dir() else config.revision
+    try:
+        return datasets.load_dataset_builder(repository, name=name or None, revision=revision)
+    except Exception as error:  # The libraries raise many kinds of errors, those of the HTTP client too.
+        raise _explain(error, asked, repository, name) from error
 
-    local = Path(repository).is_dir()
-    activity.text = f"asking the hub for the files of {repository}"
-    for attempt in range(1, config.retry_attempts + 1):
-        try:
-            return datasets.load_dataset_builder(
-                repository, name=name or None, revision=None if local else config.revision
-            )
-        except Exception as error:  # The libraries raise many kinds of errors, those of the HTTP client too.
-            failure = _explain(error, asked, repository, name)
-            if attempt == config.retry_attempts or not isinstance(failure, DataError):
-                raise failure from error
-            # `datasets` asks once. The hub's own client repeats only the requests for the files' content.
-            pause = min(config.retry_base_seconds * 2.0 ** (attempt - 1), config.retry_max_seconds)
-            _log.warning("data: %s; attempt %d of %d follows", failure, attempt + 1, config.retry_attempts)
-            activity.pause(pause)
-    raise AssertionError("the last attempt returns or raises")
+
+def _open_address(address: str) -> Any:
+    """A file on the hub. `huggingface_hub` and `datasets` repeat requests that fail, some for minutes."""
+    from datasets.utils.file_utils import xopen
+
+    return xopen(address, "rb")
 
 
 def _locate(found: list[str], repository: str) -> tuple[dict[str, Path | str], str]:
-    """Path or URL of each file by its name in the repository, and the commit of the hub."""
+    """Path or address of each file by its name in the repository, and the commit of the hub."""
     files: dict[str, Path | str] = {}
     revision = ""
     for file in found:
-        match = _FILE_OF_HUB.fullmatch(file)
-        if match is None:
-            files[Path(file).absolute().relative_to(Path(repository).absolute()).as_posix()] = Path(file)
-        else:
-            import huggingface_hub
-
+        if match := _FILE_OF_HUB.fullmatch(file):
             revision = match["revision"]
-            files[match["path"]] = huggingface_hub.hf_hub_url(
-                match["repository"], match["path"], repo_type="dataset", revision=revision
-            )
+            files[match["path"]] = file
+        else:
+            files[Path(file).absolute().relative_to(Path(repository).absolute()).as_posix()] = Path(file)
     return files, revision
 
 
 def _explain(error: Exception, asked: str, repository: str, name: str) -> UserError:
-    """The error for a failure to find the files: a `DataError` if it may pass, a `UserError` otherwise."""
+    """The error for a failure to find the files."""
     import datasets
     import huggingface_hub
 
@@ -151,9 +215,5 @@ def _explain(error: Exception, asked: str, repository: str, name: str) -> UserEr
             f"hf:PATH ({reason})"
         )
     status = getattr(getattr(error, "response", None), "status_code", None)
-    # If every request failed, `datasets` reports a missing file, with the hub's error in its text.
-    unreachable = isinstance(error, ConnectionError | TimeoutError) or "LocalEntryNotFoundError" in str(error)
-    if unreachable or (status is not None and (status == 429 or status >= 500)):
-        return DataError(f"{asked}: the hub cannot be reached (a copy on disk is read with hf:PATH): {reason}")
     login = "; log in with hf auth login, or set HF_TOKEN" if status in (401, 403) or "gated" in reason else ""
     return UserError(f"{asked} cannot be opened: {reason}{login}")

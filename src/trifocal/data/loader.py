@@ -28,6 +28,10 @@ from trifocal.data.tokenizers import Tokenizer
 from trifocal.errors import UserError, nearest
 
 SPLITS = ("train", "validation")
+STALL_SECONDS = 30.0
+"""Waiting this long for a batch is reported, and again each time as much has passed."""
+STALL_LIMIT_SECONDS = 1800.0
+"""Waiting this long for a batch stops the run."""
 _LATENCIES_KEPT = 1000
 _CLOSING_SECONDS = 1.0
 
@@ -80,6 +84,7 @@ class Loader:
             after the branch has moved.
         name: The data in messages: the source, with its commit on the hub.
         fingerprint: Hash of the files' names and sizes, or of the commit; empty without text.
+        first_wait: Seconds that the consumer waited for the first batch; 0 before it.
     """
 
     def __init__(
@@ -116,6 +121,7 @@ class Loader:
         self._state = self._describe(0)
         self._closed = False
         self._waits: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+        self.first_wait = 0.0
         self._no_documents = BadDocuments()
 
     def __iter__(self) -> Iterator[Batch]:
@@ -125,8 +131,7 @@ class Loader:
         """The next batch.
 
         Raises:
-            UserError: If the data are bad.
-            DataError: If the source gave up, or stalls past its limit.
+            UserError: If the data are bad, the source gave up, or no batch comes within half an hour.
         """
         if self._closed:
             raise ValueError("the loader is closed; make another to read on")
@@ -135,13 +140,14 @@ class Loader:
                 self._produce,
                 depth=self.config.prefetch_batches,
                 activity=self._activity,
-                stall_seconds=self.config.stall_seconds,
-                stall_limit_seconds=self.config.stall_limit_seconds,
+                stall_seconds=STALL_SECONDS,
+                stall_limit_seconds=STALL_LIMIT_SECONDS,
                 on_stall=self._on_stall,
             )
         begin = time.perf_counter()
         batch, state = self._prefetcher.get()
         self._waits.append(time.perf_counter() - begin)
+        self.first_wait = self.first_wait or self._waits[0]
         self._state = state
         return batch
 
@@ -202,7 +208,7 @@ class Loader:
     def close(self) -> None:
         """End the thread. A closed loader gives no batches; its state can still be read."""
         if self._prefetcher is not None:
-            # A request to a silent server cannot be broken off; it ends with its attempts.
+            # A request to a silent server cannot be broken off.
             self._prefetcher.close(_CLOSING_SECONDS)
             self._prefetcher = None
         self._closed = True
@@ -326,7 +332,7 @@ def make_loader(
         streams = _text_streams(source, tokenizer, config, activity, sequence_length, split)
         name = source.name
         settings |= {
-            "the files (names and sizes), data.text_document_bytes": source.fingerprint,
+            "the files (names and sizes)": source.fingerprint,
             "data.tokenizer": tokenizer.fingerprint,
             "data.validation_fraction": config.validation_fraction,
             "data.shuffle_documents": config.shuffle_documents,

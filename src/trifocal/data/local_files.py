@@ -65,6 +65,8 @@ def find_files(source: str, path: str, suffixes: Sequence[str], *, compressed: b
         if not found:
             raise UserError(f"data.source {source}: no file matches {path}")
         root = _common_folder(found)
+    elif start.exists():
+        raise UserError(f"data.source {source}: {path} is no regular file")
     else:
         raise UserError(f"data.source {source}: no such file or folder: {path}")
     for file in found:

@@ -90,7 +90,6 @@ class PackedStream:
 
         Raises:
             UserError: If the split is empty or a document cannot be read.
-            DataError: If the source gave up.
         """
         tokens = np.empty(self._length, dtype=np.int32)
         targets = np.empty_like(tokens)

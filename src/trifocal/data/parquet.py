@@ -1,31 +1,19 @@
-"""Documents from parquet files, local or on an HTTP server."""
+"""Documents from parquet files, on disk or on the Hugging Face hub."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from trifocal.data.activity import Stopped
 from trifocal.data.local_files import content_hash, find_files, sizes
-from trifocal.data.remote import HttpClient, HttpFile
 from trifocal.data.sources import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document
 from trifocal.errors import UserError, one_line
-from trifocal.masking import mask_text
 
-# Rows decoded at once; the compressed column of the whole row group is in memory anyway.
-_ROWS_DECODED = 1024
-
-
-def is_url(path: str) -> bool:
-    """Whether a path is an HTTP address."""
-    return path.startswith(("http://", "https://"))
-
-
-class _Footer(NamedTuple):
-    shard: int
-    size: int | None
-    metadata: Any
+# Rows decoded at once: at most so many, and fewer where they could hold more bytes than this. A column that repeats
+# long values is small until it is decoded; each of its rows may be as long as the whole column.
+_MOST_ROWS_DECODED = 1024
+_BYTES_DECODED = 1 << 27
 
 
 class ParquetSource:
@@ -33,12 +21,12 @@ class ParquetSource:
 
     Args:
         name: The source in messages.
-        files: Path or URL of each file by its name.
+        files: Path or address of each file by its name.
         field: The column.
         fingerprint: Hash of the files' names and sizes.
-        client: For URLs.
         bad: The rule for rows without text.
         held_out: As in `Document`, for all rows.
+        open_address: Opens an address for reading; it repeats requests that fail.
 
     Raises:
         UserError: If pyarrow is missing, or the first file is local and no parquet file with that column.
@@ -50,9 +38,9 @@ class ParquetSource:
         files: dict[str, Path | str],
         field: str,
         fingerprint: str,
-        client: HttpClient,
         bad: BadDocuments | None = None,
         held_out: bool | None = None,
+        open_address: Callable[[str], Any] | None = None,
     ) -> None:
         self.name = name
         self.bad = bad or BadDocuments()
@@ -60,11 +48,8 @@ class ParquetSource:
         self.shards = list(files)
         self.fingerprint = fingerprint
         self._paths = list(files.values())
-        # For messages, without the secrets of URLs.
-        self._shown = [mask_text(str(path)) for path in self._paths]
         self._field = field
-        self._client = client
-        self._footer: _Footer | None = None
+        self._open_address = open_address
         try:
             import pyarrow
             import pyarrow.parquet
@@ -77,30 +62,21 @@ class ParquetSource:
                 pass
 
     @classmethod
-    def from_path(
-        cls, name: str, path: str, field: str, client: HttpClient, bad: BadDocuments | None = None
-    ) -> ParquetSource:
-        """The source of a file, a folder, a glob, or of URLs separated by commas.
+    def from_path(cls, name: str, path: str, field: str, bad: BadDocuments | None = None) -> ParquetSource:
+        """The source of a file, a folder or a glob.
 
         Raises:
             UserError: If there is no such file.
         """
-        if is_url(path):
-            urls = [url.strip() for url in path.split(",")]
-            if broken := [url for url in urls if not is_url(url)]:
-                raise UserError(f"data.source {name}: {broken[0]!r} is no URL; between commas each must be one")
-            # Names stay when a password or a signature changes.
-            files = {mask_text(url): url for url in urls}
-            return cls(name, dict(files), field, fingerprint("urls", list(files), field), client, bad)
         found = find_files(name, path, (".parquet",))
-        return cls(name, dict(found), field, fingerprint("parquet", sizes(found), field), client, bad)
+        return cls(name, dict(found), field, fingerprint("parquet", sizes(found), field), bad)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """The documents of a file; a cursor is a row group and a row in it.
 
         Raises:
-            UserError: If the file is not parquet or damaged, lacks the field, or a row is bad and stops the run.
-            DataError: If it is on a server that fails at every attempt.
+            UserError: If the file is not parquet or damaged, lacks the field, or a row is bad and stops the run; if it
+                is on a server that goes on failing.
         """
         first_group, first_row = cursor or (0, 0)
         with self._open(shard) as parquet:
@@ -112,36 +88,32 @@ class ParquetSource:
                     yield document, after
                 first_row = 0
 
+    def content_hashes(self) -> list[str]:
+        """`content_hash` of each file; empty for addresses."""
+        local = [path for path in self._paths if isinstance(path, Path)]
+        return [content_hash(path) for path in local] if len(local) == len(self._paths) else []
+
     def _open(self, shard: int) -> Any:
-        """Open the file and keep its footer, so that a retry does not ask for it again."""
         path = self._paths[shard]
-        known = self._footer if self._footer is not None and self._footer.shard == shard else None
         try:
-            file: Any = path
-            size = None
-            if isinstance(path, str):
-                file = HttpFile(self._client, path, None if known is None else known.size)
-                size = file.size
-            parquet = self._parquet.ParquetFile(
-                file, metadata=None if known is None else known.metadata, pre_buffer=False
-            )
-            if known is None:
-                self._check_field(self._shown[shard], parquet.schema_arrow)
-                self._footer = _Footer(shard, size, parquet.metadata)
-        except (UserError, Stopped, FileNotFoundError, PermissionError):
+            file = self._open_address(path) if isinstance(path, str) and self._open_address else path
+            parquet = self._parquet.ParquetFile(file, pre_buffer=False)
+            self._check_field(str(path), parquet.schema_arrow)
+        except (UserError, FileNotFoundError, PermissionError):
             raise
-        except Exception as error:  # The library raises many kinds of errors for a damaged footer.
-            raise UserError(f"{self._shown[shard]} is not a readable parquet file: {one_line(error)}") from error
+        except Exception as error:  # The libraries raise many kinds of errors.
+            raise UserError(f"{path} is not a readable parquet file: {one_line(error)}") from error
         return parquet
 
     def _count_rows(self, parquet: Any, shard: int) -> list[int]:
         """Rows of each row group, by the footer."""
+        path = self._paths[shard]
         try:
             counts = [parquet.metadata.row_group(i).num_rows for i in range(parquet.num_row_groups)]
         except Exception as error:  # As above.
-            raise UserError(f"{self._shown[shard]} is not a readable parquet file: {one_line(error)}") from error
+            raise UserError(f"{path} is not a readable parquet file: {one_line(error)}") from error
         if min(counts, default=0) < 0:
-            raise UserError(f"{self._shown[shard]} is not a readable parquet file: a row group of {min(counts)} rows")
+            raise UserError(f"{path} is not a readable parquet file: a row group of {min(counts)} rows")
         return counts
 
     def _check_field(self, path: str, schema: Any) -> None:
@@ -156,21 +128,19 @@ class ParquetSource:
             kind = kind.value_type
         chats = (types.is_list(kind) or types.is_large_list(kind)) and types.is_struct(kind.value_type)
         if not (chats or types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-            raise UserError(f"{path}: field {self._field!r} must hold strings or lists of messages, it holds {kind}")
-
-    def content_hashes(self) -> list[str]:
-        """`content_hash` of each file; empty for URLs."""
-        local = [path for path in self._paths if isinstance(path, Path)]
-        return [content_hash(path) for path in local] if len(local) == len(self._paths) else []
+            raise UserError(f"{path}: field {self._field!r} must hold strings or lists of messages, got {kind}")
 
     def _rows(
         self, parquet: Any, shard: int, group: int, first_row: int, before: int
     ) -> Iterator[tuple[int, Document]]:
         """Number and document of a group's rows from `first_row` on; the file has `before` rows before the group."""
-        row = 0
+        path, row = self._paths[shard], 0
         try:
             for batch in parquet.iter_batches(
-                _ROWS_DECODED, row_groups=[group], columns=[self._field], use_threads=False
+                self._rows_decoded(parquet.metadata.row_group(group)),
+                row_groups=[group],
+                columns=[self._field],
+                use_threads=False,
             ):
                 skipped = min(max(first_row - row, 0), len(batch))
                 for number, value in enumerate(_values(batch.column(0).slice(skipped)), start=row + skipped):
@@ -179,27 +149,31 @@ class ParquetSource:
                     try:
                         document = make_document(f"{self.shards[shard]}#{before + number}", value, self._held_out)
                     except BadDocument as error:
-                        self.bad.found(f"{self._shown[shard]}: row {before + number}: field {self._field!r} {error}")
+                        self.bad.found(f"{path}: row {before + number}: field {self._field!r} {error}")
                     else:
                         yield number, document
                 row += len(batch)
-        except (UserError, Stopped):
+        except UserError:
             raise
-        except Exception as error:  # The library raises many kinds of errors for damaged pages.
-            raise UserError(f"{self._shown[shard]}: row group {group} cannot be read: {one_line(error)}") from error
+        except Exception as error:  # As above.
+            raise UserError(f"{path}: row group {group} cannot be read: {one_line(error)}") from error
+
+    def _rows_decoded(self, group: Any) -> int:
+        columns = (group.column(index) for index in range(group.num_columns))
+        size = sum(
+            column.total_uncompressed_size
+            for column in columns
+            if column.path_in_schema.partition(".")[0] == self._field
+        )
+        return max(1, min(_MOST_ROWS_DECODED, _BYTES_DECODED // max(size, 1)))
 
 
-def _values(column: Any) -> list[str | list[Any] | UnicodeDecodeError | None]:
+def _values(column: Any) -> Iterator[str | list[Any] | UnicodeDecodeError | None]:
     """The values of a column, with the error in place of a value that is not UTF-8."""
-    try:
-        return list(column.to_pylist())
-    except UnicodeDecodeError:
-        return [_value(value) for value in column]
-
-
-def _value(value: Any) -> str | list[Any] | UnicodeDecodeError | None:
-    try:
-        content: str | list[Any] | None = value.as_py()
-    except UnicodeDecodeError as error:
-        return error
-    return content
+    for value in column:
+        try:
+            content: str | list[Any] | None = value.as_py()
+        except UnicodeDecodeError as error:
+            yield error
+        else:
+            yield content

@@ -5,7 +5,7 @@ from typing import Any
 
 from trifocal.errors import UserError
 
-POSITION_VERSION = 3
+POSITION_VERSION = 4
 
 
 def check_position(
@@ -25,9 +25,8 @@ def check_position(
     """
     if state.get("version") != POSITION_VERSION:
         raise UserError(
-            f"data position of version {state.get('version')}; this version of trifocal reads {POSITION_VERSION}. "
-            "Older ones lack the contents of the files, and count long texts' pieces otherwise: go on with the "
-            "version that saved the checkpoint, or start a new run"
+            f"data position of version {state.get('version')}, expected {POSITION_VERSION}: go on with the version of "
+            "trifocal that saved the checkpoint, or start a new run"
         )
     saved = state["settings"]
     if differ := [key for key in settings if saved.get(key) != settings[key]]:

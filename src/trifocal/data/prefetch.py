@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from trifocal.data.activity import Activity, DataError, Stopped
+from trifocal.data.activity import Activity, Stopped
 from trifocal.errors import UserError
 
 Item = TypeVar("Item")
@@ -56,9 +56,9 @@ class Prefetcher(Generic[Item]):
         """The next item.
 
         Raises:
-            UserError: If the thread raised one (bad input, or a source that gave up); its cause is the original.
+            UserError: If the thread raised one (bad input, or a source that gave up), whose cause is the original; or
+                if no item came within the limit.
             RuntimeError: If the thread raised any other exception; its cause is the original.
-            DataError: If no item came within the limit.
         """
         if self._failure is None:
             item = self._wait()
@@ -91,10 +91,7 @@ class Prefetcher(Generic[Item]):
         while True:
             age = time.monotonic() - begin
             if age >= self._stall_limit_seconds:
-                raise DataError(
-                    f"data stall: no batch for {age:.0f} s, the limit (data.stall_limit_seconds); "
-                    f"the data thread is {self._activity.text}"
-                )
+                raise UserError(f"data stall: no batch for {age:.0f} s; the data thread is {self._activity.text}")
             if age >= report_at:
                 self._on_stall(age, self._activity.text)
                 report_at += self._stall_seconds

@@ -52,7 +52,6 @@ class ShuffledStream:
 
         Raises:
             UserError: If the split is empty or a document cannot be read.
-            DataError: If the source gave up.
         """
         size = self._block_rows
         if not self._left:

@@ -13,6 +13,9 @@ from trifocal.data.data_config import SOURCES, SYNTHETIC
 from trifocal.errors import UserError, nearest
 from trifocal.paths import check_path_text, user_path
 
+LONGEST_DOCUMENT = 1 << 28
+"""A document of more characters, or a line of more bytes, is a bad one: a small file may hold more than memory."""
+
 Cursor = tuple[int, ...]
 """A position between two documents of a shard, in the units of the source: bytes, lines or rows."""
 
@@ -59,6 +62,8 @@ def make_document(name: str, value: Any, held_out: bool | None = None) -> Docume
         text = (
             value if isinstance(value, str) else json.dumps(messages, ensure_ascii=False, sort_keys=True, default=str)
         )
+        if len(text) > LONGEST_DOCUMENT:
+            raise BadDocument(f"has {len(text):,} characters, expected at most {LONGEST_DOCUMENT:,}")
         text.encode("utf-8")
     except BadChat as error:
         raise BadDocument(f"holds no chat: {error}") from error
@@ -179,13 +184,19 @@ def parse_source(source: str) -> SourceName:
         field (`text` where none is given).
 
     Raises:
-        UserError: If the kind is unknown (names the nearest), lacks its path, or takes none.
+        UserError: If the kind is unknown (names the nearest), lacks its path, or takes none; if it is a URL.
     """
     kind, _, rest = source.partition(":")
     check_path_text(source, "data.source")
+    if "://" in source:
+        # Not repeated in the message: it may hold a password.
+        raise UserError(
+            "data.source is an address with ://; expected local files or hf:OWNER/NAME: download the files first, and "
+            "give a login in the environment (HF_TOKEN), not in the address"
+        )
     if kind not in SOURCES:
         hint = f"the nearest is {nearest(kind, SOURCES)}"
-        if user_path(source, "data.source").exists():
+        if user_path(source, "data.source").exists() or "/" in kind or Path(kind).suffix:
             hint = f"for this path write {_kind_of_path(source)}:{source}"
         raise UserError(f"unknown data.source {source!r}; {hint} (known: {', '.join(SOURCES)})")
     path, field = rest, "text"
@@ -218,9 +229,7 @@ def is_local(source: str) -> bool:
         source: A source string, as in `parse_source`.
     """
     kind, path, _ = parse_source(source)
-    if kind == "hf":
-        return dataset_name(path)[0].is_dir()
-    return kind != "fineweb-edu" if not path else not path.startswith(("http://", "https://"))
+    return dataset_name(path)[0].is_dir() if kind == "hf" else kind != "fineweb-edu" or bool(path)
 
 
 def dataset_name(path: str) -> tuple[Path, str]:

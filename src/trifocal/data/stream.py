@@ -147,7 +147,6 @@ class DocumentStream:
 
         Raises:
             UserError: If a whole epoch has no document of this split; for one of several parts, many epochs.
-            DataError: If a server fails at every attempt.
         """
         epoch, first_shard, cursor, index = start.epoch, start.shard, start.block, start.index
         num_shards = len(self._source.shards)

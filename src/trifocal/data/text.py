@@ -7,13 +7,23 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from trifocal.data.local_files import COMPRESSED, DAMAGED, content_hash, find_files, open_file, sizes
-from trifocal.data.sources import BadDocument, BadDocuments, Cursor, Document, fingerprint, make_document, no_field
+from trifocal.data.local_files import DAMAGED, content_hash, find_files, open_file, sizes
+from trifocal.data.sources import (
+    LONGEST_DOCUMENT,
+    BadDocument,
+    BadDocuments,
+    Cursor,
+    Document,
+    fingerprint,
+    make_document,
+    no_field,
+)
 from trifocal.errors import UserError, one_line
 
 # The least number of held-out pieces to expect; text that is too short for it is cut into smaller documents.
 _HELD_OUT_PIECES = 4
 _SMALLEST_PIECE = 64
+_DOCUMENT_BYTES = 65536
 
 
 class TextSource:
@@ -27,8 +37,8 @@ class TextSource:
 
     Args:
         path: File, folder (its `.txt` and `.md` files, also compressed as .gz, .bz2 or .xz) or glob.
-        document_bytes: The longest document; 0: never cut.
         validation_fraction: Share that is held out.
+        document_bytes: The longest document.
         bad: The rule for documents that are not UTF-8.
 
     Raises:
@@ -36,7 +46,12 @@ class TextSource:
     """
 
     def __init__(
-        self, path: str, document_bytes: int, *, validation_fraction: float = 0.0, bad: BadDocuments | None = None
+        self,
+        path: str,
+        *,
+        validation_fraction: float = 0.0,
+        bad: BadDocuments | None = None,
+        document_bytes: int = _DOCUMENT_BYTES,
     ) -> None:
         self.name = f"text:{path}"
         self.bad = bad or BadDocuments()
@@ -44,22 +59,17 @@ class TextSource:
         self.shards = list(self._files)
         found = sizes(self._files)
         self._starts = [0, *itertools.accumulate(size for _, size in found)]
-        self._document_bytes, self._marked_every, self._all_marked = document_bytes, 0, False
-        cut = [document_bytes]
-        if document_bytes:
-            total, fraction = self._starts[-1], validation_fraction
-            documents = sum(-(-size // document_bytes) for _, size in found)
-            self._all_marked = 0 < documents * fraction < _HELD_OUT_PIECES
-            if self._all_marked:
-                smaller = max(_SMALLEST_PIECE, int(total * fraction) // _HELD_OUT_PIECES)
-                self._document_bytes = min(document_bytes, smaller)
-            if fraction > 0:
-                self._marked_every = int(self._document_bytes / fraction)
-            # The length of a compressed file's content is unknown: it may be cut.
-            packed = any(file.suffix in COMPRESSED for file in self._files.values())
-            if packed or max(size for _, size in found) > self._document_bytes or self._all_marked:
-                cut = [self._document_bytes, self._marked_every]
-        self.fingerprint = fingerprint("text", found, *cut)
+        self._document_bytes, self._marked_every = document_bytes, 0
+        total, fraction = self._starts[-1], validation_fraction
+        documents = sum(-(-size // document_bytes) for _, size in found)
+        self._all_marked = 0 < documents * fraction < _HELD_OUT_PIECES
+        if self._all_marked:
+            smaller = max(_SMALLEST_PIECE, int(total * fraction) // _HELD_OUT_PIECES)
+            self._document_bytes = min(document_bytes, smaller)
+        if fraction > 0:
+            self._marked_every = int(self._document_bytes / fraction)
+        # Not the held-out pieces: they follow from data.validation_fraction, which is compared by itself.
+        self.fingerprint = fingerprint("text", found, document_bytes)
 
     def read(self, shard: int, cursor: Cursor | None) -> Iterator[tuple[Document, Cursor]]:
         """The documents of a file; a cursor is a byte offset into its (uncompressed) content.
@@ -74,9 +84,9 @@ class TextSource:
             with open_file(path) as file:
                 file.seek(offset)
                 rest = b""
-                while data := rest + file.read(limit + 1 - len(rest) if limit else -1):
+                while data := rest + file.read(limit + 1 - len(rest)):
                     rest = b""
-                    last = not limit or len(data) <= limit
+                    last = len(data) <= limit
                     if not last:
                         # At the last line end, or within a line longer than a document.
                         end = data.rfind(b"\n", 0, limit) + 1 or _character_start(data, limit)
@@ -155,9 +165,14 @@ class JsonlSource:
         try:
             with open_file(path) as file:
                 file.seek(offset)
-                for line in file:
+                while line := file.readline(LONGEST_DOCUMENT):
                     offset, number = offset + len(line), number + 1
-                    if line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
+                    if len(line) == LONGEST_DOCUMENT and not line.endswith(b"\n"):
+                        self.bad.found(f"{path}:{number}: the line is longer than {LONGEST_DOCUMENT:,} bytes")
+                        while (rest := file.readline(LONGEST_DOCUMENT)) and not rest.endswith(b"\n"):
+                            offset += len(rest)
+                        offset += len(rest)
+                    elif line.strip() and (document := self._document(f"{name}:{number}", line, f"{path}:{number}")):
                         yield document, (offset, number)
         except DAMAGED as error:
             raise UserError(f"{path} is a damaged {path.suffix} file: {one_line(error)}") from error

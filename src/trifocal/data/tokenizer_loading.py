@@ -16,10 +16,11 @@ from trifocal.data.tokenizers import (
     Tokenizer,
 )
 from trifocal.errors import UserError, nearest, one_line
-from trifocal.paths import user_path
+from trifocal.paths import read_small_file, user_path
 
 _SHORT_IDS = ("gpt2",)
 """Repositories of the hub without an owner."""
+_LIMIT_BYTES = 1 << 28
 _ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -61,11 +62,13 @@ def load_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / CONFIG_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_small_file(path, _LIMIT_BYTES))
         kind = content["tokenizer_class"]
+    except UserError:
+        raise
     except OSError as error:
         raise UserError(f"cannot read {path}, which names the model's tokenizer: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(f"{path} does not name a tokenizer_class") from error
     # Older runs wrote no more for bytes.
     return ByteTokenizer() if kind == ByteTokenizer.__name__ else _from_folder(folder, str(folder), "")
@@ -89,7 +92,7 @@ def _from_folder(folder: Path, name: str, separator: str) -> Tokenizer:
         # Several, by name.
         template = {entry.get("name"): entry.get("template") for entry in template}.get("default", "")
     if (folder / TEMPLATE_FILE).is_file():
-        template = (folder / TEMPLATE_FILE).read_text(encoding="utf-8")
+        template = _read_text(folder / TEMPLATE_FILE)
     return _from_file(folder / TOKENIZER_FILE, name, separator, config, str(template or ""))
 
 
@@ -97,7 +100,8 @@ def _from_file(
     path: Path, name: str, separator: str, config: dict[str, Any] | None = None, template: str = ""
 ) -> Tokenizer:
     # Bytes need no library.
-    if not separator and not template and ByteTokenizer.wrote(_read_object(path)):
+    content = _read_object(path)
+    if not separator and not template and ByteTokenizer.wrote(content):
         return ByteTokenizer()
     try:
         import tokenizers
@@ -112,14 +116,21 @@ def _from_file(
 
 def _read_object(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
+        content = json.loads(_read_text(path))
+    except (json.JSONDecodeError, RecursionError) as error:
         raise UserError(f"tokenizer {path} is not a {path.name}: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise UserError(f"tokenizer {path} is not a {path.name}: it holds no JSON object")
     return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return read_small_file(path, _LIMIT_BYTES).decode("utf-8")
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"tokenizer {path} is not UTF-8 text: {one_line(error)}") from error
 
 
 def _download(name: str) -> Path:

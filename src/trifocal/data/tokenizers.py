@@ -25,6 +25,8 @@ TOKENIZER_FILES = (
     *("vocab.json", "merges.txt", "tokenizer.model"),
 )
 """Files of a tokenizer in a folder of Hugging Face; those after the second are transformers' alone."""
+# Tables of a few bytes a token are made of a vocabulary; the largest known have a million tokens.
+_MOST_TOKENS = 1 << 24
 # Usual names of the token that ends a document, the most explicit first.
 _SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|end_of_document|>", "<eos>", "</s>", "[SEP]", "[EOS]")
 
@@ -143,7 +145,7 @@ class HuggingFaceTokenizer:
         chat_template: Writes chats, in Jinja; empty: none.
 
     Raises:
-        UserError: If there is no such separator.
+        UserError: If there is no such separator, or an id is too large.
     """
 
     def __init__(
@@ -161,7 +163,9 @@ class HuggingFaceTokenizer:
         self._config, self._chat_template = dict(config or {}), chat_template
         self.name = name
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        self.vocab_size = max(vocabulary.values()) + 1
+        self.vocab_size = max(vocabulary.values(), default=-1) + 1
+        if not 0 < self.vocab_size <= _MOST_TOKENS:
+            raise UserError(f"tokenizer {name} has {self.vocab_size:,} tokens, expected 1 to {_MOST_TOKENS:,}")
         own = _text_of_token(self._config.get("eos_token"))
         candidates = [separator] if separator else [token for token in (own, *_SEPARATORS) if token in vocabulary]
         if not candidates or candidates[0] not in vocabulary:

@@ -1,4 +1,4 @@
-"""`trifocal doctor`: the abilities of this machine, the needs of each preset, and commands that mend faults."""
+"""`trifocal doctor`: the abilities of this machine, two measured steps of a configuration, remedies of faults."""
 
 from trifocal.doctor.examination import Examination, examine
 from trifocal.doctor.findings import Finding

@@ -5,13 +5,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from trifocal._version import __version__
 from trifocal.doctor import machine, probes
 from trifocal.doctor.findings import Finding
-from trifocal.doctor.needs import DECODED_LENGTHS, EFFICIENCY, USABLE_SHARE, Machine, Need, need_of
-from trifocal.runlog import hardware
+from trifocal.doctor.measured import Need, need_of
 from trifocal.train.run_config import RunConfig
 
 # All else takes a few seconds; together they stay under half a minute.
@@ -23,23 +20,18 @@ class Examination:
     """The result of an examination.
 
     Attributes:
-        findings: About the machine.
-        needs: Of the configurations.
-        asked: Names of configurations that were asked for by name: if one cannot run, something is broken.
+        findings: Findings about the machine.
+        needs: Needs of the configurations that were asked for: if one cannot run, something is broken.
     """
 
     findings: tuple[Finding, ...]
     needs: tuple[Need, ...]
-    asked: tuple[str, ...] = ()
 
     @property
     def broken(self) -> list[str]:
         """The faults that stop training, in words."""
         found = [f"{finding.name}: {finding.text}" for finding in self.findings if finding.status == "broken"]
-        for need in self.needs:
-            if need.name in self.asked and (need.problem or need.fits is False):
-                found.append(f"{need.name}: {need.problem or 'it does not fit'}")
-        return found
+        return found + [f"{need.name}: {need.problem}" for need in self.needs if need.problem]
 
     @property
     def exit_status(self) -> int:
@@ -53,10 +45,7 @@ class Examination:
             "healthy": not self.broken,
             "broken": self.broken,
             "findings": [asdict(finding) for finding in self.findings],
-            "needs": [{**asdict(need), "memory_bytes": need.memory.total} for need in self.needs],
-            "usable_share_of_memory": USABLE_SHARE,
-            "cached_sequences_are_of_tokens": DECODED_LENGTHS,
-            "step_seconds_are": f"an estimate: computed FLOPs over {EFFICIENCY} of the measured speed of products",
+            "needs": [asdict(need) for need in self.needs],
         }
 
 
@@ -64,19 +53,17 @@ def examine(
     configs: Mapping[str, RunConfig],
     run_directory: Path,
     *,
-    asked: tuple[str, ...] = (),
     on_start: Callable[[str], None] = lambda what: None,
 ) -> Examination:
     """Examine the machine and the configurations.
 
     Args:
-        configs: Configurations by name.
+        configs: Configurations by name, which must be able to run here.
         run_directory: Where runs would be written.
-        asked: Names among `configs` that must be able to run here.
         on_start: Called with the name of each part as it begins.
     """
     on_start("torch.compile, in the background")
-    compiling = probes.CompileProbe(needed=any(configs[name].train.compile for name in asked))
+    compiling = probes.CompileProbe(needed=any(config.train.compile for config in configs.values()))
     on_start("software and hardware")
     findings = [
         machine.check_torch(),
@@ -95,23 +82,10 @@ def examine(
     findings.append(probes.check_disk(run_directory))
     findings += machine.check_extras()
     on_start("torch.compile")
-    compiled = compiling.result(COMPILE_SECONDS)
-    # After it, as both use all cores.
-    on_start("the speed of products")
-    rates, finding = _rates(findings)
-    findings += [compiled, finding]
-    on_start("needs of the configurations")
-    here = Machine.here(rates)
-    needs = tuple(need_of(name, config, here) for name, config in configs.items())
-    return Examination(tuple(findings), needs, asked)
-
-
-def _rates(findings: list[Finding]) -> tuple[dict[str, float], Finding]:
-    """Speed of products by precision, and the finding about it."""
-    usable = torch.cuda.is_available()
-    if usable and any(f.name.startswith("gpu") and f.status == "broken" for f in findings):
-        return {}, Finding("speed", "note", "not measured: a GPU does not compute")
-    device = torch.device("cuda" if usable else "cpu")
-    rates = {precision: hardware.matmul_rate(device, precision) for precision in ("fp32", "bf16")}
-    text = ", ".join(f"{rate / 1e9:,.0f} GFLOP/s in {precision}" for precision, rate in rates.items())
-    return rates, Finding("speed", "ok", f"large products: {text}")
+    findings.append(compiling.result(COMPILE_SECONDS))
+    needs = []
+    for name, config in configs.items():
+        # After the compiler, as both use all cores.
+        on_start(f"two steps of {name}")
+        needs.append(need_of(name, config))
+    return Examination(tuple(findings), tuple(needs))

@@ -11,8 +11,7 @@ import torch
 from trifocal.doctor.findings import Finding
 from trifocal.errors import one_line
 from trifocal.ops.support import OLDEST_CAPABILITY
-from trifocal.runlog import environment
-from trifocal.runlog.native_stacks import find_py_spy
+from trifocal.runlog import earlier_variables, environment
 from trifocal.train.preflight import DEBUG_LEVEL_COMMAND, compilers, crash_of_debug_level
 
 GIB = 2**30
@@ -31,20 +30,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "hf": (("transformers", "tokenizers"), "trifocal.hf: models in transformers"),
     "tensorboard": (("tensorboard",), "log.sinks tensorboard"),
     "wandb": (("wandb",), "log.sinks wandb"),
-    "trackio": (("trackio",), "log.sinks trackio"),
     "report": (("plotly",), "trifocal report"),
-    "docs": (("matplotlib",), "figures of the docs"),
-}
-
-# Variables of an earlier NSA training system, which people still have in their scripts -> the setting here.
-EARLIER_VARIABLES = {
-    "NSA_DDP_SAFE_MODE": "--parallel.mode ddp",
-    "NSA_DDP_STATIC_GRAPH": "--parallel.static_graph true",
-    "NSA_MEM_DUMP_EVERY": "--trace.what memory --trace.steps 10:13",
-    "NSA_TRACE_DDP_BUCKETS": "--trace.what exchange --trace.steps 10:13",
-    "NSA_TRACE_GRADS": "--trace.what gradients --trace.steps 10:13",
-    "NSA_TRACE_MODULE_BWD": "--trace.what modules --trace.steps 10:13",
-    "NSA_USE_FA2": "--model.backend auto",
 }
 
 COMPILER_COMMAND = "sudo apt-get install -y g++"
@@ -186,14 +172,15 @@ def check_variables() -> list[Finding]:
     crash = crash_of_debug_level()
     if crash:
         findings.append(Finding("environment", "note", f"with several processes {crash}", DEBUG_LEVEL_COMMAND))
-    for name in sorted(name for name in os.environ if name.startswith("NSA_")):
-        text = f"{name} belongs to another system and is not read here"
-        findings.append(Finding("environment", "note", text, EARLIER_VARIABLES.get(name, f"unset {name}")))
+    for name, advice in earlier_variables().items():
+        findings.append(
+            Finding("environment", "note", f"{name} belongs to another system and is not read here", advice)
+        )
     return findings
 
 
 def check_extras() -> list[Finding]:
-    """The optional packages and programs."""
+    """The optional packages."""
     findings = []
     for extra, (modules, purpose) in EXTRAS.items():
         missing = [module for module in modules if not installed(module)]
@@ -202,9 +189,4 @@ def check_extras() -> list[Finding]:
             findings.append(Finding(f"extra {extra}", "note", text, f"pip install 'trifocal[{extra}]'"))
         else:
             findings.append(Finding(f"extra {extra}", "ok", f"installed: {purpose}"))
-    if find_py_spy() is None:
-        text = "not installed: the dump of a stall has no frames of C and C++ code"
-        findings.append(Finding("py-spy", "note", text, "pip install py-spy"))
-    else:
-        findings.append(Finding("py-spy", "ok", "installed: frames of C and C++ code in the dump of a stall"))
     return findings

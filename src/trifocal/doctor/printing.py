@@ -8,7 +8,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from trifocal.doctor.examination import Examination
-from trifocal.doctor.needs import DECODED_LENGTHS, EFFICIENCY, USABLE_SHARE, Need
+from trifocal.doctor.findings import Finding
+from trifocal.doctor.measured import REFERENCE_CARD, REFERENCES, Need
 
 _STYLES = {"ok": "green", "note": "yellow", "broken": "bold red"}
 
@@ -21,14 +22,14 @@ def show(examination: Examination, console: Console) -> None:
         for finding in examination.findings:
             if finding.remedy:
                 _plain(console, f"  {finding.name}: {finding.remedy}")
-        if examination.needs:
-            console.print(_needs(examination))
-            for need in examination.needs:
-                _plain(console, f"  {need.name}: {_decoding(need)}")
-                for change in _changes(need):
-                    _plain(console, f"  {need.name}: {change}")
     else:
-        for line in _lines(examination):
+        for finding in examination.findings:
+            _plain(console, _line(finding))
+    for need in examination.needs:
+        for line in _need(need):
+            _plain(console, line)
+    if not any(need.device and need.device != "CPU" for need in examination.needs):
+        for line in _references(bool(examination.needs)):
             _plain(console, line)
     for line in _closing(examination):
         _plain(console, line)
@@ -49,45 +50,44 @@ def _findings(examination: Examination) -> Table:
     return table
 
 
-def _needs(examination: Examination) -> Table:
-    table = Table(box=box.SIMPLE, pad_edge=False, title="Needs of each configuration here", title_justify="left")
-    for heading in ("configuration", "parameters", "on", "memory", "fits", "step", "whole run", "disk"):
-        number = heading in ("parameters", "memory", "step", "whole run", "disk")
-        table.add_column(heading, justify="right" if number else "left", overflow="fold")
-    for need in examination.needs:
-        verdict = _verdict(need)
-        style = "green" if verdict == "yes" else "bold red"
-        table.add_row(
-            escape(need.name), count(need.parameters), _where(need), size(need.memory.total), f"[{style}]{verdict}[/]",
-            f"~{duration(need.step_seconds)}", f"~{duration(need.run_seconds)}", size(need.disk_bytes),
-        )  # fmt: skip
-    return table
+def _line(finding: Finding) -> str:
+    mend = f"; to mend it: {finding.remedy}" if finding.remedy else ""
+    return f"{finding.status:6} {finding.name}: {finding.text}{mend}"
 
 
-def _lines(examination: Examination) -> Iterator[str]:
-    for finding in examination.findings:
-        mend = f"; to mend it: {finding.remedy}" if finding.remedy else ""
-        yield f"{finding.status:6} {finding.name}: {finding.text}{mend}"
-    for need in examination.needs:
-        parts = [
-            f"{count(need.parameters)} parameters on {_where(need)}",
-            f"{size(need.memory.total)} of memory, fullest in the {need.memory.moment}: fits: {_verdict(need)}",
-            f"about {duration(need.step_seconds)} a step, {duration(need.run_seconds)} in all",
-            f"{size(need.disk_bytes)} of disk",
-            _decoding(need),
-            *_changes(need),
-        ]
-        yield f"needs  {need.name}: {'; '.join(parts)}"
+def _need(need: Need) -> Iterator[str]:
+    yield (
+        f"needs  {need.name}: {count(need.parameters)} parameters, {size(need.state_bytes)} of weights, gradients and "
+        f"optimizer, {size(need.disk_bytes)} of disk for checkpoints"
+    )
+    if need.peak_bytes is not None and need.step_seconds is not None:
+        place = f"{need.processes} x {need.device}" if need.processes > 1 else need.device
+        of = "" if need.memory_bytes is None else f" of {size(need.memory_bytes)}"
+        yield (
+            f"  measured on {place}: {size(need.peak_bytes)}{of} at its peak, {duration(need.step_seconds)} a step, "
+            f"{need.tokens_per_second:,.0f} tokens/s"
+        )
+    else:
+        yield "  not measured"
+    if need.data:
+        yield f"  {need.data}"
+    if need.problem:
+        yield f"  {need.problem}"
+    for remedy in need.remedies:
+        yield f"  try {remedy}"
+
+
+def _references(asked: bool) -> Iterator[str]:
+    """Figures of the production preset, where no GPU was measured."""
+    first = "No GPU was measured here. " if asked else ""
+    yield f"{first}The production preset m7c_125m on {REFERENCE_CARD}, measured:"
+    for row in REFERENCES:
+        yield (f"  {row.what}: {row.peak_gib} GiB a GPU, {row.step_ms} ms a step, {row.tokens_per_second:,} tokens/s")
+    if not asked:
+        yield "trifocal doctor CONFIG.toml measures two steps of a configuration here."
 
 
 def _closing(examination: Examination) -> Iterator[str]:
-    if examination.needs:
-        yield (
-            f"Memory is by formula, for the fullest device; it fits under {USABLE_SHARE:.0%} of the free memory. "
-            "Times are estimates: the operations that a step computes, at a share of the measured speed of large "
-            f"products ({EFFICIENCY['cuda']:.0%} on a GPU, {EFFICIENCY['cpu']:.0%} on a CPU). Expect them to be off by "
-            "a factor of two or three."
-        )
     broken = examination.broken
     if not broken:
         yield "Nothing stops training here."
@@ -95,32 +95,6 @@ def _closing(examination: Examination) -> Iterator[str]:
     yield "One thing stops training:" if len(broken) == 1 else f"{len(broken)} things stop training:"
     for line in broken:
         yield f"  {line}"
-
-
-def _decoding(need: Need) -> str:
-    """The caches of `trifocal generate`."""
-    text = f"generate caches {need.cache_token_bytes:,} bytes a token"
-    if need.cached_sequences is None:
-        return text
-    pairs = zip(need.cached_sequences, DECODED_LENGTHS, strict=True)
-    return f"{text}: " + " or ".join(f"{count:,} sequences of {length:,} tokens" for count, length in pairs) + " fit"
-
-
-def _changes(need: Need) -> list[str]:
-    """The problem of a configuration here, and the flags that help."""
-    remedy = "" if need.remedy and need.remedy in need.problem else need.remedy
-    return [part for part in (need.problem, remedy, need.advice) if part]
-
-
-def _verdict(need: Need) -> str:
-    if need.fits is None:
-        return "unknown"
-    return "yes" if need.fits else "no"
-
-
-def _where(need: Need) -> str:
-    shared = f"{need.processes} GPUs, {need.mode}, " if need.processes > 1 else ""
-    return f"{shared}{need.backend}"
 
 
 def size(number: int) -> str:
@@ -133,10 +107,8 @@ def count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e9 else f"{number / 1e6:.1f} M"
 
 
-def duration(seconds: float | None) -> str:
+def duration(seconds: float) -> str:
     """A time for people, without more digits than they need."""
-    if seconds is None:
-        return "?"
     for unit, length in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         if seconds >= 2 * length or unit == "s":
             number, unit = (seconds / length, unit) if seconds >= 1 else (seconds * 1000, "ms")

@@ -5,8 +5,6 @@ and gates stay in fp32 (fp64 for a model in fp64). A new kind of attention has i
 """
 
 import copy
-import functools
-import operator
 from typing import Any, Protocol
 
 import torch
@@ -14,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trifocal.generate.prefill import Chunk, Compress, causal_attention, extend_dense, extend_sparse
-from trifocal.generate.products import MatrixProducts, RowProducts
+from trifocal.generate.products import Products, PyTorchLinear
 from trifocal.nn import (
     Block,
     DenseAttention,
@@ -22,7 +20,6 @@ from trifocal.nn import (
     NSAttention,
     RMSNorm,
     SelectedAttention,
-    SigmoidGate,
     WindowAttention,
 )
 from trifocal.nn.attention_base import AttentionBase
@@ -90,7 +87,7 @@ class CachedLayer:
         products: Of decoding.
     """
 
-    def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, products: RowProducts) -> None:
+    def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
         assert isinstance(block, Block)
         attention, mlp = block.attention, block.mlp
         assert isinstance(attention, AttentionBase)
@@ -103,7 +100,7 @@ class CachedLayer:
 
     def prefill(self, residual: Residual, cache: Any, chunk: Chunk) -> Residual:
         """The residual stream of a chunk's T tokens."""
-        attention, products = self._attention, MatrixProducts()
+        attention, products = self._attention, PyTorchLinear()
         projected, gates = products.normed_linear(
             residual, self._norm, attention.padded_weight, attention.padded_bias, attention.num_sigmoids,
             padding=len(attention.padded_weight) - len(attention.weight),
@@ -121,7 +118,7 @@ class CachedLayer:
         o = attention.decode(projected.unflatten(0, shape), gates, cache, batch, rotary)
         return self._end(residual, o, products)
 
-    def _end(self, residual: Residual, o: Tensor, products: RowProducts) -> Residual:
+    def _end(self, residual: Residual, o: Tensor, products: Products) -> Residual:
         """The residual stream after the block, from that before it and the attention's heads [B, T, H, V]."""
         residual = products.residual_linear(o.flatten(0, 1).flatten(1), self._out, residual, self._out_bias)
         if self._gate_up_bias is None:
@@ -141,7 +138,7 @@ class _CachedAttention:
     """
 
     def __init__(
-        self, attention: AttentionBase, dtype: torch.dtype, products: RowProducts, gate: nn.Linear | None = None
+        self, attention: AttentionBase, dtype: torch.dtype, products: Products, gate: nn.Linear | None = None
     ) -> None:
         self._num_heads, self._num_kv_heads = attention.num_heads, attention.num_kv_heads
         self._products, self._branches = products, attention.branches
@@ -160,7 +157,7 @@ class _CachedAttention:
             None if norm is None else _prepared_norm(norm) for norm in (attention.q_norm, attention.k_norm)
         )
 
-    def _split(self, projected: Tensor, products: RowProducts) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _split(self, projected: Tensor, products: Products) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """q [B, T, H, D], and the keys and values of each branch, [B, T, G, *]."""
         q, *parts = projected.split(self._sizes, dim=-1)
         heads = [part.unflatten(-1, (self._num_kv_heads, -1)) for part in parts]
@@ -172,11 +169,9 @@ class _CachedAttention:
 class CachedSparseAttention(_CachedAttention):
     """`NSAttention` with caches; arguments as of `CachedLayer`."""
 
-    def __init__(self, attention: NSAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts) -> None:
-        gate = attention.gate
-        super().__init__(attention, dtype, products, gate.proj if isinstance(gate, SigmoidGate) else None)
+    def __init__(self, attention: NSAttention, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
+        super().__init__(attention, dtype, products, attention.gate.proj)
         self._geometry, self._backend, self._shared = geometry, attention.backend, attention.shared_kv
-        self._gate_weight, self._gate_bias = (copied(x, dtype) for x in (gate.proj.weight, gate.proj.bias))
         self._phi = (_prepared(attention.k_compressor, dtype), _prepared(attention.v_compressor, dtype))
         self._phi_of_blocks: tuple[Compress, Compress] | None = None
         if not isinstance(attention.k_compressor, MeanCompressor):
@@ -184,8 +179,8 @@ class CachedSparseAttention(_CachedAttention):
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: SparseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, keys, values = self._of_branches(projected, MatrixProducts())
-        gates = self._gates(q, gates, MatrixProducts())
+        q, keys, values = self._of_branches(projected, PyTorchLinear())
+        gates = self._gates(gates)
         raw, selected = (keys[0], values[0]), (keys[-2], values[-2])
         window = None if self._shared else (keys[2], values[2])
         seen = extend_sparse(cache, chunk, raw, selected, window, self._geometry, self._phi)
@@ -197,7 +192,7 @@ class CachedSparseAttention(_CachedAttention):
     ) -> Tensor:
         """As `CachedAttention.decode`."""
         q, keys, values = self._of_branches(projected, self._products)
-        gates = self._gates(q, gates, self._products)
+        gates = self._gates(gates)
         k_win, v_win = (None, None) if self._shared else (keys[2], values[2])
         append_sparse(
             cache, batch, keys[0], values[0], keys[1], values[1], k_win, v_win, self._geometry, rotary,
@@ -205,36 +200,30 @@ class CachedSparseAttention(_CachedAttention):
         )  # fmt: skip
         return decode_attention(q, gates, cache, batch, self._geometry, rotary, window=True, backend=self._backend)
 
-    def _of_branches(self, projected: Tensor, products: RowProducts) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    def _of_branches(self, projected: Tensor, products: Products) -> tuple[Tensor, list[Tensor], list[Tensor]]:
         """q, and the keys and values of cmp, slc, win."""
         q, keys, values = self._split(projected, products)
         times = NUM_BRANCHES // self._branches
         return q, keys * times, values * times
 
-    def _gates(self, q: Tensor, gates: Tensor | None, products: RowProducts) -> Tensor:
-        """[B, T, H, 3]: those of the projection, or as `GroupSoftmaxGate` with a mean that adds heads in order."""
-        if gates is not None:
-            return gates.unflatten(-1, (self._num_heads, NUM_BRANCHES))
-        heads = q.unflatten(2, (self._num_kv_heads, -1))
-        q_per_kv = heads.shape[3]
-        pooled = functools.reduce(operator.add, in_full(heads).unbind(3)) / q_per_kv
-        logits = in_full(products.linear(pooled.to(q.dtype), self._gate_weight, self._gate_bias))
-        softmax = products.by_row(lambda rows: rows.softmax(-1), logits.flatten(0, 2))
-        return softmax.view(logits.shape).repeat_interleave(q_per_kv, dim=2)
+    def _gates(self, gates: Tensor | None) -> Tensor:
+        """[B, T, H, 3], from those of the projection, [B, T, 3 * H]."""
+        assert gates is not None
+        return gates.unflatten(-1, (self._num_heads, NUM_BRANCHES))
 
 
 class CachedSelectedAttention(_CachedAttention):
     """`SelectedAttention` with caches; arguments as of `CachedLayer`."""
 
     def __init__(
-        self, attention: SelectedAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts
+        self, attention: SelectedAttention, geometry: Geometry, dtype: torch.dtype, products: Products
     ) -> None:
         super().__init__(attention, dtype, products)
         self._geometry, self._backend, self._phi = geometry, attention.backend, attention.k_compressor
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: SparseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, [k], [v] = self._split(projected, MatrixProducts())
+        q, [k], [v] = self._split(projected, PyTorchLinear())
         geometry, backend = self._geometry, self._backend
         k_cmp, _, k_slc, v_slc, *_ = extend_sparse(cache, chunk, (k, None), (k, v), None, geometry, (self._phi,) * 2)
         q = chunk.rotate(q)
@@ -254,14 +243,12 @@ class CachedSelectedAttention(_CachedAttention):
 class CachedDenseAttention(_CachedAttention):
     """`DenseAttention` with caches; arguments as of `CachedLayer`."""
 
-    def __init__(
-        self, attention: DenseAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts
-    ) -> None:
+    def __init__(self, attention: DenseAttention, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
         super().__init__(attention, dtype, products)
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: DenseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, [k], [v] = self._split(projected, MatrixProducts())
+        q, [k], [v] = self._split(projected, PyTorchLinear())
         return causal_attention(chunk.rotate(q), *extend_dense(cache, chunk, k, v))
 
     def decode(
@@ -276,15 +263,13 @@ class CachedDenseAttention(_CachedAttention):
 class CachedWindowAttention(_CachedAttention):
     """`WindowAttention` with caches, which hold the whole past; arguments as of `CachedLayer`."""
 
-    def __init__(
-        self, attention: WindowAttention, geometry: Geometry, dtype: torch.dtype, products: RowProducts
-    ) -> None:
+    def __init__(self, attention: WindowAttention, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
         super().__init__(attention, dtype, products)
         self._window, self._backend = attention.window_size, attention.backend
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: DenseCache, chunk: Chunk) -> Tensor:
         """As `CachedAttention.prefill`."""
-        q, [k], [v] = self._split(projected, MatrixProducts())
+        q, [k], [v] = self._split(projected, PyTorchLinear())
         k, v = extend_dense(cache, chunk, k, v)
         return window_attention(chunk.rotate(q), k, v, self._window, backend=self._backend)
 
@@ -308,7 +293,7 @@ _KINDS: dict[type, Any] = {
 class _Product(nn.Module):
     """A linear map by decoding's products, in the place of `nn.Linear`."""
 
-    def __init__(self, weight: Tensor, products: RowProducts) -> None:
+    def __init__(self, weight: Tensor, products: Products) -> None:
         super().__init__()
         self._weight, self._products = weight, products
 
@@ -329,7 +314,7 @@ def _prepared_norm(norm: RMSNorm) -> Norm:
     return Norm(copied(norm.weight, torch.promote_types(norm.weight.dtype, torch.float32)), norm.eps)
 
 
-def _normed_heads(x: Tensor, norm: Norm | None, products: RowProducts) -> Tensor:
+def _normed_heads(x: Tensor, norm: Norm | None, products: Products) -> Tensor:
     """Heads [B, T, heads, D] through their norm, in the type of x."""
     if norm is None:
         return x
@@ -352,7 +337,7 @@ def _prepared(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     return other
 
 
-def _of_blocks(phi: nn.Module, products: RowProducts) -> Compress:
+def _of_blocks(phi: nn.Module, products: Products) -> Compress:
     """φ of the tokens of blocks, [N, l, G, *] -> [N, G, *], where a block's result does not depend on the others."""
     other = copy.copy(phi)
     other._modules = {
@@ -376,8 +361,3 @@ def copied(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 def joined(weights: list[Tensor], dtype: torch.dtype) -> Tensor:
     """Weights that read the same input, one above the other, in the type of the products."""
     return torch.cat([whole(weight).to(dtype) for weight in weights])
-
-
-def in_full(x: Tensor) -> Tensor:
-    """In fp32, or fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -19,7 +19,7 @@ from trifocal.generate.cached_layers import CachedLayer, copied
 from trifocal.generate.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
 from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable
 from trifocal.generate.prefill import Chunk
-from trifocal.generate.products import MatrixProducts, RowProducts
+from trifocal.generate.products import BatchInvariantLinear, Products, PyTorchLinear
 from trifocal.generate.request import token_tensor
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
@@ -150,7 +150,7 @@ class CachedModel:
         self._rotary = rotary_tables(
             positions, config.head_dim, config.rope_theta, exact, config.rope_scaling, max_length
         )
-        self._products = RowProducts() if batch_invariant else MatrixProducts()
+        self._products = BatchInvariantLinear() if batch_invariant else PyTorchLinear()
         geometry = decode_geometry(config, max_length)
         self._embedding = copied(model.embedding.weight, exact)
         self._layers = [CachedLayer(block, geometry, self.dtype, self._products) for block in model.blocks]
@@ -241,12 +241,12 @@ class CachedModel:
             self.cache.copy_pages(copies)
             pages = torch.tensor(sequence.table.pages, dtype=torch.int64).to(self.device)
             chunk = Chunk(pages, sequence.row, first, len(tokens), self._rotary)
-            residual = MatrixProducts().embedding(tokens, self._embedding)
+            residual = PyTorchLinear().embedding(tokens, self._embedding)
             for layer, cache in zip(self._layers, self.cache.layers, strict=True):
                 residual = layer.prefill(residual, cache, chunk)
             if not all_logits:
                 residual = Residual(*(part[-1:] for part in residual))
-            logits = self._logits(residual, MatrixProducts())
+            logits = self._logits(residual, PyTorchLinear())
             chunk.write_rings()
         except BaseException:
             sequence.table.shrink(len(tokens))
@@ -338,7 +338,7 @@ class CachedModel:
             raise
         return sequence
 
-    def _logits(self, residual: Residual, products: RowProducts) -> Tensor:
+    def _logits(self, residual: Residual, products: Products) -> Tensor:
         exact = torch.promote_types(self.dtype, torch.float32)
         return products.normed_linear(residual, self._norm, self._output, out_dtype=exact)[0]
 

@@ -17,8 +17,8 @@ from trifocal.data import Tokenizer
 from trifocal.generate.cached_model import CachedModel
 from trifocal.generate.request import Completion, FinishReason, Request, Update, token_tensor
 from trifocal.generate.sampler import NO_TOKEN
-from trifocal.generate.scheduler import Job, Scheduler
-from trifocal.generate.step_runner import Drawn, StepRunner
+from trifocal.generate.scheduler import RequestState, Scheduler
+from trifocal.generate.step_runner import SampledTokens, StepRunner
 from trifocal.generate.text_stream import TextStream
 
 # A token's text may depend on so many tokens before it.
@@ -58,7 +58,7 @@ class Engine:
         self._scheduler = Scheduler(model)
         self._ages = itertools.count()
         # Steps that are queued, and whose token each place holds.
-        self._outstanding: deque[tuple[Drawn, list[tuple[int, Job]]]] = deque()
+        self._outstanding: deque[tuple[SampledTokens, list[tuple[int, RequestState]]]] = deque()
         # Read, and not returned yet: a step that fails returns nothing.
         self._updates: list[Update] = []
         # The host reads a step while the GPU computes the next.
@@ -84,7 +84,7 @@ class Engine:
         """
         for request in requests:
             self._check(request)
-        self._scheduler.waiting += [self._job(request, 0) for request in requests]
+        self._scheduler.waiting += [self._state(request, 0) for request in requests]
 
     def _check(self, request: Request) -> None:
         token_tensor(request.name or "the prompt", request.prompt, "[T]", self._model.config.vocab_size)
@@ -99,7 +99,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """Let requests in, run a chunk of a prompt, add a token to each running sequence; updates since the last call.
+        """Admit requests, prefill one chunk, decode one token each; updates since the last call.
 
         A sequence's first token is returned before its second is begun.
         """
@@ -129,56 +129,56 @@ class Engine:
         found = [completion for completion in ended if id(completion.request) in order]
         return sorted(found, key=lambda completion: (order[id(completion.request)], completion.sample))
 
-    def _job(self, request: Request, sample: int) -> Job:
+    def _state(self, request: Request, sample: int) -> RequestState:
         seed = (request.sampling.seed + sample) % 2**64
         stream = None
         if self._tokenizer is not None:
             stream = TextStream(self._tokenizer, list(request.prompt[-_NEIGHBOURS:]), request.stop)
-        return Job(request, next(self._ages), replace(request.sampling, seed=seed), sample, stream=stream)
+        return RequestState(request, next(self._ages), replace(request.sampling, seed=seed), sample, stream=stream)
 
     def _enter(self) -> None:
-        for job in self._scheduler.enter():
-            cached = self._model.admit() if job.swapped is None else self._model.swap_in(job.swapped)
-            if job.launched:
+        for state in self._scheduler.enter():
+            cached = self._model.admit() if state.swapped is None else self._model.swap_in(state.swapped)
+            if state.launched:
                 try:
-                    job.place = self._runner.place(cached, job.sampling, [*job.request.prompt, *job.tokens])
+                    state.place = self._runner.place(cached, state.sampling, [*state.request.prompt, *state.tokens])
                 except BaseException:
                     self._model.free(cached)
                     raise
-                self._scheduler.run(job)
+                self._scheduler.run(state)
             else:
-                self._scheduler.prefilling = job
-            job.cached, job.swapped = cached, None
+                self._scheduler.prefilling = state
+            state.cached, state.swapped = cached, None
 
-    def _prefill(self, job: Job) -> bool:
+    def _prefill(self, state: RequestState) -> bool:
         """One chunk of a prompt; after the last one, draw the first token of every sample."""
-        assert job.cached is not None
-        prompt, begin = job.request.prompt, job.cached.length
-        if job.logits is None:
+        assert state.cached is not None
+        prompt, begin = state.request.prompt, state.cached.length
+        if state.logits is None:
             chunk = torch.as_tensor(prompt[begin : begin + self._model.prefill_chunk_size], dtype=torch.int64)
-            logits = self._model.prefill_chunk(job.cached, chunk.to(self._model.device))
-            if job.cached.length < len(prompt):
+            logits = self._model.prefill_chunk(state.cached, chunk.to(self._model.device))
+            if state.cached.length < len(prompt):
                 return False
-            job.logits = logits
-        jobs, drawn = [job], []
+            state.logits = logits
+        states, drawn = [state], []
         try:
-            for sample in range(1, job.request.samples):
-                jobs.append(self._job(job.request, sample))
-                jobs[-1].cached = self._model.fork(job.cached)
-            for each in jobs:
+            for sample in range(1, state.request.samples):
+                states.append(self._state(state.request, sample))
+                states[-1].cached = self._model.fork(state.cached)
+            for each in states:
                 assert each.cached is not None
                 each.place = self._runner.place(each.cached, each.sampling, prompt)
-                drawn.append((self._runner.draw_first(each.place, job.logits), [(0, each)]))
+                drawn.append((self._runner.draw_first(each.place, state.logits), [(0, each)]))
         except BaseException:
-            for each in jobs:
+            for each in states:
                 self._leave_batch(each)
-            for each in jobs[1:]:
+            for each in states[1:]:
                 if each.cached is not None:
                     self._model.free(each.cached)
             raise
-        self._scheduler.prefilling = job.logits = None
+        self._scheduler.prefilling = state.logits = None
         self._outstanding += drawn
-        for each in jobs:
+        for each in states:
             each.launched = 1
             self._scheduler.run(each)
             self._leave_batch_if_launched(each)
@@ -198,49 +198,49 @@ class Engine:
         if not active:
             self._read_down_to(0)
             return
-        grown: list[Job] = []
+        grown: list[RequestState] = []
         try:
-            for job in active:
-                self._grow(job)
-                grown.append(job)
-            moved = self._runner.move_together([place for job in active if (place := job.place) is not None])
-            for job in active:
-                assert job.place is not None
-                job.place = moved.get(job.place, job.place)
-            places = [(job.place, job) for job in active if job.place is not None]
+            for state in active:
+                self._grow(state)
+                grown.append(state)
+            moved = self._runner.move_together([place for state in active if (place := state.place) is not None])
+            for state in active:
+                assert state.place is not None
+                state.place = moved.get(state.place, state.place)
+            places = [(state.place, state) for state in active if state.place is not None]
             self._outstanding.append((self._runner.run([place for place, _ in places]), places))
         except BaseException:
-            for job in grown:
-                assert job.cached is not None
-                job.cached.table.shrink(1)
+            for state in grown:
+                assert state.cached is not None
+                state.cached.table.shrink(1)
             raise
-        for job in active:
-            job.launched += 1
-            self._leave_batch_if_launched(job)
+        for state in active:
+            state.launched += 1
+            self._leave_batch_if_launched(state)
 
-    def _active(self) -> list[Job]:
+    def _active(self) -> list[RequestState]:
         """Those that take part in the next step."""
-        return [job for job in self._scheduler.running if job.place is not None]
+        return [state for state in self._scheduler.running if state.place is not None]
 
-    def _grow(self, job: Job) -> None:
-        assert job.cached is not None and job.place is not None
-        table = job.cached.table
+    def _grow(self, state: RequestState) -> None:
+        assert state.cached is not None and state.place is not None
+        table = state.cached.table
         before = len(table.pages)
         copies = table.grow(1)
         if copies:
             self._model.cache.copy_pages(copies)
             before -= 1
-        self._runner.set_pages(job.place, table.pages, before)
+        self._runner.set_pages(state.place, table.pages, before)
 
-    def _leave_batch_if_launched(self, job: Job) -> None:
+    def _leave_batch_if_launched(self, state: RequestState) -> None:
         """A sequence whose last token is queued takes part in no further step."""
-        if job.launched == job.request.max_new_tokens:
-            self._leave_batch(job)
+        if state.launched == state.request.max_new_tokens:
+            self._leave_batch(state)
 
-    def _leave_batch(self, job: Job) -> None:
-        if job.place is not None:
-            self._runner.remove(job.place)
-            job.place = None
+    def _leave_batch(self, state: RequestState) -> None:
+        if state.place is not None:
+            self._runner.remove(state.place)
+            state.place = None
 
     def _read_down_to(self, count: int) -> None:
         """Read queued steps, oldest first, until so many are left."""
@@ -249,40 +249,42 @@ class Engine:
             tokens, log_p = drawn.read()
             self._outstanding.popleft()
             # A sequence that has ended took part in one more step, whose token is dropped.
-            self._updates += [self._take(job, tokens[place], log_p[place]) for place, job in places if not job.ended]
+            self._updates += [
+                self._take(state, tokens[place], log_p[place]) for place, state in places if not state.ended
+            ]
 
-    def _take(self, job: Job, token: int, log_p: float) -> Update:
+    def _take(self, state: RequestState, token: int, log_p: float) -> Update:
         """Count a token in, and end the sequence if it is its last."""
-        request = job.request
+        request = state.request
         if token == NO_TOKEN:
-            text = job.stream.end() if job.stream is not None else ""
-            job.text += text
-            return Update(request, job.sample, None, log_p, text, self._end(job, "error"))
-        job.tokens.append(token)
-        job.log_probabilities.append(log_p)
+            text = state.stream.end() if state.stream is not None else ""
+            state.text += text
+            return Update(request, state.sample, None, log_p, text, self._end(state, "error"))
+        state.tokens.append(token)
+        state.log_probabilities.append(log_p)
         reason: FinishReason | None = None
         text = ""
         if token in request.stop_tokens:
             reason = "stop"
-        elif job.stream is not None:
-            text = job.stream.add(token)
-            if job.stream.stopped:
+        elif state.stream is not None:
+            text = state.stream.add(token)
+            if state.stream.stopped:
                 reason = "stop"
-        if reason is None and len(job.tokens) == request.max_new_tokens:
+        if reason is None and len(state.tokens) == request.max_new_tokens:
             reason = "length"
-        if reason is not None and job.stream is not None:
-            text += job.stream.end()
-            if job.stream.stopped:
+        if reason is not None and state.stream is not None:
+            text += state.stream.end()
+            if state.stream.stopped:
                 reason = "stop"
-        job.text += text
-        return Update(request, job.sample, token, log_p, text, None if reason is None else self._end(job, reason))
+        state.text += text
+        return Update(request, state.sample, token, log_p, text, None if reason is None else self._end(state, reason))
 
-    def _end(self, job: Job, reason: FinishReason) -> Completion:
-        assert job.cached is not None
-        job.ended = True
-        self._leave_batch(job)
-        self._scheduler.running.remove(job)
+    def _end(self, state: RequestState, reason: FinishReason) -> Completion:
+        assert state.cached is not None
+        state.ended = True
+        self._leave_batch(state)
+        self._scheduler.running.remove(state)
         # A queued step may still write into these pages; their next owner writes after it.
-        self._model.free(job.cached)
-        job.cached = None
-        return Completion(job.request, job.sample, job.tokens, job.log_probabilities, job.text, reason)
+        self._model.free(state.cached)
+        state.cached = None
+        return Completion(state.request, state.sample, state.tokens, state.log_probabilities, state.text, reason)

@@ -163,11 +163,6 @@ def memory_for_caches(
     return int(free_bytes * _USABLE_SHARE[device.type]) - weights - _WORKING_BYTES[device.type]
 
 
-def sequences_that_fit(config: ModelConfig, dtype: torch.dtype, num_tokens: int, free_bytes: int) -> int:
-    """Sequences of so many tokens whose caches take no more than these bytes."""
-    return max(0, free_bytes) // cache_bytes(config, dtype, num_tokens).of_sequence(num_tokens)
-
-
 def longest_that_fits(config: ModelConfig, dtype: torch.dtype, free_bytes: int) -> int:
     """Tokens of the longest single sequence whose caches take no more than these bytes."""
     # A row grows with the length up to the window, and not beyond.

@@ -1,6 +1,6 @@
 """The products of a layer with its weights, in two ways with the same calls.
 
-`RowProducts` gives a row the same bits whatever other rows there are: decoding runs on it. `MatrixProducts` is
+`BatchInvariantLinear` gives a row the same bits whatever other rows there are: decoding runs on it. `PyTorchLinear` is
 PyTorch's, the fastest for many rows; a prompt runs on it, whose rows belong to one sequence anyway.
 """
 
@@ -14,7 +14,7 @@ from trifocal.ops.decode import linear as decode_linear
 from trifocal.ops.decode.linear import Norm, Residual
 
 
-class RowProducts:
+class BatchInvariantLinear:
     """The products of `trifocal.ops.decode.linear`."""
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Residual:
@@ -50,11 +50,11 @@ class RowProducts:
         return decode_linear.by_row(function, x)
 
 
-class MatrixProducts(RowProducts):
+class PyTorchLinear:
     """PyTorch's products, with sums whose order depends on the number of rows; `Residual.squares` stays empty."""
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Residual:
-        """As `RowProducts.embedding`."""
+        """As `BatchInvariantLinear.embedding`."""
         return self._residual(functional.embedding(tokens, table))
 
     def normed_linear(
@@ -67,7 +67,7 @@ class MatrixProducts(RowProducts):
         out_dtype: torch.dtype | None = None,
         padding: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `RowProducts.normed_linear`; the last `padding` columns are left out."""
+        """As `BatchInvariantLinear.normed_linear`; the last `padding` columns are left out."""
         out = functional.linear(self._normed(residual, norm, weight.dtype), weight, bias)
         out = out[:, : len(weight) - padding]
         gates = None
@@ -77,20 +77,20 @@ class MatrixProducts(RowProducts):
         return out.to(out_dtype or out.dtype), gates
 
     def normed_swiglu(self, residual: Residual, norm: Norm, weight: Tensor) -> Tensor:
-        """As `RowProducts.normed_swiglu`."""
+        """As `BatchInvariantLinear.normed_swiglu`."""
         gate, up = functional.linear(self._normed(residual, norm, weight.dtype), weight).chunk(2, dim=-1)
         return functional.silu(gate) * up
 
     def residual_linear(self, x: Tensor, weight: Tensor, residual: Residual, bias: Tensor | None = None) -> Residual:
-        """As `RowProducts.residual_linear`."""
+        """As `BatchInvariantLinear.residual_linear`."""
         return self._residual(residual.x + functional.linear(x, weight, bias))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As `RowProducts.linear`."""
+        """As `BatchInvariantLinear.linear`."""
         return functional.linear(x, weight, bias)
 
     def by_row(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """As `RowProducts.by_row`, all rows at once."""
+        """As `BatchInvariantLinear.by_row`, all rows at once."""
         return function(x)
 
     @staticmethod
@@ -100,3 +100,7 @@ class MatrixProducts(RowProducts):
     @staticmethod
     def _normed(residual: Residual, norm: Norm, dtype: torch.dtype) -> Tensor:
         return functional.rms_norm(residual.x, norm.weight.shape, norm.weight, norm.eps).to(dtype)
+
+
+Products = BatchInvariantLinear | PyTorchLinear
+"""Either of them."""

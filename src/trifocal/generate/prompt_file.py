@@ -1,24 +1,21 @@
-"""Files of prompts and of what was made of them: a JSON object a line, in the same order.
-
-An output that was interrupted goes on behind its last whole line. How it is made lies in a file beside it.
-"""
+"""Files of prompts and of what was made of them: a JSON object a line, in the same order."""
 
 import codecs
 import contextlib
-import itertools
+import fcntl
 import json
-import os
-import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from trifocal.errors import UserError
 from trifocal.generate.request import Completion
-from trifocal.runlog.whole_files import write_whole
+from trifocal.paths import read_small_file
 
-_WRITTEN = ("text", "tokens", "finish_reason", "sample", "log_probabilities")
+_LIMIT_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def read_prompts(path: Path) -> list[PromptLine]:
         UserError: If the file cannot be read or has no line, or a line is broken; names it.
     """
     try:
-        content = path.read_bytes()
+        content = read_small_file(path, _LIMIT_BYTES)
     except OSError as error:
         raise UserError(f"cannot read the prompts {path}: {error.strerror}") from error
     content = content.removeprefix(codecs.BOM_UTF8)
@@ -66,108 +63,106 @@ def read_prompts(path: Path) -> list[PromptLine]:
     return lines
 
 
-def count_finished(path: Path, prompts: Sequence[PromptLine], samples: int) -> int:
-    """Lines that an output already has, after a torn last one was cut off; 0 if there is no output.
+@contextlib.contextmanager
+def open_output(path: Path, *, append: bool) -> Iterator[FileIO]:
+    """An output, locked: a second process that opens it is refused.
 
     Args:
-        path: The output.
-        prompts: Those that it is made of.
-        samples: Lines for each prompt.
-
-    Raises:
-        UserError: If the output is of other prompts, or something else that must not be lost, or cannot be read.
-    """
-    try:
-        file = path.open("r+b")
-    except FileNotFoundError:
-        return 0
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from error
-    with file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise UserError(f"{path} is a device or a pipe; choose a file as --output")
-        whole = file.read()
-        end = whole.rfind(b"\n") + 1
-        lines = whole[:end].split(b"\n")[:-1]
-        expected = [prompt for prompt in prompts for _ in range(samples)]
-        if len(lines) > len(expected):
-            raise UserError(f"{path} has {len(lines)} lines, more than the prompts give; choose another --output")
-        for number, (line, prompt) in enumerate(zip(lines, expected, strict=False), start=1):
-            name = f"{path} line {number}"
-            if _parse(line, name).get("prompt") != prompt.prompt:
-                raise UserError(f"{name} is of another prompt than {prompt.name}; choose another --output")
-        torn, begun = whole[end:], b""
-        if len(lines) < len(expected):
-            begun = _beginning(expected[len(lines)].content)
-        if torn and not (begun and (torn.startswith(begun) or begun.startswith(torn))):
-            raise UserError(f"{path} ends with {_short(torn)}, which is not of the prompts; choose another --output")
-        file.truncate(end)
-    return len(lines)
-
-
-def settings_file(output: Path) -> Path:
-    """The file beside an output that says how it is made."""
-    return output.with_name(f"{output.name}.settings.json")
-
-
-def write_settings(output: Path, settings: Mapping[str, Any]) -> None:
-    """Keep how an output is made; values as JSON has them.
+        path: The file; its folder is made where it is missing.
+        append: Go on with a file that exists; it is refused otherwise.
 
     Raises:
         UserError: If it cannot be written.
     """
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(settings_file(output), json.dumps(settings, indent=1) + "\n")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise UserError(f"{path} is no regular file; choose another --output")
+        file = path.open("ab" if append else "xb", buffering=0)
+    except FileExistsError:
+        raise UserError(f"{path} exists; add --append to go on with it, or choose another --output") from None
     except OSError as error:
-        raise UserError(f"cannot write {settings_file(output)}: {error.strerror}") from error
+        raise UserError(f"cannot write {path}: {error.strerror}") from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path} is being written by another process; choose another --output") from None
+        except OSError as error:
+            raise UserError(f"cannot lock {path}: {error.strerror}") from error
+        yield file
 
 
-def check_settings(output: Path, settings: Mapping[str, Any]) -> None:
-    """See that an output goes on as it was begun: its lines would not belong together otherwise.
+def count_written(path: Path, prompts: Sequence[PromptLine], samples: int) -> list[int]:
+    """Number of samples that an output already has of each prompt; a torn last line is cut off.
+
+    Args:
+        path: The output, which `open_output` holds.
+        prompts: Those to count; equal ones count in their order.
+        samples: Lines for each prompt.
 
     Raises:
-        UserError: If it was made otherwise, or that is not known; names the difference.
+        UserError: If the output has a line that is no JSON object.
     """
-    kept = settings_file(output)
-    try:
-        begun = _parse(kept.read_bytes(), str(kept))
-    except OSError as error:
-        raise UserError(f"{output} cannot go on without {kept}: {error.strerror}; choose another --output") from error
-    others = [f"{name} {begun.get(name)}" for name, value in settings.items() if begun.get(name) != value]
-    if others:
-        raise UserError(f"{output} was begun with {', '.join(others)}: go on with that, or choose another --output")
+    lines: Counter[str] = Counter()
+    with path.open("r+b") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n") and line.startswith(b'{"prompt": "'):
+                file.truncate(path.stat().st_size - len(line))
+                break
+            lines[str(_parse(line, f"{path} line {number}").get("prompt"))] += 1
+    written = []
+    for prompt in prompts:
+        written.append(min(lines[prompt.prompt], samples))
+        lines[prompt.prompt] -= written[-1]
+    return written
 
 
 class OrderedWriter:
     """Writes completions as lines in the order of the prompts, each as soon as those before it are there.
 
     Args:
-        file: Where to.
+        file: The output, from `open_output`.
+        path: Its path, for messages.
         prompts: In order.
         samples: Lines for each prompt.
-        finished: Lines that are written already.
+        written: Number of samples that are there already, for each prompt.
         log_probabilities: Whether lines have them.
     """
 
     def __init__(
-        self, file: TextIO, prompts: Sequence[PromptLine], samples: int, finished: int, *, log_probabilities: bool
+        self,
+        file: FileIO,
+        path: Path,
+        prompts: Sequence[PromptLine],
+        samples: int,
+        written: Sequence[int],
+        *,
+        log_probabilities: bool,
     ) -> None:
-        self._file, self._prompts, self._samples = file, prompts, samples
+        self._file, self._path, self._prompts, self._samples = file, path, prompts, samples
         self._log_probabilities = log_probabilities
-        self._next = finished
-        self._kept: dict[int, str] = {}
+        self._missing = deque(
+            (number, sample) for number, count in enumerate(written) for sample in range(count, samples)
+        )
+        self._kept: dict[tuple[int, int], bytes] = {}
 
     def add(self, number: int, completion: Completion) -> None:
-        """Take a completion of prompt `number`, counted from 0; one that is written already is dropped."""
-        line = number * self._samples + completion.sample
-        if line < self._next:
-            return
-        self._kept[line] = json.dumps(self._content(number, completion), ensure_ascii=False)
-        while self._next in self._kept:
-            self._file.write(self._kept.pop(self._next) + "\n")
-            self._file.flush()
-            self._next += 1
+        """Take a completion of prompt `number`, counted from 0; one that is written already is not written again.
+
+        Raises:
+            UserError: If the output cannot be written.
+        """
+        line = json.dumps(self._content(number, completion), ensure_ascii=False) + "\n"
+        # Characters that no UTF-8 has become escapes.
+        self._kept[number, completion.sample] = line.encode("utf-8", "backslashreplace")
+        try:
+            while self._missing and self._missing[0] in self._kept:
+                left = memoryview(self._kept.pop(self._missing.popleft()))
+                while left:
+                    left = left[self._file.write(left) :]
+        except OSError as error:
+            raise UserError(f"cannot write {self._path}: {error.strerror}; --append goes on with it") from error
 
     def _content(self, number: int, completion: Completion) -> dict[str, Any]:
         content = self._prompts[number].content | {
@@ -182,22 +177,6 @@ class OrderedWriter:
         return content
 
 
-@contextlib.contextmanager
-def open_output(path: Path) -> Iterator[TextIO]:
-    """An output to append to; characters that no UTF-8 has become escapes.
-
-    Raises:
-        UserError: If it cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a", encoding="utf-8", errors="backslashreplace")
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}") from error
-    with file:
-        yield file
-
-
 def _parse(line: bytes, name: str) -> dict[str, Any]:
     try:
         value = json.loads(line.decode("utf-8"))
@@ -208,12 +187,6 @@ def _parse(line: bytes, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{name} must hold a JSON object, got {_short(line)}")
     return value
-
-
-def _beginning(content: dict[str, Any]) -> bytes:
-    """How the line of a prompt begins, whatever is made of it."""
-    own = dict(itertools.takewhile(lambda pair: pair[0] not in _WRITTEN, content.items()))
-    return json.dumps(own, ensure_ascii=False)[:-1].encode("utf-8", "backslashreplace")
 
 
 def _short(line: bytes) -> str:

@@ -1,4 +1,4 @@
-"""Which sequences are in the caches: who enters, who must leave for a while, in the order of their age."""
+"""Which sequences are in the caches: which enter and which are swapped out, in the order of their age."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -14,12 +14,12 @@ from trifocal.generate.text_stream import TextStream
 
 
 @dataclass(eq=False)
-class Job:
+class RequestState:
     """A sequence on its way: it waits, goes through its prompt, runs, may be swapped out, and ends.
 
     Attributes:
         request: The request.
-        age: Grows with every new job: the youngest has the largest.
+        age: Grows with every new sequence: the youngest has the largest.
         sampling: The request's, with the seed of this sample.
         sample: Which continuation of the request.
         cached: Its place in the caches while it is there.
@@ -55,9 +55,9 @@ class Job:
 
 
 class Scheduler:
-    """Keeps jobs in order of age, and counts pages and rows for them.
+    """Keeps sequences in order of age, and counts pages and rows for them.
 
-    One job at a time goes through its prompt. Nobody enters before an older one, so that each gets its turn.
+    First come, first served; one prompt at a time is prefilled.
 
     Args:
         model: Whose pages and rows are shared out.
@@ -65,30 +65,30 @@ class Scheduler:
     Attributes:
         waiting: Not yet in the caches.
         swapped: On the host, oldest first.
-        prefilling: The job that goes through its prompt, if there is one.
+        prefilling: The sequence whose prompt is prefilled, if there is one.
         running: Those that draw tokens, oldest first.
     """
 
     def __init__(self, model: CachedModel) -> None:
         self._model = model
-        self.waiting: deque[Job] = deque()
-        self.swapped: list[Job] = []
-        self.prefilling: Job | None = None
-        self.running: list[Job] = []
+        self.waiting: deque[RequestState] = deque()
+        self.swapped: list[RequestState] = []
+        self.prefilling: RequestState | None = None
+        self.running: list[RequestState] = []
 
     @property
     def idle(self) -> bool:
-        """Whether no job is left."""
+        """Whether no sequence is left."""
         return not (self.waiting or self.swapped or self.prefilling or self.running)
 
-    def enter(self) -> Iterator[Job]:
-        """Jobs that may enter now, oldest first; each leaves its queue once it has entered, when the next is asked for.
+    def enter(self) -> Iterator[RequestState]:
+        """Sequences to admit now, oldest first; each leaves its queue once it is admitted, when the next is asked for.
 
-        A job enters if its pages are free and every running one that needs more can still get one, so that it need not
-        leave again at once.
+        A sequence is admitted if its pages are free and every running one that needs more can still get one, so that
+        it is not swapped out again at once.
         """
         while self.prefilling is None:
-            queue: list[Job] | deque[Job] = self.swapped or self.waiting
+            queue: list[RequestState] | deque[RequestState] = self.swapped or self.waiting
             if not queue or queue[0].rows > self._model.num_free_rows:
                 return
             missing = self._model.pages.pages_of(self._places(queue[0]))
@@ -98,45 +98,45 @@ class Scheduler:
             yield queue[0]
             del queue[0]
 
-    def short_of_pages(self, jobs: list[Job]) -> bool:
+    def short_of_pages(self, states: list[RequestState]) -> bool:
         """Whether a token more for each of these needs more pages than are free and not meant for a prompt."""
         pages = self._model.pages
-        needed = pages_for_one_more(pages, (job.cached.table for job in jobs if job.cached is not None))
+        needed = pages_for_one_more(pages, (state.cached.table for state in states if state.cached is not None))
         if self.prefilling is not None and self.prefilling.cached is not None:
             table = self.prefilling.cached.table
             needed += table.missing(len(self.prefilling.request.prompt) - table.length)
         return needed > pages.num_free
 
-    def youngest(self) -> Job:
-        """The youngest job in the caches."""
+    def youngest(self) -> RequestState:
+        """The youngest sequence in the caches."""
         return self.prefilling or self.running[-1]
 
-    def swap_out(self, job: Job) -> None:
-        """Move a job to the host; it is the next to enter of its age."""
-        assert job.cached is not None
-        job.swapped, job.cached = self._model.swap_out(job.cached), None
-        if job is self.prefilling:
+    def swap_out(self, state: RequestState) -> None:
+        """Move a sequence to the host; it is the next to enter of its age."""
+        assert state.cached is not None
+        state.swapped, state.cached = self._model.swap_out(state.cached), None
+        if state is self.prefilling:
             self.prefilling = None
         else:
-            self.running.remove(job)
-        self.swapped.append(job)
-        self.swapped.sort(key=lambda job: job.age)
+            self.running.remove(state)
+        self.swapped.append(state)
+        self.swapped.sort(key=lambda state: state.age)
 
-    def run(self, job: Job) -> None:
-        """Count a job among those that run."""
-        self.running.append(job)
-        self.running.sort(key=lambda job: job.age)
+    def run(self, state: RequestState) -> None:
+        """Count a sequence among those that run."""
+        self.running.append(state)
+        self.running.sort(key=lambda state: state.age)
 
-    def _places(self, job: Job) -> int:
-        """Tokens that a job needs pages for to go on."""
-        if job.launched:
-            assert job.swapped is not None
-            return job.swapped.length + 1
-        return len(job.request.prompt)
+    def _places(self, state: RequestState) -> int:
+        """Tokens that a sequence needs pages for to go on."""
+        if state.launched:
+            assert state.swapped is not None
+            return state.swapped.length + 1
+        return len(state.request.prompt)
 
 
-def _needs_pages(job: Job) -> bool:
-    """Whether a job in the caches may need more pages before it ends."""
-    assert job.cached is not None
-    table = job.cached.table
-    return table.missing(job.request.longest - table.length) > 0
+def _needs_pages(state: RequestState) -> bool:
+    """Whether a sequence in the caches may need more pages before it ends."""
+    assert state.cached is not None
+    table = state.cached.table
+    return table.missing(state.request.longest - table.length) > 0

@@ -16,7 +16,7 @@ from trifocal.generate.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import DecodeBatch
 
 
-class Drawn(NamedTuple):
+class SampledTokens(NamedTuple):
     """Tokens that are drawn, or will be: on their way to the host.
 
     Attributes:
@@ -116,14 +116,14 @@ class StepRunner:
         return moved
 
     @torch.inference_mode()
-    def draw_first(self, place: int, logits: Tensor) -> Drawn:
+    def draw_first(self, place: int, logits: Tensor) -> SampledTokens:
         """Draw a sequence's first token from the logits of its prompt's last one, [1, vocab_size]."""
         here = slice(place, place + 1)
         self._draw(here, logits, None, self._filtered[place])
         return self._fetch(here, self._host_values(1))
 
     @torch.inference_mode()
-    def run(self, places: Sequence[int]) -> Drawn:
+    def run(self, places: Sequence[int]) -> SampledTokens:
         """One step of all sequences that have a place; `places`: which ones they are."""
         size = self._size(max(places) + 1)
         # Before the step, so that nothing changes if there is no memory.
@@ -152,13 +152,13 @@ class StepRunner:
     def _host_values(self, count: int) -> Tensor:
         return torch.empty(count, 2, dtype=self._drawn.dtype, pin_memory=self._device.type == "cuda")
 
-    def _fetch(self, here: slice, values: Tensor) -> Drawn:
+    def _fetch(self, here: slice, values: Tensor) -> SampledTokens:
         values.copy_(self._drawn[here], non_blocking=True)
         if self._device.type == "cpu":
-            return Drawn(values, None)
+            return SampledTokens(values, None)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Drawn(values, arrived)
+        return SampledTokens(values, arrived)
 
     def _size(self, count: int) -> int:
         """The batch size of a step for so many places."""

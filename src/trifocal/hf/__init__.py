@@ -6,11 +6,14 @@ except ImportError:
     raise ImportError("trifocal.hf needs an extra: pip install 'trifocal[hf]'") from None
 
 from trifocal.hf.configuration import TrifocalConfig
-from trifocal.hf.modeling import TrifocalForCausalLM, TrifocalModel
+from trifocal.hf.modeling import TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
 
-__all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalModel"]
+__all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalForSequenceClassification", "TrifocalModel"]
 
-# The classes can be found by name alone in what people have: pipelines, trainers, evaluation.
+# Pipelines, trainers and lm-eval find the classes through these.
 _transformers.AutoConfig.register(TrifocalConfig.model_type, TrifocalConfig, exist_ok=True)
 _transformers.AutoModel.register(TrifocalConfig, TrifocalModel, exist_ok=True)
 _transformers.AutoModelForCausalLM.register(TrifocalConfig, TrifocalForCausalLM, exist_ok=True)
+_transformers.AutoModelForSequenceClassification.register(
+    TrifocalConfig, TrifocalForSequenceClassification, exist_ok=True
+)

@@ -80,10 +80,10 @@ class NewTokens:
 
 
 class LayerPast:
-    """`trifocal.nn.attention_base.Past` of one layer.
+    """`trifocal.nn.attention_base.KVCache` of one layer.
 
     Args:
-        layer: Its cache.
+        layer: Cache of the layer.
         new: The new tokens.
     """
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from trifocal.hf.cached_attention import LayerPast, NewTokens
-from trifocal.hf.layer_cache import TrifocalLayer
+from trifocal.hf.layer_cache import NO_GRADIENTS, TrifocalLayer
 from trifocal.hf.row_layout import RowLayout, real_tokens
 from trifocal.models import ModelConfig
 from trifocal.nn.rope import rotary_tables
@@ -22,7 +22,7 @@ class CachedTokens(NamedTuple):
 
     Attributes:
         layout: Where the real ones lie in the batch.
-        pasts: Of each layer.
+        pasts: Earlier tokens for each layer.
     """
 
     layout: RowLayout
@@ -33,14 +33,14 @@ class CachedTokens(NamedTuple):
 def cached_tokens(
     cache: Any, config: ModelConfig, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
 ) -> Iterator[CachedTokens]:
-    """Open a cache for a forward pass; when it has ended, the cache holds its tokens, after an error those of before.
+    """Open a cache for a forward pass. It takes the new tokens at the end; after an error it is unchanged.
 
     Args:
-        cache: `past_key_values` of transformers.
-        config: Of the model.
+        cache: A cache of transformers.
+        config: The model's configuration.
         x: Embedded new tokens, [B, T, E].
-        attention_mask: Of all columns, those of the cache too, [B, S + T].
-        position_ids: Of the new tokens, [B, T].
+        attention_mask: 1 for tokens in all columns, also the cache's, [B, S + T].
+        position_ids: Positions of the new tokens, [B, T].
 
     Raises:
         ValueError: If the cache is of another model or kind, or tokens do not follow those that it holds.
@@ -84,15 +84,15 @@ def _layers(cache: Any, config: ModelConfig) -> list[TrifocalLayer]:
         layers.extend(TrifocalLayer() for _ in range(config.num_layers))
     if not isinstance(layers, list) or not all(isinstance(layer, TrifocalLayer) for layer in layers):
         raise ValueError(
-            f"past_key_values must be a DynamicCache(config=model.config), got {type(cache).__name__}: other caches of "
-            "transformers do not hold what sparse attention needs"
+            f"past_key_values must be a DynamicCache(config=model.config), got another {type(cache).__name__}: layers "
+            "of transformers, as PEFT's prefix tuning fills them, do not hold what sparse attention needs"
         )
+    if torch.is_grad_enabled():
+        raise ValueError(NO_GRADIENTS)
     if getattr(cache, "offloading", False):
         raise ValueError("an offloaded cache is not possible for Trifocal's models")
     if len(layers) != config.num_layers:
         raise ValueError(f"past_key_values have {len(layers)} layers, the model {config.num_layers}")
-    if torch.is_grad_enabled():
-        raise ValueError("past_key_values are for decoding without gradients: use torch.no_grad()")
     if obstacle := cache_obstacle(config):
         raise ValueError(f"{obstacle}: leave past_key_values and use_cache out")
     return layers

@@ -11,19 +11,9 @@ from transformers import PreTrainedConfig
 from trifocal.hf.cached_forward import cache_obstacle
 from trifocal.hf.layer_cache import LAYER_TYPE
 from trifocal.models import ModelConfig
-from trifocal.models.io import AUTO_MAP, MODEL_TYPE, write_modeling_file
+from trifocal.models.io import AUTO_MAP, MODEL_TYPE, STANDARD_NAMES, check_standard_names, write_modeling_file
 
 _MODEL_KEYS = {key.name for key in fields(ModelConfig)}
-# transformers' names of keys that have another name in `ModelConfig`.
-_NAMES = {
-    "hidden_size": "dim",
-    "intermediate_size": "mlp_dim",
-    "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_heads",
-    "num_key_value_heads": "num_kv_heads",
-    "rms_norm_eps": "norm_eps",
-    "tie_word_embeddings": "tie_embeddings",
-}
 
 
 def _key_of_model(name: str) -> Any:
@@ -43,8 +33,9 @@ class TrifocalConfig(PreTrainedConfig):
     """Configuration of a Trifocal model in transformers.
 
     `model` has the keys of the section `[model]` in a run's `config.toml`, with the same meaning. They may be given
-    here one by one, also under transformers' own names: `hidden_size`, `intermediate_size`, `num_hidden_layers`,
-    `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps`, `tie_word_embeddings`.
+    here one by one, also under transformers' own names, which `config.json` has too: `hidden_size`,
+    `intermediate_size`, `num_hidden_layers`, `num_attention_heads`, `num_key_value_heads`, `rms_norm_eps`,
+    `tie_word_embeddings`.
 
     Args:
         model: Nested plain values, as `ModelConfig.to_dict` gives them; missing keys take their defaults.
@@ -56,7 +47,7 @@ class TrifocalConfig(PreTrainedConfig):
     """
 
     model_type = MODEL_TYPE
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
 
     model: dict[str, Any] = field(default_factory=dict)
     use_cache: bool = True
@@ -76,8 +67,9 @@ class TrifocalConfig(PreTrainedConfig):
 
     def __post_init__(self, **values: Any) -> None:
         given = dict(self.model)
+        check_standard_names(values, given)
         for key in list(values):
-            name = _NAMES.get(key, key)
+            name = STANDARD_NAMES.get(key, key)
             if name in _MODEL_KEYS:
                 given[name] = values.pop(key)
         config = ModelConfig.from_dict(given)
@@ -90,6 +82,10 @@ class TrifocalConfig(PreTrainedConfig):
     def from_model_config(cls, config: ModelConfig, **values: Any) -> "TrifocalConfig":
         """The configuration of a model of ours; `values` as for the class."""
         return cls(model=config.to_dict(), **values)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of `config.json`, with the sizes under transformers' names too."""
+        return super().to_dict() | {name: self.model[key] for name, key in STANDARD_NAMES.items()}
 
     def to_model_config(self) -> ModelConfig:
         """The configuration that `DecoderLM` takes."""
@@ -108,7 +104,7 @@ class TrifocalConfig(PreTrainedConfig):
         """Do nothing: a saved folder imports this package, and needs no copy of this file."""
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """As in transformers; beside `config.json` goes the file by which `trust_remote_code` finds the classes."""
+        """Write `config.json`, and the file by which `trust_remote_code` finds the classes."""
         Path(save_directory).mkdir(parents=True, exist_ok=True)
         write_modeling_file(Path(save_directory))
         super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)

@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, StaticLayer
 
 from trifocal.ops import DenseCache, SparseCache
 
 LAYER_TYPE = "trifocal"
+NO_GRADIENTS = "caches are for decoding without gradients: use torch.no_grad() from the first token on"
 SLACK = 64
 """Tokens that the rings hold beyond what is read, so that as many can be taken back."""
 
@@ -75,13 +77,13 @@ class TrifocalLayer(DynamicLayer):
         return self.rings[name]
 
     def sparse(self) -> SparseCache:
-        """As `trifocal.ops` takes it."""
+        """The cache for the operators of `trifocal.ops`."""
         names = ("k_slc", "v_slc", "k_cmp", "v_cmp", "k_win", "v_win", "k_raw", "v_raw")
         pages = {name: x.flatten(0, 1) for name, x in self.pages.items()}
         return SparseCache(**dict.fromkeys(names) | pages | self.rings)  # type: ignore[arg-type]
 
     def dense(self) -> DenseCache:
-        """As `trifocal.ops` takes it."""
+        """The cache for the operators of `trifocal.ops`."""
         return DenseCache(**{name: x.flatten(0, 1) for name, x in self.pages.items()})
 
     def get_seq_length(self) -> int:
@@ -128,6 +130,18 @@ class TrifocalLayer(DynamicLayer):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row several times, one behind the other."""
         self.batch_select_indices(torch.arange(len(self.lengths)).repeat_interleave(repeats))
+
+
+class NoCache(DynamicCache):
+    """Stands in for the cache of a pass with gradients, which makes none; no pass goes on with it."""
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Refuse.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(NO_GRADIENTS)
 
 
 class NoStaticLayer(StaticLayer):

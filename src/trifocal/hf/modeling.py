@@ -1,41 +1,45 @@
 """The decoder as a model of transformers.
 
-The modules are those of `DecoderLM`, and so are the names of the parameters, except that transformers puts `model.`
-before those of the decoder without its output projection.
+Modules and parameters have the names of `DecoderLM`, with transformers' `model.` in front of all but the output
+projection.
 """
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from trifocal.hf.cached_forward import cache_obstacle, cached_tokens
 from trifocal.hf.configuration import TrifocalConfig
-from trifocal.hf.row_layout import RowLayout, row_layout
-from trifocal.hf.training_loss import Targets, TrainingLoss
+from trifocal.hf.layer_cache import NO_GRADIENTS, NoCache
+from trifocal.hf.row_layout import RowLayout, row_layout, traced_layout
 from trifocal.models import DecoderLM
+from trifocal.models.io import exported_name
 from trifocal.models.layers import draw_weights, make_blocks, run_block, run_blocks, wrap_blocks
 from trifocal.nn import RMSNorm
-from trifocal.nn.attention_base import Past
-from trifocal.ops import Documents
+from trifocal.nn.attention_base import KVCache
 
 # Collators for FlashAttention add these; they say no more than position_ids.
 _PACKING = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"}
+# `generate` passes those of stop_strings along.
+_TOKENIZERS = {"tokenizer", "assistant_tokenizer"}
+# transformers 5.24 gave past_key_values another name: in what `generate` passes, and in outputs.
+_CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
 class TrifocalPreTrainedModel(PreTrainedModel):
-    """The base of both models: it draws weights, checkpoints layers, and tells transformers their abilities."""
+    """The base of all models: it draws weights, checkpoints layers, and tells transformers their abilities."""
 
     config_class = TrifocalConfig
     config: TrifocalConfig
     base_model_prefix = "model"
     _no_split_modules = ["Block"]  # noqa: RUF012 (transformers' own, as the next and the tied keys)
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _input_embed_layer = "embedding"
     supports_gradient_checkpointing = True
     # Dense layers run SDPA, also under the name "eager". FlashAttention and FlexAttention are refused.
@@ -86,21 +90,11 @@ class TrifocalModel(TrifocalPreTrainedModel):
         self._model_config = model_config
         self.norm = RMSNorm(model_config.dim, model_config.norm_eps)
         self.gradient_checkpointing = False
-        self._run_block: Callable[..., Tensor] = run_block
         self.post_init()
 
-    def compile_training(self) -> None:
-        """Compile one function for all layers, when training first runs them; passes without gradients stay eager.
-
-        Rows with padding or documents are filled up to a few lengths, so that batches of many sizes share the code.
-        """
-        # Where batches have too many sizes, PyTorch goes on without compiling.
-        self._run_block = torch.compile(run_block, dynamic=False)
-        self.wrap_layers()
-
     def wrap_layers(self) -> None:
-        """Wrap the layers anew, compiled and checkpointed as asked for."""
-        wrap_blocks(self.blocks, range(len(self.blocks) if self.gradient_checkpointing else 0), self._run_block)
+        """Wrap the layers anew, checkpointed as asked for."""
+        wrap_blocks(self.blocks, range(len(self.blocks) if self.gradient_checkpointing else 0), run_block)
 
     def forward(
         self,
@@ -113,6 +107,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        cache: Any | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Compute hidden states.
@@ -122,15 +117,16 @@ class TrifocalModel(TrifocalPreTrainedModel):
             attention_mask: 1 for tokens, 0 for padding before or after them, [B, T].
             position_ids: Positions, [B, T]; those that restart at 0 begin another document, which sees nothing of the
                 one before.
-            past_key_values: A `DynamicCache(config=model.config)` with earlier tokens; without gradients.
+            past_key_values: A `DynamicCache(config=model.config)` with earlier tokens; under `torch.no_grad()`.
             inputs_embeds: Embedded tokens, [B, T, E], instead of `input_ids`.
-            use_cache: Return a cache with the tokens; as the configuration says unless given. Never with gradients.
+            use_cache: Return a cache with the tokens, under `torch.no_grad()`; None: the configuration's.
             output_attentions: Must not be True: sparse attention makes no matrix of weights.
             output_hidden_states: Return the residual stream: before the first layer, after each but the last, and the
                 last after the norm.
             return_dict: False returns a tuple.
-            kwargs: Of packed documents, as collators add them for FlashAttention; anything else must be None. With
-                `cu_seq_lens_q` on a GPU, `position_ids` are not read, and the host need not wait for the GPU.
+            cache: Newer name of `past_key_values`.
+            kwargs: Borders of packed documents, as collators add them for FlashAttention; anything else must be None.
+                With `cu_seq_lens_q` on a GPU, `position_ids` are not read, and the host need not wait for the GPU.
 
         Returns:
             The normed output of the last layer, [B, T, E]; zero at padding.
@@ -143,28 +139,39 @@ class TrifocalModel(TrifocalPreTrainedModel):
         trains = self.training and torch.is_grad_enabled()
         if trains and input_ids is None and self._model_config.selected_dropout:
             raise ValueError("selected_dropout draws queries by their tokens: train with input_ids, or set it to 0")
-        if use_cache is None:
-            use_cache = self.config.use_cache
-        if past_key_values is None and use_cache and not torch.is_grad_enabled():
-            past_key_values = DynamicCache(config=self.config)
+        cache = past_key_values if cache is None else cache
+        if cache is None:
+            cache = self._new_cache(use_cache)
+        elif isinstance(cache, NoCache):
+            raise ValueError(NO_GRADIENTS)
         keep_all = bool(self.config.output_hidden_states if output_hidden_states is None else output_hidden_states)
-        if past_key_values is not None:
-            with cached_tokens(past_key_values, self._model_config, x, attention_mask, position_ids) as new:
+        if cache is not None and not isinstance(cache, NoCache):
+            with cached_tokens(cache, self._model_config, x, attention_mask, position_ids) as new:
                 states = self._run(x, new.layout, new.pasts, keep_all)
         else:
-            layout = self.layout_of(x, attention_mask, position_ids, kwargs)
+            layout = self._layout(x, attention_mask, position_ids, kwargs)
             states = self._run(x, layout, [], keep_all, input_ids if trains else None)
         output = BaseModelOutputWithPast(
-            last_hidden_state=states[-1],
-            past_key_values=past_key_values,
-            hidden_states=tuple(states) if keep_all else None,
+            last_hidden_state=states[-1], hidden_states=tuple(states) if keep_all else None, **{_CACHE: cache}
         )
         return _returned(output, self.config, return_dict)
 
-    def layout_of(
+    def _new_cache(self, use_cache: bool | None) -> Any | None:
+        """An empty cache where one is asked for, or what stands in for it."""
+        if torch.compiler.is_exporting() or not (self.config.use_cache if use_cache is None else use_cache):
+            return None
+        if not torch.is_grad_enabled():
+            return DynamicCache(config=self.config)
+        if use_cache:
+            raise ValueError(f"use_cache=True: {NO_GRADIENTS}")
+        return None if self.training else NoCache()
+
+    def _layout(
         self, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, packing: dict[str, Any]
     ) -> RowLayout | None:
-        """Padding and documents of tokens or their embeddings [B, T, *]; arguments as of `forward`."""
+        """Padding and documents of embedded tokens [B, T, E]; arguments as of `forward`."""
+        if torch.compiler.is_exporting():
+            return traced_layout(attention_mask, position_ids, x)
         longest = packing.get("max_length_q")
         return row_layout(
             (x.shape[0], x.shape[1]),
@@ -173,21 +180,13 @@ class TrifocalModel(TrifocalPreTrainedModel):
             position_ids,
             packing.get("cu_seq_lens_q"),
             longest if isinstance(longest, int) else None,
-            compiled=self._run_block is not run_block and torch.is_grad_enabled(),
         )
-
-    def hidden_of(self, tokens: Tensor, documents: Documents | None) -> Tensor:
-        """The normed output of the last layer for tokens in training, [B, T] -> [B, T, E]."""
-        x = self.embedding(tokens)
-        *_, last = run_blocks(self.blocks, self._model_config, x, documents, (), tokens)
-        hidden: Tensor = self.norm(last)
-        return hidden
 
     def _run(
         self,
         x: Tensor,
         layout: RowLayout | None,
-        pasts: Sequence[Past],
+        pasts: Sequence[KVCache],
         keep_all: bool,
         trained: Tensor | None = None,
     ) -> list[Tensor]:
@@ -231,7 +230,6 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = TrifocalModel(config)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._training_loss: TrainingLoss | None = None
         self.post_init()
 
     @classmethod
@@ -247,37 +245,8 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             model = cls(config)
         weights = decoder.state_dict(keep_vars=True)
         weights.setdefault("head.weight", weights["embedding.weight"])
-        model.load_state_dict({_hf_name(name): weight for name, weight in weights.items()}, assign=True)
+        model.load_state_dict({exported_name(name): weight for name, weight in weights.items()}, assign=True)
         return model
-
-    @classmethod
-    def from_run(cls, path: str | Path, checkpoint: str = "") -> "TrifocalForCausalLM":
-        """The model of a run, on the CPU.
-
-        Args:
-            path: A run, whose newest checkpoint counts; a checkpoint; or a folder of weights.
-            checkpoint: Another checkpoint of the run, by its name.
-
-        Raises:
-            UserError: If there is none, or it is damaged.
-        """
-        from trifocal.train.pretrained import open_pretrained
-
-        with open_pretrained(Path(path), checkpoint) as found:
-            return cls.from_decoder(found.model())
-
-    def compile_training(self, *, cuda_graphs: bool = False) -> None:
-        """Compile the layers and the loss, for training by the trainers of transformers and TRL; call it before them.
-
-        One function is compiled for all layers, when training first runs them. In training with labels, `logits` are
-        then None: the loss makes no copy of them in fp32. Passes without gradients stay as they are.
-
-        Args:
-            cuda_graphs: Record the step of each kind of batch without padding: the GPU need not wait for the host. This
-                keeps another copy of all gradients; `backward` must come before the next batch. Not for FSDP or fp16.
-        """
-        self.model.compile_training()
-        self._training_loss = TrainingLoss(self, self.model, cuda_graphs=cuda_graphs)
 
     def to_decoder(self) -> DecoderLM:
         """The same model of ours; it shares the weights."""
@@ -288,10 +257,23 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         return decoder
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; without a cache where the model cannot keep one, which takes longer."""
+        """Generate tokens; a model that cannot keep a cache reads the whole text again for each."""
         if cache_obstacle(self.config.to_model_config()):
             kwargs["use_cache"] = False
+        settings = kwargs.get("generation_config") or self.generation_config
+        implementation = kwargs.get("cache_implementation") or getattr(settings, "cache_implementation", None)
+        if implementation not in (None, "dynamic", "dynamic_full"):
+            raise ValueError(
+                f"the cache_implementation {implementation!r} is not possible for Trifocal's models: leave it out"
+            )
         return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        """Refuse: it keeps keys and values alone, in pages of its own."""
+        raise ValueError(
+            "continuous batching (generate_batch, transformers paged) is not possible for Trifocal's models: use "
+            "generate, or trifocal.generate, which batches continuously"
+        )
 
     def get_output_embeddings(self) -> nn.Module:
         """The output projection."""
@@ -315,35 +297,27 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         num_items_in_batch: Tensor | int | None = None,
+        cache: Any | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Compute logits, and the loss of given labels.
 
         Args:
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache, output_attentions,
-            output_hidden_states, return_dict: As in `TrifocalModel.forward`.
+            output_hidden_states, return_dict, cache: See `TrifocalModel.forward`.
             labels: The tokens themselves, [B, T]; -100 where the loss leaves them out. They are shifted here.
             logits_to_keep: Logits of the last so many tokens, or of these places; 0: of all.
             num_items_in_batch: The loss is divided by it instead of the number of labels.
-            kwargs: As in `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
+            kwargs: See `TrifocalModel.forward`; and `shift_labels`, labels that are shifted already.
 
         Returns:
-            Logits, [B, T, vocab_size], and the loss; the loss alone in training after `compile_training`.
+            Logits, [B, T, vocab_size], and the loss of given labels.
 
         Raises:
-            ValueError: As `TrifocalModel.forward`.
+            ValueError: See `TrifocalModel.forward`.
         """
         # Not an argument by name: the trainer would look for it in every batch.
         shift_labels = kwargs.pop("shift_labels", None)
-        has_labels = labels is not None or shift_labels is not None
-        compiled = self._compiled_loss(logits_to_keep) if has_labels else None
-        keep_all = output_hidden_states or self.config.output_hidden_states
-        if compiled is not None and inputs_embeds is None and past_key_values is None and not keep_all:
-            _refuse(kwargs, output_attentions=output_attentions or self.config.output_attentions)
-            targets = Targets(labels, shift_labels, num_items_in_batch)
-            loss = compiled.recorded(input_ids, targets, attention_mask, position_ids, kwargs)
-            if loss is not None:
-                return _returned(CausalLMOutputWithPast(loss=loss), self.config, return_dict)
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -354,15 +328,12 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
+            cache=cache,
             **kwargs,
         )
-        logits = loss = None
-        if compiled is not None:
-            loss = compiled.of_hidden(outputs.last_hidden_state, Targets(labels, shift_labels, num_items_in_batch))
-        else:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits = self.head(outputs.last_hidden_state[:, kept])
-        if logits is not None and has_labels:
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits, loss = self.head(outputs.last_hidden_state[:, kept]), None
+        if labels is not None or shift_labels is not None:
             loss = self.loss_function(
                 logits=logits,
                 labels=labels,
@@ -371,18 +342,13 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
                 shift_labels=shift_labels,
             )
         output = CausalLMOutputWithPast(
-            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states
+            loss=loss, logits=logits, hidden_states=outputs.hidden_states, **{_CACHE: getattr(outputs, _CACHE)}
         )
         return _returned(output, self.config, return_dict)
 
-    def _compiled_loss(self, logits_to_keep: int | Tensor) -> TrainingLoss | None:
-        """The compiled loss where it counts: in training, unless logits are asked for or a loss function was set."""
-        counts = self.training and torch.is_grad_enabled() and not hasattr(self, "_loss_function")
-        return self._training_loss if counts and isinstance(logits_to_keep, int) and not logits_to_keep else None
 
-
-def _hf_name(name: str) -> str:
-    return name if name.startswith("head.") else f"model.{name}"
+class TrifocalForSequenceClassification(GenericForSequenceClassification, TrifocalPreTrainedModel):  # type: ignore[misc]
+    """The decoder with a score for each label at the last token that is not padding: a reward model has one label."""
 
 
 def _refuse(kwargs: dict[str, Any], **impossible: Any) -> None:
@@ -391,7 +357,7 @@ def _refuse(kwargs: dict[str, Any], **impossible: Any) -> None:
         if value:
             raise ValueError(f"{name}={value!r} is not possible: sparse attention makes no matrix of weights")
     for name, value in kwargs.items():
-        if value is not None and name not in _PACKING:
+        if value is not None and name not in _PACKING | _TOKENIZERS:
             raise ValueError(f"Trifocal's models do not know the argument {name}")
 
 

@@ -10,42 +10,40 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import Documents
-from trifocal.ops.layout import pad_boundaries
 
 
 class RowLayout(NamedTuple):
     """The real tokens of a batch [B, T].
 
     Attributes:
-        places: Of the real tokens in the flattened batch, [N]; None: every token is real.
+        places: Places of the real tokens in the flattened batch, [N]; None: every token is packed.
         documents: The documents of the packed tokens; None with a cache, which knows the length of each row.
         shape: B and T.
-        filling: Tokens behind the real ones, in a document of their own, that give many batches one length.
+        mask: Real tokens, [B, T], where padding lies among the packed tokens, in documents of its own.
     """
 
     places: Tensor | None
     documents: Documents | None
     shape: tuple[int, int]
-    filling: int = 0
+    mask: Tensor | None = None
 
-    def pack(self, x: Tensor, value: int = 0) -> Tensor:
-        """[B, T, ...] -> the real tokens, and `value` for each of the filling, [1, N, ...]."""
+    def pack(self, x: Tensor) -> Tensor:
+        """[B, T, ...] -> the real tokens, [1, N, ...]."""
         flat = x.flatten(0, 1)
-        flat = flat if self.places is None else flat[self.places]
-        if self.filling:
-            flat = torch.nn.functional.pad(flat, (0, 0) * (flat.ndim - 1) + (0, self.filling), value=value)
-        return flat[None]
+        return (flat if self.places is None else flat[self.places])[None]
 
     def unpack(self, x: Tensor) -> Tensor:
         """[1, N, ...] -> [B, T, ...], zero at padding."""
-        x = x[:, : x.shape[1] - self.filling]
         if self.places is None:
-            return x.reshape(*self.shape, *x.shape[2:])
+            x = x.reshape(*self.shape, *x.shape[2:])
+            return x if self.mask is None else x.masked_fill(~self.mask.unflatten(1, (-1, *[1] * (x.ndim - 2))), 0)
         batch, length = self.shape
         flat = x.new_zeros(batch * length, *x.shape[2:])
         return flat.index_copy(0, self.places, x[0]).view(batch, length, *x.shape[2:])
 
 
+# Reads the arguments: compiled code stops here and goes on behind it.
+@torch.compiler.disable
 def row_layout(
     shape: tuple[int, int],
     device: torch.device,
@@ -53,8 +51,6 @@ def row_layout(
     position_ids: Tensor | None,
     borders: Tensor | None = None,
     longest: int | None = None,
-    *,
-    compiled: bool = False,
 ) -> RowLayout | None:
     """Find padding and documents, which reads the arguments on the host.
 
@@ -63,14 +59,13 @@ def row_layout(
 
     Args:
         shape: B and T.
-        device: Of the result.
+        device: Device of the result.
         attention_mask: 1 where a token is real, [B, T]; None: everywhere. Real tokens of a row are consecutive.
         position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
             begins. None: every row is one document.
         borders: First token of each document and, last, the number of tokens, [documents + 1], of a batch of one row;
             read where there are no position_ids, or on a GPU where there is no mask.
         longest: No document between `borders` has more tokens.
-        compiled: Add filling, and round lengths up, so that compiled code fits many batches.
 
     Returns:
         None if every row is one document without padding.
@@ -82,8 +77,7 @@ def row_layout(
         raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {shape[0]} rows")
     if borders is not None and borders.is_cuda and attention_mask is None:
         documents = Documents.from_checked(borders, shape[1])._replace(max_length=longest)
-        layout = RowLayout(None, documents, shape)
-        return _filled(layout) if compiled else layout
+        return RowLayout(None, documents, shape)
     mask = real_tokens(attention_mask, shape)
     starts = _row_starts(mask)
     if position_ids is not None:
@@ -96,43 +90,35 @@ def row_layout(
     first_tokens = starts.flatten()[places].nonzero()[:, 0]
     cu_seqlens = torch.cat((first_tokens, torch.tensor([len(places)]))).to(torch.int32)
     documents = Documents.from_cu_seqlens(cu_seqlens, len(places))
-    layout = RowLayout(None if len(places) == mask.numel() else places.to(device), documents, shape)
-    if compiled:
-        layout = _filled(layout)
-    assert layout.documents is not None
-    return layout._replace(documents=layout.documents.to(device))
+    return RowLayout(None if len(places) == mask.numel() else places.to(device), documents.to(device), shape)
 
 
-def _filled(layout: RowLayout) -> RowLayout:
-    """The same with filling, and with room for more documents."""
-    documents = layout.documents
-    assert documents is not None
-    num_tokens = len(documents.ids)
-    longest, filling = documents.max_length or num_tokens, filling_of(num_tokens)
-    borders = documents.cu_seqlens
-    if filling:
-        borders = torch.nn.functional.pad(borders, (0, 1), value=num_tokens + filling)
-        longest = max(longest, filling)
-        num_tokens += filling
-    filled = Documents.from_checked(pad_boundaries(borders, num_tokens), num_tokens)
-    return layout._replace(documents=filled._replace(max_length=_power_of_two(longest)), filling=filling)
+def traced_layout(attention_mask: Tensor | None, position_ids: Tensor | None, x: Tensor) -> RowLayout | None:
+    """Padding of embedded tokens [B, T, E], without a look at the mask, for `torch.export`.
 
+    The exported graph trusts its mask, and computes padding too, in documents of its own.
 
-def filling_of(num_tokens: int) -> int:
-    """Tokens to add, so that there are at most eight numbers of tokens between a power of two and the next one."""
-    return -num_tokens % max(64, _power_of_two(num_tokens) // 16)
-
-
-def _power_of_two(number: int) -> int:
-    """The least one that is not smaller."""
-    return 1 << (number - 1).bit_length()
+    Raises:
+        ValueError: If there are position_ids, which may begin documents.
+    """
+    if position_ids is not None:
+        raise ValueError("position_ids cannot be exported: leave them out, they follow from attention_mask")
+    if attention_mask is None:
+        return None
+    batch, length = x.shape[:2]
+    mask = attention_mask != 0
+    counts = mask.sum(1)
+    first = mask.to(torch.uint8).argmax(1) + torch.arange(batch, device=x.device) * length
+    ends = counts.new_full((1,), batch * length)
+    borders = torch.cat((torch.zeros_like(ends), torch.stack((first, first + counts), dim=1).flatten(), ends))
+    return RowLayout(None, Documents.from_checked(borders, batch * length), (batch, length), mask)
 
 
 def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be_empty: bool = False) -> Tensor:
     """A checked mask of real tokens, [B, T], bool, on the host; `may_be_empty` allows rows without any.
 
     Raises:
-        ValueError: As `row_layout`.
+        ValueError: See `row_layout`.
     """
     if attention_mask is None:
         return torch.ones(shape, dtype=torch.bool)

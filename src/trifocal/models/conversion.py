@@ -29,7 +29,7 @@ def converted_config(
     """The configuration of a converted model.
 
     Args:
-        config: Of the dense model. Its layers of type `"window"` stay as they are.
+        config: The dense model's configuration. Its layers of type `"window"` stay as they are, also where all are.
         to: The attention of the layers that are converted.
         geometry: Block sizes of the sparse attention, in tokens.
         dense_layers: Layers that stay dense.
@@ -49,6 +49,9 @@ def converted_config(
     if unknown:
         raise UserError(f"--dense-layers names layer {unknown[0]}, but the model has layers 0 to {len(kinds) - 1}")
     layers = tuple(to if kind == "dense" and i not in dense_layers else kind for i, kind in enumerate(kinds))
+    if set(kinds) == {"window"}:
+        # Sparse as they are.
+        return replace(config, attention="window", layer_types=())
     if to not in layers:
         raise UserError("no layer is left to convert: all of them stay dense or have a sliding window")
     if shared_kv and to != "nsa":
@@ -60,7 +63,6 @@ def converted_config(
         layer_types=() if alike else layers,
         geometry=geometry,
         compressor="mean",
-        gate="sigmoid",
         shared_kv=shared_kv,
     )
 
@@ -72,7 +74,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
     all share them; its gates begin at FIRST_GATE for every input.
 
     Args:
-        tensors: Of the dense model, by name.
+        tensors: Tensors of the dense model, by name.
         config: From `converted_config`.
     """
     converted = dict(tensors)
@@ -80,7 +82,7 @@ def convert_tensors(tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[
         expected = DecoderLM(config).state_dict()
     for name, parameter in expected.items():
         if ".attention.gate." in name:
-            # Of the type of the model's other weights.
+            # The model's other weights give the type.
             like = tensors["embedding.weight"]
             value = torch.logit(torch.tensor(FIRST_GATE)).item() if name.endswith(".bias") else 0.0
             converted[name] = torch.full(parameter.shape, value, dtype=like.dtype)

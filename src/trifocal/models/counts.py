@@ -5,10 +5,6 @@ needs. Norms, rotary positions, softmax, gates' mixing, the mean compressor and 
 not products and are not counted; an embedding is a look-up. Attention counts the keys that each query sees, exactly,
 averaged over the positions of a sequence: early queries see fewer. Backward counts twice the forward;
 recomputation by activation checkpointing or a kernel is not counted.
-
-The reference computes more: it multiplies every query with every key of the sequence in the selected
-and window branches and with every compressed key in the compressed one, and masks; it makes the compressed scores
-once more to choose blocks, and all scores once more in backward. `computed_flops_per_token` counts this too.
 """
 
 from dataclasses import dataclass
@@ -18,7 +14,6 @@ import numpy as np
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn.compressor import MLPCompressor
 from trifocal.nn.gate import NUM_BRANCHES
-from trifocal.nn.selected_attention import VALUE_COLUMNS
 from trifocal.ops import Geometry
 from trifocal.ops.validation import check_whole_number
 
@@ -40,19 +35,6 @@ class Flops:
     dense_equivalent_training: float
 
 
-@dataclass(frozen=True)
-class ComputedFlops:
-    """Floating-point operations per token that a training step really computes.
-
-    Attributes:
-        matrices: In products with weights, in the type that autocast gives them.
-        attention: In products of queries, keys, values and scores; the reference computes them in fp32.
-    """
-
-    matrices: float
-    attention: float
-
-
 def parameter_count(config: ModelConfig) -> int:
     """All trainable parameters, embeddings included."""
     embeddings = config.vocab_size * config.dim * (1 if config.tie_embeddings else 2)
@@ -69,10 +51,7 @@ def layer_parameters(config: ModelConfig, kind: Attention) -> int:
     layer += config.dim * config.o_bias + (2 * config.mlp_dim + config.dim) * config.mlp_bias
     if kind == "nsa":
         # Gate weights are among the projections; its biases and the positions of φ multiply nothing.
-        layer += NUM_BRANCHES * (config.num_heads if config.gate == "sigmoid" else 1)
-        if config.gate == "softmax":
-            # One projection, applied once a group.
-            layer -= (config.num_kv_heads - 1) * config.head_dim * NUM_BRANCHES
+        layer += NUM_BRANCHES * config.num_heads
         if config.compressor == "mlp":
             for features in (config.head_dim, config.value_dim):
                 layer += _compressor_weights(config.geometry, features)
@@ -94,65 +73,6 @@ def flops_per_token(config: ModelConfig, sequence_length: int) -> Flops:
     executed, choosing = _forward_flops(config, sequence_length)
     dense, _ = _forward_flops(config.of_one_kind("dense"), sequence_length)
     return Flops(executed + choosing, 3 * executed + choosing, dense, 3 * dense)
-
-
-def computed_flops_per_token(
-    config: ModelConfig, sequence_length: int, *, backend: str, checkpointed_layers: tuple[int, int] = (0, 0)
-) -> ComputedFlops:
-    """Operations per token that a training step really computes: for estimates of time, not of utilisation.
-
-    Beside `flops_per_token`: scores made again in backward and to choose blocks, forward passes made again by
-    activation checkpointing, and under the reference the products that a mask then hides.
-
-    Args:
-        config: The model.
-        sequence_length: Tokens of a row as the model sees it: of all its documents together.
-        backend: What runs the sparse attention, resolved: "reference" or "triton".
-        checkpointed_layers: Half-open range of layers that recompute their activations.
-    """
-    first, last = checkpointed_layers
-    parts = [
-        _computed_in_layer(config, kind, sequence_length, backend, first <= index < last)
-        for index, kind in enumerate(config.attention_of_layers)
-    ]
-    return ComputedFlops(
-        matrices=sum(part.matrices for part in parts) + 3 * 2 * config.dim * config.vocab_size,
-        attention=sum(part.attention for part in parts),
-    )
-
-
-def _computed_in_layer(
-    config: ModelConfig, kind: Attention, sequence_length: int, backend: str, checkpointed: bool
-) -> ComputedFlops:
-    """The operations of one layer."""
-    keys_dim, values_dim = 2 * config.num_heads * config.head_dim, 2 * config.num_heads * config.value_dim
-    geometry, exact = config.geometry, backend == "reference"
-    compressed = geometry.num_compressed_blocks(sequence_length)
-    # Scores alone: those that choose blocks, which nothing goes back through.
-    scoring = 0.0
-    if kind == "dense":
-        keys = (sequence_length + 1) / 2
-    elif exact:
-        keys = {"nsa": compressed + 2 * sequence_length}.get(kind, sequence_length)
-    else:
-        keys = _attended(config, kind, sequence_length) / sequence_length
-    if kind in ("nsa", "selected"):
-        # With the kernels each query sees half of the compressed keys on average.
-        scoring = keys_dim * compressed * (1.0 if exact else 0.5)
-    if kind == "selected":
-        # Their log-sum-exp, with few values.
-        scoring *= 2 + min(VALUE_COLUMNS, config.head_dim) / config.head_dim
-    forward = (keys_dim + values_dim) * keys
-    # Scores again, then gradients of probabilities, queries, keys and values.
-    backward = (3 * keys_dim + 2 * values_dim) * keys
-    # The kernels' results and every choice are kept.
-    again = forward if exact or kind == "dense" else 0.0
-    if kind == "selected" and exact:
-        again += scoring - keys_dim * compressed
-    matrices = _matrix_flops(config, kind, sequence_length)
-    return ComputedFlops(
-        matrices=(3 + checkpointed) * matrices, attention=forward + backward + scoring + checkpointed * again
-    )
 
 
 def attended_keys(geometry: Geometry, sequence_length: int) -> int:
@@ -230,9 +150,7 @@ def _projection_weights(config: ModelConfig, kind: Attention) -> int:
     weights = config.dim * columns + 3 * config.dim * config.mlp_dim
     if kind != "nsa":
         return weights
-    if config.gate == "sigmoid":
-        return weights + config.dim * config.num_heads * NUM_BRANCHES
-    return weights + config.num_kv_heads * config.head_dim * NUM_BRANCHES
+    return weights + config.dim * config.num_heads * NUM_BRANCHES
 
 
 def _compressor_weights(geometry: Geometry, features: int) -> int:

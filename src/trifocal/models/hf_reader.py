@@ -6,32 +6,39 @@
 | mistral | no | no | no | no |
 | qwen2 | yes | no | no | no |
 | qwen3 | attention_bias | attention_bias | no | yes |
+| phi3 | no | no | no | no |
 
-A layer of sliding-window attention becomes a layer of type `"window"`. Options of these models that a `DecoderLM` lacks
-are refused by name.
+Phi-3's files join the projections of queries, keys and values, and those of the MLP. A layer with a sliding window
+becomes a layer of type `"window"`. Models, and options of models, that a `DecoderLM` lacks are refused by name.
 """
 
-import json
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.models.decoder import DecoderLM
-from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, read_json, read_tensors
+from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, Rows, model_of_folder, read_json, read_tensors
 from trifocal.models.model_config import Attention, ModelConfig
 from trifocal.nn import RopeScaling
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Of transformers' configurations, where a folder leaves them out.
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+_LACKS = {
+    "olmo2": "norms behind attention and MLP, and q/k norms over all heads together",
+    "olmo3": "norms behind attention and MLP, and q/k norms over all heads together",
+    "smollm3": "layers without rotary positions",
+}
+"""What a `DecoderLM` lacks for models that people ask for."""
+# Defaults of transformers' configurations.
 _HEAD_DIM = {"qwen3": 128}
-_LONGEST = {"llama": 2048, "mistral": 131072}
+_LONGEST = {"llama": 2048, "mistral": 131072, "phi3": 4096}
+_ORIGINAL = {"phi3": 4096}
 _SLIDING_WINDOW = 4096
+_MOST_LAYERS = 10_000
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
 # Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
 _ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
@@ -53,12 +60,18 @@ _NAMES = {
 
 
 def is_hf_folder(folder: Path) -> bool:
-    """Whether the folder's `config.json` has the `model_type` of a model that is not ours."""
-    try:
-        content = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and content.get("model_type", MODEL_TYPE) != MODEL_TYPE
+    """Whether the folder's `config.json` has the `model_type` of a model that is not ours.
+
+    Raises:
+        UserError: If the file cannot be read.
+    """
+    path = folder / CONFIG_FILE
+    # A folder that may not be read is refused when it is.
+    with contextlib.suppress(PermissionError):
+        return (
+            path.exists() and read_json(path, "the model's configuration").get("model_type", MODEL_TYPE) != MODEL_TYPE
+        )
+    return False
 
 
 def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
@@ -75,11 +88,11 @@ def read_hf_model(folder: Path) -> tuple[ModelConfig, dict[str, Tensor]]:
             not fit; the message names it.
     """
     config = read_hf_config(folder)
-    with torch.device("meta"):
-        expected = DecoderLM(config).state_dict()
+    expected = model_of_folder(config, folder).state_dict()
     # Old files hold the frequencies too, and those of tied embeddings sometimes the same matrix twice.
     ignored = ("rotary_emb.inv_freq", *(["lm_head.weight"] if config.tie_embeddings else []))
-    return config, read_tensors(folder, expected, lambda name: (hf_name(name),), lambda name: name.endswith(ignored))
+    stored = _joined_names(config) if read_json(folder / CONFIG_FILE, "")["model_type"] == "phi3" else hf_name
+    return config, read_tensors(folder, expected, stored, lambda name: name.endswith(ignored))
 
 
 def read_hf_settings(folder: Path) -> dict[str, Any]:
@@ -95,7 +108,9 @@ def read_hf_config(folder: Path) -> ModelConfig:
     kind = found.get("model_type")
     if kind not in MODEL_TYPES:
         raise UserError(
-            f"{path}: the architecture {kind!r} is not supported; it must be one of {', '.join(MODEL_TYPES)}"
+            f"{path}: the architecture {kind!r} is not supported"
+            + (f", which has {_LACKS[kind]}" if kind in _LACKS else "")
+            + f"; it must be one of {', '.join(MODEL_TYPES)}"
         )
     if found.get("quantization_config"):
         raise UserError(f"{path}: quantised weights (quantization_config) are not supported")
@@ -137,12 +152,19 @@ def read_hf_config(folder: Path) -> ModelConfig:
 
 def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...], int]:
     """The attention of each layer, and the keys of a sliding window; 0 without one."""
-    count, window = int(found["num_hidden_layers"]), found.get("sliding_window", _SLIDING_WINDOW)
+    count = int(found["num_hidden_layers"])
+    if not 1 <= count <= _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be from 1 to {_MOST_LAYERS:,}, got {count:,}")
+    window = found.get("sliding_window", None if kind == "phi3" else _SLIDING_WINDOW)
     if kind in ("qwen2", "qwen3") and not found.get("use_sliding_window", False):
         window = None
     named = found.get("layer_types")
-    if named is None or kind in ("llama", "mistral"):
-        first = {"mistral": 0}.get(kind, found.get("max_window_layers", 28)) if window and kind != "llama" else count
+    if named is None or kind in ("llama", "mistral", "phi3"):
+        first = (
+            {"mistral": 0, "phi3": 0}.get(kind, found.get("max_window_layers", 28))
+            if window and kind != "llama"
+            else count
+        )
         named = ["full_attention"] * min(first, count) + ["sliding_attention"] * max(0, count - first)
     unknown = [name for name in named if name not in _LAYER_TYPES]
     if unknown:
@@ -163,6 +185,9 @@ def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"the rope parameter {unknown[0]!r} is not supported")
     rope_type = given.get("rope_type") or given.get("type") or "default"
+    if kind == "phi3" and rope_type in ("su", "yarn"):
+        # Older names.
+        rope_type = "longrope"
     missing = [name for name in _ROPE_NEEDS.get(rope_type, ()) if given.get(name) is None]
     if missing:
         raise ValueError(f"the rope type {rope_type!r} needs the parameter {missing[0]!r}")
@@ -171,7 +196,11 @@ def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
     if partial != 1.0 and rope_type != "proportional":
         raise ValueError(f"the partial_rotary_factor {partial} is not supported with the rope type {rope_type!r}")
     longest = found.get("max_position_embeddings") or _LONGEST.get(kind, 32768)
-    original = found.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or longest
+    original = (
+        found.get("original_max_position_embeddings")
+        or given.get("original_max_position_embeddings")
+        or _ORIGINAL.get(kind, longest)
+    )
     factor = given.get("factor")
     if factor is None and rope_type in ("yarn", "longrope"):
         factor = longest / original
@@ -204,6 +233,27 @@ def _attention_factor(given: Mapping[str, Any], rope_type: str, factor: float | 
         return None
     above, below = (0.1 * scale * math.log(factor) + 1.0 if factor > 1 else 1.0 for scale in scales)  # type: ignore[operator]
     return above / below
+
+
+def _joined_names(config: ModelConfig) -> Callable[[str], str | Rows]:
+    """Where the tensors of a Phi-3 are: as `hf_name`, or rows of a tensor that joins several."""
+    keys = config.num_kv_heads * config.head_dim
+    parts = {
+        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": keys, "v_proj": keys},
+        "gate_up_proj": {"gate_proj": config.mlp_dim, "up_proj": config.mlp_dim},
+    }
+
+    def stored(name: str) -> str | Rows:
+        theirs, first = hf_name(name), 0
+        for joined, sizes in parts.items():
+            for part, size in sizes.items():
+                if f".{part}." in theirs:
+                    return Rows(theirs.replace(part, joined), first, sum(sizes.values()))
+                first += size
+            first = 0
+        return theirs
+
+    return stored
 
 
 def hf_name(name: str) -> str:

@@ -9,9 +9,10 @@ import errno
 import json
 import os
 import re
+import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -34,21 +35,33 @@ AUTO_MAP = {
         ("AutoConfig", "TrifocalConfig"),
         ("AutoModel", "TrifocalModel"),
         ("AutoModelForCausalLM", "TrifocalForCausalLM"),
+        ("AutoModelForSequenceClassification", "TrifocalForSequenceClassification"),
     )
 }
 """Where transformers finds the classes of a folder, by its own classes."""
 SHARD_BYTES = 5 * 10**9
 """Bytes of a shard, unless one tensor is larger."""
+_LARGEST_JSON = 1 << 27
 # A run has the first of these, a checkpoint the second.
 _TRAINERS_FILES = ("config.toml", "manifest.json")
 _MODELING = '''"""The classes of this model for transformers, with trust_remote_code: pip install 'trifocal[hf]'"""
 
-from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
+from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
 
-__all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalModel"]
+__all__ = ["TrifocalConfig", "TrifocalForCausalLM", "TrifocalForSequenceClassification", "TrifocalModel"]
 '''
-# transformers' name of the decoder inside of its model with an output projection.
-_BASE_MODEL = "model."
+STANDARD_NAMES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "mlp_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "num_key_value_heads": "num_kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embeddings",
+}
+"""Keys of `ModelConfig` by transformers' names, which `config.json` has too: tools read them there."""
 
 
 def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, **settings: Any) -> None:
@@ -65,13 +78,14 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.detach() for name, tensor in model.state_dict().items()}
+    tensors = {exported_name(name): tensor.detach() for name, tensor in model.state_dict().items()}
     content = {
         "model_type": MODEL_TYPE,
         "architectures": ["TrifocalForCausalLM"],
         "auto_map": AUTO_MAP,
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         **settings,
+        **{name: getattr(model.config, key) for name, key in STANDARD_NAMES.items()},
         "model": model.config.to_dict(),
     }
     shards = _shards(tensors, shard_bytes)
@@ -98,6 +112,11 @@ def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHA
     for path in stale:
         path.unlink(missing_ok=True)
     write_modeling_file(folder)
+
+
+def exported_name(name: str) -> str:
+    """Name of a parameter in files: transformers puts `model.` in front of all but the output projection."""
+    return name if name.startswith("head.") else f"model.{name}"
 
 
 def write_modeling_file(folder: Path) -> None:
@@ -135,28 +154,51 @@ def _is_there(path: Path) -> bool:
 def load_weights(folder: Path) -> DecoderLM:
     """Build the model of a folder; errors as in `load_model`."""
     config = read_config(folder)
-    with torch.device("meta"):
-        model = DecoderLM(config)
-    tensors = read_tensors(folder, model.state_dict(), lambda name: (name, _BASE_MODEL + name))
+    model = model_of_folder(config, folder)
+    tensors = read_tensors(folder, model.state_dict(), exported_name)
     model.load_state_dict(tensors, assign=True)
     return model
+
+
+def model_of_folder(config: ModelConfig, folder: Path) -> DecoderLM:
+    """The model that the files of a folder are for, without weights.
+
+    Raises:
+        UserError: If the files have fewer tensors than the model has layers, which may be a million; or are missing.
+    """
+    stored = len(_shards_of(folder))
+    if config.num_layers > stored:
+        raise UserError(f"{folder}: got {stored} tensors, but {CONFIG_FILE} has {config.num_layers:,} layers")
+    with torch.device("meta"):
+        return DecoderLM(config)
 
 
 def read_config(folder: Path) -> ModelConfig:
     """The configuration of a folder's model; errors as in `load_model`."""
     path = folder / CONFIG_FILE
     values = read_json(path, "the model's configuration")
-    # Older folders hold the keys of the model alone.
-    if "model_type" not in values:
-        return ModelConfig.from_dict(values)
-    if values["model_type"] != MODEL_TYPE:
+    if values.get("model_type") != MODEL_TYPE:
         raise UserError(
-            f'{path} is of the architecture "{values["model_type"]}", expected "{MODEL_TYPE}"; a dense model is made '
-            "sparse by trifocal convert"
+            f'{path}: got the architecture "{values.get("model_type")}", expected "{MODEL_TYPE}"; '
+            "trifocal convert makes a dense model sparse"
         )
     if not isinstance(values.get("model"), dict):
         raise UserError(f'{path} lacks the table "model", the sizes and choices of the model')
+    check_standard_names(values, values["model"])
     return ModelConfig.from_dict(values["model"])
+
+
+def check_standard_names(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:
+    """Refuse keys under transformers' names that say something else than the table of the model.
+
+    Raises:
+        UserError: If two differ; the message names both.
+    """
+    for name, key in STANDARD_NAMES.items():
+        if name in values and key in model and values[name] != model[key]:
+            raise UserError(
+                f"{CONFIG_FILE}: got {name} = {values[name]!r}, but model.{key} = {model[key]!r}; give both one value"
+            )
 
 
 def read_json(path: Path, what: str) -> dict[str, Any]:
@@ -166,10 +208,17 @@ def read_json(path: Path, what: str) -> dict[str, Any]:
         UserError: If it cannot be read, or holds something else.
     """
     try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_JSON:
+            raise UserError(f"cannot read {what} {path}: expected a file of at most {_LARGEST_JSON:,} bytes")
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"cannot read {what} {path}: {os.strerror(error.errno or 0)}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not valid JSON: it is nested too deep") from error
     except ValueError as error:
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold one JSON object, got {type(values).__name__}")
@@ -201,10 +250,24 @@ def _save_shard(tensors: dict[str, Tensor], path: Path) -> None:
         raise OSError(number, os.strerror(number), str(path)) from error
 
 
+class Rows(NamedTuple):
+    """A tensor that is a part of one in the files.
+
+    Attributes:
+        name: Name of the whole.
+        first: First row of the part.
+        total: Rows of the whole.
+    """
+
+    name: str
+    first: int
+    total: int
+
+
 def read_tensors(
     folder: Path,
     expected: Mapping[str, Tensor],
-    stored_names: Callable[[str], tuple[str, ...]],
+    stored_name: Callable[[str], str | Rows],
     is_ignored: Callable[[str], bool] = lambda name: False,
 ) -> dict[str, Tensor]:
     """The tensors of `model.safetensors`, or of the shards that the index names, in their own types.
@@ -212,20 +275,15 @@ def read_tensors(
     Args:
         folder: With these files.
         expected: Tensors by name, of the shapes that they must have.
-        stored_names: The names that a tensor may have in the files.
+        stored_name: Gives the name of a tensor in the files, or the rows of one that are it.
         is_ignored: Whether a name in the files need not be expected.
 
     Raises:
         UserError: If a file or a tensor is missing, unknown or broken, or does not fit; the message names it.
     """
-    try:
-        shards = _shards_of(folder)
-    except OSError as error:
-        raise UserError(f"cannot read the model's weights {folder}: {os.strerror(error.errno or 0)}") from error
-    names = {}
-    for name in expected:
-        usual, *others = stored_names(name)
-        names[name] = next((other for other in others if other in shards), usual)
+    shards = _shards_of(folder)
+    places = {name: stored_name(name) for name in expected}
+    names = {name: place.name if isinstance(place, Rows) else place for name, place in places.items()}
     unknown = [name for name in shards.keys() - set(names.values()) if not is_ignored(name)]
     if unknown:
         raise UserError(f"{folder} has a tensor that {CONFIG_FILE} does not know: {min(unknown)}")
@@ -233,19 +291,23 @@ def read_tensors(
     with contextlib.ExitStack() as stack:
         opened = {path: stack.enter_context(_opened(path)) for path in dict.fromkeys(shards.values())}
         for name, parameter in expected.items():
-            file_name = names[name]
+            file_name, place, shape = names[name], places[name], list(parameter.shape)
             if file_name not in shards:
                 raise UserError(f"{folder} lacks the tensor {file_name}")
             path = shards[file_name]
             try:
-                tensor: Tensor = opened[path].get_tensor(file_name)
+                stored = opened[path].get_slice(file_name)
+                rows: slice = slice(None)
+                if isinstance(place, Rows):
+                    rows, shape[0] = slice(place.first, place.first + shape[0]), place.total
+                if stored.get_shape() != shape:
+                    raise UserError(
+                        f"{path}: the tensor {file_name} has the shape {stored.get_shape()}, but {CONFIG_FILE} makes "
+                        f"it {shape}"
+                    )
+                tensor: Tensor = stored[rows]
             except SafetensorError as error:
                 raise UserError(f"{path} lacks the tensor {file_name}, or is broken: {error}") from error
-            if tensor.shape != parameter.shape:
-                raise UserError(
-                    f"{path}: the tensor {file_name} has the shape {list(tensor.shape)}, but {CONFIG_FILE} makes it "
-                    f"{list(parameter.shape)}"
-                )
             if not tensor.is_floating_point() or tensor.element_size() < 2:
                 raise UserError(f"{path}: the tensor {file_name} is of the type {tensor.dtype}, which is not supported")
             tensors[name] = tensor
@@ -256,10 +318,14 @@ def _shards_of(folder: Path) -> dict[str, Path]:
     """The file of each tensor."""
     index = folder / INDEX_FILE
     whole = folder / WEIGHTS_FILE
-    if whole.is_file():
+    try:
+        is_whole, is_sharded = whole.is_file(), index.is_file()
+    except OSError as error:
+        raise UserError(f"cannot read the model's weights {folder}: {os.strerror(error.errno or 0)}") from error
+    if is_whole:
         with _opened(whole) as file:
             return dict.fromkeys(file.keys(), whole)
-    if not index.is_file():
+    if not is_sharded:
         raise UserError(f"{folder} has no safetensors: neither {WEIGHTS_FILE} nor {INDEX_FILE}")
     named = read_json(index, "the index of the weights").get("weight_map")
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):

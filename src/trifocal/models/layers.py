@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
-from trifocal.nn.attention_base import AttentionBase, Past, documents_and_positions
+from trifocal.nn.attention_base import AttentionBase, KVCache, documents_and_positions
 from trifocal.nn.random_selection import random_blocks
 from trifocal.nn.selected_dropout import drop_selected
 from trifocal.ops import Documents
@@ -31,7 +31,7 @@ def run_blocks(
     config: ModelConfig,
     x: Tensor,
     documents: Documents | None,
-    pasts: Sequence[Past] = (),
+    caches: Sequence[KVCache] = (),
     trained_tokens: Tensor | None = None,
 ) -> Iterator[Tensor]:
     """Run the layers of a decoder.
@@ -41,15 +41,15 @@ def run_blocks(
         config: Configuration of the model.
         x: Embedded tokens, [B, T, E].
         documents: Packed documents, with B == 1.
-        pasts: Earlier tokens, one for each layer, which say where these ones lie; without documents.
+        caches: Earlier tokens, one for each layer, which say where these ones lie; without documents.
         trained_tokens: In training, the tokens, [B, T]: they draw the queries of `selected_dropout`.
 
     Yields:
         The residual stream after each layer, [B, T, E].
     """
-    if pasts:
-        for block, past in zip(blocks, pasts, strict=True):
-            x = block(x, past=past)
+    if caches:
+        for block, cache in zip(blocks, caches, strict=True):
+            x = block(x, cache=cache)
             yield x
         return
     layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
@@ -151,7 +151,6 @@ def _attention(config: ModelConfig, kind: str) -> AttentionBase:
         **sizes,
         geometry=config.geometry,
         compressor=config.compressor,
-        gate=config.gate,
         shared_kv=config.shared_kv,
         backend=config.backend,
     )

@@ -16,9 +16,10 @@ from trifocal.ops.geometry import LARGEST_SIZE
 
 Attention = Literal["nsa", "selected", "window", "dense"]
 Compressor = Literal["mean", "mlp"]
-Gate = Literal["sigmoid", "softmax"]
 Selection = Literal["importance", "random"]
 Backend = Literal["auto", "reference", "triton"]
+MOST_LAYERS = 10_000
+"""Each layer is an object of Python: more of them would take minutes to make."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +43,7 @@ class ModelConfig:
         layer_types: The attention of each layer, where layers differ; empty: `attention` in all of them.
         sliding_window: Keys that a query of a window layer sees; 0 takes `geometry.window_size`.
         selection: `"importance"`, or `"random"`: a control that draws the blocks that are not forced.
-        compressor: φ of the compressed branch, `"mean"` or `"mlp"`.
-        gate: `"sigmoid"` per head or `"softmax"` over the branches per group.
+        compressor: Compressor of the keys and values of a block, `"mean"` or `"mlp"`.
         shared_kv: One projection of keys and values for all branches instead of one each.
         selected_dropout: Share of the queries whose selected branch is dropped in a training step, drawn for each layer
             anew, so that the compressed branch learns to find what they ask for: its scores choose the blocks.
@@ -76,7 +76,6 @@ class ModelConfig:
     sliding_window: int = 0
     selection: Selection = "importance"
     compressor: Compressor = "mean"
-    gate: Gate = "sigmoid"
     shared_kv: bool = False
     selected_dropout: float = 0.0
     qk_norm: bool = False
@@ -103,11 +102,12 @@ class ModelConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise UserError(f"model.{name} must be a positive integer, got {value!r}")
+        if self.num_layers > MOST_LAYERS:
+            raise UserError(f"model.num_layers must be at most {MOST_LAYERS}, got {self.num_layers}")
         for name, choices in (
             ("attention", get_args(Attention)),
             ("selection", get_args(Selection)),
             ("compressor", get_args(Compressor)),
-            ("gate", get_args(Gate)),
             ("backend", get_args(Backend)),
         ):
             if getattr(self, name) not in choices:

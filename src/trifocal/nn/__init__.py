@@ -4,7 +4,7 @@ from trifocal.nn.attention import DenseAttention, NSAttention, WindowAttention
 from trifocal.nn.attention_base import RotaryTables
 from trifocal.nn.block import Block, SwiGLU
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
-from trifocal.nn.gate import GroupSoftmaxGate, SigmoidGate
+from trifocal.nn.gate import SigmoidGate
 from trifocal.nn.norm import RMSNorm
 from trifocal.nn.rope import RopeScaling, rotary_frequencies, rotary_tables, rotate
 from trifocal.nn.selected_attention import SelectedAttention
@@ -12,7 +12,6 @@ from trifocal.nn.selected_attention import SelectedAttention
 __all__ = [
     "Block",
     "DenseAttention",
-    "GroupSoftmaxGate",
     "MLPCompressor",
     "MeanCompressor",
     "NSAttention",

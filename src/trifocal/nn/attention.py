@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from trifocal.nn.attention_base import AttentionBase, Past, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.compressor import MeanCompressor, MLPCompressor
-from trifocal.nn.gate import NUM_BRANCHES, GroupSoftmaxGate, SigmoidGate
-from trifocal.nn.rope import rotate
+from trifocal.nn.gate import NUM_BRANCHES, SigmoidGate
+from trifocal.nn.rope import UNSCALED, RopeScaling, rotate
 from trifocal.ops import Documents, Geometry, nsa_attention, window_attention
 from trifocal.ops.dispatch import check_backend
 from trifocal.ops.geometry import LARGEST_SIZE
@@ -25,13 +25,16 @@ class NSAttention(AttentionBase):
     keys by the position of their block's first token.
 
     Args:
+        dim: E, width of input and output.
+        num_heads: H, query heads.
+        num_kv_heads: G, KV heads; the H/G query heads that share one share its chosen blocks too. Divides H.
+        head_dim: D of queries and keys; even.
+        value_dim: V of values.
         geometry: Block sizes, in tokens.
         compressor: φ: `"mean"`, or `"mlp"`, the paper's learnable one.
-        gate: `"sigmoid"` per head, or `"softmax"` over the branches per group.
         shared_kv: One projection of keys and values for all branches instead of one each.
         backend: `"auto"`, `"reference"` or `"triton"`; see `trifocal.ops.dispatch`.
-        **sizes: `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`. The heads
-            that share a KV head share its chosen blocks too.
+        rope_theta, rope_scaling, qk_norm, norm_eps, qkv_bias, o_bias: See `AttentionBase`.
 
     Raises:
         ValueError: If the sizes do not fit one another.
@@ -42,19 +45,40 @@ class NSAttention(AttentionBase):
     def __init__(
         self,
         *,
+        dim: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        value_dim: int,
         geometry: Geometry,
         compressor: Literal["mean", "mlp"] = "mean",
-        gate: Literal["sigmoid", "softmax"] = "sigmoid",
         shared_kv: bool = False,
         backend: Literal["auto", "reference", "triton"] = "auto",
-        **sizes: Any,
+        rope_theta: float = 10000.0,
+        rope_scaling: RopeScaling = UNSCALED,
+        qk_norm: bool = False,
+        norm_eps: float = 1e-6,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
     ) -> None:
-        # Branches are in the order cmp, slc, win.
-        super().__init__(geometry=geometry, branches=1 if shared_kv else NUM_BRANCHES, **sizes)
+        super().__init__(
+            dim=dim,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            geometry=geometry,
+            # In the order cmp, slc, win.
+            branches=1 if shared_kv else NUM_BRANCHES,
+            rope_theta=rope_theta,
+            rope_scaling=rope_scaling,
+            qk_norm=qk_norm,
+            norm_eps=norm_eps,
+            qkv_bias=qkv_bias,
+            o_bias=o_bias,
+        )
         if compressor not in ("mean", "mlp"):
             raise ValueError(f"compressor must be 'mean' or 'mlp', got {compressor!r}")
-        if gate not in ("sigmoid", "softmax"):
-            raise ValueError(f"gate must be 'sigmoid' or 'softmax', got {gate!r}")
         check_backend(backend)
         self.geometry: Geometry = geometry
         self.shared_kv, self.backend = shared_kv, backend
@@ -62,11 +86,7 @@ class NSAttention(AttentionBase):
             MLPCompressor(geometry, width, backend) if compressor == "mlp" else MeanCompressor(geometry, backend)
             for width in (self.head_dim, self.value_dim)
         )
-        self.gate: SigmoidGate | GroupSoftmaxGate
-        if gate == "sigmoid":
-            self.gate = SigmoidGate(self.q_proj.in_features, self.num_heads)
-        else:
-            self.gate = GroupSoftmaxGate(self.num_heads, self.num_kv_heads, self.head_dim)
+        self.gate = SigmoidGate(self.q_proj.in_features, self.num_heads)
 
     def forward(
         self,
@@ -76,7 +96,7 @@ class NSAttention(AttentionBase):
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
         dropped: Tensor | None = None,
-        past: Past | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Attend.
 
@@ -86,7 +106,7 @@ class NSAttention(AttentionBase):
             rotary: From `rotary_tables` for these tokens, where layers share them.
             selected_blocks: Blocks to read instead of the most important ones, [B, T, G, N]; see `nsa_attention`.
             dropped: Queries whose selected branch adds nothing, [B, T], True where dropped; see `selected_dropout`.
-            past: Earlier tokens, which give these their positions; the other arguments are ignored with it.
+            cache: Holds earlier tokens, which give these their positions; the other arguments are ignored with it.
 
         Returns:
             [B, T, E].
@@ -97,14 +117,10 @@ class NSAttention(AttentionBase):
         check_input(x, self.q_proj.in_features)
         documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
-        if isinstance(self.gate, SigmoidGate):
-            q, keys, values, [logits] = self._project(x, self.gate.proj)
-            gates = self.gate(x, logits)
-        else:
-            q, keys, values, _ = self._project(x)
-            gates = self.gate(q)
-        if past is not None:
-            return self.o_proj(past.attend(self, q, keys, values, gates).flatten(2))
+        q, keys, values, [logits] = self._project(x, self.gate.proj)
+        gates = self.gate(x, logits)
+        if cache is not None:
+            return self.o_proj(cache.attend(self, q, keys, values, gates).flatten(2))
         if dropped is not None:
             # Of three branches, the second.
             gates = gates.masked_fill(nn.functional.pad(dropped[..., None, None], (1, 1)), 0.0)
@@ -147,17 +163,7 @@ class NSAttention(AttentionBase):
 
 
 class DenseAttention(AttentionBase):
-    """Causal attention over the whole past: what every comparison of `NSAttention` is measured against.
-
-    Args:
-        **sizes: `dim`, `num_heads`, `num_kv_heads`, `head_dim`, `value_dim` and the rest of `AttentionBase`.
-
-    Raises:
-        ValueError: If the sizes do not fit one another.
-    """
-
-    def __init__(self, **sizes: Any) -> None:
-        super().__init__(**sizes)
+    """Causal attention over the whole past: the dense baseline of `NSAttention`. Arguments as of `AttentionBase`."""
 
     def forward(
         self,
@@ -165,7 +171,7 @@ class DenseAttention(AttentionBase):
         *,
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
-        past: Past | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`.
 
@@ -175,8 +181,8 @@ class DenseAttention(AttentionBase):
         documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
-        if past is not None:
-            return self.o_proj(past.attend(self, q, [k], [v], None).flatten(2))
+        if cache is not None:
+            return self.o_proj(cache.attend(self, q, [k], [v], None).flatten(2))
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         return self.o_proj(self._attend(q, k, v, documents).flatten(2))

@@ -31,7 +31,7 @@ class RotaryTables(NamedTuple):
     sin_cmp: Tensor | None = None
 
 
-class Past(Protocol):
+class KVCache(Protocol):
     """Keys and values of the earlier tokens of a batch."""
 
     def attend(

@@ -27,33 +27,4 @@ class SigmoidGate(nn.Module):
         `logits` is `proj(x)`, [B, T, 3 * H], if the layer has computed it together with other projections.
         """
         logits = self.proj(x) if logits is None else logits
-        return _in_full_precision(logits).sigmoid().unflatten(-1, (-1, NUM_BRANCHES))
-
-
-class GroupSoftmaxGate(nn.Module):
-    """Branches compete: a softmax over the three, from the mean query of a group, shared by the group's heads.
-
-    The bias starts at zero, so that branches start at one third on average.
-
-    Args:
-        num_heads: H.
-        num_kv_heads: G.
-        head_dim: D of the queries.
-    """
-
-    def __init__(self, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
-        super().__init__()
-        self.num_kv_heads = num_kv_heads
-        self.q_per_kv = num_heads // num_kv_heads
-        self.proj = nn.Linear(head_dim, NUM_BRANCHES)
-        nn.init.zeros_(self.proj.bias)
-
-    def forward(self, q: Tensor) -> Tensor:
-        """Map unrotated queries [B, T, H, D] to gates [B, T, H, 3] that sum to 1, fp32 (fp64 for fp64)."""
-        pooled = q.unflatten(2, (self.num_kv_heads, self.q_per_kv)).mean(3)
-        gates = _in_full_precision(self.proj(pooled)).softmax(-1)
-        return gates.repeat_interleave(self.q_per_kv, dim=2)
-
-
-def _in_full_precision(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+        return logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid().unflatten(-1, (-1, NUM_BRANCHES))

@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from trifocal.nn.attention_base import AttentionBase, Past, RotaryTables, check_input, documents_and_positions
+from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, check_input, documents_and_positions
 from trifocal.nn.compressor import MeanCompressor
 from trifocal.nn.rope import rotate
 from trifocal.ops import Documents, Geometry, compressed_attention, select_blocks, selected_attention
@@ -50,15 +50,15 @@ class SelectedAttention(AttentionBase):
         cu_seqlens: Tensor | Documents | None = None,
         rotary: RotaryTables | None = None,
         selected_blocks: Tensor | None = None,
-        past: Past | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Attend; arguments and result as in `NSAttention.forward`."""
         check_input(x, self.q_proj.in_features)
         documents, positions = documents_and_positions(x, cu_seqlens)
         length = self._length(x, documents)
         q, [k], [v], _ = self._project(x)
-        if past is not None:
-            return self.o_proj(past.attend(self, q, [k], [v], None).flatten(2))
+        if cache is not None:
+            return self.o_proj(cache.attend(self, q, [k], [v], None).flatten(2))
         raw = k.detach()
         cos, sin = self._rotary_tables(positions, q, length) if rotary is None else (rotary.cos, rotary.sin)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)

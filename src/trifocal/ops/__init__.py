@@ -3,6 +3,7 @@
 from trifocal.ops.api import (
     compressed_attention,
     mean_compress,
+    nsa,
     nsa_attention,
     select_blocks,
     selected_attention,
@@ -27,6 +28,7 @@ __all__ = [
     "decode_attention",
     "decode_dense_attention",
     "mean_compress",
+    "nsa",
     "nsa_attention",
     "select_blocks",
     "selected_attention",

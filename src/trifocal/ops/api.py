@@ -297,6 +297,44 @@ def nsa_attention(
     )
 
 
+def nsa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gates: Tensor,
+    geometry: Geometry,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | Documents | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Native Sparse Attention with the same keys and values in all branches, compressed by their mean.
+
+    `nsa_attention` takes keys of their own for each branch, and any compressor.
+
+    Args:
+        q: Queries, [B, T, H, D]; the last T positions of the S keys.
+        k, v: Keys and values, [B, S, G, D] and [B, S, G, V].
+        gates: Weights of the branches in the order cmp, slc, win, [B, T, H, 3].
+        geometry: Block sizes, in tokens.
+        scale: Factor on the scores; 1/sqrt(D) when not given.
+        cu_seqlens: Boundaries of packed documents, [documents + 1]; then B is 1 and T is S.
+        backend: `"auto"`, `"reference"` or `"triton"`.
+
+    Returns:
+        o, [B, T, H, V], in the type of q.
+
+    Raises:
+        ValueError: If shapes, types or boundaries do not fit, or the backend cannot run; the message says which.
+
+    Source: arXiv:2502.11089, Eq. 5, with the mean for φ.
+    """
+    k_cmp, v_cmp = (compress_by_mean(x, geometry, cu_seqlens, backend) for x in (k, v))
+    return nsa_attention(
+        q, k_cmp, v_cmp, k, v, k, v, gates, geometry, scale=scale, cu_seqlens=cu_seqlens, backend=backend
+    )
+
+
 def _num_keys(num_keys: int | None, q: Tensor) -> int:
     if num_keys is None:
         return q.shape[1]

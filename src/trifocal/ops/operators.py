@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 from trifocal.ops import reference
-from trifocal.ops.custom_op import custom_op
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
+
+ANY_STRIDES = (torch.Tag.flexible_layout,)
+"""Tags of operators that accept any strides: without them the compiler copies q once for each of them."""
 
 DocumentTensors = tuple[Tensor | None, Tensor | None, Tensor | None]
 
@@ -66,7 +68,7 @@ def _contiguous(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@custom_op("mean_compress")
+@torch.library.custom_op("trifocal::mean_compress", mutates_args=(), tags=ANY_STRIDES)
 def mean_compress(
     x: Tensor,
     geometry: list[int],
@@ -88,7 +90,7 @@ def _(x: Tensor, geometry: list[int], num_blocks: int, *_: Any) -> Tensor:
     return x.new_empty((x.shape[0], num_blocks, *x.shape[2:]))
 
 
-@custom_op("mean_compress_backward")
+@torch.library.custom_op("trifocal::mean_compress_backward", mutates_args=(), tags=ANY_STRIDES)
 def mean_compress_backward(
     d_x_cmp: Tensor,
     geometry: list[int],
@@ -124,7 +126,7 @@ def _mean_gradients(ctx: Any, d_x_cmp: Tensor) -> tuple[Tensor | None, ...]:
 mean_compress.register_autograd(_mean_gradients, setup_context=_save_mean)
 
 
-@custom_op("select_blocks")
+@torch.library.custom_op("trifocal::select_blocks", mutates_args=(), tags=ANY_STRIDES)
 def select_blocks(
     q: Tensor,
     k_cmp: Tensor,
@@ -155,7 +157,7 @@ def _(q: Tensor, k_cmp: Tensor, lse: Tensor, geometry: list[int], *_: Any) -> Te
     return q.new_empty((q.shape[0], q.shape[1], k_cmp.shape[2], num_slots), dtype=torch.int32)
 
 
-@custom_op("compressed_attention")
+@torch.library.custom_op("trifocal::compressed_attention", mutates_args=(), tags=ANY_STRIDES)
 def compressed_attention(
     q: Tensor,
     k_cmp: Tensor,
@@ -180,7 +182,7 @@ def _(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *_: Any) -> tuple[Tensor, Tensor]
     return _empty_o(q, v_cmp), _empty_lse(q)
 
 
-@custom_op("compressed_attention_backward")
+@torch.library.custom_op("trifocal::compressed_attention_backward", mutates_args=(), tags=ANY_STRIDES)
 def compressed_attention_backward(
     d_o: Tensor,
     d_lse: Tensor | None,
@@ -231,7 +233,7 @@ def _compressed_gradients(ctx: Any, d_o: Tensor | None, d_lse: Tensor | None) ->
 compressed_attention.register_autograd(_compressed_gradients, setup_context=_save_compressed)
 
 
-@custom_op("selected_attention")
+@torch.library.custom_op("trifocal::selected_attention", mutates_args=(), tags=ANY_STRIDES)
 def selected_attention(
     q: Tensor,
     k: Tensor,
@@ -256,7 +258,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_o(q, v), _empty_lse(q)
 
 
-@custom_op("selected_attention_backward")
+@torch.library.custom_op("trifocal::selected_attention_backward", mutates_args=(), tags=ANY_STRIDES)
 def selected_attention_backward(
     d_o: Tensor,
     q: Tensor,
@@ -300,7 +302,7 @@ def _selected_gradients(ctx: Any, d_o: Tensor, _: None) -> tuple[Tensor | None, 
 selected_attention.register_autograd(_selected_gradients, setup_context=_save_selected)
 
 
-@custom_op("window_attention")
+@torch.library.custom_op("trifocal::window_attention", mutates_args=(), tags=ANY_STRIDES)
 def window_attention(
     q: Tensor,
     k: Tensor,
@@ -323,7 +325,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_o(q, v), _empty_lse(q)
 
 
-@custom_op("window_attention_backward")
+@torch.library.custom_op("trifocal::window_attention_backward", mutates_args=(), tags=ANY_STRIDES)
 def window_attention_backward(
     d_o: Tensor,
     q: Tensor,

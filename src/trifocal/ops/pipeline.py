@@ -22,7 +22,6 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import is_fake
 
 from trifocal.ops import operators
-from trifocal.ops.custom_op import custom_op
 from trifocal.ops.geometry import Geometry
 from trifocal.ops.layout import Documents
 
@@ -257,7 +256,12 @@ _DOCUMENTS = "Tensor? cu_seqlens, Tensor? ids, Tensor? positions"
 _NUM_BRANCHES = len(Branches._fields)
 
 
-@custom_op("combine_branches", schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor")
+@torch.library.custom_op(
+    "trifocal::combine_branches",
+    mutates_args=(),
+    tags=operators.ANY_STRIDES,
+    schema=f"({_TENSORS}, SymInt[] geometry, float scale, {_DOCUMENTS}) -> Tensor",
+)
 def combine_branches(q: Tensor, *inputs: Any) -> Tensor:
     """Mix the branches' outputs. Tensors that backward alone needs are arguments too, so that they get gradients."""
     from trifocal.ops.triton.combine import combine_forward
@@ -273,8 +277,10 @@ def _(q: Tensor, *inputs: Any) -> Tensor:
     return o_cmp.new_empty(o_cmp.shape)
 
 
-@custom_op(
-    "combine_branches_backward",
+@torch.library.custom_op(
+    "trifocal::combine_branches_backward",
+    mutates_args=(),
+    tags=operators.ANY_STRIDES,
     schema=f"(Tensor d_o, {_TENSORS}, {_DOCUMENTS}, SymInt[] geometry, float scale) -> ({', '.join(['Tensor'] * 8)})",
 )
 def combine_branches_backward(d_o: Tensor, q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from trifocal.report.page import build_page
 from trifocal.report.picture import pictures_of
 from trifocal.report.summary import summarise
 from trifocal.runlog.run import read_run
-from trifocal.runlog.whole_files import write_whole
+from trifocal.runlog.whole_files import write_output, write_whole
 
 __all__ = ["summarise", "write_report"]
 
@@ -60,8 +60,7 @@ def write_report(
             # Others may write to this folder: do not follow a link of that name.
             write_whole(path, page)
         else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(page, encoding="utf-8")
+            write_output(path, page)
     except OSError as error:
         raise UserError(f"cannot write the report to {path}: {error.strerror}") from error
     return path

@@ -85,9 +85,8 @@ input[type=range] { flex: 1; min-width: 0; accent-color: var(--accent); }
 @media (max-width: 760px) {
   .tight td:not(:last-child), .tight th:not(:last-child) { padding-right: 12px; }
   main { padding: 18px 12px 48px; }
-  /* One row that scrolls sideways; the edge of the next chart is visible. */
-  .charts { display: flex; gap: 10px; align-items: stretch; overflow-x: auto; scroll-snap-type: x proximity; }
-  .chart { flex: 0 0 90%; scroll-snap-align: start; padding: 14px 8px 4px; }
+  .charts { grid-template-columns: minmax(0, 1fr); gap: 10px; }
+  .chart { grid-column: auto; padding: 14px 8px 4px; }
   .chart h3, .chart .soft { padding: 0 6px; }
   .tiles { grid-template-columns: repeat(2, minmax(0, 1fr)); }
 }

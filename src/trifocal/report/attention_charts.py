@@ -5,6 +5,7 @@ from typing import Any
 
 from trifocal.report.charts import FULL, THIRD, Chart, Trace, heat_map, line, share_steps
 from trifocal.runlog.run import Run
+from trifocal.runlog.valid_rows import is_number
 from trifocal.telemetry.statistics import IGNORED_GATE
 
 BRANCHES = {"cmp": "compressed", "slc": "selected", "win": "window"}
@@ -17,6 +18,7 @@ _GATE_MAP_CAPTIONS = {
 _STEP = {"title": {"text": "step"}}
 _MOST_LAYER_LINES = 32
 _LEVEL = 0.01
+_COUNTS = "selected_count_shares"
 
 
 def attention_charts(run: Run) -> list[Chart]:
@@ -33,6 +35,7 @@ def attention_charts(run: Run) -> list[Chart]:
         _recall_map(rows),
         _distances(rows),
         _distances_over_time(rows),
+        _counts(rows),
         _selection(rows),
     ]
     charts = [chart for chart in charts if chart.traces]
@@ -63,7 +66,7 @@ def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
     title = f"{BRANCHES[branch].capitalize()} gate by layer"
     chart = _layer_map(rows, f"gate_mean_{branch}", f"gate_map_{branch}", title, _GATE_MAP_CAPTIONS[branch])
     chart.columns, chart.height = THIRD, 250
-    if not any(row["layer"] > 0 and row.get(f"gate_mean_{branch}") is not None for row in rows):
+    if not any(row["layer"] > 0 and is_number(row.get(f"gate_mean_{branch}")) for row in rows):
         chart.traces = []
     for trace in chart.traces:
         trace |= {"zmax": 1, "colorscale": f"@scale-{branch}"}
@@ -106,7 +109,7 @@ def _recall_map(rows: list[dict[str, Any]]) -> Chart:
     caption = "Share of full attention's best blocks that were selected; layers that select badly are pale."
     chart = _layer_map(rows, "dense_recall", "recall_map", "Recall by layer", caption)
     several = len({row["layer"] for row in rows}) > 1
-    if not several or not any(row.get("dense_recall") is not None for row in rows):
+    if not several or not any(is_number(row.get("dense_recall")) for row in rows):
         chart.traces = []
     for trace in chart.traces:
         hover = "step %{x}, layer %{y}: %{z:.0%}<extra></extra>"
@@ -117,7 +120,7 @@ def _recall_map(rows: list[dict[str, Any]]) -> Chart:
 
 def _distances(rows: list[dict[str, Any]]) -> Chart:
     last_step = max(row["step"] for row in rows)
-    last = [row for row in rows if row["step"] == last_step and row.get("selected_distance_shares")]
+    last = [row for row in rows if row["step"] == last_step and _shares(row, "selected_distance_shares")]
     bins = max((len(row["selected_distance_shares"]) for row in last), default=0)
     trace = heat_map(
         distance_labels(bins),
@@ -138,8 +141,8 @@ def _distances(rows: list[dict[str, Any]]) -> Chart:
 def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
     by_step: dict[int, list[list[float]]] = {}
     for row in rows:
-        if row.get("selected_distance_shares"):
-            by_step.setdefault(row["step"], []).append(row["selected_distance_shares"])
+        if shares := _shares(row, "selected_distance_shares"):
+            by_step.setdefault(row["step"], []).append(shares)
     steps = sorted(by_step)
     bins = max((len(shares) for group in by_step.values() for shares in group), default=0)
     values = [
@@ -152,6 +155,29 @@ def _distances_over_time(rows: list[dict[str, Any]]) -> Chart:
     layout = {"hovermode": "closest", "xaxis": _STEP, "yaxis": yaxis}
     caption = "The same over the run, mean over layers."
     return Chart("distances_time", "Distance over time", caption, [trace] if len(steps) > 1 else [], layout)
+
+
+def _counts(rows: list[dict[str, Any]]) -> Chart:
+    last_step = max(row["step"] for row in rows)
+    last = [(row["layer"], shares) for row in rows if row["step"] == last_step and (shares := _shares(row, _COUNTS))]
+    most = max((len(shares) for _, shares in last), default=0)
+    trace = heat_map(
+        list(range(most)),
+        [layer for layer, _ in last],
+        [shares for _, shares in last],
+        "layer %{y}, %{x} blocks: %{z:.1%} of the queries<extra></extra>",
+    )
+    trace["colorbar"] |= {"tickformat": ".0%"}
+    layout = {
+        "hovermode": "closest",
+        "xaxis": {"title": {"text": "selected blocks"}},
+        "yaxis": {"title": {"text": "layer"}, "dtick": max(1, len(last) // 6)},
+    }
+    caption = (
+        f"Share of the queries that select so many blocks, at step {last_step:,}. Early queries have fewer to choose."
+    )
+    full = all(shares[-1] > 1 - _LEVEL for _, shares in last)
+    return Chart("counts", "How many blocks a query selects", caption, [] if full else [trace], layout)
 
 
 def _selection(rows: list[dict[str, Any]]) -> Chart:
@@ -177,6 +203,11 @@ def _selection(rows: list[dict[str, Any]]) -> Chart:
     return Chart("selection", "Selected blocks", caption, traces, layout)
 
 
+def _shares(row: dict[str, Any], name: str) -> list[float]:
+    shares = row.get(name)
+    return shares if isinstance(shares, list) and all(map(is_number, shares)) else []
+
+
 def distance_labels(bins: int) -> list[str]:
     """Names of the telemetry's distance bins: 0, 1, 2-3, 4-7, …"""
     labels = ["0", "1"]
@@ -196,7 +227,7 @@ def _branch_lines(rows: list[dict[str, Any]], prefix: str) -> list[Trace]:
 
 def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, caption: str) -> Chart:
     """A heat map of one figure: layers over steps."""
-    values = {(row["layer"], row["step"]): row.get(name) for row in rows}
+    values = {(row["layer"], row["step"]): row[name] for row in rows if is_number(row.get(name))}
     steps, layers = sorted({row["step"] for row in rows}), sorted({row["layer"] for row in rows})
     z = [[values.get((layer, step)) for step in steps] for layer in layers]
     trace = heat_map(steps, layers, z, "step %{x}, layer %{y}: %{z:.3f}<extra></extra>")
@@ -211,7 +242,7 @@ def _layer_map(rows: list[dict[str, Any]], name: str, key: str, title: str, capt
 def _mean_over_layers(rows: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
     by_step: dict[int, list[float]] = {}
     for row in rows:
-        if row.get(name) is not None:
+        if is_number(row.get(name)):
             by_step.setdefault(row["step"], []).append(row[name])
     steps = sorted(by_step)
     return steps, [round(sum(by_step[step]) / len(by_step[step]), 5) for step in steps]

@@ -124,7 +124,7 @@ def render(
     """Draw a run: the processes first, as a low terminal cuts off the end.
 
     Args:
-        run: From `read_run(directory, whole_heartbeats=False)`.
+        run: From `read_run(directory, live=True)`.
         width: Columns of the terminal.
         height: Rows of the terminal, None if unlimited: below 24 the loss has no curve.
         silences: State of earlier calls for the same run.
@@ -212,12 +212,13 @@ def _ranks(run: Run, silences: SilenceClock | None) -> RenderableType:
     for rank, verdict in verdicts(run, silences=silences).items():
         row = run.heartbeats[rank][-1]
         memory = row["memory_allocated_bytes"]
+        stacks = run.crash_stacks(rank) if verdict.state == "dead" else None
         table.add_row(
             str(rank),
             Text(verdict.state, style=_COLOURS[verdict.state]),
             f"{row['step']:,}",
             f"{memory / 2**30:.2f} GiB" if memory is not None else "",
-            Text(verdict.reason),
+            Text(verdict.reason + ("" if stacks is None else f"; its last stacks are in {stacks}")),
         )
     return table
 

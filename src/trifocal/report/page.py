@@ -134,15 +134,17 @@ def _state(runs: list[Run]) -> str:
 
 def _model(run: Run) -> list[str]:
     """The model and its batches in a few words, from the config."""
-    model, train = run.config.get("model", {}), run.config.get("train", {})
-    words = []
-    if "num_layers" in model and "dim" in model:
-        kinds = set(model.get("layer_types") or [model.get("attention", "nsa")])
-        kind = " and ".join(sorted("sparse" if kind == "nsa" else str(kind) for kind in kinds))
-        layers = "1 layer" if model["num_layers"] == 1 else f"{model['num_layers']} layers"
-        words.append(f"{kind} attention, {layers} of width {model['dim']}")
-    if "sequence_length" in train and "global_batch_size" in train:
-        words.append(f"{train['global_batch_size']:,} x {train['sequence_length']:,} tokens a step")
+    model, words = run.config.get("model", {}), []
+    num_layers, dim = run.setting("model", "num_layers"), run.setting("model", "dim")
+    if num_layers and dim:
+        of_layers = model.get("layer_types")
+        names = map(str, of_layers if isinstance(of_layers, list) and of_layers else [model.get("attention", "nsa")])
+        kind = " and ".join(sorted({"sparse" if name == "nsa" else name for name in names}))
+        layers = "1 layer" if num_layers == 1 else f"{num_layers} layers"
+        words.append(f"{kind} attention, {layers} of width {dim}")
+    rows, length = run.setting("train", "global_batch_size"), run.setting("train", "sequence_length")
+    if rows and length:
+        words.append(f"{rows:,} x {length:,} tokens a step")
     return words
 
 

@@ -34,7 +34,10 @@ SPIKE_SHARE = 0.01
 GOOD_MFU, FAIR_MFU = 0.4, 0.2
 """Executed model FLOPs utilisation of a GPU, as a share of its data sheet's peak."""
 GOOD_SHARE, FAIR_SHARE = 0.15, 0.05
-"""The same for a device without a data sheet, such as a CPU, as a share of the measured speed of large products."""
+"""The same for a device without a data sheet, such as a CPU, as a share of the measured speed of large products.
+A small model reaches little of it on a CPU, so a low share there is no fault."""
+TELLING_RECALL = 0.15
+"""Recall of the selection says something if it is this share of the way from chance to all."""
 DATA_SHARE = 0.1
 """A greater share of the time spent waiting for data is reported."""
 OVERHEAD_SHARE = 0.2
@@ -95,8 +98,8 @@ def _learned(run: Run) -> Finding:
                 f"It did, and then lost some of it: {evidence}, but the best was {best:.3f} at step {best_step:,}.",
                 [f"Stop near step {best_step:,}, or train on more text: the model overfits after it."],
             )
-    vocabulary = run.config.get("model", {}).get("vocab_size")
-    chance = math.log(vocabulary) if isinstance(vocabulary, int) and vocabulary > 1 else None
+    vocabulary = run.setting("model", "vocab_size")
+    chance = math.log(vocabulary) if vocabulary and vocabulary > 1 else None
     if run.config.get("data", {}).get("source") == "synthetic":
         text = f"There was nothing to learn: the tokens are random. {_sentence(evidence)}"
         return Finding(question, "unknown", text)
@@ -139,6 +142,8 @@ def _healthy(run: Run) -> Finding:
             mark = "bad"
             state = "has failed" if verdict.state == "failed" else f"is {verdict.state}"
             worries.append(f"rank {rank} {state}: {verdict.reason}")
+            if verdict.state == "dead" and (stacks := run.crash_stacks(rank)):
+                changes.append(f"Read {stacks}: the last stacks of rank {rank}.")
         elif verdict.state == "slow":
             mark = "watch" if mark == "good" else mark
             worries.append(f"rank {rank} is slow: {verdict.reason}")
@@ -153,7 +158,7 @@ def _healthy(run: Run) -> Finding:
         worries += run.left_out_notes()
     steps, norms = run.series("train", "gradient_norm")
     # During the warm-up and the first tenth, gradients are large in every run.
-    warm = max(run.config.get("schedule", {}).get("warmup_steps", 0), run.last_step / 10)
+    warm = max(run.setting("schedule", "warmup_steps") or 0, run.last_step / 10)
     norms = [norm for step, norm in zip(steps, norms, strict=True) if step > warm]
     if len(norms) >= 20:
         median = statistics.median(norms)
@@ -190,7 +195,8 @@ def _lenses(run: Run) -> str:
     text = f" The lenses are open ({shown})." if gates else ""
     recall, chance = mean("dense_recall"), mean("recall_by_chance")
     if recall is not None and chance is not None:
-        text += f" Selection finds {recall:.0%} of full attention's best blocks; chance would find {chance:.0%}."
+        text += f" Selection finds {recall:.0%} of full attention's best blocks; chance would find {chance:.0%}"
+        text += ": too early to tell." if recall - chance < TELLING_RECALL * (1 - chance) else "."
     return text
 
 
@@ -215,13 +221,15 @@ def _fast(run: Run) -> Finding:
         share, flops = measured
         mark = "good" if share >= GOOD_SHARE else "watch" if share >= FAIR_SHARE else "bad"
         device = run.environment["measured_speed"]["device"].upper()
+        use = f"it is {_USE[mark]}"
+        if device == "CPU" and mark == "bad":
+            mark, use = "watch", "small products, or other programs, take the rest"
         text.append(
             f"{share:.0%} of the {flops / 1e9:,.0f} GFLOP/s that large products reach on this {device} alone "
-            f"(executed FLOPs): it is {_USE[mark]}"
+            f"(executed FLOPs): {use}"
         )
-        if mark != "good":
-            changes.append(_speed_advice(run, "the device waits or is shared", gpu=device != "CPU"))
-            changes.append("Keep other programs away: their time counts as idle.")
+        if mark != "good" and (advice := _speed_advice(run, "the device waits or is shared", gpu=device != "CPU")):
+            changes.append(advice)
     else:
         mark = "unknown"
         text.append("neither a data sheet nor a measurement of this device is known, so no utilisation is claimed")
@@ -253,7 +261,7 @@ def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float
     try:
         config = ModelConfig.from_dict(run.config.get("model", {}))
         flops = flops_per_token(config, run.config["train"]["sequence_length"]).executed_training
-    except (KeyError, TypeError, ValueError):
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         # The configuration is incomplete, or of another version.
         return None
     if not speed:
@@ -265,16 +273,20 @@ def _share_of_measured(run: Run, tokens_per_second: float) -> tuple[float, float
 
 
 def _speed_advice(run: Run, why: str, *, gpu: bool) -> str:
-    """The settings for faster steps that this run does not have."""
+    """The settings for faster steps that this run does not have; empty if a CPU has none."""
     train = run.config.get("train", {})
     missing = []
-    accumulated = train.get("global_batch_size", 0) // max(1, train.get("micro_batch_size", 1))
+    accumulated = (run.setting("train", "global_batch_size") or 0) // max(
+        1, run.setting("train", "micro_batch_size") or 1
+    )
     processes = len(run.heartbeats) or 1
     if accumulated > processes:
         missing.append("a larger train.micro_batch_size")
     if gpu and train.get("precision") != "bf16":
         missing.append('train.precision "bf16"')
-    missing += [f"train.{name}" for name in ("compile", "cuda_graphs")[: 1 + gpu] if not train.get(name)]
+    missing += [f"train.{name}" for name in ("compile", "cuda_graphs") if gpu and not train.get(name)]
+    if not missing and not gpu:
+        return ""
     if not missing:
         return f"Find what takes the time of a step with --trace.what profiler: {why}."
     return f"Try {', '.join(missing[:-1])}{' and ' if missing[1:] else ''}{missing[-1]}: {why}."

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterable
 from html import escape
 from typing import Any
 
-from trifocal.masking import mask_arguments, mask_text, mask_variables
 from trifocal.runlog.progress import duration
 from trifocal.runlog.run import Run
 from trifocal.runlog.valid_rows import is_number
 from trifocal.runlog.verdict import judge
 
 _MOST_EVENTS = 200
-_OF_READING = ("prefetch_batches", "retry_", "request_timeout_seconds", "stall_")
+_OF_READING = ("prefetch_batches",)
 """Prefixes of the `data` settings that change the reading, but not the text."""
 
 
@@ -136,7 +135,7 @@ def _fast_under(run: Run) -> dict[str, str]:
 
 def _most_learned(runs: list[Run]) -> str:
     # Losses per token compare only with the same tokenizer.
-    one_tokenizer = len({run.config.get("data", {}).get("tokenizer") for run in runs}) == 1
+    one_tokenizer = len({str(run.config.get("data", {}).get("tokenizer")) for run in runs}) == 1
     name, unit = ("validation_loss", "nats per token") if one_tokenizer else ("bits_per_byte", "bits per byte")
     series = {run.name: run.series("evaluation", name)[1] for run in runs}
     ends = {name: values[-1] for name, values in series.items() if values}
@@ -212,24 +211,13 @@ def settings(runs: list[Run]) -> str:
     parts = []
     for run in runs:
         for title, text in (
-            ("Environment", json.dumps(_masked(run.environment), indent=2) if run.environment else ""),
-            ("Config", mask_text(run.config_text)),
+            ("Environment", json.dumps(run.environment, indent=2) if run.environment else ""),
+            ("Config", run.config_text),
         ):
             if text:
                 label = of_run(title, run, len(runs) > 1)
                 parts.append(f"<details><summary>{escape(label)}</summary><pre>{escape(text)}</pre></details>")
     return f'<div class="card">{"".join(parts)}</div>' if parts else '<p class="card soft">Neither was saved.</p>'
-
-
-def _masked(environment: dict[str, Any]) -> dict[str, Any]:
-    """The environment with secrets masked, which earlier versions wrote in the clear."""
-    variables, command = environment.get("variables"), environment.get("command")
-    masked = dict(environment)
-    if isinstance(variables, dict):
-        masked["variables"] = mask_variables({str(name): str(value) for name, value in variables.items()})
-    if isinstance(command, list):
-        masked["command"] = mask_arguments(map(str, command))
-    return masked
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
@@ -239,7 +227,7 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, str]:
         if isinstance(value, dict):
             result |= flat(value, f"{prefix}{name}.")
         else:
-            result[prefix + name] = mask_text(json.dumps(value, default=str))
+            result[prefix + name] = json.dumps(value, default=str)
     return result
 
 

@@ -3,7 +3,6 @@
 | file | content |
 |---|---|
 | stacks_rank*.txt | the Python stacks of all threads |
-| native_stacks_rank*.txt | the same with the frames of C and C++ code, if py-spy is installed |
 | collectives_rank*.txt | the last collectives, from the flight recorders of NCCL and gloo |
 | cuda_memory_rank*.txt | PyTorch's summary of the GPU's memory |
 | rank*.json | the heartbeat row of that moment, and the last collective of each group |
@@ -22,7 +21,6 @@ import torch
 
 from trifocal.runlog.collectives import Collective, describe, last_of_each_group, recorded_collectives
 from trifocal.runlog.jsonl import Row, logger
-from trifocal.runlog.native_stacks import find_py_spy, native_stacks
 from trifocal.runlog.whole_files import write_whole
 
 _one_at_a_time = threading.Lock()
@@ -46,7 +44,7 @@ def write_stacks(folder: Path, rank: int) -> None:
         logger.warning("cannot write the stacks of rank %d: %s", rank, error)
 
 
-def write_details(folder: Path, rank: int, row: Row, device: torch.device, *, native_seconds: float = 10.0) -> None:
+def write_details(folder: Path, rank: int, row: Row, device: torch.device) -> None:
     """Write all files but the stacks; those that other ranks wait for come first.
 
     Args:
@@ -54,7 +52,6 @@ def write_details(folder: Path, rank: int, row: Row, device: torch.device, *, na
         rank: Rank of this process.
         row: Its heartbeat row.
         device: Its device.
-        native_seconds: The longest that py-spy may take; 0 leaves it out.
     """
     with _one_at_a_time:
         collectives: list[Collective] = []
@@ -68,8 +65,6 @@ def write_details(folder: Path, rank: int, row: Row, device: torch.device, *, na
             _write(folder / f"collectives_rank{rank}.txt", lambda: page)
         answer = {"row": row, "collectives": [found.row() for found in last_of_each_group(collectives)]}
         _write(folder / f"rank{rank}.json", lambda: json.dumps(answer, indent=1) + "\n")
-        if native_seconds > 0 and find_py_spy() is not None:
-            _write(folder / f"native_stacks_rank{rank}.txt", lambda: native_stacks(native_seconds))
         if device.type == "cuda":
             # Last: the allocator's lock may be held by a thread that hangs in the driver.
             _write(folder / f"cuda_memory_rank{rank}.txt", lambda: torch.cuda.memory_summary(device))

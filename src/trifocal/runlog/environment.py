@@ -31,7 +31,6 @@ _PACKAGES = (
     "transformers",
     "tensorboard",
     "wandb",
-    "trackio",
     "plotly",
 )
 _VARIABLES = (
@@ -50,7 +49,19 @@ _VARIABLES = (
     "UCX_",
     "FI_",
     "PYTHONHASHSEED",
+    "NSA_",
 )
+# Variables of an earlier NSA training system, which are still in people's scripts, and the settings here; {} is the
+# value of the variable.
+EARLIER_VARIABLES = {
+    "NSA_DDP_SAFE_MODE": "--model.backend reference",
+    "NSA_DDP_STATIC_GRAPH": "--parallel.static_graph true",
+    "NSA_MEM_DUMP_EVERY": '--trace.what memory --trace.steps "" --trace.interval_steps {}',
+    "NSA_TRACE_DDP_BUCKETS": "--trace.what exchange --trace.steps 1:4",
+    "NSA_TRACE_GRADS": "--trace.what gradients --trace.steps 1:4",
+    "NSA_TRACE_MODULE_BWD": "--trace.what modules --trace.steps 1:4",
+    "NSA_USE_FA2": "--model.backend auto",
+}
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -64,7 +75,8 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
         JSON types only: `trifocal` (version, git_commit, git_changed), `config_sha256`, `command`, `python`, `host`,
         `system`, `packages`, `cpu` (name, logical_cores, usable_cores, memory_bytes), `torch` (threads, cuda,
         cudnn, nccl), `gpus` (name, compute_capability, memory_bytes, peak_bf16_flops), `gpu_driver`, `variables`
-        (those of PyTorch, NCCL, CUDA, Triton, the math libraries and networks, and the ranks of the process), and
+        (those of PyTorch, NCCL, CUDA, Triton, the math libraries, networks and the earlier system, and the ranks of
+        the process), and
         `measured_speed` (null; see `write_environment`). A value that does not exist here is null. Values with a
         secret's name, and users in URLs, are `***`.
     """
@@ -99,6 +111,15 @@ def environment(config_text: str | None = None) -> dict[str, Any]:
             }
         ),
         "measured_speed": None,
+    }
+
+
+def earlier_variables() -> dict[str, str]:
+    """The variables of the earlier system that are set, each with the setting here, or the command that removes it."""
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith("NSA_")}
+    return {
+        name: EARLIER_VARIABLES.get(name, f"unset {name}").format(value if value.isdecimal() else 100)
+        for name, value in found.items()
     }
 
 

@@ -3,13 +3,17 @@
 import json
 import logging
 import os
-from collections.abc import Collection, Mapping
+import stat
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from trifocal.errors import UserError
 
 Row = dict[str, Any]
+
+MOST_BYTES = 2**30
+"""A larger file is not read whole: a run of a million steps writes less."""
 
 logger = logging.getLogger("trifocal")
 
@@ -105,44 +109,54 @@ def complete_size(path: Path) -> int:
     return 0
 
 
+class Rows(list[Row]):
+    """Rows of a file, and the number of complete lines that are none."""
+
+    skipped = 0
+
+
 def read_lines(
-    path: str | os.PathLike[str], *, last_bytes: int | None = None, required: Collection[str] = ()
-) -> list[Row]:
+    path: str | os.PathLike[str],
+    *,
+    last_bytes: int | None = None,
+    usable: Callable[[Row], bool] = lambda row: True,
+) -> Rows:
     """Read the rows of a JSON-lines file that may still be growing.
 
     Args:
         path: The file.
         last_bytes: Read only the whole lines in about this many bytes at the end; None reads everything.
-        required: Fields that every row must have.
+        usable: Whether a row has what its readers need.
 
     Returns:
-        The rows in order. A torn last line (no newline yet) is left out.
+        The usable rows in order. A torn last line (no newline yet) is left out; any other line is skipped and counted.
 
     Raises:
-        UserError: If the file is missing, or a complete line is not a JSON object or lacks a field; names the line.
+        UserError: If the file is missing, no regular file, or larger than MOST_BYTES.
     """
     path = Path(path)
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise UserError(f"cannot read {path}: it is no regular file")
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             start = 0 if last_bytes is None else max(0, size - last_bytes)
+            if size - start > MOST_BYTES:
+                raise UserError(f"cannot read {path}: expected at most {MOST_BYTES:,} bytes, got {size:,}")
             file.seek(start)
-            content = file.read()
+            content = file.read(size - start)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     if start > 0:
         content = content[content.find(b"\n") + 1 :]
-    lines = content[: content.rfind(b"\n") + 1].splitlines()
-    rows = []
-    for number, line in enumerate(lines, start=1):
+    rows = Rows()
+    for line in content[: content.rfind(b"\n") + 1].splitlines():
         try:
             row = json.loads(line)
         except (ValueError, RecursionError):
             row = None
-        missing = [name for name in required if name not in row] if isinstance(row, dict) else []
-        if not isinstance(row, dict) or missing:
-            place = f"line {number}" if start == 0 else f"line {number} of the last {last_bytes} bytes"
-            expected = f"a JSON object with {missing[0]!r}" if missing else "a JSON object"
-            raise UserError(f"{path}, {place}: expected {expected}, got {line[:60]!r}; remove that line")
-        rows.append(row)
+        if isinstance(row, dict) and usable(row):
+            rows.append(row)
+        else:
+            rows.skipped += 1
     return rows

@@ -13,16 +13,18 @@ A number that is not finite is written as NaN or Infinity, which Python's json r
 this machine (MFU on a CPU) is null or left out.
 """  # noqa: E501
 
+import json
 import os
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Self
 
-from trifocal.errors import UserError
+from trifocal.errors import one_line
 from trifocal.runlog.jsonl import JsonLinesWriter, Row, logger, read_lines
-from trifocal.runlog.sinks.thread import Sink, SinkThread
-from trifocal.runlog.valid_rows import KIND_FIELDS
+from trifocal.runlog.sinks.rows import Sink
+from trifocal.runlog.valid_rows import is_metrics_row
 
 
 class MetricsWriter:
@@ -34,18 +36,18 @@ class MetricsWriter:
     Args:
         path: The `metrics.jsonl`; appended to if it exists.
         resume_step: The step of the checkpoint from which the run resumes; None for a new run.
-        sinks: Consumers of the same rows, each in a thread of its own. A sink that fails gives one warning and a
-            `sink_failed` event, and gets no more rows.
+        sinks: Consumers of the same rows. A sink that raises gives one warning and a `sink_failed` event, and gets no
+            more rows.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, resume_step: int | None = None, sinks: Iterable[Sink] = ()
     ) -> None:
-        # Reentrant: writing a row may find a slow sink, which writes an event row.
+        # Reentrant: a sink that fails in writing a row is reported by an event row.
         self._lock = threading.RLock()
         self._file = JsonLinesWriter(path)
         self._step = 0
-        self._sinks = [SinkThread(sink, self._report_failure) for sink in sinks]
+        self._sinks = list(sinks)
         if resume_step is not None:
             rows_dropped = self._drop_after(resume_step)
             message = f"resumed from step {resume_step}, {rows_dropped} later rows dropped"
@@ -63,8 +65,8 @@ class MetricsWriter:
         with self._lock:
             self._step = step
             self._file.append(row)
-            for sink in self._sinks:
-                sink.write(row)
+            for sink in [*self._sinks]:
+                self._call(sink, partial(sink.write, row))
 
     def event(self, step: int, name: str, message: str, *, severity: str = "info", **values: Any) -> None:
         """Append an event row.
@@ -79,14 +81,24 @@ class MetricsWriter:
         self.write("event", step, name=name, severity=severity, message=message, **values)
 
     def close(self) -> None:
-        """Close the sinks, within a bounded time, and the file."""
-        for sink in self._sinks:
-            sink.close()
-        self._file.close()
+        """Close the sinks and the file."""
+        with self._lock:
+            for sink in [*self._sinks]:
+                self._call(sink, sink.close)
+            self._file.close()
 
-    def _report_failure(self, sentence: str) -> None:
-        logger.warning("%s", sentence)
-        self.event(self._step, "sink_failed", sentence, severity="warning")
+    def _call(self, sink: Sink, action: Callable[[], None]) -> None:
+        """Call a sink; if it raises, leave it out from here on."""
+        try:
+            action()
+        except Exception as error:
+            self._sinks.remove(sink)
+            sentence = (
+                f"{type(sink).__name__} fails ({type(error).__name__}: {one_line(error)}) and is left out "
+                "from here on; training goes on"
+            )
+            logger.warning("%s", sentence)
+            self.event(self._step, "sink_failed", sentence, severity="warning")
 
     @classmethod
     def silent(cls) -> "MetricsWriter":
@@ -96,11 +108,10 @@ class MetricsWriter:
     def _drop_after(self, step: int) -> int:
         if not self._file.path.exists():
             return 0
-        rows = read_lines(self._file.path)
         lines = self._file.path.read_bytes().splitlines(keepends=True)
-        keep = next((index for index, row in enumerate(rows) if row.get("step", 0) > step), len(rows))
+        keep = next((index for index, line in enumerate(lines) if _step_of(line) > step), len(lines))
         self._file.truncate(sum(map(len, lines[:keep])))
-        return len(rows) - keep
+        return len(lines) - keep
 
     def __enter__(self) -> Self:
         return self
@@ -128,16 +139,19 @@ def read_metrics(path: str | os.PathLike[str], kind: str | None = None) -> list[
         kind: Only rows of this kind; None for all.
 
     Returns:
-        The rows in the order written; a torn last line is left out.
+        The rows in the order written, without damaged ones.
 
     Raises:
-        UserError: If the file is missing, or a complete line is not a JSON object with `kind`, `step` and the fields
-            of its kind.
+        UserError: If the file is missing or no regular file.
     """
-    rows = read_lines(path, required=("kind", "step"))
-    for row in rows:
-        missing = [name for name in KIND_FIELDS.get(str(row["kind"]), ()) if name not in row]
-        if missing or type(row["step"]) is not int:
-            wrong = f"without {missing[0]!r}" if missing else f"whose step is {row['step']!r}"
-            raise UserError(f"{path}: there is a row of kind {row['kind']!r} {wrong}; remove that line")
-    return rows if kind is None else [row for row in rows if row.get("kind") == kind]
+    rows = read_lines(path, usable=is_metrics_row)
+    return rows if kind is None else [row for row in rows if row["kind"] == kind]
+
+
+def _step_of(line: bytes) -> int:
+    """Step of a line; -1 of a damaged one."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return -1
+    return row["step"] if isinstance(row, dict) and is_metrics_row(row) else -1

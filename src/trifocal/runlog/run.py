@@ -4,16 +4,39 @@ import itertools
 import json
 import re
 import tomllib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trifocal.errors import UserError
-from trifocal.runlog.jsonl import Row, read_lines
-from trifocal.runlog.valid_rows import HEARTBEAT_FIELDS, is_number, valid_heartbeats, valid_metrics
+from trifocal.errors import UserError, one_line
+from trifocal.paths import read_small_file
+from trifocal.runlog.jsonl import Row, Rows, read_lines
+from trifocal.runlog.valid_rows import is_heartbeat_row, is_metrics_row, is_number
 
 # A heartbeat row is well under 2 KiB, so this much of the end has the last row.
 _TAIL_BYTES = 65536
+_CONFIG_BYTES, _SAMPLE_BYTES, _JSON_BYTES = 2**20, 2**20, 2**26
+# Texts of an evaluation's row; everything else is a number.
+_WORDS = ("task", "status", "source")
+
+
+def _is_speed(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and isinstance(value.get("device"), str)
+        and is_number(value.get("matmul_flops"))
+        and value["matmul_flops"] > 0
+    )
+
+
+# Entries of env.json with a structure.
+_ENVIRONMENT: dict[str, Callable[[Any], bool]] = {
+    **dict.fromkeys(("trifocal", "cpu", "variables"), lambda value: isinstance(value, dict)),
+    "gpus": lambda value: isinstance(value, list) and all(isinstance(gpu, dict) and "name" in gpu for gpu in value),
+    "command": lambda value: isinstance(value, list),
+    "measured_speed": _is_speed,
+}
 
 
 @dataclass
@@ -28,7 +51,7 @@ class Run:
     config_text: str = ""
     environment: dict[str, Any] = field(default_factory=dict)
     heartbeats: dict[int, list[Row]] = field(default_factory=dict)
-    """Rows of every rank; only the last row with `whole_heartbeats=False`."""
+    """Rows of every rank; only the last row in a live view."""
     samples: list[tuple[int, str]] = field(default_factory=list)
     """Step and text, in order of steps."""
     pictures: list[Path] = field(default_factory=list)
@@ -36,7 +59,7 @@ class Run:
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Files of `trifocal evaluate`, in order of steps; see `read_evaluation`."""
     left_out: dict[str, int] = field(default_factory=dict)
-    """Number of rows without the required fields, by file."""
+    """Number of damaged entries, by file."""
 
     def of_kind(self, kind: str) -> list[Row]:
         """The metric rows of one kind."""
@@ -55,7 +78,7 @@ class Run:
     @property
     def total_steps(self) -> int | None:
         """Steps in the config."""
-        steps = self.config.get("train", {}).get("steps")
+        steps = self.setting("train", "steps")
         return steps if isinstance(steps, int) else None
 
     @property
@@ -64,17 +87,26 @@ class Run:
         beats = [rows[-1]["step"] for rows in self.heartbeats.values() if rows]
         return max([row["step"] for row in self.rows] + beats, default=0)
 
-    def note_left_out(self, file: str, rows: int) -> None:
-        """Note the number of rows of a file that are left out."""
-        if rows:
-            self.left_out[file] = rows
+    def setting(self, section: str, name: str) -> int | float | None:
+        """A number of the config; None without one."""
+        value = self.config.get(section, {}).get(name)
+        return value if is_number(value) else None
+
+    def crash_stacks(self, rank: int) -> Path | None:
+        """The stacks that a rank wrote on a signal, the last thing of one that died; None without any."""
+        path = self.directory / "dumps" / f"stacks_rank{rank}.txt"
+        return path if path.is_file() and path.stat().st_size else None
+
+    def note_left_out(self, file: str, entries: int) -> None:
+        """Note the number of entries of a file that are left out."""
+        if entries:
+            self.left_out[file] = entries
 
     def left_out_notes(self) -> list[str]:
-        """A sentence for each file with rows that are left out."""
+        """A sentence for each file with entries that are left out."""
         return [
-            f"{rows:,} row{'s' if rows > 1 else ''} of {file} lack{'' if rows > 1 else 's'} required fields, "
-            f"and {'are' if rows > 1 else 'is'} left out"
-            for file, rows in self.left_out.items()
+            f"{entries:,} damaged {'entries' if entries > 1 else 'entry'} of {file} left out"
+            for file, entries in self.left_out.items()
         ]
 
     def phase_seconds(self, rank: int = 0) -> dict[str, float]:
@@ -89,18 +121,18 @@ class Run:
         return totals
 
 
-def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
+def read_run(directory: str | Path, *, live: bool = False) -> Run:
     """Read a run directory.
 
     Args:
         directory: The run directory.
-        whole_heartbeats: False reads only the last row of every rank, for watching.
+        live: Read only what a live view needs: metrics, config and the last heartbeat row of every rank.
 
     Returns:
-        The run. Parts that do not exist are empty.
+        The run. Parts that do not exist are empty; damaged entries are left out and counted.
 
     Raises:
-        UserError: If there is no run, or a file cannot be read.
+        UserError: If there is no run, or its metrics or its config cannot be read.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -108,45 +140,55 @@ def read_run(directory: str | Path, *, whole_heartbeats: bool = True) -> Run:
     metrics, heartbeat = directory / "metrics.jsonl", directory / "heartbeat"
     if not metrics.exists() and not heartbeat.is_dir():
         raise UserError(f"{directory} is not a run: it has neither metrics.jsonl nor heartbeat/")
-    # Not read_metrics, which refuses rows that this reader leaves out and counts.
-    rows = read_lines(metrics, required=("kind", "step")) if metrics.is_file() else []
-    run = Run(directory, directory.resolve().name, valid_metrics(rows))
-    run.note_left_out(metrics.name, len(rows) - len(run.rows))
+    rows = read_lines(metrics, usable=is_metrics_row) if metrics.is_file() else Rows()
+    run = Run(directory, directory.resolve().name, rows)
+    run.note_left_out(metrics.name, rows.skipped)
     config = directory / "config.toml"
     if config.is_file():
         try:
-            run.config_text = config.read_text(encoding="utf-8")
-            run.config = tomllib.loads(run.config_text)
-        except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-            raise UserError(f"{config} is not valid TOML: {error}") from error
-    environment = directory / "env.json"
-    if environment.is_file():
-        try:
-            run.environment = json.loads(environment.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise UserError(f"{environment} is not valid JSON: {error}") from error
-        if not isinstance(run.environment, dict):
-            raise UserError(f"{environment} holds no JSON object; remove it")
+            run.config_text = read_small_file(config, _CONFIG_BYTES).decode()
+            content = tomllib.loads(run.config_text)
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+            raise UserError(f"cannot read {config}: {one_line(error)}") from error
+        run.config = {name: section for name, section in content.items() if isinstance(section, dict)}
     for path in _files(heartbeat, "rank*.jsonl"):
-        match = re.fullmatch(r"rank(\d+)\.jsonl", path.name)
-        last_bytes = None if whole_heartbeats else _TAIL_BYTES
-        rows = read_lines(path, last_bytes=last_bytes, required=HEARTBEAT_FIELDS) if match else []
-        beats = valid_heartbeats(rows)
-        run.note_left_out(f"heartbeat/{path.name}", len(rows) - len(beats))
-        if match and beats:
-            run.heartbeats[int(match[1])] = beats if whole_heartbeats else beats[-1:]
+        if match := re.fullmatch(r"rank(\d+)\.jsonl", path.name):
+            beats = read_lines(path, last_bytes=_TAIL_BYTES if live else None, usable=is_heartbeat_row)
+            run.note_left_out(f"heartbeat/{path.name}", beats.skipped)
+            if beats:
+                run.heartbeats[int(match[1])] = beats[-1:] if live else beats
     run.heartbeats = dict(sorted(run.heartbeats.items()))
-    for path in _files(directory / "samples", "*.txt"):
+    if not live:
+        _read_the_rest(run)
+    return run
+
+
+def _read_the_rest(run: Run) -> None:
+    environment = run.directory / "env.json"
+    if environment.is_file():
+        content = _read_json(environment)
+        if not isinstance(content, dict):
+            run.note_left_out(environment.name, 1)
+            content = {}
+        run.environment = {
+            name: value for name, value in content.items() if _ENVIRONMENT.get(name, lambda value: True)(value)
+        }
+        run.note_left_out(environment.name, len(content) - len(run.environment))
+    for path in _files(run.directory / "samples", "*.txt"):
         match = re.search(r"(\d+)", path.stem)
-        run.samples.append((int(match[1]) if match else 0, path.read_text(encoding="utf-8", errors="replace")))
+        try:
+            text = read_small_file(path, _SAMPLE_BYTES).decode(errors="replace")
+        except (OSError, UserError):
+            run.note_left_out(f"samples/{path.name}", 1)
+            continue
+        run.samples.append((int(match[1]) if match else 0, text))
     run.samples.sort(key=lambda sample: sample[0])
-    run.pictures = sorted(_files(directory / "attention", "step_*.npz"))
-    for path in sorted(_files(directory / "evaluation", "*.json")):
+    run.pictures = sorted(_files(run.directory / "attention", "step_*.npz"))
+    for path in sorted(_files(run.directory / "evaluation", "*.json")):
         if evaluation := read_evaluation(path):
             run.evaluations.append(evaluation)
         else:
             run.note_left_out(f"evaluation/{path.name}", 1)
-    return run
 
 
 def read_evaluation(path: Path) -> dict[str, Any] | None:
@@ -154,20 +196,28 @@ def read_evaluation(path: Path) -> dict[str, Any] | None:
 
     Returns:
         Its content: `step` (or None), further facts about the model, and `rows`, each with `task`, `length`, `status`
-        and finite figures. None if there is no such content.
+        and finite figures. None if it has no such row.
     """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        rows = content["rows"]
-        kept = [
-            {name: value for name, value in row.items() if isinstance(value, str) or is_number(value)}
-            for row in rows
-            if isinstance(row["task"], str) and isinstance(row["status"], str) and is_number(row["length"])
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    content = _read_json(path)
+    if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         return None
+    kept = [
+        {name: value for name, value in row.items() if is_number(value) or (name in _WORDS and isinstance(value, str))}
+        for row in content["rows"]
+        if isinstance(row, dict)
+    ]
+    needed = {"task", "status", "length"}
     step = content.get("step")
-    return {**content, "step": step if is_number(step) else None, "rows": kept}
+    rows = [row for row in kept if needed <= row.keys() and not is_number(row["task"]) and is_number(row["length"])]
+    return {**content, "step": step if is_number(step) else None, "rows": rows} if rows else None
+
+
+def _read_json(path: Path) -> Any:
+    """The content of a JSON file; None if it cannot be read."""
+    try:
+        return json.loads(read_small_file(path, _JSON_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _files(folder: Path, pattern: str) -> list[Path]:

@@ -16,10 +16,11 @@ _COMPILER_FILES = ("/torch/_dynamo/convert_frame.py", "/torch/_inductor/compile_
 
 
 class StackDump:
-    """On SIGUSR1, writes the Python stack of every thread into the run's dumps, without stopping the run.
+    """Writes the Python stack of every thread into the run's dumps: on SIGUSR1 (`kill -USR1 PID`), without stopping
+    the run, and on the fatal signals SIGSEGV, SIGABRT, SIGBUS, SIGFPE and SIGILL.
 
     faulthandler writes in the signal handler itself, so it works while the main thread is busy in C code or holds the
-    interpreter's lock: `kill -USR1 PID`. Does nothing on Windows, which lacks the signal.
+    interpreter's lock.
 
     Args:
         directory: The run's `dumps` folder; stacks are appended to `stacks_rank{rank}.txt` there. If that cannot be
@@ -37,9 +38,9 @@ class StackDump:
             logger.warning("cannot open %s (%s); training goes on, stacks go to the standard error", self.path, error)
             # A copy, which close() may close.
             self.file = os.fdopen(os.dup(2), "w")
-        self._registered = hasattr(faulthandler, "register")
-        if self._registered:
-            faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
+        self._was_enabled = faulthandler.is_enabled()
+        faulthandler.register(signal.SIGUSR1, file=self.file, all_threads=True)
+        faulthandler.enable(file=self.file, all_threads=True)
 
     def size(self) -> int:
         """Bytes in the file; 0 if there is none."""
@@ -49,11 +50,13 @@ class StackDump:
             return 0
 
     def close(self) -> None:
-        """Restore the signal and close the file; an empty one is removed."""
+        """Restore the signals and close the file; an empty one is removed."""
         if self.file.closed:
             return
-        if self._registered:
-            faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.unregister(signal.SIGUSR1)
+        faulthandler.disable()
+        if self._was_enabled and sys.__stderr__ is not None:
+            faulthandler.enable(file=sys.__stderr__)
         self.file.close()
         if self.path.is_file() and self.size() == 0:
             with contextlib.suppress(OSError):

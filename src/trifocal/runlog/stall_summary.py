@@ -25,7 +25,6 @@ _HINTS = {
 }
 _FILES = (
     ("stacks_rank*.txt", "the Python stacks of all threads, the most recent call first"),
-    ("native_stacks_rank*.txt", "the same with the frames of C and C++ code"),
     ("collectives_rank*.txt", "the last collectives; those that have not ended come first"),
     ("cuda_memory_rank*.txt", "PyTorch's summary of the GPU's memory"),
 )
@@ -59,7 +58,7 @@ def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row,
     if verdict.state == "stalled" and row["phase"] in _HINTS:
         lines.append(f"- Hint: {_HINTS[row['phase']]}")
     try:
-        run = read_run(directory, whole_heartbeats=False)
+        run = read_run(directory, live=True)
     except (UserError, OSError) as error:
         return "\n".join([*lines, "", f"The rest of the run cannot be read: {error}", ""])
     last = {other: rows[-1] for other, rows in run.heartbeats.items()}
@@ -79,7 +78,9 @@ def stall_summary(directory: Path, folder: Path, rank: int, what: str, row: Row,
             often = "" if usual is None else f" (usually {usual:.2g} s)"
             lines.append(f"- Rank {other} was in {beat['phase']} for {duration(beat['phase_seconds'])}{often}{place}.")
         elif last[other]["status"] == "running":
-            lines.append(f"- Rank {other} has not answered: {verdicts[other].reason}.")
+            stacks = run.crash_stacks(other)
+            died = "" if stacks is None else f" Its last stacks are in {stacks.name}, one folder up."
+            lines.append(f"- Rank {other} has not answered: {verdicts[other].reason}.{died}")
     lines += ["", "## Ranks", "", "| rank | verdict | step | why |", "|---|---|---|---|"]
     for other, found in sorted(verdicts.items()):
         step = (row if other == rank else last[other])["step"]
@@ -105,7 +106,7 @@ def _last_metrics(run: Run) -> list[str]:
 
 
 def _value(number: float | None) -> str:
-    return "unknown" if number is None else f"{number:,.4g}"
+    return f"{number:,.4g}" if isinstance(number, int | float) else "unknown"
 
 
 def _gib(number: int | None) -> str:

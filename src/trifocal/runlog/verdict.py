@@ -78,7 +78,7 @@ def judge(row: Row, now: float | None = None) -> Verdict:
 
 def _state(row: Row) -> str:
     """Linux's letter for the state of the row's process; X also if another process has its id now."""
-    began, now = row.get("process_start"), process_start(row["pid"])
+    began, now = row["process_start"], process_start(row["pid"])
     return "X" if None not in (began, now) and began != now else process_state(row["pid"])
 
 
@@ -103,8 +103,7 @@ def _present(row: Row, silence: float) -> Verdict:
     whole = row["phase_seconds"] + silence
     if row["compiling"]:
         return Verdict("running", f"compiling in {phase} for {duration(whole)}")
-    # Rows of older versions lack this field.
-    age = whole - row.get("compile_seconds", 0.0)
+    age = whole - row["compile_seconds"]
     if limit is not None and age > limit:
         since = time.strftime("%H:%M:%S", time.localtime(row["unix_time_seconds"] - row["phase_seconds"]))
         reason = f"in {phase} for {duration(age)}, since {since}, usually {expected:.2g} s{_place(row)}"

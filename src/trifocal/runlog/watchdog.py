@@ -34,7 +34,7 @@ from trifocal.runlog.whole_files import write_whole
 
 # A rank that stalls this soon after another adds to the other's dump.
 _SAME_STALL_SECONDS = 60.0
-# The other ranks check for dumps with every row of their heartbeats; then py-spy needs time.
+# The other ranks check for dumps with every row of their heartbeats.
 _ANSWER_INTERVALS = 2.0
 _ANSWER_SECONDS = 15.0
 _POLL_SECONDS = 0.2
@@ -170,7 +170,7 @@ class Watchdog:
 
     def _running_ranks(self) -> set[int]:
         try:
-            run = read_run(self.directory, whole_heartbeats=False)
+            run = read_run(self.directory, live=True)
         except (UserError, OSError):
             return set()
         return {rank for rank, rows in run.heartbeats.items() if rows[-1]["status"] == "running"}

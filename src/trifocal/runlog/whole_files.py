@@ -1,35 +1,58 @@
 """Files that are complete or absent."""
 
+import contextlib
 import os
+import re
+import secrets
+from collections.abc import Collection
 from pathlib import Path
 
 
 def partial_name(name: str) -> str:
-    """Name of a file while it is being written."""
+    """Name of a file or folder while it is being written, where a lock or a folder of its own keeps others away."""
     return f".{name}.partial"
 
 
+def is_partial(name: str, of: Collection[str]) -> bool:
+    """Whether a name is that of one of these files while it is being written."""
+    match = re.fullmatch(r"\.(.+?)(?:\.[0-9a-f]{8})?\.partial", name)
+    return match is not None and match[1] in of
+
+
 def write_whole(path: Path, content: str | bytes, *, flush: bool = False) -> None:
-    """Write a file under another name, then rename it: no reader sees a part of it.
+    """Write a file under a name of its own, then rename it: no reader sees a part of it, and no other writer either.
 
     Args:
-        path: The file. An existing one is replaced, even a link or a device, so this is not for paths of the user.
+        path: The file. An existing one is replaced, even a link; see `write_output` for paths of the user.
         content: Bytes, or text to encode in UTF-8.
         flush: Flush to the disk before the rename, so that a power cut leaves the new or the earlier file.
 
     Raises:
         OSError: If writing fails; the earlier file stays.
     """
-    partial = path.with_name(partial_name(path.name))
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.partial")
     try:
-        # A leftover of a killed process, or a link that somebody planted, must not be written through.
-        partial.unlink(missing_ok=True)
         with partial.open("xb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             if flush:
                 file.flush()
                 os.fsync(file.fileno())
         partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
         raise
+
+
+def write_output(path: Path, content: str | bytes) -> None:
+    """Write a file that the user named: whole, through a link to its target, and into a pipe or device as it comes.
+
+    Raises:
+        OSError: If writing fails; an earlier file stays.
+    """
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        target.write_bytes(content.encode() if isinstance(content, str) else content)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(target, content)

@@ -19,6 +19,7 @@ The window needs no array: a query reads the last `window_size` tokens of its do
 
 import io
 import json
+import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trifocal.errors import UserError
+from trifocal.errors import UserError, one_line
 from trifocal.ops import Documents, Geometry
+from trifocal.paths import read_small_file
 from trifocal.runlog.whole_files import write_whole
 from trifocal.telemetry.maps import LayerAttention, block_importance, dense_block_mass
 
@@ -37,6 +39,8 @@ VERSION = 1
 _MOST_QUERIES, _FEWEST_QUERIES = 128, 32
 _MOST_CELLS = 2**20
 """Bytes of one map before compression, as far as _FEWEST_QUERIES allow."""
+_MOST_BYTES = 2**26
+"""Bytes of a file, compressed and expanded."""
 _ARRAYS = ("positions", "documents", "queries", "selected", "importance", "dense", "gates")
 
 
@@ -79,16 +83,47 @@ def read_picture(path: Path) -> AttentionPicture:
         UserError: If the file is damaged or of another version; names it.
     """
     try:
-        with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+        content = io.BytesIO(read_small_file(path, _MOST_BYTES))
+        with zipfile.ZipFile(content) as archive:
+            size = sum(member.file_size for member in archive.infolist())
+        if size > _MOST_BYTES:
+            raise ValueError(f"expected at most {_MOST_BYTES:,} bytes, it expands to {size:,}")
+        with np.load(content, allow_pickle=False) as file:
             header = json.loads(file["header"].tobytes())
             arrays = {name: file[name] for name in _ARRAYS}
+        if header["version"] != VERSION:
+            raise ValueError(f"expected version {VERSION}, got {header['version']}")
+        geometry = Geometry(**header["geometry"])
+        picture = AttentionPicture(header["step"], geometry, header["texts"], header["layers"], **arrays)
+        _check_shapes(picture)
     except Exception as error:  # A damaged archive raises many kinds of errors.
-        raise UserError(f"cannot read the attention picture {path} ({error}); remove it") from error
-    if header["version"] != VERSION:
-        raise UserError(f"{path} is of version {header['version']}, this Trifocal reads version {VERSION}")
-    # Older files have all layers.
-    layers = header.get("layers", list(range(len(arrays["gates"]))))
-    return AttentionPicture(header["step"], Geometry(**header["geometry"]), header["texts"], layers, **arrays)
+        raise UserError(f"cannot read the attention picture {path} ({one_line(error)}); remove it") from error
+    return picture
+
+
+def _check_shapes(picture: AttentionPicture) -> None:
+    """Refuse a header or arrays that do not belong together."""
+    num_tokens, num_queries, num_layers = len(picture.texts), len(picture.queries), len(picture.layers)
+    num_groups, num_blocks = picture.importance.shape[2:]
+    each = (num_layers, num_queries, num_groups)
+    expected = {
+        "positions": (np.int32, (num_tokens,)),
+        "documents": (np.int32, (num_tokens,)),
+        "queries": (np.int32, (num_queries,)),
+        "selected": (np.int16, (*each, picture.selected.shape[-1])),
+        "importance": (np.uint8, (*each, num_blocks)),
+        "dense": (np.uint8, (*each, num_blocks)),
+        "gates": (np.uint8, (*each, 3)),
+    }
+    for name, (dtype, shape) in expected.items():
+        array = getattr(picture, name)
+        if array.dtype != dtype or array.shape != shape or not array.size:
+            raise ValueError(f"{name}: expected {np.dtype(dtype)} of shape {shape}, got {array.dtype} of {array.shape}")
+    numbers = [picture.step, *picture.layers]
+    if not all(isinstance(text, str) for text in picture.texts) or not all(type(value) is int for value in numbers):
+        raise ValueError("texts must be strings, step and layers integers")
+    if picture.queries.min() < 0 or picture.queries.max() >= num_tokens:
+        raise ValueError(f"queries must lie in 0 to {num_tokens - 1}")
 
 
 def picture_queries(num_tokens: int, cells_per_query: int) -> int:

@@ -73,7 +73,8 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
         queries with more candidates than n, the share inside the window (0 without such blocks);
         `neighbour_overlap`: share of a query's blocks that the query before it selected too;
         `selected_block_entropy`: entropy of the selected blocks over their indices, in nats;
-        `fewer_than_n_share`: share of queries with fewer than n blocks.
+        `selected_count_shares` [..., n + 1]: share of the queries of a group that select 0, 1, …, n blocks;
+        `fewer_than_n_share`: share of those with fewer than n.
     """
     num_queries, device = selected.shape[-3], selected.device
     positions = torch.arange(num_queries, device=device) if documents is None else documents.positions
@@ -96,6 +97,11 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
     # The window reaches back w - 1 tokens; a block is seen whole if its first token is.
     in_window = positions[:, None, None] - selected * geometry.selection_block_size < geometry.window_size
 
+    of_query = chosen.sum(-1)
+    # Of fewer candidates than n, the operators may return fewer slots than n.
+    kinds = torch.arange(geometry.num_selected_blocks + 1, device=device)
+    count_shares = (of_query[..., None] == kinds).float().mean((-3, -2))
+
     blocks = torch.where(chosen, selected, 0).flatten(-3).long()
     counts = torch.zeros(*leading, geometry.num_selection_blocks(num_queries), device=device)
     counts.scatter_add_(-1, blocks, weights)
@@ -105,7 +111,8 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
         "free_local_share": (free & in_window).sum(every) / free.sum(every).clamp(min=1),
         "neighbour_overlap": _neighbour_overlap(selected, documents),
         "selected_block_entropy": torch.special.entr(counts / count[..., None]).sum(-1),
-        "fewer_than_n_share": (chosen.sum(-1) < geometry.num_selected_blocks).float().mean((-2, -1)),
+        "selected_count_shares": count_shares,
+        "fewer_than_n_share": 1 - count_shares[..., -1],
     }
 
 

@@ -11,13 +11,19 @@ import tyro
 from trifocal.data import has_text
 from trifocal.errors import UserError, unknown
 from trifocal.fields import checked, dotted_fields, from_table, value_of
-from trifocal.models import ModelConfig
 from trifocal.paths import user_path
+from trifocal.train.presets import presets
 from trifocal.train.pretrained import pretrained_values
 from trifocal.train.run_config import RunConfig
 from trifocal.train.toml import read_toml
 
 HELP = {"-h", "--help"}
+ALIASES = {
+    "lr": "optimizer.learning_rate",
+    "batch_size": "train.global_batch_size",
+    "steps": "train.steps",
+}
+"""Short names of flags that are typed often."""
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str, Any] = ()) -> RunConfig:
@@ -27,7 +33,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     both.
 
     Args:
-        path: The TOML file; None: the defaults, and the model of `model.from`.
+        path: The TOML file, or the name of a preset; None: the defaults, and the model of `model.from`.
         overrides: Flags as on a command line, `["--train.steps", "200", "--model.dim=64"]`, or values by key,
             `{"train.steps": 200, "model.dim": 64}`.
 
@@ -38,9 +44,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
         UserError: If the file cannot be read, or a key, flag or value is not valid; names the nearest valid one.
     """
     if path is None:
-        config = RunConfig(model=ModelConfig())
+        config = RunConfig()
     else:
-        config = from_table(RunConfig, read_toml(user_path(path, "config file")), str(path))
+        config = from_table(RunConfig, read_toml(_config_file(path)), str(path))
     given = _values(overrides)
     source = given.get("model.from", config.model.from_)
     if not source:
@@ -55,6 +61,16 @@ def load_config(path: str | Path | None, overrides: Sequence[str] | Mapping[str,
     if path is None and "data.tokenizer" not in found | given and has_text(config.data.source):
         raise UserError(f"{source} has no tokenizer; name one with --data.tokenizer")
     return config
+
+
+def _config_file(path: str | Path) -> Path:
+    """The file at this path, or else the preset of this name."""
+    file, found = user_path(path, "config file"), presets()
+    if not file.suffix and file.name == str(path) and not file.exists():
+        if str(path) not in found:
+            raise unknown("config file or preset", str(path), found)
+        return found[str(path)]
+    return file
 
 
 def override(config: RunConfig, overrides: Sequence[str] | Mapping[str, Any]) -> RunConfig:
@@ -156,6 +172,8 @@ def read_flags(
             continue
         flag, equals, value = argument.partition("=")
         name = flag[2:].replace("-", "_")
+        if ALIASES.get(name) in kinds:
+            name = ALIASES[name]
         if name not in kinds:
             raise unknown("flag", flag, [f"--{valid}" for valid in kinds])
         if name in switches:

@@ -1,11 +1,11 @@
 """Checkpoints that are complete or absent.
 
-`checkpoints/step_00000500/` holds `weights/` (model and optimizer, torch.distributed.checkpoint), one
-`rank*.json` a process (data position, random generators, counters) and `manifest.json`: the model's configuration
-and the size and SHA-256 of every other file. All processes write it together, in a folder that all of them see, and
-it is read by any number of them in any parallel mode. It is written under another name, flushed to the disk
-and then renamed, so a crash at any moment leaves either the whole checkpoint or none. Every file is verified before
-anything of it is used.
+`checkpoints/step_00000500/` holds `weights/` (model and optimizer in safetensors files, written and read by
+torch.distributed.checkpoint), one `rank*.json` a process (data position, random generators, counters) and
+`manifest.json`: the model's configuration and the size and SHA-256 of every other file. No file can run code. All
+processes write it together, in a folder that all of them see, and any number of them reads it in any parallel mode. It
+is written under another name, flushed to the disk and then renamed, so a crash at any moment leaves either the whole
+checkpoint or none. Every file is verified before anything of it is used.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -30,15 +30,19 @@ from trifocal.distributed import Processes
 from trifocal.errors import UserError
 from trifocal.models import ModelConfig
 from trifocal.train.checkpoint_folders import checkpoint_path
-from trifocal.train.checkpoint_reader import SafePlanner, SafeReader
-from trifocal.train.checkpoint_weights import check_model
 from trifocal.train.manifest import (
     FORMAT,
     CheckpointDamaged,
     describe_files,
+    read_manifest,
     write_manifest,
 )
 from trifocal.train.run_files import PARTIAL, flush_folder, remove_folder
+
+# Fields that change how the model is computed, not its weights.
+_FREE_MODEL_FIELDS = frozenset({"backend"})
+# safetensors makes a file in memory before it is written.
+_FILE_BYTES = 2**30
 
 
 def save_checkpoint(
@@ -177,14 +181,53 @@ def load_checkpoint(
         UserError: If the checkpoint holds another model; names the differences.
         CheckpointDamaged: If the process state cannot be read.
     """
-    check_model(path, model_config)
+    _check_model(path, model_config)
     state = collect_state(model, optimizer)
-    _load_weights(state, path / "weights")
-    hyperparameters = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    _read(_tensors(state), path / "weights")
+    # The tensors have changed in place; the hyperparameters are the optimizer's own.
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for group, values in zip(optimizer.param_groups, hyperparameters, strict=True):
-        group.update(values)
     return _process_state(path, 0 if processes is None else processes.rank)
+
+
+def load_model_weights(path: Path, *, model: nn.Module, model_config: ModelConfig) -> None:
+    """Give a model the weights of a verified checkpoint, on the CPU.
+
+    Args:
+        path: The checkpoint.
+        model: On any device, "meta" too; its tensors are replaced.
+        model_config: The model's configuration.
+
+    Raises:
+        UserError: If the checkpoint holds another model, names the differences; or if it cannot be read.
+    """
+    _check_model(path, model_config)
+    tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in model.state_dict().items()}
+    _read(_tensors({"model": tensors}), path / "weights")
+    model.load_state_dict(tensors, assign=True)
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """The model configuration of a verified checkpoint."""
+    return ModelConfig.from_dict(dict(read_manifest(path)["model"]))
+
+
+def _check_model(path: Path, model_config: ModelConfig) -> None:
+    # Read as a configuration: JSON has no tuples, and an older checkpoint lacks keys that have defaults by now.
+    saved = read_model_config(path).to_dict()
+    expected = model_config.to_dict()
+    differences = [
+        f"{name} is {_shown(saved.get(name))} there, {_shown(expected.get(name))} here"
+        for name in sorted(saved.keys() | expected.keys())
+        if name not in _FREE_MODEL_FIELDS and saved.get(name) != expected.get(name)
+    ]
+    if differences:
+        raise UserError(f"checkpoint {path} is of another model: {'; '.join(differences)}")
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, dict):
+        return "/".join(str(part) for part in value.values())
+    return "absent" if value is None else str(value)
 
 
 def _process_state(path: Path, rank: int) -> dict[str, Any]:
@@ -199,12 +242,30 @@ def _process_state(path: Path, rank: int) -> dict[str, Any]:
     return state
 
 
+def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
+    """The tensors of `collect_state` by their names in the files; hyperparameters are not among them."""
+    tensors = {f"model.{name}": tensor for name, tensor in state["model"].items()}
+    for parameter, values in state.get("optimizer", {}).get("state", {}).items():
+        tensors |= {f"optimizer.state.{parameter}.{name}": tensor for name, tensor in values.items()}
+    return tensors
+
+
+def _file_numbers(tensors: dict[str, Tensor]) -> dict[str, int]:
+    """The number of each tensor's file, from 1, so that no file is much larger than `_FILE_BYTES`."""
+    numbers, total = {}, 0
+    for name, tensor in tensors.items():
+        numbers[name] = 1 + total // _FILE_BYTES
+        total += tensor.numel() * tensor.element_size()
+    return numbers
+
+
 def _save_weights(state: dict[str, Any], folder: Path, processes: Processes) -> None:
+    tensors = _tensors(state)
+    writer = dcp.HuggingFaceStorageWriter(str(folder), _file_numbers(tensors), save_distributed=True)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            writer, alone = dcp.FileSystemWriter(folder), processes.size == 1
-            dcp.save(state, storage_writer=writer, process_group=processes.group, no_dist=alone)
+            dcp.save(tensors, storage_writer=writer, process_group=processes.group, no_dist=processes.size == 1)
     except CheckpointException as error:
         # It is a BaseException, and wraps the error of each process.
         causes = [cause for cause, _ in error.failures.values()]
@@ -215,11 +276,13 @@ def _save_weights(state: dict[str, Any], folder: Path, processes: Processes) -> 
         raise OSError(f"PyTorch could not write to {folder}; its disk may be full: {why}") from error
 
 
-def _load_weights(state: dict[str, Any], folder: Path) -> None:
+def _read(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Read a checkpoint into tensors, in place; every process its part."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=not dist.is_initialized())
+            reader = dcp.HuggingFaceStorageReader(str(folder))
+            dcp.load(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except CheckpointException as error:
         # All processes may have had the same error.
         causes = "; ".join(dict.fromkeys(str(cause) for cause, _ in error.failures.values()))

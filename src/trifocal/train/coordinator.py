@@ -161,8 +161,7 @@ class StepCoordinator:
             # A lost process leaves no stacks: the others write down the place in the code where it was last seen.
             others = {f"rank{other}": note for other, note in peers.notes().items()}
             summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}
-            # This process ends soon: there is less time than for the dump of a stall.
-            write_details(folder, rank, summary, self._processes.device, native_seconds=3.0)
+            write_details(folder, rank, summary, self._processes.device)
 
         peers = PeerMonitor(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
         self._peers = peers

@@ -1,13 +1,17 @@
 """Exporting a trained model for use: weights, configuration and tokenizer, as transformers reads them too."""
 
 import contextlib
+import errno
+import fcntl
 import json
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from trifocal.data import Tokenizer
+from trifocal.data.tokenizers import CONFIG_FILE as TOKENIZER_CONFIG_FILE
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM, save_weights
 from trifocal.models.io import CONFIG_FILE, SHARD_BYTES
@@ -17,6 +21,8 @@ WEIGHTS = "weights"
 """In the folder of a run: the model of the last checkpoint, for use."""
 STEP_FILE = "trainer_state.json"
 GENERATION_FILE = "generation_config.json"
+_LOCK_FILE = ".trifocal.lock"
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
 
 
 def export_weights(
@@ -29,7 +35,7 @@ def export_weights(
 
     Args:
         model: The model itself, without wrappers.
-        tokenizer: Of the training data.
+        tokenizer: The tokenizer of the training data.
         folder: Made if it does not exist (its parent must); files of the same names are replaced.
         step: Optimizer steps done.
         sequence_length: Tokens of a sequence in training, if known.
@@ -47,37 +53,84 @@ def export_weights(
 def new_model_folder(folder: Path) -> Iterator[Path]:
     """A place for the files of a new folder; they move there when all of them are written, `config.json` last.
 
-    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory. If
-    there is an error, the folder is empty or absent again, as it was before.
+    The place is in the folder itself, so that the folder may be a mount point, a link, or the working directory. After
+    an error, the folder has what others put there, and nothing of this.
 
     Args:
         folder: Must not exist, or be empty.
 
     Raises:
-        UserError: If there is something in the folder, or it cannot be made.
+        UserError: If there is something in the folder, another process writes there, or a file cannot be written; the
+            message names it.
     """
-    partial = folder / partial_name("model")
-    absent = not folder.exists()
-    # A start that was killed may have left its files.
-    if not absent and (not folder.is_dir() or set(folder.iterdir()) - {partial}):
-        raise UserError(f"{folder} exists already; give a new folder")
-    shutil.rmtree(partial, ignore_errors=True)
+    absent, written = not folder.exists(), []
+    _check_empty(folder)
     try:
-        partial.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = _lock(folder)
     except OSError as error:
         raise UserError(f"cannot make the folder {folder}: {error.strerror}") from error
+    partial = folder / partial_name("model")
     try:
+        _check_empty(folder)
+        # A start that was killed left its files.
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
         yield partial
         for path in sorted(partial.iterdir(), key=lambda path: path.name == CONFIG_FILE):
+            if os.path.lexists(folder / path.name):
+                raise UserError(f"somebody wrote {folder / path.name} meanwhile; give a new folder")
+            written.append(folder / path.name)
             path.replace(folder / path.name)
         partial.rmdir()
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(partial, ignore_errors=True)
-        for path in folder.iterdir():
-            path.unlink()
-        if absent:
-            folder.rmdir()
+        for path in written:
+            path.unlink(missing_ok=True)
+        written.clear()
+        if isinstance(error, OSError):
+            name = error.filename2 or error.filename or folder
+            raise UserError(f"{name}: {error.strerror}; {folder} was not written") from error
         raise
+    finally:
+        (folder / _LOCK_FILE).unlink(missing_ok=True)
+        os.close(lock)
+        if absent and not written:
+            # Not where somebody else wrote.
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def _check_empty(folder: Path) -> None:
+    """Refuse a folder with anything but what a process that writes there, or was killed, has in it."""
+    own = {folder / partial_name("model"), folder / _LOCK_FILE}
+    if folder.exists() and (not folder.is_dir() or set(folder.iterdir()) - own):
+        raise UserError(f"{folder} exists already; give a new folder")
+
+
+def _lock(folder: Path) -> int:
+    """Lock a folder for one writer; returns the open file, whose end releases it.
+
+    Raises:
+        UserError: If another process writes there.
+    """
+    path = folder / _LOCK_FILE
+    while True:
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return file
+            os.close(file)
+            if isinstance(error, BlockingIOError):
+                raise UserError(f"another process is writing {folder}; give a new folder") from error
+            raise
+        # The writer before may have deleted it between the two calls.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file), path.stat()):
+                return file
+        os.close(file)
 
 
 def export_folder(
@@ -91,13 +144,12 @@ def export_folder(
     """Write a new folder that transformers reads.
 
     Args:
-        model, tokenizer, sequence_length: As of `export_weights`.
-        folder: As of `new_model_folder`.
+        model, tokenizer, sequence_length: See `export_weights`.
+        folder: See `new_model_folder`.
         shard_bytes: Larger weights are cut into files of at most this many bytes.
 
     Raises:
-        UserError: If there is something in the folder, or it cannot be made.
-        OSError: If a file cannot be written.
+        UserError: See `new_model_folder`.
     """
     with new_model_folder(folder) as partial:
         _write_model(model, tokenizer, partial, sequence_length, shard_bytes)
@@ -113,11 +165,11 @@ def _write_model(
 def write_tokenizer(
     tokenizer: Tokenizer, vocab_size: int, folder: Path, sequence_length: int | None = None
 ) -> dict[str, Any]:
-    """Write a tokenizer and `generation_config.json`.
+    """Write a tokenizer, with a token for padding, and `generation_config.json`.
 
     Args:
-        tokenizer: Of the training data.
-        vocab_size: Of the model.
+        tokenizer: The tokenizer of the training data.
+        vocab_size: The model's.
         folder: An existing one.
         sequence_length: Tokens of a sequence in training, if known.
 
@@ -138,5 +190,9 @@ def write_tokenizer(
         settings["eos_token_id"] = tokenizer.separator
         # A row that has ended is filled up with its last token.
         tokens = {"eos_token_id": tokenizer.separator, "pad_token_id": tokenizer.separator}
+        path = folder / TOKENIZER_CONFIG_FILE
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not content.get("pad_token"):
+            write_whole(path, json.dumps(content | {"pad_token": content["eos_token"]}) + "\n")
     write_whole(folder / GENERATION_FILE, json.dumps(tokens) + "\n")
     return settings

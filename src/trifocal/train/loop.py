@@ -10,36 +10,37 @@ from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.exporting import WEIGHTS
-from trifocal.train.lock import RunLock
 from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import FiniteGuard
-from trifocal.train.replaced_run import delete_replaced
+from trifocal.train.out_of_memory import remedies_on_out_of_memory
 from trifocal.train.result import TrainResult
 from trifocal.train.run_directory import save_config
 from trifocal.train.run_logger import RunLogger, open_logger
 from trifocal.train.saving import Saver
 from trifocal.train.schedule import is_due, learning_rate_of
 from trifocal.train.step import StepResult, TrainStep
-from trifocal.train.stop import StopSignals
+from trifocal.train.stop import StoppedBeforeFirstStep, StopSignals
 from trifocal.train.tracing import make_tracer
 from trifocal.train.train_setup import TrainSetup
 from trifocal.train.validation_loss import Evaluation
 
 
-def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None, lock: RunLock) -> TrainResult:
+def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None) -> TrainResult:
     """Train to the last step or the first signal; closes the loader at the end.
 
     Args:
         setup: The run. Its folder exists.
         notes: Sentences for the log's beginning.
         checkpoint: The one to resume from; None for a new run.
-        lock: Of the run's folder, taken by rank 0.
 
     Raises:
         UserError: If the data fail, the last checkpoint cannot be written, or the run's folder is moved or deleted.
         NonFiniteError: If a loss, a gradient or a weight is not finite.
+        torch.OutOfMemoryError: If the memory does not suffice; names what to lower.
+        StoppedBeforeFirstStep: If a signal comes before the first step has ended in all processes.
     """
     with ExitStack() as stack:
+        stack.enter_context(remedies_on_out_of_memory(setup.config, setup.processes.size))
         stack.callback(setup.loader.close)
         stack.enter_context(deterministic_operations(setup.config.run.deterministic))
         if checkpoint is not None:
@@ -51,7 +52,12 @@ def run_training(setup: TrainSetup, notes: list[str], checkpoint: Path | None, l
         coordinator = StepCoordinator(setup.processes)
         silence = setup.config.parallel.silence_seconds
         stack.enter_context(coordinator.watched(log.heartbeat, setup.directory, silence, log.event))
-        return Trainer(setup, log, coordinator, signals, lock, checkpoint).run(notes)
+        try:
+            return Trainer(setup, log, coordinator, signals, checkpoint).run(notes)
+        except StoppedBeforeFirstStep:
+            setup.state.step = setup.state.resume_step or 0
+            log.heartbeat.close("stopped")
+            raise
 
 
 class Trainer:
@@ -62,7 +68,6 @@ class Trainer:
         log: Takes metrics and events.
         coordinator: Keeps the processes in step.
         signals: Ask the run to stop.
-        lock: Of the run's folder, taken by rank 0.
         checkpoint: The one to resume from; None for a new run.
     """
 
@@ -72,12 +77,11 @@ class Trainer:
         log: RunLogger,
         coordinator: StepCoordinator,
         signals: StopSignals,
-        lock: RunLock,
         checkpoint: Path | None,
     ) -> None:
         self.setup, self.log, self.coordinator, self.signals = setup, log, coordinator, signals
         self.config, self.state, self.processes = setup.config, setup.state, setup.processes
-        self.lock, self.checkpoint = lock, checkpoint
+        self.checkpoint = checkpoint
         self.guard = FiniteGuard(setup, log)
         self.saver = Saver(setup, log, self.guard)
         self.evaluator = Evaluator(setup, log)
@@ -113,7 +117,7 @@ class Trainer:
             while state.step < total and self._take_step():
                 pass
             if state.steps_here == 0:
-                self._commit_start()
+                self._commit_resume()
             self.saver.end()
             skipped = set().union(*self.processes.gather(setup.loader.bad_documents.skipped))
             finished = state.step >= total
@@ -143,6 +147,8 @@ class Trainer:
             )
         if data is None:
             return False
+        if self.state.steps_here == 0:
+            self.log.log_event("first_batch", f"the first batch came after {setup.loader.first_wait:.1f} s")
         result = self._update(step, data)
         self.guard.add(result)
         self.state.step, self.state.data_position = step, data.position
@@ -176,7 +182,7 @@ class Trainer:
         first_here = self.state.steps_here == 1
         if first_here:
             self.guard.check_step()
-            self._commit_start()
+            self._commit_resume()
         if last or first_here:
             path = self.setup.directory / "backends.json"
             log.write_optional("choice of backends", lambda: write_backends(path))
@@ -213,26 +219,25 @@ class Trainer:
             with log.pause("sample"):
                 self.sample = evaluator.sample(step)
 
-    def _commit_start(self) -> None:
-        """Delete the run that this start replaces: the first step has ended in all processes.
+    def _commit_resume(self) -> None:
+        """Save the configuration of a resumed run and set later checkpoints aside, when its first step has ended.
 
-        Not before: a start that fails leaves the run, its configuration and its checkpoints as they were.
+        Not before: a resume that fails leaves the run, its configuration and its checkpoints as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
+        if checkpoint is None:
+            return
 
-        def replace_previous() -> str:
+        def commit() -> None:
             self.saver.check_directory()
             save_config(self.config, directory)
-            if checkpoint is not None:
-                set_aside_later_checkpoints(checkpoint)
-            return delete_replaced(directory, self.lock)
+            set_aside_later_checkpoints(checkpoint)
 
         with self.log.heartbeat.phase("wait"):
             processes.raise_on_all(None)
+        self.signals.something_to_save = True
         with self.log.pause("checkpoint"):
-            left = processes.run_on_rank0(replace_previous)
-        if left and processes.is_rank0:
-            self.log.log_event("not_deleted", left, "warning")
+            processes.run_on_rank0(commit)
         processes.mark_run_created()
-        if checkpoint is not None and (directory / WEIGHTS).is_dir() and self.state.step < self.config.train.steps:
+        if (directory / WEIGHTS).is_dir() and self.state.step < self.config.train.steps:
             self.log.log_event("note", f"{directory / WEIGHTS} is of an earlier step until this run ends")

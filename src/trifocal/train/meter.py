@@ -14,7 +14,7 @@ from trifocal.train.run_config import RunConfig
 from trifocal.train.step import StepResult
 
 
-class Meter:
+class ThroughputMeter:
     """Counts steps and time since the last row.
 
     Args:

@@ -118,8 +118,8 @@ def dump_non_finite(
     found = {name for part in parts for name in part.bad}
     bad = [name for name, _ in model.named_parameters() if name in found]
     guilty = [rank for rank, part in enumerate(parts) if not part.finite] if processes.size > 1 else [0]
-    shlocal_shards = [parts[rank] for rank in guilty] or parts
-    documents = list(dict.fromkeys(name for part in shlocal_shards for name in part.documents))
+    guilty_parts = [parts[rank] for rank in guilty] or parts
+    documents = list(dict.fromkeys(name for part in guilty_parts for name in part.documents))
     summary = {
         "step": result.step,
         "loss_nats_per_token": result.loss.item(),
@@ -127,7 +127,7 @@ def dump_non_finite(
         "learning_rate": result.learning_rate,
         f"parameters_with_non_finite_{'value' if of_weights else 'gradient'}": bad,
         "document_ids": documents,
-        "sample_indices": [index for part in shlocal_shards for index in part.sample_indices],
+        "sample_indices": [index for part in guilty_parts for index in part.sample_indices],
     }
     if processes.size > 1 and not of_weights:
         summary["ranks"] = guilty

@@ -1,5 +1,6 @@
 """Checks before a run: configurations that must fail are refused before any work; doubtful ones get a note."""
 
+import math
 import os
 import platform
 import shutil
@@ -23,6 +24,8 @@ LONG_RUN_STEPS = 1000
 """A run of more steps than this must save checkpoints on the way."""
 # Weights and the two moments of AdamW, each fp32.
 CHECKPOINT_BYTES_PER_PARAMETER = 12
+# The same and gradients.
+TRAINED_BYTES_PER_PARAMETER = 16
 # The batches of all evaluations are kept on the host: a token and a target, each int64.
 BYTES_PER_EVALUATED_TOKEN = 16
 # A chosen block, for every token and group: int32.
@@ -79,10 +82,10 @@ def preflight(config: RunConfig, device: torch.device, num_processes: int = 1) -
     _check_layers(config)
     _check_backend(config, device)
     _check_compiler(config)
+    _check_host_memory(config, device)
     _check_disk(config)
-    _check_host_memory(config)
     check_sinks(config.log.sink_names())
-    _check_traces(config, device)
+    _check_traces(config)
     return tokenizer, _notes(config, num_processes)
 
 
@@ -91,9 +94,12 @@ def _check_batches(config: RunConfig, num_processes: int) -> None:
     at_once = micro * num_processes
     if whole % at_once:
         processes = f" times {num_processes} processes" if num_processes > 1 else ""
+        remedy = f"the next one is --train.global_batch_size {-(-whole // at_once) * at_once}"
+        smaller = math.gcd(whole // num_processes, micro) if whole % num_processes == 0 else 0
+        if smaller:
+            remedy += f", or set --train.micro_batch_size {smaller}"
         raise UserError(
-            f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}; the next "
-            f"one is --train.global_batch_size {-(-whole // at_once) * at_once}"
+            f"train.global_batch_size {whole} is not a multiple of train.micro_batch_size {micro}{processes}; {remedy}"
         )
 
 
@@ -217,10 +223,8 @@ def _check_compiler(config: RunConfig) -> None:
         raise UserError("train.compile needs a C++ compiler, and this machine has none; use --train.compile false")
 
 
-def _check_traces(config: RunConfig, device: torch.device) -> None:
+def _check_traces(config: RunConfig) -> None:
     names = config.trace.names()
-    if "nvtx" in names and device.type != "cuda":
-        raise UserError("trace.what: nvtx needs a GPU")
     for setting, hidden in (("compile", INSIDE_LAYERS), ("cuda_graphs", HOOKED)):
         lost = [name for name in names if name in hidden]
         if lost and getattr(config.train, setting):
@@ -266,7 +270,7 @@ def _check_disk(config: RunConfig) -> None:
         )
 
 
-def _check_host_memory(config: RunConfig) -> None:
+def _check_host_memory(config: RunConfig, device: torch.device) -> None:
     """Refuse tensors that alone exceed the memory of this machine."""
     memory = host_memory_bytes()
     if memory is None:
@@ -275,6 +279,10 @@ def _check_host_memory(config: RunConfig) -> None:
     tokens = train.micro_batch_size * train.sequence_length
     batch = f"a micro-batch of {train.micro_batch_size} sequences of {train.sequence_length} tokens takes"
     tensors = [(tokens * BYTES_PER_EVALUATED_TOKEN, batch, "train.micro_batch_size")]
+    if device.type == "cpu":
+        parameters = parameter_count(model)
+        takes = f"a model of {parameters:,} parameters takes in training"
+        tensors.append((parameters * TRAINED_BYTES_PER_PARAMETER, takes, "model.num_layers or model.dim"))
     if model.chooses_blocks:
         selected = model.geometry.num_selected_blocks
         chosen = tokens * model.num_kv_heads * selected * BYTES_PER_CHOICE

@@ -1,7 +1,7 @@
 """Loading a trained model from a run, from one of its checkpoints, or from a folder of exported weights."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from trifocal.models.hf_reader import read_hf_settings
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
 from trifocal.models.io import load_weights, read_config
 from trifocal.paths import user_path
+from trifocal.train.checkpoint import load_model_weights, read_model_config
 from trifocal.train.checkpoint_folders import list_checkpoints, open_checkpoint
-from trifocal.train.checkpoint_weights import load_model_weights, read_model_config
 from trifocal.train.manifest import MANIFEST
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_directory import load_run
@@ -36,8 +36,6 @@ class Pretrained:
     """The checkpoint, or the folder of weights."""
     run: RunConfig | None
     """The configuration of its run, if that is known."""
-    wait_verified: Callable[[], None] = lambda: None
-    """Returns once the files of a checkpoint are verified; raises UserError if one is damaged."""
 
     @property
     def _exported(self) -> bool:
@@ -92,7 +90,6 @@ class Pretrained:
         with torch.device("meta"):
             model = DecoderLM(config)
         load_model_weights(self.path, model=model, model_config=config)
-        self.wait_verified()
         return model
 
 
@@ -153,7 +150,7 @@ def load_pretrained_weights(model: DecoderLM, folder: str) -> None:
 def open_pretrained(
     path: Path, checkpoint: str = "", *, command: str = "trifocal generate RUN_DIR"
 ) -> Iterator[Pretrained]:
-    """Find a trained model; while the context lasts, a run that still trains does not delete it.
+    """Find a trained model. If a run that still trains deletes it while the context lasts, an error says so.
 
     Args:
         path: A run (its newest checkpoint is taken), a checkpoint, or a folder of weights.
@@ -177,11 +174,11 @@ def open_pretrained(
         run = path.parent.parent
         with open_checkpoint(path.parent, path.name, command=command) as found:
             config = load_run(run) if (run / CONFIG_FILE).is_file() else None
-            yield Pretrained(found.path, config, found.wait_verified)
+            yield Pretrained(found, config)
     else:
         config = load_run(path)
         if not checkpoint and not list_checkpoints(path / "checkpoints") and (path / "weights").is_dir():
             yield Pretrained(path / "weights", config)
             return
         with open_checkpoint(path / "checkpoints", checkpoint, command=command) as found:
-            yield Pretrained(found.path, config, found.wait_verified)
+            yield Pretrained(found, config)

@@ -14,8 +14,8 @@ _JUMP = 1.1
 
 
 def differences(saved: RunConfig, now: RunConfig) -> dict[str, tuple[Any, Any]]:
-    """The keys in which two configurations differ, with both values, secrets masked."""
-    saved, now, found = saved.without_secrets(), now.without_secrets(), {}
+    """The keys in which two configurations differ, with both values."""
+    found = {}
     for name in dotted_fields(RunConfig):
         before, after = value_of(saved, name), value_of(now, name)
         if name not in _NOT_COMPARED and before != after:
@@ -45,20 +45,11 @@ def _shown(changed: dict[str, tuple[Any, Any]]) -> str:
 
 def _learning_rate_note(saved: RunConfig, now: RunConfig, step: int) -> str:
     before, after = learning_rate_of(saved, step), learning_rate_of(now, step + 1)
-    schedule, left = now.schedule, now.train.steps - step
     note = f"learning rate: {before:.3g} in step {step:,}, {after:.3g} in step {step + 1:,}"
-    if schedule.rewarmup_steps and schedule.rewarmup_start == step:
-        end = min(step + schedule.rewarmup_steps, now.train.steps)
-        return f"{note}, rising to {learning_rate_of(now, end):.3g} in step {end:,}"
     expected = learning_rate_of(saved, step + 1)
     if after > _JUMP * max(before, expected):
-        steps = max(2, min(schedule.warmup_steps or left, left // 10))
         note += f"; it jumps to {after / before:.3g} times" if before else "; it jumps"
-        if step >= schedule.warmup_steps:
-            note += (
-                f"; to let it rise in {steps} steps, add --schedule.rewarmup_start {step} "
-                f"--schedule.rewarmup_steps {steps}"
-            )
+        note += "; for a schedule with a warm-up of its own, begin a new run with --model.from this one"
     elif after * _JUMP < min(before, expected):
         note += f"; it falls to {after / before:.3g} times"
     return note

@@ -1,20 +1,19 @@
-"""The configuration of a run: one section a component, every field written out in the presets of `configs/`.
+"""The configuration of a run: one section a component, each a dataclass that checks itself.
 
 Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
 A run saves its resolved configuration, without secrets, as `config.toml` in its directory; loading it gives an equal
 one.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trifocal.data import DataConfig
 from trifocal.fields import check_seconds, checked, dotted_fields, value_of
-from trifocal.masking import mask_text
 from trifocal.models import ModelConfig
 from trifocal.paths import user_path
 from trifocal.runlog import SINKS
-from trifocal.runlog.traces import TRACES, UNBOUNDED
+from trifocal.runlog.traces import TRACES
 
 MAX_TRACED_STEPS = 100
 """Traces that keep data of every step are limited to so many steps."""
@@ -165,28 +164,18 @@ class OptimizerSection:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleSection:
-    """Linear warm-up, then a cosine down to a floor that is reached in the last step; and, where a finished run goes on
-    to more steps, a second linear warm-up from the floor to the cosine."""
+    """Linear warm-up, then a cosine down to a floor that is reached in the last step."""
 
     warmup_steps: int = 100
     """Steps of linear warm-up from zero; the last of them has the peak learning rate. 0 starts at the peak."""
     minimum_factor: float = 0.1
     """Floor of the cosine, as a share of the peak learning rate."""
-    rewarmup_start: int = 0
-    """The step after which the learning rate rises once more from the floor: the one that a run goes on from."""
-    rewarmup_steps: int = 0
-    """Steps of this linear rise; the last of them has the cosine's learning rate. 0 follows the cosine alone."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "schedule", warmup_steps=0, rewarmup_start=0, rewarmup_steps=0)
+        _at_least(self, "schedule", warmup_steps=0)
         _require(
             0 <= self.minimum_factor <= 1,
             f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}",
-        )
-        _require(
-            self.rewarmup_steps == 0 or self.rewarmup_start >= self.warmup_steps,
-            f"schedule.rewarmup_start {self.rewarmup_start} lies in the first warm-up of {self.warmup_steps} steps; "
-            f"schedule.rewarmup_steps {self.rewarmup_steps} needs the step that the run goes on from",
         )
 
 
@@ -232,21 +221,18 @@ class LogSection:
     """Text that a sample continues."""
     sample_tokens: int = 200
     """New tokens in a sample."""
-    sample_temperature: float = 0.8
-    """Temperature of a sample; 0 always takes the likeliest token."""
     telemetry_interval_steps: int = 100
     """Steps between measurements of gates and chosen blocks, on one sequence; 0 turns them off."""
     heartbeat_seconds: float = 5.0
     """Time between rows of the heartbeat."""
     sinks: str = ""
-    """Further destinations of the metrics, separated by commas: "tensorboard", "wandb", "trackio"; each needs the extra
-    of its name."""
+    """Further destinations of the metrics, separated by commas: "tensorboard", "wandb"; each needs the extra of its
+    name."""
     project: str = "trifocal"
-    """Project under which wandb and trackio file the run."""
+    """Project under which wandb files the run."""
 
     def __post_init__(self) -> None:
         _at_least(self, "log", interval_steps=1, sample_interval_steps=0, sample_tokens=1, telemetry_interval_steps=0)
-        _at_least(self, "log", sample_temperature=0)
         _require(bool(self.sample_prompt), "log.sample_prompt must not be empty")
         for name in self.sink_names():
             _require(name in SINKS, f'log.sinks must name some of {", ".join(SINKS)}, got "{name}"')
@@ -263,8 +249,7 @@ class TraceSection:
     """Detailed records of some steps, written to traces/ in the run's folder; off if `what` is empty."""
 
     what: str = ""
-    """The records, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx",
-    "anomalies"."""
+    """The records, separated by commas: "gradients", "modules", "exchange", "dtypes", "memory", "profiler"."""
     steps: str = "10:13"
     """Steps to trace: half-open ranges like "10:13", separated by commas; steps count from 1."""
     interval_steps: int = 0
@@ -275,12 +260,10 @@ class TraceSection:
         names = self.names()
         for name in names:
             _require(name in TRACES, f'trace.what must name some of {", ".join(TRACES)}, got "{name}"')
-        _require(not {"nvtx", "profiler"} <= set(names), "trace.what: nvtx and profiler exclude each other")
         for first, end in self.windows():
-            bounded = [name for name in names if name not in UNBOUNDED]
             _require(
-                not bounded or end - first <= MAX_TRACED_STEPS,
-                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(bounded)} can record "
+                not names or end - first <= MAX_TRACED_STEPS,
+                f"trace.steps: {first}:{end} are {end - first} steps; {', '.join(names)} can record "
                 f"{MAX_TRACED_STEPS} at once",
             )
 
@@ -314,7 +297,7 @@ class RunConfig:
     """The configuration of a training run."""
 
     run: RunSection = field(default_factory=RunSection)
-    model: ModelConfig
+    model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainSection = field(default_factory=TrainSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
@@ -329,7 +312,3 @@ class RunConfig:
         # Code makes configurations too, and a saved configuration must load again.
         for name, kind in dotted_fields(RunConfig).items():
             checked(kind, value_of(self, name), name)
-
-    def without_secrets(self) -> "RunConfig":
-        """The configuration as it may be written down: secrets in the URLs of `data.source` are masked."""
-        return replace(self, data=replace(self.data, source=mask_text(self.data.source)))

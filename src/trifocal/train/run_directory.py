@@ -1,39 +1,24 @@
 """The folder of a run: making it, protecting other folders, noticing when it is moved."""
 
 import os
+import stat
+import sys
 from pathlib import Path
 from typing import Self
 
 from trifocal.errors import UserError
 from trifocal.fields import from_table
 from trifocal.paths import shell_path
-from trifocal.runlog.whole_files import partial_name, write_whole
+from trifocal.runlog.whole_files import is_partial, write_whole
 from trifocal.train.lock import LOCK_FILE, RunLock
-from trifocal.train.replaced_run import path_after_restore, replace_run, replaced_note, restore_replaced
 from trifocal.train.run_config import RunConfig
 from trifocal.train.run_files import CONFIG_FILE, RUN_FILE, flush_folder, is_run, mark_run, read_mark
 from trifocal.train.toml import read_toml, to_toml
 
 # Files of a start that was killed before it saved its configuration.
-_LEFT_OVER = {LOCK_FILE, RUN_FILE, partial_name(CONFIG_FILE)}
-_CONTENTS = _LEFT_OVER | {
-    CONFIG_FILE,
-    *("env.json", "backends.json", "metrics.jsonl", "report.html"),
-    *(
-        "heartbeat",
-        "checkpoints",
-        "weights",
-        "samples",
-        "attention",
-        "evaluation",
-        "dumps",
-        "traces",
-        "tensorboard",
-        "wandb",
-    ),
-}
-"""Names of everything that a run writes into its folder."""
-_LISTED = 5
+_LEFT_OVER = {LOCK_FILE, RUN_FILE}
+_OLD_RUNS_TOLD = 3
+"""From so many old runs on, the note about a replaced run gives their size."""
 
 
 def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -> str:
@@ -42,7 +27,7 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
     Args:
         config: The configuration.
         lock: Takes the folder's lock.
-        overwrite: If there is a run already, rename it until the new one's first step has ended (see `replaced_run`).
+        overwrite: If there is a run already, rename it to `NAME.old-1`, `NAME.old-2`, … and leave it there.
 
     Returns:
         The note of `RunLock.acquire`.
@@ -53,25 +38,29 @@ def create_run_directory(config: RunConfig, lock: RunLock, *, overwrite: bool) -
     """
     folder = Path(config.run.directory)
     # Before anything is written into a folder that may not be a run's; and again when it is locked.
-    _check_contents(folder, overwrite=overwrite)
+    _check_replaceable(folder, overwrite=overwrite)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         note = lock.acquire(folder)
-        restore_replaced(folder, lock)
-        if _check_contents(folder, overwrite=overwrite):
-            replace_run(folder, lock)
+        if _check_replaceable(folder, overwrite=overwrite):
+            # Printed, not logged: the new run may fail before it has a log.
+            print(f"trifocal: {_set_aside(folder.resolve())}", file=sys.stderr, flush=True)
+            lock.acquire(folder)
+        check_files(folder)
         mark_run(folder)
         save_config(config, folder)
     except OSError as error:
-        message = f"cannot make run.directory {folder}: {error.strerror}"
-        kept = restore_replaced(folder, lock) if lock.is_held else ""
-        raise UserError("; ".join(filter(None, [message, kept]))) from error
+        raise UserError(f"cannot make run.directory {folder}: {error.strerror}") from error
     return note
 
 
-def _check_contents(folder: Path, *, overwrite: bool) -> bool:
-    """Whether the folder holds a run that may be replaced; raises if it holds anything else."""
-    if not folder.exists() or (folder.is_dir() and all(path.name in _LEFT_OVER for path in folder.iterdir())):
+def _is_left_over(name: str) -> bool:
+    return name in _LEFT_OVER or is_partial(name, {CONFIG_FILE})
+
+
+def _check_replaceable(folder: Path, *, overwrite: bool) -> bool:
+    """Whether the folder holds a run that is to be replaced; raises if it holds anything else."""
+    if not folder.exists() or (folder.is_dir() and all(_is_left_over(path.name) for path in folder.iterdir())):
         return False
     if not (folder / CONFIG_FILE).is_file():
         raise UserError(f"{folder} exists and is not a run; choose another --run.directory")
@@ -82,26 +71,53 @@ def _check_contents(folder: Path, *, overwrite: bool) -> bool:
         )
     if not is_run(folder):
         raise UserError(
-            f"{folder} is not replaced: it has no {RUN_FILE}, by which a run is known. If it is a run of an older "
-            f"version, trifocal train --resume {shell_path(folder)} adds the file; if not, choose another "
-            "--run.directory"
+            f"{folder} is not replaced: it has no {RUN_FILE}, by which a run is known; choose another --run.directory"
         )
-    foreign = sorted(filter(None, map(_foreign, folder.iterdir())))
-    if foreign:
-        more = [f"and {len(foreign) - _LISTED} more"] if len(foreign) > _LISTED else []
-        raise UserError(
-            f"{folder} is not replaced: beside the run it holds {', '.join([*foreign[:_LISTED], *more])}; move that "
-            "elsewhere, or choose another --run.directory"
-        )
+    if Path.cwd().is_relative_to(folder.resolve()):
+        raise UserError(f"{folder} is not replaced: it is the current folder, and would be renamed; start elsewhere")
     return True
 
 
-def _foreign(path: Path) -> str:
-    """The name of a file that no run writes; empty for any other."""
-    if path.is_symlink() or path.is_mount():
-        return f"{path.name} ({'a link' if path.is_symlink() else 'a mount point'})"
-    known = path.name in _CONTENTS or path.name in map(partial_name, _CONTENTS)
-    return "" if known else path.name
+def _set_aside(folder: Path) -> str:
+    """Rename the folder of a run, and make an empty one in its place; returns a sentence that names the old one."""
+    number = 1
+    while os.path.lexists(folder.with_name(f"{folder.name}.old-{number}")):
+        number += 1
+    old = folder.with_name(f"{folder.name}.old-{number}")
+    try:
+        folder.rename(old)
+    except OSError as error:
+        raise UserError(
+            f"the run in {folder} is not replaced: it cannot be renamed to {old} ({error.strerror}); choose another "
+            "--run.directory"
+        ) from error
+    folder.mkdir()
+    flush_folder(folder.parent)
+    note = f"the run that was in {folder} is now in {old}"
+    if number < _OLD_RUNS_TOLD:
+        return note
+    runs = [path for path in folder.parent.iterdir() if path.name.startswith(f"{folder.name}.old-")]
+    size = sum(file.stat().st_size for run in runs for file in run.rglob("*") if file.is_file())
+    return f"{note}; the {len(runs)} old runs take {size / 1e9:.3g} GB: delete those that you do not need"
+
+
+def check_files(folder: Path) -> None:
+    """Refuse to write into a folder where a path of a run is a link, a pipe or a device: it would lead elsewhere.
+
+    Raises:
+        UserError: If any file under the folder is a link or not a regular file; wandb's own links may stay.
+    """
+    for parent, folders, files in os.walk(folder):
+        if Path(parent) == folder and "wandb" in folders and not (folder / "wandb").is_symlink():
+            folders.remove("wandb")
+        for path in (Path(parent, name) for name in (*folders, *files)):
+            mode = path.lstat().st_mode
+            if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+                kind = "a symbolic link" if stat.S_ISLNK(mode) else "not a regular file"
+                raise UserError(
+                    f"{path} is {kind}, and a run would write there; replace it by a file or folder, or take it out of "
+                    f"{folder}"
+                )
 
 
 class OpenDirectory:
@@ -168,7 +184,7 @@ class OpenDirectory:
 
 def save_config(config: RunConfig, folder: Path) -> None:
     """Write `config.toml`, whole or not at all, even in a power cut: without it a run cannot be resumed."""
-    write_whole(folder / CONFIG_FILE, to_toml(config.without_secrets()), flush=True)
+    write_whole(folder / CONFIG_FILE, to_toml(config), flush=True)
     flush_folder(folder)
 
 
@@ -181,10 +197,21 @@ def load_run(folder: Path) -> RunConfig:
     if not folder.is_dir():
         raise UserError(f"there is no run at {folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
-        raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}{replaced_note(folder)}")
+        raise UserError(f"there is no run at {folder}: it has no {CONFIG_FILE}")
     return from_table(RunConfig, read_toml(folder / CONFIG_FILE), str(folder / CONFIG_FILE))
 
 
-def load_run_to_resume(folder: Path) -> RunConfig:
-    """As `load_run`; if the run is being replaced, that of the run that `restore_replaced` will put back."""
-    return load_run(path_after_restore(folder))
+def open_run_directory(folder: Path, lock: RunLock) -> str:
+    """Lock the folder of a run that is to go on.
+
+    Returns:
+        The note of `RunLock.acquire`.
+
+    Raises:
+        UserError: If it is in use, has no mark of a run, or a file in it leads elsewhere.
+    """
+    note = lock.acquire(folder)
+    check_files(folder)
+    if not is_run(folder):
+        raise UserError(f"{folder} has no {RUN_FILE}, by which a run is known: copy or move the folder as a whole")
+    return note

@@ -1,5 +1,6 @@
 """Names of a run's files and folders; deleting and flushing them so that a crash leaves no half of one."""
 
+import contextlib
 import os
 import shutil
 import uuid
@@ -32,12 +33,15 @@ def is_run(folder: Path) -> bool:
     return read_mark(folder).startswith(_RUN_LINE)
 
 
-def delete(path: Path) -> None:
-    """Delete a file, a link, or a folder with its contents, if it exists."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def delete_contents(folder: Path) -> None:
+    """Empty a folder and delete it, unless it is a link or a volume; what cannot be deleted stays."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        folder.rmdir()
 
 
 def remove_folder(folder: Path) -> None:

@@ -10,9 +10,17 @@ import torch
 
 from trifocal.models import parameter_count
 from trifocal.paths import shell_path
-from trifocal.runlog import Heartbeat, MetricsWriter, Progress, Watchdog, make_sinks, write_environment
+from trifocal.runlog import (
+    Heartbeat,
+    MetricsWriter,
+    Progress,
+    Watchdog,
+    earlier_variables,
+    make_sinks,
+    write_environment,
+)
 from trifocal.runlog.standard_streams import FaultTolerantStreams
-from trifocal.train.meter import Meter
+from trifocal.train.meter import ThroughputMeter
 from trifocal.train.run_directory import OpenDirectory
 from trifocal.train.step import StepResult
 from trifocal.train.toml import to_toml
@@ -45,7 +53,7 @@ class RunLogger:
         self._loader, self._graphs = setup.loader, setup.graphs
         self.open_directory, self._streams = open_directory, streams
         self.metrics, self.heartbeat, self.progress = metrics, heartbeat, progress
-        self.meter = Meter(setup.config, setup.device, setup.processes.size, setup.state.step)
+        self.meter = ThroughputMeter(setup.config, setup.device, setup.processes.size, setup.state.step)
         self._skipped_reported = self._cut_reported = False
 
     def event(self, name: str, message: str, severity: str = "info", **values: float) -> None:
@@ -175,13 +183,14 @@ def open_logger(setup: TrainSetup) -> Iterator[RunLogger]:
         stack.enter_context(heartbeat)
         stack.enter_context(Watchdog(heartbeat, directory, device=device, on_stall=logger.report_stall))
         stack.enter_context(progress)
+        for name, advice in earlier_variables().items() if is_rank0 else ():
+            logger.log_event("note", f"{name} belongs to an earlier system and is not read; here: {advice}", "warning")
         setup.on_data_stall = logger.report_data_stall
         yield logger
 
 
 def _open_metrics(setup: TrainSetup) -> MetricsWriter:
     config, directory, log, resume_step = setup.config, setup.directory, setup.config.log, setup.state.resume_step
-    config = config.without_secrets()
     write_environment(directory / "env.json", to_toml(config), device=setup.device, precision=config.train.precision)
     sinks = make_sinks(log.sink_names(), directory, project=log.project, config=asdict(config), resume_step=resume_step)
     return MetricsWriter(directory / "metrics.jsonl", resume_step=resume_step, sinks=sinks)

@@ -6,34 +6,21 @@ from trifocal.train.run_config import RunConfig, ScheduleSection
 
 
 def learning_rate(step: int, *, peak: float, total_steps: int, schedule: ScheduleSection) -> float:
-    """Linear warm-up, then a cosine from the peak to a floor; a second linear warm-up where a run goes on.
-
-    More steps stretch the cosine, so that the rate of a run that had come down to its floor jumps up. The second
-    warm-up replaces the jump: from the floor after step `rewarmup_start` to the cosine `rewarmup_steps` later
-    (re-warming and re-decaying, arXiv:2403.08763).
+    """Linear warm-up, then a cosine from the peak to a floor.
 
     Args:
         step: The step about to be taken, from 1 to total_steps.
         peak: Largest learning rate, taken in step `max(warmup_steps, 1)`.
         total_steps: Steps of the run; the last one has the floor.
-        schedule: Steps of both warm-ups, and the floor as a share of the peak. Step k of the first warm-up has
+        schedule: Steps of the warm-up, and the floor as a share of the peak. Step k of the warm-up has
             `peak * k / warmup_steps`.
 
     Returns:
         The learning rate of that step.
     """
-    floor = schedule.minimum_factor * peak
-    risen = step - schedule.rewarmup_start
-    if 0 < risen < schedule.rewarmup_steps:
-        end = min(schedule.rewarmup_start + schedule.rewarmup_steps, total_steps)
-        return floor + (_cosine(end, peak, floor, total_steps, schedule) - floor) * risen / schedule.rewarmup_steps
-    return _cosine(step, peak, floor, total_steps, schedule)
-
-
-def _cosine(step: int, peak: float, floor: float, total_steps: int, schedule: ScheduleSection) -> float:
     if step < schedule.warmup_steps:
         return peak * step / schedule.warmup_steps
-    first = max(schedule.warmup_steps, 1)
+    first, floor = max(schedule.warmup_steps, 1), schedule.minimum_factor * peak
     if total_steps <= first:
         return peak
     progress = min(1.0, (step - first) / (total_steps - first))

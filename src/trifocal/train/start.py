@@ -27,7 +27,6 @@ def check_same_start(processes: Processes, config: RunConfig, **further: Any) ->
     Raises:
         UserError: In every process, if one differs from rank 0; names both and the first difference.
     """
-    config = config.without_secrets()
     mine = {name: value_of(config, name) for name in dotted_fields(RunConfig)} | further
     mine |= {"trifocal": f"{__version__} ({_code_hash()})", "torch": torch.__version__}
     mine["python"] = platform.python_version()

@@ -1,4 +1,9 @@
-"""Stopping a run by signals: the first one saves and stops, the second ends the process."""
+"""Stopping a run by signals: the first one saves and stops, the second ends the process.
+
+A terminal, `timeout` and Slurm signal all processes of a group. The compiler's workers, gcc and ptxas must outlive
+that: a step that waits for them could not end, nor be saved. So the training thread blocks the signals, which all that
+it starts inherits, and a thread of its own takes them. That thread also answers while training waits in a library.
+"""
 
 import contextlib
 import os
@@ -9,13 +14,31 @@ from types import FrameType
 from typing import Any, Self
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_INTERRUPT = signal.SIGURG
+"""Wakes the training thread; ignored by default, and not among the blocked ones."""
 SAME_REQUEST_SECONDS = 2.0
 """One request may come twice: a scheduler signals every process, and torchrun forwards its own signal too."""
+UNWIND_SECONDS = 8.0
+"""A library may hold the training thread: before the first step's end the process ends after so many seconds anyway."""
+
+
+class StoppedBeforeFirstStep(KeyboardInterrupt):
+    """A signal came before the first step of this start had ended: there is nothing to save.
+
+    Attributes:
+        status: The exit status, 128 and the signal's number.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(f"{signal.Signals(number).name} came before the first step had ended")
+        self.status = 128 + number
 
 
 class StopSignals:
     """While active, SIGINT (Ctrl-C), SIGTERM and SIGHUP (a closed terminal) ask the run to stop at the end of its step;
     another one, at least two seconds later, ends the process at once.
+
+    Before `something_to_save` is set, a signal raises `StoppedBeforeFirstStep` in the main thread.
 
     Handlers can be set in the main thread only; elsewhere this does nothing. At the end the earlier handlers return.
     A SIGHUP that is ignored stays so: `nohup` asks for that.
@@ -24,27 +47,77 @@ class StopSignals:
     def __init__(self) -> None:
         self.received: str | None = None
         """Name of the signal that asked to stop; None before."""
+        self.something_to_save = False
+        """Whether a step has ended since the start; the trainer sets it."""
+        self._number = 0
         self._received_at = 0.0
+        self._closed = threading.Event()
         self._before: dict[signal.Signals, Any] = {}
+        self._blocked_before: set[signal.Signals] = set()
+        self._pipe = (-1, -1)
+        self._wakeup_before = -1
+        self._thread = threading.Thread(target=self._listen, name="trifocal-signals", daemon=True)
 
-    def _handle(self, number: int, _frame: FrameType | None) -> None:
+    def _listen(self) -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        while numbers := os.read(self._pipe[0], 1):
+            number = numbers[0]
+            if number == 0:
+                return
+            if number in self._before and number != _INTERRUPT:
+                self._handle(number)
+
+    def _handle(self, number: int) -> None:
         if self.received is not None:
             if time.monotonic() - self._received_at >= SAME_REQUEST_SECONDS:
                 os._exit(128 + number)
             return
-        self.received, self._received_at = signal.Signals(number).name, time.monotonic()
-        # Not print: the handler may have interrupted one.
+        self._number, self._received_at = number, time.monotonic()
+        self.received = name = signal.Signals(number).name
         again = f"again after {SAME_REQUEST_SECONDS:.0f} s to quit at once"
+        what = (
+            f"saving at the end of this step; {again}"
+            if self.something_to_save
+            else "stops before its first step, with nothing to save"
+        )
         with contextlib.suppress(OSError):  # The terminal may be gone.
-            os.write(2, f"\n{self.received}: saving at the end of this step; {again}\n".encode())
+            os.write(2, f"\n{name}: {what}\n".encode())
+        if not self.something_to_save:
+            threading.Thread(target=self._interrupt, name="trifocal-interrupt", daemon=True).start()
+
+    def _interrupt(self) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, _INTERRUPT)
+        if not self._closed.wait(UNWIND_SECONDS) and not self.something_to_save:
+            os._exit(128 + self._number)
+
+    def _raise(self, _number: int, _frame: FrameType | None) -> None:
+        # In the main thread, which alone sets `something_to_save`.
+        if self._number and not self.something_to_save and not self._closed.is_set():
+            raise StoppedBeforeFirstStep(self._number)
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[1], False)
+            self._wakeup_before = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
             for number in _SIGNALS:
                 if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN):
-                    self._before[number] = signal.signal(number, self._handle)
+                    # Python writes the signal's number to the pipe; the function has nothing to do.
+                    self._before[number] = signal.signal(number, lambda *_: None)
+            self._before[_INTERRUPT] = signal.signal(_INTERRUPT, self._raise)
+            self._thread.start()
+            self._blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # type: ignore[assignment]
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._before:
+            return
+        self._closed.set()
+        os.write(self._pipe[1], b"\0")
+        self._thread.join()
+        signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._blocked_before)
+        for end in self._pipe:
+            os.close(end)

@@ -4,8 +4,6 @@ from trifocal.runlog.traces import Tracer
 from trifocal.train.run_logger import RunLogger
 from trifocal.train.train_setup import TrainSetup
 
-_SEVERITY = {"traced": "info", "anomaly": "error"}
-
 
 def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
     """Make the tracer that `config.trace` asks for, which may be one that does nothing.
@@ -34,5 +32,5 @@ def make_tracer(setup: TrainSetup, log: RunLogger) -> Tracer:
         device=setup.device,
         rank=setup.processes.rank,
         phases=log.heartbeat,
-        report=lambda name, sentence: log.log_event(name, sentence, _SEVERITY.get(name, "warning")),
+        report=lambda name, sentence: log.log_event(name, sentence, "info" if name == "traced" else "warning"),
     )

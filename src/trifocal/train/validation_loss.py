@@ -15,6 +15,8 @@ from trifocal.train.micro_batch import autocast
 from trifocal.train.run_config import LogSection, RunConfig
 from trifocal.train.step import batch_loss, valid_targets
 
+SAMPLE_TEMPERATURE = 0.8
+
 
 @dataclass(frozen=True)
 class Evaluation:
@@ -160,7 +162,7 @@ def sample(
         tokens = model.generate(
             prompt,
             config.sample_tokens,
-            temperature=config.sample_temperature,
+            temperature=SAMPLE_TEMPERATURE,
             seed=seed,
             stop_token=tokenizer.separator,
         )

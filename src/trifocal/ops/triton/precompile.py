@@ -1,27 +1,15 @@
 """The first call of its kind: every kernel of the whole attention, forward and backward, compiled at the same time."""
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from trifocal.ops.layout import Documents
 from trifocal.ops.triton.launch import only_compile
 
 _compiled: set[tuple[object, ...]] = set()
-
-
-def start_hashing_triton() -> None:
-    """Begin in a thread what Triton does before its first kernel: it hashes itself, for 0.4 s.
-
-    The function has no public name. Without it nothing is lost but the time.
-    """
-    key = getattr(triton.runtime.cache, "triton_key", None)
-    if key is not None:
-        threading.Thread(target=key, name="hash of Triton").start()
 
 
 def precompile(

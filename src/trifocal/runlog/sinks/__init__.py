@@ -1,4 +1,4 @@
-"""Other consumers of the metric rows: TensorBoard, Weights & Biases, Hugging Face trackio."""
+"""Other consumers of the metric rows: TensorBoard and Weights & Biases, which buffer rows themselves."""
 
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -6,12 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.errors import UserError
+from trifocal.runlog.sinks.rows import Sink
 from trifocal.runlog.sinks.tensorboard import TensorBoardSink
-from trifocal.runlog.sinks.thread import Sink, SinkThread
-from trifocal.runlog.sinks.trackio import TrackioSink
 from trifocal.runlog.sinks.wandb import WandbSink
 
-SINKS = ("tensorboard", "wandb", "trackio")
+SINKS = ("tensorboard", "wandb")
 
 
 def check_sinks(names: Iterable[str]) -> None:
@@ -42,7 +41,7 @@ def make_sinks(
     Args:
         names: Names from SINKS.
         directory: The run.
-        project: Project of the run in W&B and trackio.
+        project: Project of the run in W&B.
         config: The run's configuration.
         resume_step: The step from which the run resumes; None for a new run.
 
@@ -53,9 +52,8 @@ def make_sinks(
     makers: dict[str, Callable[[], Sink]] = {
         "tensorboard": lambda: TensorBoardSink(directory / "tensorboard", resume_step=resume_step),
         "wandb": lambda: WandbSink(directory, project=project, config=config),
-        "trackio": lambda: TrackioSink(directory, project=project, config=config, resume_step=resume_step),
     }
     return [makers[name]() for name in names]
 
 
-__all__ = ["SINKS", "Sink", "SinkThread", "TensorBoardSink", "TrackioSink", "WandbSink", "check_sinks", "make_sinks"]
+__all__ = ["SINKS", "Sink", "TensorBoardSink", "WandbSink", "check_sinks", "make_sinks"]

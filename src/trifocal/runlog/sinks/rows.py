@@ -1,8 +1,20 @@
-"""Shared by the sinks: names of a row's numbers, and alerts."""
+"""Shared by the sinks: their interface, names of a row's numbers, and alerts."""
+
+from typing import Protocol
 
 from trifocal.runlog.jsonl import Row
 
 _NOT_SCALARS = {"kind", "step", "unix_time_seconds", "layer"}
+
+
+class Sink(Protocol):
+    """Another consumer of the metric rows. It may raise: then it gets no more rows, and training continues."""
+
+    def write(self, row: Row) -> None:
+        """Write one row."""
+
+    def close(self) -> None:
+        """Flush and close."""
 
 
 def scalars(row: Row) -> dict[str, float]:

@@ -1,6 +1,5 @@
 """Traces of some steps; see `tracer.py`."""
 
-from trifocal.runlog.traces.anomalies import AnomalyFound
-from trifocal.runlog.traces.tracer import HOOKED, INSIDE_LAYERS, TRACES, UNBOUNDED, Tracer
+from trifocal.runlog.traces.tracer import HOOKED, INSIDE_LAYERS, TRACES, Tracer
 
-__all__ = ["HOOKED", "INSIDE_LAYERS", "TRACES", "UNBOUNDED", "AnomalyFound", "Tracer"]
+__all__ = ["HOOKED", "INSIDE_LAYERS", "TRACES", "Tracer"]

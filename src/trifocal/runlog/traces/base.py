@@ -2,7 +2,6 @@
 
 import csv
 import io
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -177,22 +176,3 @@ class ModuleHooks:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-
-
-class RowBuffer:
-    """A list of rows for several threads: autograd and collectives call back from threads of their own."""
-
-    def __init__(self) -> None:
-        self._rows: list[Any] = []
-        self._lock = threading.Lock()
-
-    def add(self, row: Any) -> None:
-        """Add a row."""
-        with self._lock:
-            self._rows.append(row)
-
-    def take(self) -> list[Any]:
-        """Remove and return all rows, in order."""
-        with self._lock:
-            rows, self._rows = self._rows, []
-        return rows

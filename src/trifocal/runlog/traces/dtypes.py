@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifocal.runlog.traces.base import ModuleHooks, Moment, RowBuffer, Trace, local_shard, write_table
+from trifocal.runlog.traces.base import ModuleHooks, Moment, Trace, local_shard, write_table
 
 # Tensors that the optimizer changes by small amounts need one of these.
 _FULL_PRECISION = (torch.float32, torch.float64)
@@ -27,14 +27,15 @@ class DtypeTrace(Trace):
     def __init__(self, moment: Moment, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(moment)
         self._model, self._optimizer = model, optimizer
-        self._seen = RowBuffer()
+        # Autograd and collectives call back from threads of their own; appending is atomic.
+        self._seen: list[Any] = []
         self._rows: list[dict[str, Any]] = []
         self._hooks = ModuleHooks(model, left=self._left)
 
     def end(self) -> None:
         """Remove the hooks, and list the tensors that persist between steps."""
         self._hooks.remove()
-        listed = [*self._kept(), *self._seen.take()]
+        listed = [*self._kept(), *self._seen]
         rows = {(kind, name, dtype): shape for kind, name, dtype, shape in listed}
         self._rows = [
             {
@@ -63,10 +64,10 @@ class DtypeTrace(Trace):
 
     def _left(self, name: str, outputs: list[Tensor]) -> None:
         for output in outputs if self._moment.phase else ():
-            self._seen.add(("activation", name, output.dtype, tuple(output.shape)))
+            self._seen.append(("activation", name, output.dtype, tuple(output.shape)))
             if output.grad_fn is not None:
                 output.register_hook(
-                    lambda gradient: self._seen.add(
+                    lambda gradient: self._seen.append(
                         ("gradient of activation", name, gradient.dtype, tuple(gradient.shape))
                     )
                 )

@@ -5,7 +5,6 @@ Also `collectives_rank*.csv`, every collective of the window from PyTorch's flig
 """
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trifocal.runlog.collectives import recorded_collectives
-from trifocal.runlog.traces.base import Moment, RowBuffer, Trace, write_table
+from trifocal.runlog.collectives import Collective, recorded_collectives
+from trifocal.runlog.traces.base import Moment, Trace, write_table
 
 if TYPE_CHECKING:
     from trifocal.distributed.gradient_watch import GradientWatch
@@ -33,9 +32,11 @@ class ExchangeTrace(Trace):
     def __init__(self, moment: Moment, model: nn.Module, module: nn.Module, watch: "GradientWatch") -> None:
         super().__init__(moment)
         self._module, self._watch = module, watch
-        self._seen = RowBuffer()
+        # Autograd and collectives call back from threads of their own; appending is atomic.
+        self._seen: list[Any] = []
         self._rows: list[dict[str, Any]] = []
-        self._since = time.time()
+        # Not by time: the recorder's clock may be seconds off.
+        self._before = {_identity(collective) for collective in recorded_collectives()}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         watch.observe(self._exchange)
 
@@ -43,16 +44,15 @@ class ExchangeTrace(Trace):
         """Stop observing, and make the rows."""
         self._watch.observe(None)
         clock = self._moment.clock
-        for columns, row, began, start, ended in self._seen.take():
+        for columns, row, began, start, ended in self._seen:
             row = {**columns, **row, **clock.between(began, start, "begin_milliseconds")}
             self._rows.append(row | (clock.between(start, ended[0]) if ended else {}))
 
     def write(self, folder: Path, rank: int) -> None:
         """Write the tables."""
         write_table(folder / f"exchange_rank{rank}.csv", self._rows)
-        age = time.time() - self._since
-        collectives = [found.row() for found in recorded_collectives() if found.age_seconds <= age]
-        write_table(folder / f"collectives_rank{rank}.csv", collectives)
+        collectives = [found for found in recorded_collectives() if _identity(found) not in self._before]
+        write_table(folder / f"collectives_rank{rank}.csv", (found.row() for found in collectives))
         if isinstance(self._module, DistributedDataParallel):
             figures = self._module._get_ddp_logging_data()
             (folder / f"ddp_rank{rank}.json").write_text(json.dumps(figures, indent=1, default=str) + "\n")
@@ -69,5 +69,9 @@ class ExchangeTrace(Trace):
             "parameters": " ".join(names),
         }
         ended: list[Any] = []
-        self._seen.add((moment.columns(), row, moment.phase_began, moment.clock.mark(), ended))
+        self._seen.append((moment.columns(), row, moment.phase_began, moment.clock.mark(), ended))
         return lambda: ended.append(moment.clock.mark())
+
+
+def _identity(collective: Collective) -> tuple[str, str, str, int]:
+    return collective.library, collective.group, collective.operation, collective.number

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from trifocal.runlog.traces.base import Mark, ModuleHooks, Moment, RowBuffer, Trace, write_table
+from trifocal.runlog.traces.base import Mark, ModuleHooks, Moment, Trace, write_table
 
 
 class ModuleTrace(Trace):
@@ -22,7 +22,8 @@ class ModuleTrace(Trace):
     def __init__(self, moment: Moment, model: nn.Module) -> None:
         super().__init__(moment)
         self._open: list[tuple[str, Mark, list[Tensor]]] = []
-        self._seen = RowBuffer()
+        # Autograd and collectives call back from threads of their own; appending is atomic.
+        self._seen: list[Any] = []
         self._rows: list[dict[str, Any]] = []
         self._hooks = ModuleHooks(model, entered=self._entered, left=self._left)
 
@@ -31,7 +32,7 @@ class ModuleTrace(Trace):
         self._hooks.remove()
         clock = self._moment.clock
         order: dict[tuple[int, int, str], int] = {}
-        for columns, event, name, phase_began, begin, ended in self._seen.take():
+        for columns, event, name, phase_began, begin, ended in self._seen:
             key = (columns["step"], columns["micro_batch"], event)
             order[key] = order.get(key, 0) + 1
             row = {**columns, "event": event, "order": order[key], "module": name}
@@ -54,7 +55,7 @@ class ModuleTrace(Trace):
             return
         again = moment.phase == "backward"
         event = "recompute" if again else "forward"
-        self._seen.add((moment.columns(), event, name, moment.phase_began, begin, [moment.clock.mark()]))
+        self._seen.append((moment.columns(), event, name, moment.phase_began, begin, [moment.clock.mark()]))
         if again:
             # The gradient flows through the graph of the first pass; the repeated one only gives saved tensors.
             return
@@ -65,7 +66,7 @@ class ModuleTrace(Trace):
         columns, ended = moment.columns(), list[Mark]()
 
         def begun(gradient: Tensor) -> None:
-            self._seen.add((columns, "backward", name, moment.phase_began, moment.clock.mark(), ended))
+            self._seen.append((columns, "backward", name, moment.phase_began, moment.clock.mark(), ended))
 
         def finished(gradient: Tensor) -> None:
             ended.append(moment.clock.mark())

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from trifocal.runlog.heartbeat import Phases
-from trifocal.runlog.traces.anomalies import AnomalyFound, AnomalyTrace
 from trifocal.runlog.traces.base import Clock, Moment, Trace
 from trifocal.runlog.traces.dtypes import DtypeTrace
 from trifocal.runlog.traces.exchange import ExchangeTrace
@@ -21,18 +20,15 @@ from trifocal.runlog.traces.gradients import GradientTrace
 from trifocal.runlog.traces.memory_trace import MemoryTrace
 from trifocal.runlog.traces.modules import ModuleTrace
 from trifocal.runlog.traces.profiler import ProfilerTrace
-from trifocal.runlog.traces.ranges import RangeTrace
 
 if TYPE_CHECKING:
     from trifocal.distributed import Parallel
 
-TRACES = ("gradients", "modules", "exchange", "dtypes", "memory", "profiler", "nvtx", "anomalies")
-HOOKED = ("gradients", "modules", "exchange", "dtypes", "memory", "anomalies")
+TRACES = ("gradients", "modules", "exchange", "dtypes", "memory", "profiler")
+HOOKED = ("gradients", "modules", "exchange", "dtypes", "memory")
 """Traces with Python hooks, which a replayed CUDA graph does not call."""
 INSIDE_LAYERS = ("modules", "dtypes", "memory")
 """Traces with hooks inside layers, which a compiled layer does not call."""
-UNBOUNDED = ("nvtx", "anomalies")
-"""Traces that keep nothing in memory, for any number of steps."""
 
 Window = tuple[int, int]
 
@@ -52,7 +48,7 @@ class Tracer:
         rank: Rank of this process.
         phases: The heartbeat, which gets the phases of every step.
         report: Called with a name and a sentence: `traced` when files were written, `trace_failed` when they could
-            not be, `anomaly` when a NaN was found.
+            not be.
     """
 
     def __init__(
@@ -80,8 +76,6 @@ class Tracer:
             "dtypes": lambda: DtypeTrace(moment, model, optimizer),
             "memory": lambda: MemoryTrace(moment, model, optimizer, device),
             "profiler": lambda: ProfilerTrace(moment, device),
-            "nvtx": lambda: RangeTrace(moment, model),
-            "anomalies": lambda: AnomalyTrace(moment, directory, rank),
         }
         watch = parallel.watch
         if watch is not None:
@@ -113,11 +107,7 @@ class Tracer:
             self._first = step
             self._traces = [make() for make in self._makers]
         self._moment.enter_step(step)
-        try:
-            yield self
-        except AnomalyFound as error:
-            self._report("anomaly", str(error))
-            raise
+        yield self
         if step + 1 == window[1]:
             self._close()
 

@@ -1,0 +1,189 @@
+"""The needs of a configuration on this machine: parameters by count, memory and time of two real steps."""
+
+import json
+import re
+import signal
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from trifocal.doctor.machine import available_memory
+from trifocal.doctor.two_steps import OUT_OF_MEMORY
+from trifocal.errors import UserError, one_line
+from trifocal.models import parameter_count
+from trifocal.testing.processes import ProcessesFailed, run_processes
+from trifocal.train.arguments import override
+from trifocal.train.out_of_memory import memory_remedies
+from trifocal.train.preflight import choose_device, disk_bytes, preflight
+from trifocal.train.run_config import RunConfig
+from trifocal.train.toml import to_toml
+
+LIMIT_SECONDS = 300.0
+"""Steps that have not ended by then are stopped."""
+STATE_BYTES_PER_PARAMETER = 16
+"""Weight, gradient and both moments of AdamW, each fp32."""
+_MOST_MICRO_BATCHES = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """The needs of one configuration here.
+
+    Attributes:
+        name: Name of the file.
+        parameters: Parameters of the model.
+        state_bytes: Weights, gradients and optimizer of the whole model; sharding divides them over the processes.
+        disk_bytes: Checkpoints, at most at a time.
+        device: The device that it was measured on; empty if it was not.
+        processes: Processes that trained together.
+        memory_bytes: Memory of one device: the whole of a GPU, the available memory of a host; None if unknown.
+        peak_bytes: Peak of the fullest device; None if no step ended.
+        step_seconds: A step of the whole global batch; None if no step ended.
+        tokens_per_second: Tokens of all processes together.
+        data: The data of the steps, where they are not the config's own.
+        problem: The reason why the run would fail; empty if it would not.
+        remedies: The commands or flags that help.
+    """
+
+    name: str
+    parameters: int
+    state_bytes: int
+    disk_bytes: int
+    device: str = ""
+    processes: int = 1
+    memory_bytes: int | None = None
+    peak_bytes: int | None = None
+    step_seconds: float | None = None
+    tokens_per_second: float | None = None
+    data: str = ""
+    problem: str = ""
+    remedies: tuple[str, ...] = ()
+
+
+class _DoesNotFit(Exception):
+    """The steps ran out of memory."""
+
+
+def need_of(name: str, config: RunConfig) -> Need:
+    """Count the parameters of a configuration, and take two of its steps on the device that it asks for.
+
+    Where the config's data cannot be read, the steps take random tokens, and `data` and `problem` say so.
+    """
+    parameters = parameter_count(config.model)
+    need = Need(
+        name=name,
+        parameters=parameters,
+        state_bytes=STATE_BYTES_PER_PARAMETER * parameters,
+        disk_bytes=disk_bytes(config),
+    )
+    try:
+        device = choose_device(config.run.device)
+        processes = _processes(config, device)
+        preflight(config, device, processes)
+    except UserError as error:
+        return _failed(need, one_line(error))
+    need = replace(need, device=_name(device), processes=processes, memory_bytes=_memory(device))
+    try:
+        try:
+            return _measured(need, config)
+        except UserError as error:
+            # If random tokens train, the data are at fault.
+            need = _failed(need, one_line(error))
+            need = _measured(need, override(config, {"data.source": "synthetic", "log.sample_interval_steps": 0}))
+            return replace(need, data=f"measured on random tokens, as {config.data.source} cannot be read")
+    except _DoesNotFit as error:
+        problem = need.problem or f"the memory does not suffice: {one_line(error)}"
+        return replace(need, problem=problem, remedies=tuple(memory_remedies(config, processes)))
+    except UserError:
+        return need
+    except RuntimeError as error:
+        return replace(need, problem=need.problem or one_line(error))
+
+
+def _failed(need: Need, problem: str) -> Need:
+    command = re.search(r"pip install '[^']+'|--[a-z_]+\.[a-z_]+ \S+", problem)
+    return replace(need, problem=problem, remedies=(command.group(),) if command else ())
+
+
+def _measured(need: Need, config: RunConfig) -> Need:
+    """Take the steps in processes of their own: the system ends those that take too much memory, not the doctor."""
+    train = config.train
+    at_once = train.micro_batch_size * need.processes
+    # A third micro-batch takes no more memory than the second.
+    batch = min(train.global_batch_size, _MOST_MICRO_BATCHES * at_once)
+    flags = {"train.global_batch_size": batch, "evaluate.interval_steps": 0, "log.sinks": ""}
+    with tempfile.TemporaryDirectory(prefix="trifocal-doctor-") as name:
+        folder = Path(name)
+        (folder / "config.toml").write_text(to_toml(override(config, flags)), encoding="utf-8")
+        output = folder / "found.json"
+        arguments = ["-m", "trifocal.doctor.two_steps", str(folder / "config.toml"), str(output)]
+        try:
+            run_processes(arguments, need.processes, folder, limit_seconds=LIMIT_SECONDS)
+        except ProcessesFailed as failed:
+            text = (folder / "error0").read_text(errors="replace").strip().rpartition("\n")[2]
+            if OUT_OF_MEMORY in failed.statuses:
+                raise _DoesNotFit(text) from None
+            if -signal.SIGKILL in failed.statuses:
+                raise _DoesNotFit("the system ended the process") from None
+            if 2 in failed.statuses:
+                raise UserError(text) from None
+            raise
+        found = json.loads(output.read_text(encoding="utf-8"))
+    return replace(
+        need,
+        peak_bytes=int(found["peak_bytes"]),
+        step_seconds=found["seconds"] * train.global_batch_size / batch,
+        tokens_per_second=found["tokens"] / found["seconds"],
+    )
+
+
+def _processes(config: RunConfig, device: torch.device) -> int:
+    """Processes that would share the work here: one a GPU, if the batch can be shared out."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 1
+    whole = config.train.global_batch_size % (config.train.micro_batch_size * count) == 0
+    return count if config.parallel.mode != "none" and whole else 1
+
+
+def _name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def _memory(device: torch.device) -> int | None:
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else available_memory()
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A measured configuration of the production model (configs/m7c_125m.toml), compiled, with CUDA graphs, bf16.
+
+    Attributes:
+        file: The result's file in benchmarks/results.
+        what: Micro-batch, length, and activation checkpointing or parallel mode.
+        peak_gib: Peak of one GPU.
+        step_ms: Time of a step.
+        tokens_per_second: Tokens of all GPUs together.
+    """
+
+    file: str
+    what: str
+    peak_gib: float
+    step_ms: float
+    tokens_per_second: int
+
+
+REFERENCE_CARD = "NVIDIA H200"
+_TRAIN, _SCALE = "train_h200_2026-11-22", "scale_2_presets_h200_2026-11-22"
+REFERENCES = (
+    Reference(_TRAIN, "4 x 2048 tokens, checkpointing all (the preset)", 1.92, 27.3, 300_436),
+    Reference(_TRAIN, "16 x 2048 tokens, checkpointing none", 13.5, 63.5, 515_921),
+    Reference(_TRAIN, "4 x 8192 tokens, checkpointing none", 14.2, 73.6, 444_960),
+    Reference(_TRAIN, "1 x 32768 tokens, checkpointing none", 14.9, 88.8, 369_197),
+    Reference(_TRAIN, "1 x 65536 tokens, checkpointing none", 26.9, 208.4, 314_408),
+    Reference(_SCALE, "2 GPUs, ddp, 8 x 2048 tokens each, checkpointing none", 7.48, 36.7, 892_793),
+    Reference(_SCALE, "2 GPUs, fsdp, 8 x 2048 tokens each, checkpointing none", 6.96, 38.2, 857_137),
+    Reference(_SCALE, "2 GPUs, ddp, 8 x 2048 tokens each, checkpointing all", 3.55, 42.1, 777_888),
+    Reference(_SCALE, "2 GPUs, fsdp, 8 x 2048 tokens each, checkpointing all", 3.13, 43.3, 756_881),
+)
+"""Shown where the device that a configuration asks for is not there. A test compares them with the results."""

@@ -1,0 +1,106 @@
+"""Starting a few processes on this machine, as torchrun would, and waiting for them."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trifocal.distributed.rendezvous import places_here
+
+GRACE_SECONDS = 5.0
+"""Time that the other processes have to end by themselves after one failed."""
+
+
+class ProcessesFailed(RuntimeError):
+    """A process failed, or they did not end in time; the message has the end of each error output.
+
+    Attributes:
+        statuses: Exit status of each process, negative for a signal; empty if they did not end in time.
+    """
+
+    def __init__(self, message: str, statuses: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.statuses = tuple(statuses)
+
+
+def run_processes(arguments: Sequence[str], size: int, folder: Path, *, limit_seconds: float) -> None:
+    """Run Python with these arguments in several processes that find each other; none outlives the call.
+
+    Args:
+        arguments: For the interpreter.
+        size: Number of processes.
+        folder: For their error output.
+        limit_seconds: They are killed after this long.
+
+    Raises:
+        ProcessesFailed: If a process fails, or they do not end in time.
+    """
+    _store, places = places_here(size)
+    # Where this process finds the package, the others must find it too.
+    path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for rank, place in enumerate(places):
+            with (folder / f"error{rank}").open("wb") as error:
+                environment = os.environ | place | path
+                command = [sys.executable, *arguments]
+                with _signals_held():
+                    started.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=error, env=environment))
+        # A process that fails leaves the others waiting: all are polled.
+        _wait_for(started, folder, limit_seconds)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
+    """Deliver signals after the block: one whose handler raises inside of Popen would lose a process that runs."""
+    received: list[int] = []
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if callable(signal.getsignal(number)):
+                before[number] = signal.signal(number, lambda number, _frame: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
+
+
+def _wait_for(started: list[subprocess.Popen[bytes]], folder: Path, remaining: float) -> None:
+    limit = remaining
+    while True:
+        if any(process.poll() for process in started):
+            raise _failure(started, folder)
+        waiting = [process for process in started if process.poll() is None]
+        if not waiting:
+            return
+        if remaining <= 0:
+            raise ProcessesFailed(f"{len(started)} processes did not end in {limit:.0f} s")
+        try:
+            waiting[0].wait(0.2)
+        except subprocess.TimeoutExpired:
+            remaining -= 0.2
+
+
+def _failure(started: list[subprocess.Popen[bytes]], folder: Path) -> ProcessesFailed:
+    """The error output of every process that failed: one that lost its peer may end before the peer that failed."""
+    lines, statuses = [], []
+    for rank, process in enumerate(started):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_SECONDS)
+        status = process.poll() or 0
+        statuses.append(status)
+        if status:
+            text = (folder / f"error{rank}").read_text(errors="replace").strip()
+            lines.append(f"process {rank} ended with status {status}: {text[-500:]}")
+    return ProcessesFailed("\n".join(lines), statuses)

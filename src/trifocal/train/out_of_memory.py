@@ -1,0 +1,58 @@
+"""What to lower when a configuration does not fit the memory."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from trifocal.errors import one_line
+from trifocal.train.run_config import RunConfig
+
+
+def memory_remedies(config: RunConfig, num_devices: int = 1) -> list[str]:
+    """Flags that lower the memory of a step, in the order to try them; the first ones leave the result as it is.
+
+    Args:
+        config: The configuration that does not fit.
+        num_devices: Devices that train together.
+    """
+    train = config.train
+    share = train.global_batch_size // num_devices
+    smaller = [size for size in range(1, train.micro_batch_size) if share % size == 0]
+    found = [f"--train.micro_batch_size {smaller[-1]}"] if smaller else []
+    first, last = train.checkpointed_layers(config.model.num_layers)
+    if last - first < config.model.num_layers:
+        found.append("--train.activation_checkpointing all")
+    if num_devices > 1 and config.parallel.mode not in ("fsdp", "hsdp"):
+        found.append("--parallel.mode fsdp")
+    if train.sequence_length > 1:
+        found.append(f"--train.sequence_length {train.sequence_length // 2}")
+    if num_devices == 1:
+        found.append("several GPUs with --parallel.mode fsdp")
+    return found
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on a GPU or on the host."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "allocate memory" in str(error)
+    )
+
+
+@contextmanager
+def remedies_on_out_of_memory(config: RunConfig, num_devices: int) -> Iterator[None]:
+    """Name the remedies where an allocation fails.
+
+    Raises:
+        torch.OutOfMemoryError: With the remedies in its one line and the notes of the allocator's error, in its place.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        remedies = ", or ".join(memory_remedies(config, num_devices))
+        named = torch.OutOfMemoryError(f"out of memory ({one_line(error, 160)}); try {remedies}")
+        for note in getattr(error, "__notes__", ()):
+            named.add_note(note)
+        raise named from error

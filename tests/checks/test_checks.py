@@ -1,0 +1,345 @@
+"""Every check: a healthy installation passes it, and a fault that was really made once fails it."""
+
+import contextlib
+import json
+import subprocess
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import warm
+from tests.checks import faults
+from trifocal.checks import (
+    CHECKS,
+    Skipped,
+    attention_checks,
+    cost_checks,
+    operation_checks,
+    positions,
+    process_checks,
+    training_checks,
+)
+from trifocal.checks.process_worker import Case
+from trifocal.data import DataConfig
+from trifocal.errors import UserError
+from trifocal.generate import cached_layers
+from trifocal.models import DecoderLM
+from trifocal.nn import attention as nn_attention
+from trifocal.nn import rotate
+from trifocal.ops import nsa_attention
+from trifocal.ops.decode import linear as decode_linear
+from trifocal.testing.inputs import attention_inputs
+from trifocal.testing.small_models import SMALL, make_model
+from trifocal.train import train_setup
+from trifocal.train.arguments import load_config
+
+CPU = torch.device("cpu")
+FAULTS = {}
+
+
+def fault(name):
+    """A test's fault in the check of this name: calls the check with it."""
+
+    def keep(measure):
+        FAULTS[name] = measure
+        return measure
+
+    return keep
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Few parallel cases, in processes that need not import everything first; half the steps to learn a fault."""
+    popen = SimpleNamespace(Popen=warm.popen, DEVNULL=subprocess.DEVNULL, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr("trifocal.testing.processes.subprocess", popen)
+    monkeypatch.setattr(process_checks, "DDP_CASES", (Case("ddp", checkpointing=True), Case("ddp", steps=2)))
+    monkeypatch.setattr(process_checks, "SHARDED_CASES", (Case("fsdp", accumulation=2),))
+    monkeypatch.setattr(training_checks, "FLOOR_STEPS", 80)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_healthy(check):
+    found = check.measure(CPU)
+    if check.name == "backend-parity":
+        assert isinstance(found, Skipped) and "triton" in found.reason
+    else:
+        assert found.passed, found
+
+
+def test_every_check_has_a_fault():
+    assert set(FAULTS) == {check.name for check in CHECKS}
+    assert set().union(*(check.guards for check in CHECKS)) == set(range(1, 16))
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_finds(check, monkeypatch):
+    found = FAULTS[check.name](check.measure, monkeypatch)
+    assert not found.passed, found
+
+
+def sparse_layers_call(function, make=lambda config, *_: DecoderLM(config)):
+    """A `make_model` whose sparse layers call another function."""
+
+    def make_with_fault(config, *options):
+        model = make(config, *options)
+        return faults.with_attention(model, function) if "nsa" in config.attention_of_layers else model
+
+    return make_with_fault
+
+
+@fault("full-coverage")
+def window_that_sees_the_next_token(measure, _):
+    return measure(CPU, attention=faults.replacing_window(faults.leaking_window))
+
+
+@fault("oracle")
+def halved_gradient(measure, _):
+    return measure(CPU, attention=faults.halved_value_gradient)
+
+
+@fault("backend-parity")
+def one_wrong_gradient(measure, _):
+    """Kernels that are the reference, but for the gradient of `v_slc`."""
+
+    def attention(*inputs, backend, **rules):
+        o = nsa_attention(*inputs, backend="reference", **rules)
+        extra = inputs[4].sum() * 0.1
+        return o + (extra - extra.detach()) if backend == "triton" else o
+
+    return measure(CPU, attention=attention)
+
+
+def test_backend_parity_passes_equal_kernels():
+    def attention(*inputs, backend, **rules):
+        return nsa_attention(*inputs, backend="reference", **rules)
+
+    assert attention_checks.backend_parity(CPU, attention=attention).passed
+
+
+@fault("rope-distance")
+def heads_rotated_as_one_vector(measure, _):
+    def rotate_concatenated(x, cos, sin):
+        """Every head takes frequencies of its own from a common table."""
+        pairs = x.shape[2] * x.shape[3] // 2
+        frequencies = 10000.0 ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+        # The positions, from the angle of the first pair, which turns by one radian a token, and from the second.
+        angles = torch.atan2(sin, cos)[:, :1] * frequencies
+        flat = x.flatten(2).unflatten(2, (1, -1))
+        return rotate(flat, angles.cos(), angles.sin()).view_as(x)
+
+    assert measure is positions.rope_distance
+    return measure(CPU, rotate=rotate_concatenated)
+
+
+@fault("future-leak")
+def leaks_in_training_prefill_and_decoding(measure, monkeypatch):
+    def attention(*inputs, cu_seqlens=None, **rules):
+        if cu_seqlens is not None:
+            return nsa_attention(*inputs, cu_seqlens=cu_seqlens, **rules)
+        return leaking(*inputs, **rules)
+
+    leaking = faults.replacing_window(faults.leaking_window)
+    later = faults.at_other_lengths(cached_layers.decode_attention, lambda lengths: lengths + 1)
+    monkeypatch.setattr(cached_layers, "nsa_attention", leaking)
+    monkeypatch.setattr(cached_layers, "decode_attention", later)
+    found = measure(CPU, make_model=sparse_layers_call(attention, make_model))
+    counts = {line.partition(":")[0]: int(line.rpartition(" ")[2]) for line in found.details}
+    assert counts.pop("packed documents") == 0 and min(counts.values()) > 0
+    return found
+
+
+@fault("decode-equals-prefill")
+def query_that_sees_only_the_first_key(measure, monkeypatch):
+    first = faults.at_other_lengths(cached_layers.decode_attention, lambda lengths: lengths * 0)
+    monkeypatch.setattr(cached_layers, "decode_attention", first)
+    return measure(CPU)
+
+
+@fault("batch-invariance")
+def products_of_all_rows_together(measure, monkeypatch):
+    monkeypatch.setattr(decode_linear, "_linear", torch.nn.functional.linear)
+    return measure(CPU)
+
+
+@fault("checkpointing-gradients")
+def late_binding(measure, _):
+    found = measure(CPU, checkpoint=faults.late_bound_checkpointing)
+    assert found.figure > 0.5  # wrong by more than half: not rounding
+    return found
+
+
+@fault("parameter-gradients")
+def branch_that_is_skipped(measure, _):
+    def make(*arguments):
+        model = make_model(*arguments)
+        for name, parameter in model.named_parameters():
+            if "k_compressor" in name:
+                parameter.register_hook(lambda gradient: gradient * 0)
+        return model
+
+    found = measure(CPU, make_model=make)
+    assert "k_compressor" in found.details[0]
+    return found
+
+
+@fault("operation-count")
+def loop_over_tokens(measure, _):
+    def looped(q, *rest, **rules):
+        for t in range(q.shape[1] // 64):
+            q[:, t].cosh()
+        return nsa_attention(q, *rest, **rules)
+
+    found = measure(CPU, make_model=sparse_layers_call(looped))
+    assert "aten.cosh.default: 2, 8, 16" in found.details
+    return found
+
+
+def test_operation_count_looks_into_the_choice_of_blocks(monkeypatch):
+    """`select_blocks` is one operator to the dispatcher."""
+    healthy = cost_checks.reference.select_blocks
+
+    def looped(q, k_cmp, lse, *rest):
+        for t in range(q.shape[1]):
+            q[:, t].sum()
+        return healthy(q, k_cmp, lse, *rest)
+
+    monkeypatch.setattr(cost_checks.reference, "select_blocks", looped)
+    assert not cost_checks.operation_count(CPU).passed
+
+
+@fault("stored-memory-growth")
+def scores_that_are_kept(measure, _):
+    def attention(q, *rest, **rules):
+        k_win, v_win = rest[4:6]
+        mask = torch.ones(q.shape[1], k_win.shape[1], dtype=torch.bool).tril()
+        return nsa_attention(q, *rest, **rules) + 0 * faults.masked_attention(q, k_win, v_win, mask)
+
+    return measure(CPU, make_model=sparse_layers_call(attention))
+
+
+@fault("stored-memory-per-token")
+def copy_of_keys_per_query(measure, _):
+    inputs = attention_inputs(SMALL, 40, CPU, torch.float64)
+    torch.testing.assert_close(faults.copies_per_query(*inputs, SMALL), nsa_attention(*inputs, SMALL))
+    return measure(CPU, attention=lambda *x, backend: faults.copies_per_query(*x))
+
+
+@fault("layer-sweep")
+def cliff_at_five_layers(measure, _):
+    """The reported failure: four layers work, five hang."""
+
+    def cliff(model, tokens, device):
+        return cost_checks.step_seconds(model, tokens, device) * (100 if len(model.blocks) >= 5 else 1)
+
+    return measure(CPU, step_seconds=cliff, rounds=2, most_rounds=2)
+
+
+def test_layer_sweep_measures_again_what_a_burst_spoilt():
+    """Another process spoils the first six rounds; the work behind them is linear."""
+    calls = []
+
+    def bursts(model, tokens, device):
+        calls.append(1)
+        return len(model.blocks) ** (2.56 if len(calls) <= 6 * len(cost_checks.DEPTHS) else 1)
+
+    found = cost_checks.layer_sweep(CPU, step_seconds=bursts)
+    assert found.passed, found
+    assert len(calls) == 7 * len(cost_checks.DEPTHS)
+
+
+@fault("random-token-floor")
+def training_that_sees_the_next_token(measure, monkeypatch):
+    leaking = faults.replacing_window(faults.leaking_window)
+    monkeypatch.setattr(
+        nn_attention, "nsa_attention", lambda *inputs, cu_seqlens=None, **rules: leaking(*inputs, **rules)
+    )
+    found = measure(CPU)
+    assert found.figure > 40  # not chance: the loss has left the floor for good
+    return found
+
+
+@fault("resume-bit-for-bit")
+def weights_alone(measure, monkeypatch):
+    """The optimizer starts afresh: its moments are those of the steps since."""
+    healthy = train_setup.load_checkpoint
+
+    def load(path, *, model, optimizer, **rest):
+        state = healthy(path, model=model, optimizer=optimizer, **rest)
+        optimizer.state.clear()
+        return state
+
+    monkeypatch.setattr(train_setup, "load_checkpoint", load)
+    return measure(CPU)
+
+
+@fault("master-weights")
+def bf16_weights(measure, _):
+    return measure(CPU, make_model=lambda config: DecoderLM(config).to(torch.bfloat16))
+
+
+@fault("ddp-gradients")
+def late_binding_in_every_process(measure, _):
+    found = measure(CPU, prepare="tests.checks.process_faults:late_bound_checkpointing")
+    assert found.figure > 0.1
+    return found
+
+
+@fault("sharded-gradients")
+def lost_micro_batch(measure, _):
+    found = measure(CPU, prepare="tests.checks.process_faults:last_micro_batch_alone")
+    assert found.figure > 0.1
+    return found
+
+
+def test_a_process_that_fails_is_an_error_with_its_text():
+    with pytest.raises(RuntimeError, match=r"(?s)process 1 ended with status 1: .*MemoryError: no more"):
+        process_checks.ddp_gradients(CPU, prepare="tests.checks.process_faults:death")
+
+
+@fault("unknown-flags")
+def flags_that_are_swallowed(measure, _):
+    def swallow(path, overrides):
+        try:
+            return load_config(path, overrides)
+        except UserError:
+            return load_config(path)
+
+    return measure(CPU, load=swallow)
+
+
+@fault("heartbeat")
+def beats_at_the_start_of_a_phase_only(measure, _):
+    """Written by the training thread when it enters a phase: silent while it is busy."""
+
+    class AtPhaseStart:
+        def __init__(self, path, rank, interval_seconds):
+            self.path = path / f"rank{rank}.jsonl"
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        @contextlib.contextmanager
+        def phase(self, name):
+            row = {"unix_time_seconds": time.time(), "phase": name, "phase_seconds": 0.0}
+            self.path.write_text(json.dumps(row) + "\n")
+            yield
+
+    return measure(CPU, make_heartbeat=AtPhaseStart)
+
+
+@fault("failing-source")
+def silent_fallback(measure, _):
+    def fall_back(config):
+        try:
+            return operation_checks.first_batch(config)
+        except (UserError, OSError):
+            return operation_checks.first_batch(DataConfig(source="synthetic"))
+
+    found = measure(CPU, first_batch=fall_back)
+    assert found.figure == 8
+    return found

@@ -1,0 +1,100 @@
+"""The page about the five reports: its new names exist, and its figures are those of the results."""
+
+import importlib
+import json
+import re
+import shlex
+
+import pytest
+
+from tests.docs.pages import ROOT, text_of
+from tests.train.tiny import make_config
+from trifocal.runlog import read_metrics
+from trifocal.runlog.environment import EARLIER_VARIABLES, earlier_variables
+from trifocal.train import train
+from trifocal.train.arguments import load_config, override
+
+PAGE = text_of(ROOT / "docs/reports.md")
+RESULTS = ROOT / "benchmarks" / "results"
+# What the reports name.
+OLD_NAMES = (
+    *("nsa_attention.py", "selection_scorer.py", "compress_pool.py", "block_index.py", "train_showcase.py"),
+    *("train_showcase_fsdp.py", "TinyLM", "LlamaBlockNSA", "NSAAttention", "gradient_checkpointing", "--dataset"),
+    *("--ddp", "--steps", "heartbeat_rank0.jsonl", "stackdump_*.txt", "env.json", "dtypes_report.txt", "k_stats.csv"),
+    *("fallback_counters.csv", "gate health", "memory dumps", *EARLIER_VARIABLES),
+)
+
+
+def table(head: str) -> list[list[str]]:
+    body = PAGE[PAGE.index(f"| {head} |") :].split("\n\n")[0]
+    return [line.strip("| ").split(" | ") for line in body.splitlines()[2:]]
+
+
+ROWS = table("there")
+CODES = [code for _, here in ROWS for code in re.findall(r"`([^`]+)`", here)]
+
+
+@pytest.mark.parametrize("name", OLD_NAMES)
+def test_every_old_name_leads_somewhere(name: str) -> None:
+    assert any(name in there for there, _ in ROWS)
+
+
+def test_new_names_exist() -> None:
+    names = [code for code in CODES if code.startswith("trifocal.")]
+    assert len(names) >= 8
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        assert hasattr(importlib.import_module(module), attribute), name
+    for preset in (code for code in CODES if code.endswith(".toml")):
+        assert (ROOT / "configs" / preset).is_file(), preset
+
+
+def test_new_flags_are_flags() -> None:
+    tiny = load_config(ROOT / "configs" / "minimal.toml")
+    flags = [code for code in CODES if code.startswith("--")]
+    assert len(flags) >= 12
+    for flag in flags:
+        override(tiny, shlex.split(re.sub(r"\bN\b", "20", flag)))
+
+
+def test_variables_have_the_settings_of_doctor_and_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = {there: here for there, here in ROWS if there.startswith("`NSA_")}
+    assert len(shown) == len(EARLIER_VARIABLES)
+    for there, here in shown.items():
+        name = there.strip("`").partition("=")[0]
+        monkeypatch.setenv(name, "20")
+        assert here.startswith(f"`{earlier_variables()[name].replace('20', 'N')}`"), name
+
+
+def test_a_run_writes_every_file_and_field_and_names_old_variables(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("NSA_MEM_DUMP_EVERY", "100")
+    flags = ("--trace.what", "memory,dtypes,gradients", "--trace.steps", "1:4", "--log.telemetry_interval_steps", "2")
+    run = train(make_config(tmp_path, *flags)).directory
+    files = [code for code in CODES if re.search(r"\.(jsonl|json|csv)$", code)]
+    assert len(files) >= 7
+    for file in files:
+        assert (run / file).is_file(), file
+    (row, *_) = read_metrics(run / "metrics.jsonl", "telemetry")
+    fields = [code for code in CODES if re.fullmatch(r"(selected|fewer|gate|heads)_\w+", code)]
+    assert len(fields) == 7 and set(fields) <= row.keys()
+    said = "NSA_MEM_DUMP_EVERY belongs to an earlier system and is not read; here: --trace.what memory"
+    assert said in capsys.readouterr().out
+    notes = [event["message"] for event in read_metrics(run / "metrics.jsonl", "event") if event["name"] == "note"]
+    assert any(note.startswith(said) and note.endswith("--trace.interval_steps 100") for note in notes)
+
+
+def test_figures_are_those_of_the_results() -> None:
+    measured = {criterion: here for criterion, _, here in table("criterion")}
+    rows = json.loads((RESULTS / "scale_4_500_h200_2026-11-21.json").read_text())["rows"]
+    runs = {(row["part"], row["mode"]): row for row in rows}
+    for mode in ("ddp", "fsdp"):
+        row = runs["speed", mode]
+        assert row["outcome"] == "ended" and row["warnings"] == 0
+        assert measured[f"steps without a crash, {mode.upper()}"].startswith(f"{row['steps']} of 500")
+        memory = measured[f"memory of a GPU with checkpointing, {mode.upper()}"]
+        assert memory == f"{row['peak_gib_a_gpu']:.2f} GiB" and row["checkpointing"] == "all"
+        assert measured[f"tokens/s, {mode.upper()}"].startswith(f"{row['tokens_per_second']:,.0f} on 4 GPUs")
+    assert measured["tokens/s, one GPU"] == f"{runs['one', 'none']['tokens_per_second']:,.0f}"
+    production = json.loads((RESULTS / "production_h200_2026-11-22.json").read_text())
+    assert "50000 steps" in production["notes"][0]
+    assert "24 passed, 0 failed" in text_of(RESULTS / "check_h200_2026-11-24.md")

@@ -1,0 +1,106 @@
+"""Two measured steps of a configuration, and what helps where it does not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.tiny import before_step, make_config
+from trifocal.cli import main
+from trifocal.doctor import measured
+from trifocal.doctor.measured import REFERENCE_CARD, REFERENCES, need_of
+from trifocal.models import DecoderLM
+from trifocal.train.arguments import override
+from trifocal.train.launch import train
+from trifocal.train.out_of_memory import memory_remedies
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+def test_steps_on_the_data_of_the_config(tmp_path):
+    """A step's time counts all micro-batches, of which two are computed."""
+    config = make_config(tmp_path, "--train.global_batch_size", "16")
+    need = need_of("tiny", config)
+    assert (need.problem, need.data, need.device, need.processes) == ("", "", "CPU", 1)
+    parameters = sum(parameter.numel() for parameter in DecoderLM(config.model).parameters())
+    assert (need.parameters, need.state_bytes) == (parameters, 16 * parameters)
+    assert 50 * 2**20 < need.peak_bytes < need.memory_bytes
+    assert need.step_seconds * need.tokens_per_second == pytest.approx(16 * 32)
+    assert not (tmp_path / "run").exists()
+
+
+def test_data_that_cannot_be_read_are_named(tmp_path):
+    need = need_of("tiny", make_config(tmp_path, "--data.source", "text:/nowhere"))
+    assert "/nowhere" in need.problem and need.data == "measured on random tokens, as text:/nowhere cannot be read"
+    assert need.step_seconds > 0
+
+
+def test_memory_that_does_not_suffice(tmp_path):
+    """The scores of 262,144 tokens take a terabyte, and the allocator refuses them at once."""
+    config = make_config(tmp_path, "--data.source", "synthetic", "--train.sequence_length", str(2**18))
+    need = need_of("tiny", config)
+    assert "memory does not suffice" in need.problem and need.peak_bytes is None
+    assert need.remedies == tuple(memory_remedies(config))
+
+
+def test_steps_that_do_not_end(tmp_path, monkeypatch):
+    monkeypatch.setattr(measured, "LIMIT_SECONDS", 0.5)
+    need = need_of("tiny", make_config(tmp_path))
+    assert "did not end in" in need.problem and need.step_seconds is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_device_that_is_not_there(tmp_path):
+    need = need_of("tiny", make_config(tmp_path, "--run.device", "cuda"))
+    assert "PyTorch sees no GPU" in need.problem and need.device == ""
+
+
+def test_what_preflight_refuses(tmp_path):
+    need = need_of("tiny", make_config(tmp_path, "--train.global_batch_size", "3"))
+    assert need.remedies == ("--train.global_batch_size 4",) and need.step_seconds is None
+
+
+def test_remedies_leave_a_valid_config(tmp_path):
+    config = make_config(tmp_path, "--train.global_batch_size", "12", "--train.micro_batch_size", "4")
+    *flags, length, more = memory_remedies(config)
+    assert flags == ["--train.micro_batch_size 3", "--train.activation_checkpointing all"]
+    assert (length, more) == ("--train.sequence_length 16", "several GPUs with --parallel.mode fsdp")
+    assert memory_remedies(config, 2)[0] == "--train.micro_batch_size 3"
+    assert "--parallel.mode fsdp" in memory_remedies(config, 2)
+    lowered = override(config, " ".join([*flags, length, "--train.micro_batch_size 1"]).split())
+    assert memory_remedies(lowered) == ["--train.sequence_length 8", more]
+
+
+@pytest.mark.parametrize(
+    "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_training_names_the_same(tmp_path, monkeypatch, capsys, error):
+    def fail(step, parts):
+        raise error
+
+    before_step(monkeypatch, fail)
+    config = make_config(tmp_path)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        train(config)
+    assert all(remedy in str(caught.value) for remedy in memory_remedies(config))
+    assert main(["train", str(tmp_path / "run.toml"), "--run.directory", str(tmp_path / "other")]) == 1
+    assert "--train.micro_batch_size 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("row", REFERENCES, ids=lambda row: row.what)
+def test_references_are_those_of_the_results(row):
+    result = json.loads((RESULTS / f"{row.file}.json").read_text())
+    assert result["device"] == REFERENCE_CARD
+    figures = [
+        (
+            round(found["tokens_per_second"]),
+            round(found["step_ms"], 1),
+            found.get("peak_gib", found.get("peak_gib_a_gpu")),
+        )
+        for found in result["rows"]
+    ]
+    assert any(
+        (row.tokens_per_second, row.step_ms) == found[:2] and row.peak_gib == float(f"{found[2]:.3g}")
+        for found in figures
+    )
