@@ -117,7 +117,7 @@ class Trainer:
             while state.step < total and self._take_step():
                 pass
             if state.steps_here == 0:
-                self._commit_resume()
+                self._commit_start()
             self.saver.end()
             skipped = set().union(*self.processes.gather(setup.loader.bad_documents.skipped))
             finished = state.step >= total
@@ -182,7 +182,7 @@ class Trainer:
         first_here = self.state.steps_here == 1
         if first_here:
             self.guard.check_step()
-            self._commit_resume()
+            self._commit_start()
         if last or first_here:
             path = self.setup.directory / "backends.json"
             log.write_optional("choice of backends", lambda: write_backends(path))
@@ -219,12 +219,15 @@ class Trainer:
             with log.pause("sample"):
                 self.sample = evaluator.sample(step)
 
-    def _commit_resume(self) -> None:
-        """Save the configuration of a resumed run and set later checkpoints aside, when its first step has ended.
+    def _commit_start(self) -> None:
+        """Save a resumed run's configuration and set later checkpoints aside: the first step has ended everywhere.
 
         Not before: a resume that fails leaves the run, its configuration and its checkpoints as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
+        with self.log.heartbeat.phase("wait"):
+            processes.raise_on_all(None)
+        self.signals.something_to_save = True
         if checkpoint is None:
             return
 
@@ -233,9 +236,6 @@ class Trainer:
             save_config(self.config, directory)
             set_aside_later_checkpoints(checkpoint)
 
-        with self.log.heartbeat.phase("wait"):
-            processes.raise_on_all(None)
-        self.signals.something_to_save = True
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)
         processes.mark_run_created()
