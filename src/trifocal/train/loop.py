@@ -106,6 +106,7 @@ class Trainer:
     def run(self, notes: list[str]) -> TrainResult:
         """Train to the last step or the first signal; `run_training` has the rest."""
         setup, state, log, total = self.setup, self.state, self.log, self.config.train.steps
+        log.introduce(setup)
         for note in [*notes, *setup.notes]:
             log.log_event("note", note)
         with self.tracer:
