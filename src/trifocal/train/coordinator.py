@@ -112,7 +112,7 @@ class StepCoordinator:
             self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat, step)
         with heartbeat.phase("wait"):
-            targets, stop, failed, *eligible = current.answer()
+            summed, stop, failed, *eligible = current.answer()
             documents = current.documents()
             if failed:
                 self._processes.raise_on_all(current.error)
@@ -121,7 +121,7 @@ class StepCoordinator:
         self._begun = True
         self._ahead = None if last else self._read_ahead(loader, count, signals, heartbeat, step + 1)
         most = [int(number) for number in documents]
-        return StepData(current.batches, current.position, int(targets), most, eligible or None)
+        return StepData(current.batches, current.position, int(summed), most, eligible or None)
 
     def _eligible(self, batches: list[Batch], step: int) -> list[float] | None:
         return None if self._teacher is None else [*map(float, self._teacher.eligible(batches, step))]
