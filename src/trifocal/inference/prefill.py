@@ -40,8 +40,8 @@ class Chunk:
     def rotate(self, x: Tensor, first: int | None = None, stride: int = 1) -> Tensor:
         """Rotate queries or keys [1, T, heads, D] at positions `first`, `first + stride`, …; the chunk's if not given.
 
-        Like `trifocal.nn.rope.rotate`, in four passes instead of eight and without copies in fp32, which only a compiler
-        or gradients would need.
+        The result of `trifocal.nn.rope.rotate`, in four passes instead of eight and without copies in fp32, which only
+        a compiler or gradients would need.
         """
         first = self.first if first is None else first
         cos, sin = (table[first : first + x.shape[1] * stride : stride, None] for table in self.rotary)
