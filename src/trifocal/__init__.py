@@ -13,9 +13,10 @@ from trifocal._version import __version__
 if TYPE_CHECKING:
     from trifocal import data, inference, models, nn, ops, train
     from trifocal.api import generate, load_tokenizer
-    from trifocal.models import DecoderLM, load_model
+    from trifocal.models import DecoderLM
     from trifocal.nn import NSAttention
     from trifocal.ops import Geometry, nsa, nsa_attention
+    from trifocal.train.pretrained import load_model
 
 _PACKAGES = ("data", "inference", "models", "nn", "ops", "train")
 _MODULE_OF = {
@@ -23,7 +24,7 @@ _MODULE_OF = {
     "Geometry": "ops",
     "NSAttention": "nn",
     "generate": "api",
-    "load_model": "models",
+    "load_model": "train.pretrained",
     "load_tokenizer": "api",
     "nsa": "ops",
     "nsa_attention": "ops",

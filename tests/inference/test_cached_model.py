@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"attention": "dense"},
     {
         "layer_types": ("window", "selected"),
-        "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True,
+        "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "unrotated_layers": (1,),
         "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     },
 ]  # fmt: skip

@@ -14,6 +14,7 @@ from trifocal.distributed import PeerLost, PeerMonitor, Processes
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
+from trifocal.runlog.proc import process_state
 from trifocal.runlog.stall_summary import stall_summary
 from trifocal.train.nonfinite import NonFiniteError
 from trifocal.train.stop import StopSignals
@@ -37,14 +38,14 @@ class StepData(NamedTuple):
     Attributes:
         batches: The micro-batches of this process.
         position: State of the loader after them.
-        total_targets: Valid targets of the global batch, in all processes; None for a single process.
-        documents: For each micro-batch, the largest number of packed documents in any process; None for a single one.
+        total_targets: Valid targets of the global batch, in all processes.
+        documents: For each micro-batch, the largest number of packed documents in any process.
     """
 
     batches: list[Batch]
     position: dict[str, Any]
-    total_targets: int | None
-    documents: list[int] | None
+    total_targets: int
+    documents: list[int]
 
 
 class _NextStep(NamedTuple):
@@ -98,7 +99,9 @@ class StepCoordinator:
                 return None
             self._begun = True
             with heartbeat.phase("data"):
-                return StepData([next(loader) for _ in range(count)], loader.state_dict(), None, None)
+                batches = [next(loader) for _ in range(count)]
+                documents = [batch.packed_documents for batch in batches]
+                return StepData(batches, loader.state_dict(), sum(batch.valid_targets for batch in batches), documents)
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
@@ -161,7 +164,14 @@ class StepCoordinator:
             summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}
             write_details(folder, rank, summary, self._processes.device)
 
-        peers = PeerMonitor(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
+        def end(sentence: str) -> None:
+            try:
+                leave_traces(sentence)
+            finally:
+                # This process is ended now: it has failed, and is not dead without a word.
+                heartbeat.close("failed")
+
+        peers = PeerMonitor(self._processes, heartbeat.snapshot, _exists, silence_seconds=silence_seconds, on_lost=end)
         self._peers = peers
         with peers:
             try:
@@ -203,6 +213,11 @@ class StepCoordinator:
                 else:
                     news.append(f"rank {rank} is no longer slow")
         return news
+
+
+def _exists(process: int) -> bool:
+    # A killed process stays a zombie (Z) until its parent waits for it.
+    return process_state(process) not in ("X", "x", "Z")
 
 
 def _is_collective_error(error: RuntimeError) -> bool:
