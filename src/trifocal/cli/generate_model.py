@@ -25,10 +25,10 @@ class LoadedModel:
     """A model that is ready to generate.
 
     Attributes:
-        path: Of its weights.
+        path: The folder of its weights.
         model: The model with its caches.
         tokenizer: Its tokenizer.
-        tokens: Of every prompt.
+        tokens: The tokens of each prompt.
     """
 
     path: Path
