@@ -33,10 +33,11 @@ from typing import Any
 import torch
 
 from lib.results import ResultFile
+from trifocal import load_model
 from trifocal.data import Batch
 from trifocal.evaluation import Subject
 from trifocal.evaluation.position_loss import measure_loss, read_batches
-from trifocal.models import DecoderLM, load_model
+from trifocal.models import DecoderLM
 from trifocal.models.conversion import Target, convert_tensors, converted_config
 from trifocal.ops import Geometry
 from trifocal.train.checkpoint_folders import checkpoint_step, list_checkpoints

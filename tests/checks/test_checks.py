@@ -24,7 +24,7 @@ from trifocal.checks import (
 from trifocal.checks.process_worker import Case
 from trifocal.data import DataConfig
 from trifocal.errors import UserError
-from trifocal.generate import cached_layers
+from trifocal.inference import cached_layers
 from trifocal.models import DecoderLM
 from trifocal.nn import attention as nn_attention
 from trifocal.nn import rotate

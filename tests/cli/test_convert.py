@@ -14,9 +14,10 @@ import torch
 from tests.cli.test_commands import Capture, refused
 from tests.data.test_tokenizers import tokenizer_file
 from tests.train.tiny import write_config, write_documents
+from trifocal import load_model
 from trifocal.cli import main
 from trifocal.data import make_tokenizer
-from trifocal.models import load_model, save_weights
+from trifocal.models import save_weights
 from trifocal.testing.small_models import make_model, small_config
 from trifocal.train.run_directory import load_run
 
@@ -173,6 +174,12 @@ def test_weights_and_tokenizers_are_checked_before_anything_is_written(tmp_path:
     command = ["convert", str(source), str(out), "--to", "selected"]
     assert main(command) == 0
     assert "the tokenizer has ids up to 256, the model 64 tokens; name one" in capsys.readouterr().out
+    shutil.rmtree(out)
+    window = small_config(attention="window")
+    save_weights(make_model(window, torch.device("cpu")), source)
+    assert main(command) == 0
+    expected = f"every layer has a sliding window of {window.geometry.window_size} tokens, and stays as it is"
+    assert expected in capsys.readouterr().out
     shutil.rmtree(out)
     for file, content in (
         ("tokenizer", '{"model": {"type": "WordLevel", "vocab": {"<eos>": 4000000000}, "unk_token": "<eos>"}}'),

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from tests.distributed.workers import Workers, train
 from tests.train.tiny import write_config
 from trifocal.errors import UserError
 from trifocal.runlog import read_metrics
+from trifocal.runlog.jsonl import read_lines
 from trifocal.train import load_config, resume
 from trifocal.train import train as train_here
 from trifocal.train.arguments import override
@@ -57,6 +59,11 @@ class Case:
         assert resume(self.run, config=override(load_run(self.run), flags)).finished
         steps = [row["step"] for row in read_metrics(self.run / "metrics.jsonl", "train")]
         assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def last_beat(run: Path, rank: int) -> dict[str, Any]:
+    """The last row of a rank's heartbeat."""
+    return dict(read_lines(run / "heartbeat" / f"rank{rank}.jsonl")[-1])
 
 
 @pytest.fixture
@@ -214,6 +221,8 @@ def test_a_killed_rank_stops_the_others_and_is_named(case: Case, fault: str) -> 
     assert end.status == 1
     assert f"rank 1 (process {workers.processes[1].pid}) is gone, last seen in" in end.error, end.error
     assert "rank 0 stops too" in end.error
+    # What ends with a message is no dead process.
+    assert last_beat(case.run, 0)["status"] == "failed"
     assert case.checkpoints()[-1] == "step_00000002"
     case.resumed_to_the_end()
 
@@ -242,6 +251,7 @@ def test_a_frozen_rank_is_named_and_the_others_stop(case: Case) -> None:
     dump = case.run / "dumps" / "lost_step_00000002"
     # It cannot write its stacks: the place where it was last seen is in its last note to the others.
     assert "action (faults.py:" in end.error
+    assert last_beat(case.run, 0)["status"] == "failed"
     assert "action (faults.py:" in json.loads((dump / "rank0.json").read_text())["row"]["others"]["rank1"]["where"]
     assert "trifocal/train/step.py" in (dump / "stacks_rank0.txt").read_text()
     page = (dump / "summary.md").read_text()

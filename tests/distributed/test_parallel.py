@@ -1,12 +1,14 @@
 """The choice of the parallel mode, and its effect on a single process."""
 
 import socket
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.children import free_port
+from tests.distributed.workers import Workers
 from trifocal.distributed import Processes, choose_mode, gather_full_model, parallelize, processes_started
 from trifocal.errors import UserError
 from trifocal.models import DecoderLM
@@ -81,6 +83,23 @@ def test_a_place_to_meet_that_is_taken_or_out_of_reach_is_named(
 
 def fail() -> None:
     raise UserError("no")
+
+
+GATHER = """
+import torch
+from trifocal.distributed import processes_started
+with processes_started(torch.device("cpu")) as processes:
+    for each in (processes, processes.new_group()):
+        assert each.gather(f"of rank {each.rank}") == ["of rank 0", "of rank 1", "of rank 2"]
+        assert each.run_on_rank0(lambda: each.rank) == 0
+    assert processes.sum([processes.rank, 1]) == [3, 3]
+    assert processes.max_later([processes.rank, -processes.rank])() == [2, 0]
+"""
+
+
+def test_values_of_all_processes_come_in_the_order_of_ranks(tmp_path: Path) -> None:
+    ended = Workers([["-c", GATHER]] * 3, tmp_path).join(60)
+    assert [end.status for end in ended] == [0, 0, 0], [end.error for end in ended]
 
 
 def test_shards_must_divide_the_processes() -> None:

@@ -14,6 +14,7 @@ from trifocal.distributed import PeerLost, PeerMonitor, Processes
 from trifocal.distributed import peers as module
 from trifocal.errors import UserError
 from trifocal.runlog.proc import process_state
+from trifocal.train.coordinator import _exists as exists
 
 WHAT = {"step": 7, "phase": "forward", "phase_seconds": 1.0, "where": "forward (block.py:1)"}
 
@@ -43,6 +44,7 @@ def watched(store: dist.Store, size: int = 2, seconds: float = 0.6) -> tuple[Pee
     peers = PeerMonitor(
         Processes(0, size, store=store),
         lambda: dict(WHAT),
+        exists,
         silence_seconds=seconds,
         on_lost=sentences.append,
         leave=statuses.append,
@@ -147,6 +149,6 @@ def test_an_error_is_told_to_the_others(store: dist.Store) -> None:
 
 
 def test_a_single_process_watches_nobody() -> None:
-    peers = PeerMonitor(Processes(), dict)
+    peers = PeerMonitor(Processes(), dict, exists)
     with peers:
         assert peers.explain(RuntimeError("gloo")) is None

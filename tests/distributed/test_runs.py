@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed.workers import train
 from tests.train.tiny import read_checkpoint, write_config
-from trifocal.models import load_model
+from trifocal import load_model
 from trifocal.runlog import read_metrics
 
 FLAGS = ("--log.sample_interval_steps", "3", "--log.sample_tokens", "4", "--checkpoint.keep_last", "4",
@@ -59,15 +59,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])
 def test_losses_do_not_depend_on_the_number_of_processes(runs: dict[str, Path], mode: str) -> None:
-    """Losses, weights and norms; four sequences are one micro-batch each of two processes, or two of one."""
+    """Training and validation; four sequences are one micro-batch each of two processes, or two of one.
+
+    AdamW forgives a gradient of twice the size, and the logged norms do not.
+    """
     assert losses(runs[mode]) == pytest.approx(losses(runs["none"]), rel=LOSS_TOLERANCE)
+    several, one = (
+        [row["gradient_norm"] for row in read_metrics(runs[name] / "metrics.jsonl", "train")] for name in (mode, "none")
+    )
+    assert several == pytest.approx(one, rel=1e-3)
     whole = load_model(runs[mode] / "weights").state_dict()
     for name, tensor in load_model(runs["none"] / "weights").state_dict().items():
         torch.testing.assert_close(whole[name], tensor, rtol=0, atol=1e-4)
-    norms = [
-        [row["gradient_norm"] for row in read_metrics(runs[key] / "metrics.jsonl", "train")] for key in (mode, "none")
-    ]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["ddp", "fsdp"])

@@ -19,8 +19,8 @@ from trl import SFTConfig, SFTTrainer
 
 from tests.children import free_port
 from tests.hf.fsdp_worker import PROCESSES, tiny_model, train, train_sharded
+from trifocal import load_model
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalModel
-from trifocal.models import load_model
 from trifocal.testing.small_models import make_model, small_config
 
 WORDS = 60
@@ -114,8 +114,8 @@ def test_packed_fine_tuning_by_trl(
     decoder = make_model(small_config(), torch.device("cpu"))
     decoder.load_state_dict({name.removeprefix("model."): weight for name, weight in before.items()})
     total, count = 0.0, 0
-    [borders] = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
-    for tokens in batch["input_ids"][0].tensor_split(borders[1:]):
+    [boundaries] = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
+    for tokens in batch["input_ids"][0].tensor_split(boundaries[1:]):
         targets = len(tokens) - 1
         total += float(decoder(tokens[None, :-1], tokens[None, 1:]).detach()) * targets
         count += targets

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from trifocal import load_model
 from trifocal.errors import UserError
-from trifocal.models import DecoderLM, ModelConfig, load_model, save_weights
+from trifocal.models import DecoderLM, ModelConfig, save_weights
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.train.tiny import make_config, write_config
+from trifocal import load_model
 from trifocal.errors import UserError
-from trifocal.models import load_model
 from trifocal.runlog import read_metrics
 from trifocal.train import load_config, resume, train
 from trifocal.train.run_directory import load_run

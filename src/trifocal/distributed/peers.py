@@ -19,7 +19,6 @@ from typing import Any, Self
 
 from trifocal.distributed.processes import Processes
 from trifocal.errors import UserError, one_line
-from trifocal.runlog.proc import process_state
 
 Row = dict[str, Any]
 
@@ -51,6 +50,7 @@ class PeerMonitor:
         processes: This process among them; a single process has nothing to watch.
         describe: Returns the state of this process: `step`, `phase`, `phase_seconds`, `where` in the code, and
             `recent_seconds` by phase.
+        exists: Whether there is a process with this id on this machine; one that waits for its parent is gone.
         silence_seconds: A process that writes no note for this long is lost.
         on_lost: Called in the watching thread with a sentence, before this process is ended.
         leave: Ends this process.
@@ -60,13 +60,14 @@ class PeerMonitor:
         self,
         processes: Processes,
         describe: Callable[[], Row],
+        exists: Callable[[int], bool],
         *,
         silence_seconds: float = 20.0,
         on_lost: Callable[[str], None] = lambda sentence: None,
         leave: Callable[[int], None] = os._exit,
     ) -> None:
         self._processes = processes
-        self._describe = describe
+        self._describe, self._exists = describe, exists
         self._silence_seconds = silence_seconds
         self._on_lost = on_lost
         self._leave = leave
@@ -107,8 +108,7 @@ class PeerMonitor:
         host = socket.gethostname()
         for rank, seen in sorted(self._seen.items()):
             if seen.note["status"] == "running" and seen.note["host"] == host:
-                # A killed process stays a zombie (Z) until its parent waits for it.
-                exists = process_state(seen.note["pid"]) not in ("X", "x", "Z")
+                exists = self._exists(seen.note["pid"])
                 if seen.existed and not exists:
                     return f"rank {rank} (process {seen.note['pid']}) is gone, {_last_seen(seen.note)}"
                 seen.existed |= exists

@@ -2,7 +2,7 @@
 
 from trifocal.models.counts import Flops, flops_per_token, parameter_count
 from trifocal.models.decoder import DecoderLM
-from trifocal.models.io import load_model, save_weights
+from trifocal.models.io import load_weights, save_weights
 from trifocal.models.model_config import ModelConfig
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "Flops",
     "ModelConfig",
     "flops_per_token",
-    "load_model",
+    "load_weights",
     "parameter_count",
     "save_weights",
 ]

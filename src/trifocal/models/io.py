@@ -22,7 +22,6 @@ from torch import Tensor
 from trifocal.errors import UserError
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
-from trifocal.paths import user_path
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -42,8 +41,6 @@ AUTO_MAP = {
 SHARD_BYTES = 5 * 10**9
 """Bytes of a shard, unless one tensor is larger."""
 _LARGEST_JSON = 1 << 27
-# A run has the first of these, a checkpoint the second.
-_TRAINERS_FILES = ("config.toml", "manifest.json")
 _MODELING = '''"""The classes of this model for transformers, with trust_remote_code: pip install 'trifocal[hf]'"""
 
 from trifocal.hf import TrifocalConfig, TrifocalForCausalLM, TrifocalForSequenceClassification, TrifocalModel
@@ -65,7 +62,7 @@ STANDARD_NAMES = {
 
 
 def save_weights(model: DecoderLM, folder: str | Path, *, shard_bytes: int = SHARD_BYTES, **settings: Any) -> None:
-    """Write weights and configuration, for `load_model` and for transformers; each file appears whole or not at all.
+    """Write weights and configuration, for `load_weights` and for transformers; each file appears whole or not at all.
 
     Args:
         model: The model itself, without wrappers.
@@ -124,35 +121,12 @@ def write_modeling_file(folder: Path) -> None:
     (folder / MODELING_FILE).write_text(_MODELING, encoding="utf-8")
 
 
-def load_model(folder: str | Path) -> DecoderLM:
-    """Build a trained model, on the CPU.
-
-    Args:
-        folder: A folder that `save_weights` or `trifocal.hf` wrote, such as `weights` of a run; or a run (its newest
-            checkpoint); or one of its checkpoints.
+def load_weights(folder: Path) -> DecoderLM:
+    """Build the model of a folder that `save_weights` or `trifocal.hf` wrote, on the CPU.
 
     Raises:
         UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
     """
-    folder = user_path(folder, "the folder of the model")
-    if not _is_there(folder / CONFIG_FILE) and any(_is_there(folder / name) for name in _TRAINERS_FILES):
-        from trifocal.train.pretrained import open_pretrained
-
-        with open_pretrained(folder) as found:
-            return found.model()
-    return load_weights(folder)
-
-
-def _is_there(path: Path) -> bool:
-    """Whether there is such a file, as far as this user may know; if not, reading it gives the reason."""
-    try:
-        return path.exists()
-    except OSError:
-        return True
-
-
-def load_weights(folder: Path) -> DecoderLM:
-    """Build the model of a folder; errors as in `load_model`."""
     config = read_config(folder)
     model = model_of_folder(config, folder)
     tensors = read_tensors(folder, model.state_dict(), exported_name)
@@ -174,7 +148,7 @@ def model_of_folder(config: ModelConfig, folder: Path) -> DecoderLM:
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The configuration of a folder's model; errors as in `load_model`."""
+    """The configuration of a folder's model; errors as in `load_weights`."""
     path = folder / CONFIG_FILE
     values = read_json(path, "the model's configuration")
     if values.get("model_type") != MODEL_TYPE:

@@ -14,10 +14,10 @@ from trifocal.distributed import PeerLost, PeerMonitor, Processes
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
+from trifocal.runlog.proc import process_state
 from trifocal.runlog.stall_summary import stall_summary
-from trifocal.train.micro_batch import packed_documents
+from trifocal.runlog.whole_files import write_whole
 from trifocal.train.nonfinite import NonFiniteError
-from trifocal.train.step import valid_targets
 from trifocal.train.stop import StopSignals
 
 SLOW_FACTOR = 2.0
@@ -39,14 +39,14 @@ class StepData(NamedTuple):
     Attributes:
         batches: The micro-batches of this process.
         position: State of the loader after them.
-        total_targets: Valid targets of the global batch, in all processes; None for a single process.
-        documents: For each micro-batch, the largest number of packed documents in any process; None for a single one.
+        total_targets: Valid targets of the global batch, in all processes.
+        documents: For each micro-batch, the largest number of packed documents in any process.
     """
 
     batches: list[Batch]
     position: dict[str, Any]
-    total_targets: int | None
-    documents: list[int] | None
+    total_targets: int
+    documents: list[int]
 
 
 class _NextStep(NamedTuple):
@@ -100,7 +100,9 @@ class StepCoordinator:
                 return None
             self._begun = True
             with heartbeat.phase("data"):
-                return StepData([next(loader) for _ in range(count)], loader.state_dict(), None, None)
+                batches = [next(loader) for _ in range(count)]
+                targets, packed = (sum(b.valid_targets for b in batches), [b.packed_documents for b in batches])
+                return StepData(batches, loader.state_dict(), targets, packed)
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
@@ -123,10 +125,10 @@ class StepCoordinator:
                 batches = [next(loader) for _ in range(count)]
             except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
-        targets = sum(map(valid_targets, batches))
+        targets = sum(batch.valid_targets for batch in batches)
         answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
         # Every process sends as many numbers, even if its data failed.
-        documents = [0] * count if error else [packed_documents(batch) for batch in batches]
+        documents = [0] * count if error else [batch.packed_documents for batch in batches]
         return _NextStep(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
 
     @contextlib.contextmanager
@@ -154,16 +156,21 @@ class StepCoordinator:
             rank = self._processes.rank
             write_stacks(folder, rank)
             page = stall_summary(directory, folder, rank, f"stops: {sentence}", row, read_answers(folder))
-            partial = folder / f".summary_rank{rank}.partial"
-            partial.write_text(page, encoding="utf-8")
             # The last writer wins: all pages are about the same process.
-            partial.replace(folder / "summary.md")
+            write_whole(folder / "summary.md", page)
             # A lost process leaves no stacks: the others write down the place in the code where it was last seen.
             others = {f"rank{other}": note for other, note in peers.notes().items()}
             summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}
             write_details(folder, rank, summary, self._processes.device)
 
-        peers = PeerMonitor(self._processes, heartbeat.snapshot, silence_seconds=silence_seconds, on_lost=leave_traces)
+        def end(sentence: str) -> None:
+            try:
+                leave_traces(sentence)
+            finally:
+                # This process is ended now: it has failed, and is not dead without a word.
+                heartbeat.close("failed")
+
+        peers = PeerMonitor(self._processes, heartbeat.snapshot, _exists, silence_seconds=silence_seconds, on_lost=end)
         self._peers = peers
         with peers:
             try:
@@ -205,6 +212,11 @@ class StepCoordinator:
                 else:
                     news.append(f"rank {rank} is no longer slow")
         return news
+
+
+def _exists(process: int) -> bool:
+    # A killed process stays a zombie (Z) until its parent waits for it.
+    return process_state(process) not in ("X", "x", "Z")
 
 
 def _is_collective_error(error: RuntimeError) -> bool:

@@ -10,7 +10,6 @@ from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.exporting import WEIGHTS
-from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import FiniteGuard
 from trifocal.train.out_of_memory import remedies_on_out_of_memory
 from trifocal.train.result import TrainResult
@@ -107,6 +106,7 @@ class Trainer:
     def run(self, notes: list[str]) -> TrainResult:
         """Train to the last step or the first signal; `run_training` has the rest."""
         setup, state, log, total = self.setup, self.state, self.log, self.config.train.steps
+        log.introduce(setup)
         for note in [*notes, *setup.notes]:
             log.log_event("note", note)
         with self.tracer:
@@ -116,7 +116,7 @@ class Trainer:
             while state.step < total and self._take_step():
                 pass
             if state.steps_here == 0:
-                self._commit_resume()
+                self._commit_start()
             self.saver.end()
             skipped = set().union(*self.processes.gather(setup.loader.bad_documents.skipped))
             finished = state.step >= total
@@ -160,10 +160,8 @@ class Trainer:
         learning_rate = learning_rate_of(self.config, step)
         for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate
-        documents = [packed_documents(batch) for batch in data.batches]
-        if data.documents is not None and self.generates_code:
-            # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
-            documents = data.documents
+        # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
+        documents = data.documents if self.generates_code else [batch.packed_documents for batch in data.batches]
         with self.compile_notes.step(step, documents) as forward_phase, self.tracer.step(step) as phases:
             return self.train_step.run(
                 step,
@@ -181,7 +179,7 @@ class Trainer:
         first_here = self.state.steps_here == 1
         if first_here:
             self.guard.check_step()
-            self._commit_resume()
+            self._commit_start()
         if last or first_here:
             path = self.setup.directory / "backends.json"
             log.write_optional("choice of backends", lambda: write_backends(path))
@@ -218,12 +216,16 @@ class Trainer:
             with log.pause("sample"):
                 self.sample = evaluator.sample(step)
 
-    def _commit_resume(self) -> None:
-        """Save the configuration of a resumed run and set later checkpoints aside, when its first step has ended.
+    def _commit_start(self) -> None:
+        """Note that the first step has ended in all processes: from now on a signal saves.
 
-        Not before: a resume that fails leaves the run, its configuration and its checkpoints as they were.
+        A resumed run saves its configuration and sets later checkpoints aside now, not before: a resume that fails
+        leaves the run, its configuration and its checkpoints as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint
+        with self.log.heartbeat.phase("wait"):
+            processes.raise_on_all(None)
+        self.signals.something_to_save = True
         if checkpoint is None:
             return
 
@@ -232,9 +234,6 @@ class Trainer:
             save_config(self.config, directory)
             set_aside_later_checkpoints(checkpoint)
 
-        with self.log.heartbeat.phase("wait"):
-            processes.raise_on_all(None)
-        self.signals.something_to_save = True
         with self.log.pause("checkpoint"):
             processes.run_on_rank0(commit)
         processes.mark_run_created()

@@ -93,6 +93,32 @@ class Pretrained:
         return model
 
 
+def load_model(folder: str | Path) -> DecoderLM:
+    """Build a trained model, on the CPU.
+
+    Args:
+        folder: A folder that `save_weights` or `trifocal.hf` wrote, such as `weights` of a run; or a run (its newest
+            checkpoint); or one of its checkpoints.
+
+    Raises:
+        UserError: If a file is missing or broken, or a tensor does not fit the configuration; the message names it.
+    """
+    folder = user_path(folder, "the folder of the model")
+    # A run has a configuration, a checkpoint a manifest.
+    if not _is_there(folder / MODEL_CONFIG_FILE) and any(_is_there(folder / name) for name in (CONFIG_FILE, MANIFEST)):
+        with open_pretrained(folder) as found:
+            return found.model()
+    return load_weights(folder)
+
+
+def _is_there(path: Path) -> bool:
+    """Whether there is such a file, as far as this user may know; if not, reading it gives the reason."""
+    try:
+        return path.exists()
+    except OSError:
+        return True
+
+
 def pretrained_values(folder: str, *, tokenizer: bool = True) -> dict[str, Any]:
     """The settings that a run takes from the weights it begins with: the section `model`, and the tokenizer if known.
 

@@ -5,7 +5,7 @@ Also `collectives_rank*.csv`, every collective of the window from PyTorch's flig
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +38,11 @@ class ExchangeTrace(Trace):
         # Not by time: the recorder's clock may be seconds off.
         self._before = {_identity(collective) for collective in recorded_collectives()}
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
-        watch.observe(self._exchange)
+        watch.observer = self._exchange
 
     def end(self) -> None:
         """Stop observing, and make the rows."""
-        self._watch.observe(None)
+        self._watch.observer = None
         clock = self._moment.clock
         for columns, row, began, start, ended in self._seen:
             row = {**columns, **row, **clock.between(began, start, "begin_milliseconds")}
@@ -57,7 +57,7 @@ class ExchangeTrace(Trace):
             figures = self._module._get_ddp_logging_data()
             (folder / f"ddp_rank{rank}.json").write_text(json.dumps(figures, indent=1, default=str) + "\n")
 
-    def _exchange(self, kind: str, name: str, buffer: Tensor, parameters: list[Tensor]) -> Callable[[], None]:
+    def _exchange(self, kind: str, name: str, buffer: Tensor, parameters: Sequence[Tensor]) -> Callable[[], None]:
         moment = self._moment
         names = [self._names[id(parameter)] for parameter in parameters]
         row = {
