@@ -20,8 +20,8 @@ fifth of the queries. In `learned`, the compressor is the paper's learnable one;
 keys and values.
 Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Trainings of `long` and `needle`
 start from the weights of a training on short rows, in a folder with `-short` behind its name. When the time is up they
-stop as a scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed
-on.
+stop as a scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are
+passed on.
 """
 
 import argparse
