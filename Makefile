@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 RUN := runs/demo
 # One thread a test worker: two workers on two cores.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: help demo test lint format docs clean
 
@@ -25,7 +25,7 @@ $(VENV)/created:
 	@touch $@
 
 $(VENV)/installed: $(VENV)/created pyproject.toml constraints.txt
-	@echo "Installing Trifocal and PyTorch (about 30 s with a warm cache) …"
+	@echo "Installing Trifocal, PyTorch and what reports need (about 30 s with a warm cache) …"
 	@$(PIP) install -c constraints.txt -e '.[report]'
 	@touch $@
 

@@ -20,8 +20,8 @@ from lib.recorder import OK, Recorder
 from lib.script import Benchmark, parse_size
 from lib.shapes import DTYPES
 from lib.timing import Timing, peak_gib, recorded
-from trifocal.generate import CachedModel, CachedSequence, Engine, Request, Sampling
-from trifocal.generate.paged_cache import cache_bytes
+from trifocal.inference import CachedModel, CachedSequence, Engine, Request, Sampling
+from trifocal.inference.paged_cache import cache_bytes
 from trifocal.models import ModelConfig, parameter_count
 
 # The first step compiles, the second is recorded, and the host reads a step behind.

@@ -111,17 +111,19 @@ def test_a_circle_is_found(tmp_path):
     ]
 
 
-LIBRARY = "trifocal.ops, trifocal.nn, trifocal.models, trifocal.generate"
+LIBRARY = "trifocal.ops, trifocal.nn, trifocal.models, trifocal.inference"
 
 
 def test_public_names_are_there_after_import_and_nothing_is_loaded_before():
     code = (
         "import trifocal, sys; before = 'torch' in sys.modules; names = dir(trifocal); "
         "print(before, 'torch' in sys.modules, set(trifocal.__all__) <= set(names)); "
-        "print(trifocal.nn.NSAttention.__name__, trifocal.models.DecoderLM.__name__); help(trifocal)"
+        "from trifocal import DecoderLM, Geometry, NSAttention, generate, load_model, load_tokenizer; "
+        "from trifocal import nsa, nsa_attention; import trifocal.inference.generation; "
+        "print(trifocal.nn.NSAttention is NSAttention, trifocal.generate is generate); help(trifocal)"
     )
     modules, names, *text = python(code).splitlines()
-    assert (modules, names) == ("False False True", "NSAttention DecoderLM")
+    assert (modules, names) == ("False False True", "True True")
     assert "nsa_attention" in "\n".join(text)
 
 

@@ -20,8 +20,8 @@ from lib.script import ModelOptions, parse_size
 from lib.shapes import DTYPES
 from lib.timing import peak_gib, synchronized_seconds
 from trifocal.errors import UserError
-from trifocal.generate import CachedModel, Engine, Request, Sampling
-from trifocal.generate.paged_cache import memory_for_caches, plan_cache
+from trifocal.inference import CachedModel, Engine, Request, Sampling
+from trifocal.inference.paged_cache import memory_for_caches, plan_cache
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.train.micro_batch import autocast
 

@@ -156,7 +156,9 @@ class TrainBench:
         for first in range(0, case.sequences, case.micro_batch):
             rows = tokens[first : first + case.micro_batch]
             boundaries = None if text is None else _of_rows(text, first, *rows[:, 1:].shape)
-            self.batches.append(Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), boundaries, (), 0, 0))
+            self.batches.append(
+                Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), boundaries, (), 0, 0, rows[:, 1:].numel())
+            )
         self.result: StepResult | None = None
         self.first_step_seconds = 0.0
         self.first: dict[str, float] = {}

@@ -1,7 +1,8 @@
 """Trifocal: train and run language models with Native Sparse Attention (arXiv:2502.11089).
 
-The attention alone is `nsa_attention` (a pure function) and `trifocal.nn.NSAttention` (a module); a whole model is
-`trifocal.models.DecoderLM`, and a trained one comes from `load_model`; training starts with `trifocal train`.
+The attention alone is `nsa` (a pure function) and `NSAttention` (a layer); `nsa_attention` takes keys of their own for
+each branch. A whole model is `DecoderLM`. Training starts with the command `trifocal train`, or `trifocal.train.train`;
+`generate`, `load_model` and `load_tokenizer` take what it wrote.
 """
 
 import importlib
@@ -10,23 +11,50 @@ from typing import TYPE_CHECKING, Any
 from trifocal._version import __version__
 
 if TYPE_CHECKING:
-    from trifocal import data, generate, models, nn, ops, train
-    from trifocal.ops import Geometry, nsa_attention
+    from trifocal import data, inference, models, nn, ops, train
+    from trifocal.api import generate, load_tokenizer
+    from trifocal.models import DecoderLM
+    from trifocal.nn import NSAttention
+    from trifocal.ops import Geometry, nsa, nsa_attention
     from trifocal.train.pretrained import load_model
 
-_ROOMS = ("data", "generate", "models", "nn", "ops", "train")
+_PACKAGES = ("data", "inference", "models", "nn", "ops", "train")
+_MODULE_OF = {
+    "DecoderLM": "models",
+    "Geometry": "ops",
+    "NSAttention": "nn",
+    "generate": "api",
+    "load_model": "train.pretrained",
+    "load_tokenizer": "api",
+    "nsa": "ops",
+    "nsa_attention": "ops",
+}
 
-__all__ = ["Geometry", "__version__", "data", "generate", "load_model", "models", "nn", "nsa_attention", "ops", "train"]
+__all__ = [
+    "DecoderLM",
+    "Geometry",
+    "NSAttention",
+    "__version__",
+    "data",
+    "generate",
+    "inference",
+    "load_model",
+    "load_tokenizer",
+    "models",
+    "nn",
+    "nsa",
+    "nsa_attention",
+    "ops",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
     # PyTorch is imported with the first use, so that `trifocal --help` need not wait for it.
-    if name in _ROOMS:
+    if name in _PACKAGES:
         return importlib.import_module(f"trifocal.{name}")
-    if name in ("Geometry", "nsa_attention"):
-        return getattr(importlib.import_module("trifocal.ops"), name)
-    if name == "load_model":
-        return importlib.import_module("trifocal.train.pretrained").load_model
+    if name in _MODULE_OF:
+        return getattr(importlib.import_module(f"trifocal.{_MODULE_OF[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -143,6 +143,37 @@ def checked(kind: Any, value: Any, name: str) -> Any:
     return value
 
 
+def check_types(section: Any, name: str) -> None:
+    """Check the types of a dataclass's fields, as `checked` does, and store what it returns.
+
+    Args:
+        section: The dataclass, also a frozen one; nested dataclasses check themselves.
+        name: Name of the section in messages.
+
+    Raises:
+        UserError: If a value has another type.
+    """
+    for key, kind in field_types(type(section)).items():
+        attribute = attribute_of(key)
+        value = getattr(section, attribute)
+        if not dataclasses.is_dataclass(kind):
+            object.__setattr__(section, attribute, checked(kind, value, f"{name}.{key}"))
+        elif not isinstance(value, typing.cast(type, kind)):
+            raise UserError(f"{name}.{key} must be a {kind.__name__}, got {type(value).__name__}")  # type: ignore[union-attr]
+
+
+def check_at_least(section: object, name: str, **lowest: float) -> None:
+    """Refuse fields of a section, which messages call by this name, that are below their lowest values.
+
+    Raises:
+        UserError: Names the field and both values.
+    """
+    for field, least in lowest.items():
+        value = getattr(section, field)
+        if value < least:
+            raise UserError(f"{name}.{field} must be at least {least}, got {value}")
+
+
 def _check_text(value: str, name: str) -> None:
     if "\0" in value:
         raise UserError(f"{name} has a NUL character in it")

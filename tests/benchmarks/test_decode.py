@@ -16,7 +16,7 @@ from lib.shapes import DTYPES
 from tests.benchmarks.tiny import MODEL
 from tests.children import load_script
 from trifocal.errors import UserError
-from trifocal.generate import CachedModel, Engine
+from trifocal.inference import CachedModel, Engine
 from trifocal.models import DecoderLM
 
 decoding = load_script("benchmarks/decoding.py")

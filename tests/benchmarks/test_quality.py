@@ -185,6 +185,7 @@ def test_tables_leave_out_trainings_with_fewer_steps(
     for one, step in zip(found, (3, 2), strict=True):
         one.folder.mkdir(parents=True)
         rows = [{"kind": "train", "step": step}, {"kind": "evaluation", "step": 2, "validation_loss": 1.0}]
+        rows = [{"unix_time_seconds": 1.0, "loss": 1.0, "perplexity": 2.0} | row for row in rows]
         (one.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     position = {"task": "position", "length": 8, "first": 0, "end": 8, "loss": 1.0}
 

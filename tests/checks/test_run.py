@@ -75,8 +75,8 @@ def test_only_keeps_the_usual_order():
 
 
 def test_an_unknown_name_is_refused_with_the_nearest():
-    with pytest.raises(UserError, match='unknown check "rope"; the nearest valid one is "rope-distance"'):
-        checks.run(device="cpu", only=["rope"])
+    with pytest.raises(UserError, match='unknown check "rope-distence"; the nearest valid one is "rope-distance"'):
+        checks.run(device="cpu", only=["rope-distence"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -147,7 +147,7 @@ def test_command(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "rope"], 'unknown check "rope"; the nearest valid one is "rope-distance"'),
+        (["--only", "rope-distence"], 'unknown check "rope-distence"; the nearest valid one is "rope-distance"'),
         (["--onyl", "rope-distance"], 'unknown flag "--onyl"; the nearest valid one is "--only"'),
         (["--device", "tpu"], "tpu"),
     ],

@@ -283,7 +283,7 @@ def test_a_last_step_that_breaks_the_weights_is_one_line_and_status_1(tmp_path: 
     flags = ["--train.steps", "1", "--optimizer.learning_rate", "1e25", "--schedule.warmup_steps", "0"]
     assert main(["train", str(write_config(tmp_path)), *flags, "--log.sample_interval_steps", "1"]) == 1
     error = capsys.readouterr().err
-    assert "trifocal: the model's output is not finite: its weights are broken\n" in error
+    assert "trifocal: the model's output is not finite: its weights are broken; step 1 is saved\n" in error
     assert "Traceback" not in error
     message = refused(capsys, "generate", str(tmp_path / "run"), "--prompt", "x", "--max-new-tokens", "4")
     assert message.endswith("its weights are broken; choose an earlier one with --checkpoint\n")

@@ -1,6 +1,7 @@
 """`trifocal evaluate`: its tables, its file, and what it refuses."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -25,11 +26,16 @@ def evaluated(capsys: Capture, *arguments: str) -> str:
 
 
 def test_a_run_of_text_has_loss_positions_and_needles(run: Path, tmp_path: Path, capsys: Capture) -> None:
-    short = ("--samples", "2", "--depths", "2", "--lengths", "20", "80")
+    short = ("--samples", "2", "--depths", "2", "--lengths", "20,80")
     text = evaluated(capsys, str(run), *short)
     assert 'recall is left out: data.source "text:' in text and "has no keys and values to recall" in text
     assert "note: the model was trained on 32 tokens at a time; more are new to it" in text
     assert "needle, 20 tokens: not run: a needle and its question need 64 tokens, got 20" in text
+    assert re.search(r"needle: 4 haystacks of 80 tokens, about 0:\d\d left", text)
+    said = (
+        r"no needle was found: a model of [\d,]+ parameters after 768 tokens does not copy .* --data\.source needle:4"
+    )
+    assert re.search(said, " ".join(text.split()))
     for title in ("Loss on validation data", "Loss by position", "Needles found, by depth"):
         assert title in text
     file = run / "evaluation" / "step_00000006.json"
@@ -44,7 +50,7 @@ def test_a_run_of_text_has_loss_positions_and_needles(run: Path, tmp_path: Path,
 
     # A second call adds a length and keeps the rest; a checkpoint and the run's weights are the same model.
     evaluated(capsys, str(run / "checkpoints" / "step_00000006"), "--only", "position", "--sequence-length", "64")
-    evaluated(capsys, str(run / "weights"), "--only", "needle", *short[:4], "--lengths", "90")
+    evaluated(capsys, str(run / "weights"), "--only", "needle", *short[:4], "--lengths=90")
     after = json.loads(file.read_text())["rows"]
     assert [row for row in after if row["length"] not in (64, 90)] == content["rows"]
     assert {row["task"] for row in after if row["length"] == 64} == {"position"}

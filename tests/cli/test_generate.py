@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import trifocal
 from tests.children import environment
 from tests.cli.test_commands import Capture, refused, run
 from tests.data.test_tokenizers import TEXT, tokenizer_file
@@ -20,7 +21,8 @@ from trifocal import load_model
 from trifocal.cli import main
 from trifocal.cli.output import printable
 from trifocal.data import make_tokenizer
-from trifocal.generate import CachedModel, TextStream
+from trifocal.errors import UserError
+from trifocal.inference import CachedModel, TextStream
 
 __all__ = ["run", "tokenizer_file"]
 ENVIRONMENT = environment(PYTHONWARNINGS="ignore")
@@ -190,9 +192,9 @@ def test_what_cannot_be_read_is_one_line(run: Path, tmp_path: Path, capsys: Capt
     assert "manifest.json is a folder" in refused(capsys, "generate", str(copy), "--prompt", "x")
     assert "manifest.json is a folder" in refused(capsys, "generate", str(manifest.parent), "--prompt", "x")
     config = json.loads((run / "weights" / "config.json").read_text())
-    config["model"]["dim"] = -1
+    config["model"]["dim"] = config["hidden_size"] = -1
     (copy / "weights" / "config.json").write_text(json.dumps(config))
-    assert "model.dim must be a positive integer" in refused(capsys, "generate", str(copy / "weights"), "--prompt", "x")
+    assert "model.dim must be" in refused(capsys, "generate", str(copy / "weights"), "--prompt", "x")
     assert refused(capsys, "generate", str(tmp_path), "--prompt", "x").startswith("trifocal: there is no run at")
 
 
@@ -210,6 +212,18 @@ def test_weights_of_somebody_else_are_one_line(run: Path, tmp_path: Path, capsys
 @pytest.mark.parametrize("temperature", ["1e-46", "1e-320"])
 def test_the_lowest_temperatures_take_the_likeliest(run: Path, capsys: Capture, temperature: str) -> None:
     assert generated(capsys, str(run), *OPTIONS, "--temperature", temperature) == generated(capsys, str(run), *OPTIONS)
+
+
+def test_python_gives_the_text_of_the_command(run: Path, capsys: Capture) -> None:
+    sampled = {"max_new_tokens": 12, "temperature": 0.7, "top_k": 9, "seed": 3, "stop_at_document_end": False}
+    flags = [text for name, value in sampled.items() for text in (f"--{name.replace('_', '-')}", str(value).lower())]
+    text = generated(capsys, str(run), "--prompt", "the dog", *flags, "--device", "cpu")
+    assert "the dog" + trifocal.generate(run, "the dog", device="cpu", **sampled) + "\n" == text
+    with pytest.raises(UserError, match="temperature must be at least 0, got -1"):
+        trifocal.generate(str(run), "x", temperature=-1)
+    for folder in (run, run / "checkpoints" / "step_00000006", str(run / "weights")):
+        assert trifocal.load_tokenizer(folder).name == "bytes"
+        assert isinstance(trifocal.load_model(folder), trifocal.DecoderLM)
 
 
 def test_log_probabilities_follow_the_text(run: Path, capsys: Capture) -> None:

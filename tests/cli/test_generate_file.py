@@ -13,8 +13,8 @@ from tests.cli.test_generate import generated
 from trifocal.cli import generate_file as command
 from trifocal.cli import main
 from trifocal.errors import UserError
-from trifocal.generate import CachedModel, Completion, Request
-from trifocal.generate.prompt_file import OrderedWriter, count_written, open_output, read_prompts
+from trifocal.inference import CachedModel, Completion, Request
+from trifocal.inference.prompt_file import OrderedWriter, count_written, open_output, read_prompts
 
 __all__ = ["run"]
 PROMPTS = ["the dog", "☃ jumps over\n", "x", "seven lazy wizards jump", "quick"]

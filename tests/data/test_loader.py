@@ -61,7 +61,9 @@ def same(a: Batch, b: Batch) -> bool:
 
 
 def take(loader: Loader, count: int) -> list[Batch]:
-    return [next(loader) for _ in range(count)]
+    batches = [next(loader) for _ in range(count)]
+    assert all(batch.valid_targets == (batch.targets != -100).sum() for batch in batches)
+    return batches
 
 
 @pytest.fixture(scope="module")

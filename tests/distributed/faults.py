@@ -149,9 +149,9 @@ def freeze_in_checkpoint():
     checkpoint_module._write = write
 
 
-def _die(at, *, once):
+def _die_once(at):
     def action(step):
-        if step == at and RANK == 1 and not (once and Path(os.environ["FAULT_FILE"]).exists()):
+        if step == at and RANK == 1 and not Path(os.environ["FAULT_FILE"]).exists():
             mark()
             os.kill(os.getpid(), 9)
 
@@ -160,17 +160,12 @@ def _die(at, *, once):
 
 def die_once():
     """Killed in step 5, on the first start only."""
-    _die(5, once=True)
+    _die_once(5)
 
 
 def die_in_first_step():
     """Killed in the first step, on the first start only; every rank is there by then."""
-    _die(1, once=True)
-
-
-def die_in_first_steps():
-    """Killed in the first step of every start."""
-    _die(1, once=False)
+    _die_once(1)
 
 
 class _Poison(torch.autograd.Function):

@@ -11,6 +11,7 @@ from tests.docs.pages import ROOT, text_of
 from tests.train.tiny import make_config
 from trifocal.runlog import read_metrics
 from trifocal.runlog.environment import EARLIER_VARIABLES, earlier_variables
+from trifocal.runlog.run import read_run
 from trifocal.train import train
 from trifocal.train.arguments import load_config, override
 
@@ -75,6 +76,8 @@ def test_a_run_writes_every_file_and_field_and_names_old_variables(tmp_path, mon
     for file in files:
         assert (run / file).is_file(), file
     (row, *_) = read_metrics(run / "metrics.jsonl", "telemetry")
+    page, beat = text_of(ROOT / "docs/diagnostics.md"), read_run(run).heartbeats[0][-1]
+    assert [name for name in (*row, *beat) if f"`{name}`" not in page] == ["kind"]
     fields = [code for code in CODES if re.fullmatch(r"(selected|fewer|gate|heads)_\w+", code)]
     assert len(fields) == 7 and set(fields) <= row.keys()
     said = "NSA_MEM_DUMP_EVERY belongs to an earlier system and is not read; here: --trace.what memory"

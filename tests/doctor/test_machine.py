@@ -143,9 +143,10 @@ def test_missing_extras_name_their_command(monkeypatch):
 
 
 def test_extras_are_those_of_the_project():
-    """All but the developers' own, with the modules that their packages have."""
+    """All but the developers' own and that of the figures of the docs, with the modules that their packages have."""
     optional = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     optional.pop("dev")
+    optional.pop("docs")
     packages = {extra: {line.partition(">=")[0] for line in lines} for extra, lines in optional.items()}
     assert packages == {extra: set(modules) for extra, (modules, _) in EXTRAS.items()}
 

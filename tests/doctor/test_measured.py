@@ -58,7 +58,7 @@ def test_device_that_is_not_there(tmp_path):
 
 def test_what_preflight_refuses(tmp_path):
     need = need_of("tiny", make_config(tmp_path, "--train.global_batch_size", "3"))
-    assert need.remedies == ("--train.global_batch_size 4",) and need.step_seconds is None
+    assert need.remedies[0] == "--train.global_batch_size 4" and need.step_seconds is None
 
 
 def test_remedies_leave_a_valid_config(tmp_path):

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.train.tiny import make_config
+from tests.written_runs import Clock
 from trifocal.data import DataConfig, make_tokenizer
 from trifocal.evaluation import Plan, Subject, evaluate_model, merge_rows, not_possible, subject
+from trifocal.evaluation.measure import TimeLeft, planned_tokens
 from trifocal.evaluation.needles import Haystacks, measure_needles
 from trifocal.evaluation.position_loss import PositionLosses, measure_loss, position_edges, read_batches
 from trifocal.evaluation.recall import measure_recall
@@ -119,7 +121,10 @@ def test_losses_are_those_of_training_and_add_up_by_position(tmp_path: Any) -> N
     known = read_validation_batches(run, TOKENIZER)
     assert all(torch.equal(one.tokens, two.tokens) for one, two in zip(batches, known, strict=True))
     whole, *positions = measure_loss(Subject(model, TOKENIZER, run.data, run, CPU, "fp32"), batches, lambda done: None)
-    expected = evaluate(model, known, tokenizer=TOKENIZER, data=run.data, device=CPU, precision="fp32")
+    done: list[int] = []
+    settings = {"tokenizer": TOKENIZER, "data": run.data, "device": CPU, "precision": "fp32"}
+    expected = evaluate(model, known, **settings, on_batch=done.append)
+    assert done == list(range(1, len(known) + 1))
     assert whole["loss"] == pytest.approx(expected.validation_loss, rel=1e-6)
     assert whole["bits_per_byte"] == pytest.approx(expected.bits_per_byte, rel=1e-6)
     assert whole["bits_per_token"] == pytest.approx(whole["loss"] / math.log(2))
@@ -173,7 +178,10 @@ def test_what_makes_no_sense_or_does_not_fit_is_said(monkeypatch: pytest.MonkeyP
     plan = Plan(tasks=("needle",), sequence_length=64, lengths=(40, 100), depths=1, samples=1)
     rows = list(evaluate_model(copying(text), plan, lambda line, detail="": said.append(line)))
     assert [row["status"] for row in rows] == ["not run: a needle and its question need 64 tokens, got 40", "ok"]
-    assert said == ["needle: 1 haystacks of 40 tokens", "needle: 1 haystacks of 100 tokens"]
+    assert [line.partition(", about")[0] for line in said if "1 haystacks" in line] == [
+        *("needle: 1 haystacks of 40 tokens",) * 2,
+        *("needle: 1 haystacks of 100 tokens",) * 2,
+    ]
     sparse = Subject(DecoderLM(SMALL_MODEL), TOKENIZER, DataConfig(source="recall"), None, CPU, "fp32")
     monkeypatch.setattr(subject, "host_memory_bytes", lambda: 2**20)
     plan = Plan(tasks=("loss",), sequence_length=4096)
@@ -190,6 +198,19 @@ def test_weights_that_are_broken_are_found() -> None:
     plan = Plan(tasks=("recall",), sequence_length=16, samples=1)
     with pytest.raises(FloatingPointError, match="not finite"):
         list(evaluate_model(broken, plan, lambda line, detail="": None))
+
+
+def test_the_time_left_goes_by_the_tokens_of_the_plan() -> None:
+    clock = Clock()
+    subject = copying("recall:8")
+    plan = Plan(tasks=("loss", "needle", "recall"), sequence_length=512, sequences=3, depths=2, samples=4)
+    tokens = planned_tokens(subject, plan)
+    assert tokens == 3 * 512 + 2 * 4 * (64 + 128 + 256 + 512) + 3 * 4 * 512
+    left = TimeLeft(tokens, clock)
+    assert left.words() == ""
+    left.add(tokens // 4)
+    clock.pass_seconds(20.0)
+    assert left.words() == ", about 1:00 left"
 
 
 def test_defaults_of_a_plan() -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from tests.gpu.cases import FACTOR
-from trifocal.generate.sampler import Sampling, SamplingTensors, draw_step
+from tests.ops_triton.problems import FACTOR
+from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import devices
 from trifocal.ops.decode.linear import Norm, Residual, embedding, normed_linear, normed_swiglu, residual_linear
 from trifocal.testing.tolerances import error

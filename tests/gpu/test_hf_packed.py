@@ -1,4 +1,4 @@
-"""Packed documents in transformers' model on a GPU: the host reads nothing, and the loss is that of checked borders."""
+"""Packed documents in transformers' model on a GPU: the host reads nothing, and the loss stays."""
 
 import pytest
 import torch
@@ -19,18 +19,18 @@ LENGTHS = [130, 1, 700, 57, 300]
 
 
 @pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
-def test_borders_on_the_device_are_not_read(compiles: bool) -> None:
+def test_boundaries_on_the_device_are_not_read(compiles: bool) -> None:
     device = torch.device("cuda")
     model = TrifocalForCausalLM.from_decoder(make_model(minimal_config(2), device)).train()
     tokens = torch.randint(256, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(0)).to(device)
     positions = torch.cat([torch.arange(length) for length in LENGTHS])[None].to(device)
     labels = tokens.masked_fill(positions == 0, -100)
     expected = model(tokens, position_ids=positions, labels=labels).loss
-    borders = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
+    boundaries = torch.tensor([0, *LENGTHS], device=device).cumsum(0).to(torch.int32)
     given = {
         "position_ids": positions,
-        "cu_seq_lens_q": borders,
-        "cu_seq_lens_k": borders,
+        "cu_seq_lens_q": boundaries,
+        "cu_seq_lens_k": boundaries,
         "max_length_q": max(LENGTHS),
         "labels": labels,
         "num_items_in_batch": (labels != -100).sum(),

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from tests.gpu.cases import PAPER, Case, draw
+from tests.ops_triton.problems import PAPER, documents_of, draw, large
 from trifocal import nsa_attention
 from trifocal.testing.inputs import cotangent
 
@@ -13,9 +13,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 # Widths that no other test has, so that nothing is compiled yet.
 CASES = (
-    Case("in the mask's order", PAPER, 640, 24, 2, 80, 96),
-    Case("block-major", PAPER, 9000, 16, 1, 128, 96),
-    Case("packed documents", PAPER, 900, 24, 2, 112, 80, lengths=(500, 17, 383)),
+    large("in the mask's order", PAPER, 640, 24, 2, 80, 96),
+    large("block-major", PAPER, 9000, 16, 1, 128, 96),
+    large("packed documents", PAPER, 900, 24, 2, 112, 80, lengths=(500, 17, 383)),
 )
 
 
@@ -35,9 +35,9 @@ def test_nothing_is_left_to_compile(case):
     leaves = inputs.leaves()
     before = compiled()
     scale = case.dim**-0.5
-    precompile_kernels(leaves[0], tuple(leaves[1:7]), leaves[7], PAPER, scale, case.documents, None, backward=True)
+    precompile_kernels(leaves[0], tuple(leaves[1:7]), leaves[7], PAPER, scale, documents_of(case), None, backward=True)
     ready = compiled()
     assert ready >= before + 10
-    o = nsa_attention(*leaves, PAPER, cu_seqlens=case.documents, backend="triton")
+    o = nsa_attention(*leaves, PAPER, cu_seqlens=documents_of(case), backend="triton")
     torch.autograd.grad(o, leaves, cotangent(o))
     assert compiled() == ready

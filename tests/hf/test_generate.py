@@ -26,7 +26,7 @@ KINDS: list[dict[str, Any]] = [
         "rope_scaling": RopeScaling(rope_type="linear", factor=2.0),
     },
     {"layer_types": ("window", "selected"), "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True},
-    {"layer_types": ("dense", "nsa")},
+    {"layer_types": ("dense", "nsa"), "unrotated_layers": (1,)},
 ]
 NEW = 12
 

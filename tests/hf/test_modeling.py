@@ -138,9 +138,9 @@ def test_padding_and_packing_change_nothing(model: TrifocalForCausalLM, rows: li
     packed = states(tokens, position_ids=positions)[0].split([len(row) for row in rows])
     for got, expected in zip(packed, alone, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-11, atol=1e-11)
-    borders = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0)], dtype=torch.int32)
-    by_borders = states(tokens, cu_seq_lens_q=borders, cu_seq_lens_k=borders, max_length_q=41)
-    assert torch.equal(by_borders[0], torch.cat(packed))
+    boundaries = torch.tensor([0, *torch.tensor([len(row) for row in rows]).cumsum(0)], dtype=torch.int32)
+    by_boundaries = states(tokens, cu_seq_lens_q=boundaries, cu_seq_lens_k=boundaries, max_length_q=41)
+    assert torch.equal(by_boundaries[0], torch.cat(packed))
     for side in ("left", "right"):
         tokens, mask = padded(rows, side, more=3)
         output = model(tokens, attention_mask=mask, output_hidden_states=True, use_cache=False)

@@ -114,8 +114,8 @@ def test_packed_fine_tuning_by_trl(
     decoder = make_model(small_config(), torch.device("cpu"))
     decoder.load_state_dict({name.removeprefix("model."): weight for name, weight in before.items()})
     total, count = 0.0, 0
-    [borders] = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
-    for tokens in batch["input_ids"][0].tensor_split(borders[1:]):
+    [boundaries] = (batch["position_ids"][0] == 0).nonzero(as_tuple=True)
+    for tokens in batch["input_ids"][0].tensor_split(boundaries[1:]):
         targets = len(tokens) - 1
         total += float(decoder(tokens[None, :-1], tokens[None, 1:]).detach()) * targets
         count += targets

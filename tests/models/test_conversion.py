@@ -40,7 +40,7 @@ ROPES: dict[str, dict[str, Any]] = {
     },
     "linear": {"factor": 2.0},
 }
-# Its own special tokens lie beyond this vocabulary.
+# Their own special tokens lie beyond this vocabulary.
 PHI3: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -60,6 +60,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral, sliding": ("Mistral", {"sliding_window": 7}),
     "phi3": ("Phi3", PHI3),
+    "smollm3": ("SmolLM3", {**PHI3, "no_rope_layers": [1, 0, 1]}),
+    "smollm3, sliding": (
+        "SmolLM3",
+        {**PHI3, "no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 7, "attention_bias": True},
+    ),
     "phi3, sliding, longrope": (
         "Phi3",
         PHI3
@@ -227,7 +232,6 @@ def _edit_tensors(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[
 BAD: list[tuple[Callable[[Path], Any], str]] = [
     (_edit(model_type="gpt2"), "the architecture 'gpt2' is not supported; it must be one of llama, mistral"),
     (_edit(model_type="olmo2"), "'olmo2' is not supported, which has norms behind attention and MLP, and "),
-    (_edit(model_type="smollm3"), "'smollm3' is not supported, which has layers without rotary positions; it must be"),
     (_edit(num_hidden_layers=1_000), r"got \d+ tensors, but config.json has 1,000 layers"),
     (_edit(num_hidden_layers=10**12), "num_hidden_layers must be from 1 to 10,000, got 1,000,000,000,000"),
     (_edit(num_key_value_heads=3), "model.num_heads must be a multiple of model.num_kv_heads, got 4 and 3"),
@@ -281,5 +285,9 @@ def test_options_that_do_not_fit_are_refused(options: dict[str, Any], message: s
     config = ModelConfig(num_layers=3, attention="dense")
     with pytest.raises(UserError, match=message):
         converted_config(config, "selected", COVERING, **options)
+    # A window that the old geometry gives stays, whatever the new one is.
+    for layers in (("dense", "window"), ("window", "window")):
+        before = ModelConfig(num_layers=2, layer_types=layers, geometry=Geometry(window_size=96))
+        assert converted_config(before, "nsa", COVERING).sliding_window == 96
     with pytest.raises(UserError, match="layer 0 is of the type 'nsa' already"):
         converted_config(ModelConfig(), "selected", COVERING)

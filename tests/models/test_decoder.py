@@ -31,7 +31,7 @@ OPTIONS: list[dict[str, Any]] = [
         "mlp_bias": True,
         "rope_scaling": RopeScaling(rope_type="dynamic", factor=2.0, original_max_position_embeddings=12),
     },
-    {"layer_types": ("nsa", "selected"), "selection": "random", "rope_scaling": LONGROPE},
+    {"layer_types": ("nsa", "selected"), "selection": "random", "rope_scaling": LONGROPE, "unrotated_layers": (0,)},
 ]
 LENGTHS = [3, 1, 4, 21, 1, 9]
 

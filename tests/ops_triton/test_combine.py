@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.ops_triton.interval_cases import compare
+from tests.ops_triton.problems import compare
 from trifocal.ops.triton.combine import combine_backward, combine_forward, row_sums
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")

@@ -5,7 +5,7 @@ import torch
 
 from tests.ops.cases import ODD, Case, draw
 from tests.ops_triton.forced import interval_tile_rule
-from tests.ops_triton.interval_cases import CASES, compare, documents_of, suits_copy_engine
+from tests.ops_triton.problems import INTERVALS, compare, documents_of, suits_copy_engine
 from trifocal.ops import dispatch
 from trifocal.ops.triton.interval.compressed import compressed_backward, compressed_forward
 from trifocal.testing import oracle
@@ -13,7 +13,7 @@ from trifocal.testing.inputs import cotangent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
-ALL = (*CASES, Case("no power of two anywhere", ODD, 31, batch=2, heads=3, groups=3, dim=5, value_dim=9))
+ALL = (*INTERVALS, Case("no power of two anywhere", ODD, 31, batch=2, heads=3, groups=3, dim=5, value_dim=9))
 PATHS = [(case, False, 3) for case in ALL]
 PATHS += [(case, True, 1) for case in ALL if suits_copy_engine(case) and case.num_compressed]
 
@@ -74,7 +74,7 @@ def test_values_and_gradients(case, tma, parts, monkeypatch):
 
 
 def test_queries_that_see_nothing_give_zeros():
-    case = CASES[0]
+    case = INTERVALS[0]
     inputs = draw(case, torch.float32)
     q, k, v = inputs.q, inputs.k_cmp, inputs.v_cmp
     o, lse = compressed_forward(q, k, v, case.geometry, case.num_keys, 0.3, None)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trifocal.generate.sampler import Sampling, SamplingTensors, draw_step
+from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops.decode.triton import draw_tokens as kernel
 
 pytestmark = [

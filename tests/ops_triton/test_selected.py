@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from tests.ops.cases import geometry
-from trifocal.ops import dispatch
-from trifocal.testing import oracle
-from trifocal.testing.tolerances import assert_close
-
-pytest.importorskip("triton")
-
+from tests.ops_triton import problems
 from tests.ops_triton.forced import order_rule, selected_tile_rule
+from tests.ops_triton.problems import LARGE, PAPER, large, needs_gpu
+from trifocal import ops
+from trifocal.ops import Documents, dispatch
+from trifocal.ops.tiles import SelectedTile
+from trifocal.ops.triton.selected.backward import selected_backward
+from trifocal.ops.triton.selected.forward import selected_forward
+from trifocal.testing import oracle
+from trifocal.testing.inputs import cotangent
+from trifocal.testing.tolerances import assert_close, error
 
 SMALL = geometry(8, 4, 16, 3, 1, 1, 11)
 TWO_TILES = geometry(32, 16, 128, 2, 1, 1, 11)  # a block larger than a tile, cut into two
@@ -69,8 +73,6 @@ def draw(case: Case, seed: int = 0):
 
 
 def documents_of(case: Case, device: str):
-    from trifocal.ops.layout import Documents
-
     if case.lengths is None:
         return None
     borders = torch.tensor([0, *case.lengths], device=device).cumsum(0)
@@ -88,9 +90,6 @@ def exact(case: Case, q, k, v, d_o, chosen):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("case", CASES, ids=[case.why for case in CASES])
 def test_values_and_gradients(case: Case, order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trifocal.ops.triton.selected.backward import selected_backward
-    from trifocal.ops.triton.selected.forward import selected_forward
-
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = few_queries(case, order)
     inputs = draw(case)
@@ -112,9 +111,6 @@ def test_chunks_of_rows_and_pieces_of_blocks(
     lengths: tuple[int, ...] | None, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A buffer of one chunk's least size and pieces of a few slots give the same sums as one of each."""
-    from trifocal.ops.tiles import SelectedTile
-    from trifocal.ops.triton.selected.backward import selected_backward
-    from trifocal.ops.triton.selected.forward import selected_forward
 
     case = Case("chunks", 70, 70, heads=2, batch=1 if lengths else 2, lengths=lengths)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
@@ -136,9 +132,6 @@ def test_chunks_of_rows_and_pieces_of_blocks(
 
 @pytest.mark.parametrize("order", ["block_major", "masked"])
 def test_gate_is_a_factor_on_the_gradient(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trifocal.ops.triton.selected.backward import selected_backward
-    from trifocal.ops.triton.selected.forward import selected_forward
-
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = Case("gate", 24, 24, heads=4, groups=2)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
@@ -153,9 +146,6 @@ def test_gate_is_a_factor_on_the_gradient(order: str, device: str, monkeypatch: 
 @pytest.mark.parametrize("order", ORDERS)
 def test_strides_and_what_no_query_sees(order: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Views of wider tensors give what copies give, and NaN in blocks that nobody chose reaches nothing."""
-    from trifocal.ops.triton.selected.backward import selected_backward
-    from trifocal.ops.triton.selected.forward import selected_forward
-
     monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
     case = few_queries(Case("strides", 40, 60, heads=4, groups=2, batch=2), order)
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
@@ -222,9 +212,6 @@ def test_parts_of_a_block_are_added(
     case: Case, part_queries: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cut at any query, with a gate, the parts add up to the gradient; memory that no part wrote is not read."""
-    from trifocal.ops.triton.selected.backward import selected_backward
-    from trifocal.ops.triton.selected.forward import selected_forward
-
     q, k, v, d_o, chosen = (x.to(device) for x in draw(case))
     gate = torch.rand(q.shape[:3], generator=torch.Generator().manual_seed(3)).to(device)
     expected = exact(case, *(x.cpu() for x in (q, k, v, d_o * gate[..., None], chosen)))[1:]
@@ -240,3 +227,49 @@ def test_parts_of_a_block_are_added(
     got = selected_backward(d_o, q, k, v, o, lse, chosen, case.geometry, scale, documents, gate=gate)
     for name, actual, wanted in zip(("d_q", "d_k", "d_v"), got, expected, strict=True):
         assert_close(name, actual, wanted, torch.float32)
+
+
+def assert_right_on_a_gpu(case, order: str, portable: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large case in bf16: output and gradients, and the same bits twice."""
+    monkeypatch.setattr(dispatch, "selected_order", order_rule(order))
+    if portable:
+        monkeypatch.setattr(dispatch, "selected_on_hopper", lambda *tensors, **sizes: False)
+    inputs = problems.draw(case, torch.bfloat16)
+    chosen, documents = problems.choice(case, inputs), problems.documents_of(case)
+    q, k, v = inputs.q, inputs.k_slc, inputs.v_slc
+    arguments = (chosen, case.geometry, case.dim**-0.5, documents)
+
+    def attend():
+        o, lse = selected_forward(q, k, v, *arguments)
+        return o, *selected_backward(cotangent(o), q, k, v, o, lse, *arguments)
+
+    got = attend()
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    o_exact = ops.selected_attention(*leaves, chosen, case.geometry, backend="reference", cu_seqlens=documents)
+    expected = (o_exact, *torch.autograd.grad(o_exact, leaves, cotangent(got[0]).double()))
+    bound = problems.allowed(case, inputs, chosen, 1)
+    errors = [error(a, e) for a, e in zip(got, expected, strict=True)]
+    assert max(errors) <= bound, (errors, bound)
+    assert all(torch.equal(a, b) for a, b in zip(got, attend(), strict=True)), "two runs differ"
+
+
+@needs_gpu
+@pytest.mark.parametrize("case", [LARGE[1], LARGE[8], *LARGE[11:]], ids=lambda case: case.why)
+@pytest.mark.parametrize("portable", [False, True], ids=["as chosen", "portable"])
+@pytest.mark.parametrize("part_queries", [100, 192, 10_000])
+def test_parts_of_a_block_on_a_gpu(case, portable, part_queries, monkeypatch) -> None:
+    """d_k and d_v of the masked order, cut anywhere or not at all."""
+    monkeypatch.setattr(dispatch, "masked_part_queries", lambda *sizes: part_queries)
+    assert_right_on_a_gpu(case, "masked", portable, monkeypatch)
+
+
+@needs_gpu
+@pytest.mark.parametrize("heads", [1, 3, 6, 7, 16, 48])
+@pytest.mark.parametrize("portable", [False, True], ids=["as chosen", "portable"])
+@pytest.mark.parametrize("lengths", [None, (200, 1, 64, 65, 70)], ids=["one document", "packed"])
+def test_block_major_in_chunks_on_a_gpu(heads, portable, lengths, monkeypatch) -> None:
+    """Groups of any size, whole slots in a tile or not; rows of several chunks, whose d_k and d_v are added up."""
+    # One byte: as few rows in a chunk as can be.
+    monkeypatch.setattr(dispatch, "SELECTED_BUFFER_BYTES", 1)
+    case = large("in chunks", PAPER, 400, 2 * heads, 2, 64, 128, lengths=lengths)
+    assert_right_on_a_gpu(case, "block_major", portable, monkeypatch)

@@ -11,8 +11,8 @@ from tests.models.conftest import make_config, make_model
 from tests.ops import decode_cases
 from tests.ops.cases import USUAL, Case, draw
 from trifocal import nsa_attention
-from trifocal.generate import CachedModel
-from trifocal.generate.sampler import SamplingTensors, draw_step
+from trifocal.inference import CachedModel
+from trifocal.inference.sampler import SamplingTensors, draw_step
 from trifocal.ops import DenseCache, SparseCache, dispatch, tiles
 from trifocal.ops.decode import linear as decode_linear
 from trifocal.ops.triton.common import unit_stride

@@ -5,7 +5,7 @@ import torch
 
 from tests.ops.cases import Case, draw
 from tests.ops_triton.forced import interval_tile_rule
-from tests.ops_triton.interval_cases import CASES, compare, documents_of, suits_copy_engine
+from tests.ops_triton.problems import INTERVALS, compare, documents_of, suits_copy_engine
 from trifocal.ops import dispatch
 from trifocal.ops.triton.interval.window import window_backward, window_forward
 from trifocal.testing import oracle
@@ -13,8 +13,8 @@ from trifocal.testing.inputs import cotangent
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu has these on a GPU")
 
-PATHS = [(case, False, 21) for case in CASES] + [(case, True, 21) for case in CASES if suits_copy_engine(case)]
-PATHS += [(CASES[0], False, 2), (CASES[5], True, 2)]
+PATHS = [(case, False, 21) for case in INTERVALS] + [(case, True, 21) for case in INTERVALS if suits_copy_engine(case)]
+PATHS += [(INTERVALS[0], False, 2), (INTERVALS[5], True, 2)]
 
 
 @pytest.fixture(autouse=True)
@@ -48,21 +48,21 @@ def test_values_and_gradients(case, tma, window_size, monkeypatch):
 
 
 def test_a_window_longer_than_the_keys():
-    case = CASES[0]
+    case = INTERVALS[0]
     inputs = draw(case, torch.float32)
     o, _ = window_forward(inputs.q, inputs.k_win, inputs.v_win, 2**40, case.dim**-0.5, None)
     compare("o", (o,), exact_results(case, inputs, cotangent(o), 10**6)[:1])
 
 
 def test_a_window_of_one_key_gives_that_key_s_value():
-    case = CASES[1]
+    case = INTERVALS[1]
     inputs = draw(case, torch.float32)
     o, _ = window_forward(inputs.q, inputs.k_win, inputs.v_win, 1, 0.3, None)
     compare("o", (o,), (inputs.v_win.double().repeat_interleave(case.heads // case.groups, 2),))
 
 
 def test_only_the_keys_in_reach_are_needed():
-    case = CASES[3]
+    case = INTERVALS[3]
     inputs = draw(case, torch.float32)
     window_size = 21
     reach = case.queries + window_size - 1
@@ -73,7 +73,7 @@ def test_only_the_keys_in_reach_are_needed():
 
 
 def test_a_gate_scales_what_flows_back():
-    case = CASES[0]
+    case = INTERVALS[0]
     inputs = draw(case, torch.float32)
     q, k, v = inputs.q, inputs.k_win, inputs.v_win
     o, lse = window_forward(q, k, v, 21, 0.3, None)
@@ -84,7 +84,7 @@ def test_a_gate_scales_what_flows_back():
 
 
 def test_strides_are_taken_as_they_come():
-    case = CASES[1]
+    case = INTERVALS[1]
     inputs = draw(case, torch.float32)
     q, k, v = inputs.q, inputs.k_win, inputs.v_win
     straight = window_forward(q, k, v, 21, 0.3, None)

@@ -442,19 +442,19 @@ def test_spikes_warnings_and_lost_losses_are_unhealthy(make_run: MakeRun) -> Non
     rewrite_training(run, lambda row: row.update(gradient_norm=100.0 if row["step"] % 300 == 0 else 1.0))
     assert marks(run)[1] == "watch" and "gradient norm spikes" in words(run)
     with MetricsWriter(run / "metrics.jsonl") as metrics:
-        metrics.event(2000, "gate_shut", "layer 3: the compressed gate is shut", severity="warning")
+        metrics.event(2000, "gate_closed", "layer 3: the compressed gate is closed", severity="warning")
         metrics.write("train", 2001, loss=float("nan"))
     assert marks(run)[1] == "bad"
-    assert "layer 3: the compressed gate is shut" in words(run) and "not a number at step 2,001" in words(run)
+    assert "layer 3: the compressed gate is closed" in words(run) and "not a number at step 2,001" in words(run)
 
 
 def test_warnings_are_marked_on_the_loss_and_every_rank_has_its_memory(make_run: MakeRun) -> None:
     run = make_run(steps=300, ranks=3)
     with MetricsWriter(run / "metrics.jsonl") as metrics:
-        metrics.event(200, "gate_shut", "layer 3: the <cmp> gate is shut", severity="warning")
+        metrics.event(200, "gate_closed", "layer 3: the <cmp> gate is closed", severity="warning")
     charts = {chart.key: chart for chart in training_charts([read_run(run)])}
     (marks,) = [trace for trace in charts["loss"].traces if trace["mode"] == "markers"]
-    assert marks["x"] == [200] and marks["text"] == ["layer 3: the &lt;cmp&gt; gate is shut"]
+    assert marks["x"] == [200] and marks["text"] == ["layer 3: the &lt;cmp&gt; gate is closed"]
     names = [trace["name"] for trace in charts["memory"].traces]
     assert names == ["allocated", "rank 1, allocated", "rank 2, allocated"]
 
@@ -469,14 +469,14 @@ def test_what_selection_cannot_choose_is_neither_drawn_nor_praised(make_run: Mak
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     charts = {chart.key: chart for chart in attention_charts(read_run(run))}
     assert not {"recall", "recall_map", "ignored"} & set(charts)
-    assert "No head ignores a lens" in charts["gates"].caption
-    assert "lenses are open" in words(run) and "full attention" not in words(run)
+    assert "No head ignores a branch" in charts["gates"].caption
+    assert "gates are open" in words(run) and "full attention" not in words(run)
 
 
 def test_selected_blocks_draw_what_has_a_course_and_say_the_rest(make_run: MakeRun) -> None:
     charts = {chart.key: chart for chart in attention_charts(read_run(make_run(steps=400)))}
     (trace,) = charts["selection"].traces
-    assert trace["name"] == "of the compressed lens's importance, selected"
+    assert trace["name"] == "of the compressed branch's importance, selected"
     assert "Constant: 75% of a query's blocks" in charts["selection"].caption
     assert "25% of queries, with fewer blocks than they may select." in charts["selection"].caption
 

@@ -2,6 +2,8 @@
 
 import os
 import resource
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -10,6 +12,7 @@ from unittest import mock
 
 import pytest
 
+from tests.children import environment
 from trifocal.runlog import write_environment
 from trifocal.runlog.whole_files import is_partial, partial_name, write_output, write_whole
 
@@ -92,3 +95,12 @@ def test_the_partial_name_of_a_file_is_known(tmp_path: Path) -> None:
     (left,) = (entry.name for entry in tmp_path.iterdir() if entry != path)
     assert is_partial(left, {"config.toml"}) and is_partial(partial_name("config.toml"), {"config.toml"})
     assert not is_partial(left, {"env.json"}) and not is_partial("config.toml", {"config.toml"})
+
+
+def test_a_pipe_takes_the_content() -> None:
+    code = (
+        "from pathlib import Path; from trifocal.runlog.whole_files import write_output; "
+        "write_output(Path('/dev/stdout'), 'x')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment(), timeout=120)
+    assert (done.stdout, done.stderr) == ("x", "")

@@ -36,6 +36,16 @@ def test_plain_lines_are_rare_but_the_last_step_always_shows() -> None:
     assert lines[0].startswith("step    1/1000") and lines[1].startswith("step 1000/1000")
 
 
+def test_a_long_evaluation_is_no_silence() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with Progress(1000, stream=stream, interval_seconds=5, clock=clock) as progress:
+        progress.update(1, loss=1.0)
+        for done in range(1, 33):
+            clock.pass_seconds(1.0)
+            progress.activity("evaluating", done, 32)
+    assert stream.getvalue().splitlines()[1:3] == ["evaluating 5/32", "evaluating 10/32"]
+
+
 def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "110")
@@ -44,6 +54,7 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
         with Progress(10, stream=stream) as progress:
             for step in range(1, 11):
                 progress.update(step, loss=1.5, tokens_per_second=2000)
+            progress.activity("evaluating", 12, 32)
             progress.message("sample: [bold] is text")
         stream.flush()
         shown = ""
@@ -52,6 +63,7 @@ def test_a_terminal_gets_a_live_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     os.close(parent)
     assert "\x1b[" in shown
     assert re.search(r"ETA 0:00\S* .*elapsed\S* \S*0:00:\d\d", shown), "each time says which it is"
+    assert "evaluating 12/32" in shown
     assert "10/10" in shown and "loss 1.5000" in shown and "2,000 tokens/s" in shown
     assert "sample: [bold] is text" in shown
 

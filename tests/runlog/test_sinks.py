@@ -22,7 +22,7 @@ def write_rows(directory: Path, sinks: list[Any]) -> None:
         metrics.write("train", 2, loss=2.0)
         metrics.write("telemetry", 2, layer=3, gate_mean_cmp=0.5, shares=[0.5, 0.5])
         metrics.event(2, "sample", "hello")
-        metrics.event(2, "gate_shut", "layer 3 is shut", severity="warning", layer=3)
+        metrics.event(2, "gate_closed", "layer 3 is closed", severity="warning", layer=3)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -38,7 +38,7 @@ def test_tensorboard_reads_back_every_number_and_every_event(tmp_path: Path) -> 
     texts = {tag: [(e.step, e.tensor_proto.string_val) for e in events.Tensors(tag)] for tag in tags["tensors"]}
     assert texts == {
         "event/sample/text_summary": [(2, [b"hello"])],
-        "event/gate_shut/text_summary": [(2, [b"layer 3 is shut"])],
+        "event/gate_closed/text_summary": [(2, [b"layer 3 is closed"])],
     }
     rows = read_metrics(tmp_path / "metrics.jsonl", "train")
     for point, row in zip(events.Scalars("train/loss"), rows, strict=True):
@@ -109,7 +109,7 @@ def test_wandb_gets_numbers_over_a_step_of_their_own_and_alerts(
         {"train/loss": 2.0, "step": 2},
         {"telemetry/layer03/gate_mean_cmp": 0.5, "step": 2},
     ]
-    assert wandb.of("alert")[0] == {"title": "gate_shut", "text": "step 2: layer 3 is shut", "level": "warn"}
+    assert wandb.of("alert")[0] == {"title": "gate_closed", "text": "step 2: layer 3 is closed", "level": "warn"}
     assert len(wandb.of("finish")) == 2
 
 
@@ -119,7 +119,7 @@ def test_wandb_itself_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     write_rows(tmp_path, [WandbSink(tmp_path, project="p", config={"seed": 7})])
     (file,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     content = file.read_bytes()
-    for expected in (b"train/loss", b"telemetry/layer03/gate_mean_cmp", b"layer 3 is shut"):
+    for expected in (b"train/loss", b"telemetry/layer03/gate_mean_cmp", b"layer 3 is closed"):
         assert expected in content
     assert not [row for row in read_metrics(tmp_path / "metrics.jsonl", "event") if row["name"] == "sink_failed"]
 

@@ -319,8 +319,8 @@ def test_alarms_are_events_once_and_end(tmp_path: Path) -> None:
         telemetry.log(metrics, 40, tokens)
     events = read_metrics(tmp_path / "metrics.jsonl", "event")
     assert [(event["step"], event["name"], event["layer"]) for event in events] == [
-        (20, "gate_shut", 1),
-        (40, "gate_shut_over", 1),
+        (20, "gate_closed", 1),
+        (40, "gate_closed_over", 1),
     ]
     assert events[0]["severity"] == "warning" and events[0]["branch"] == "win"
     assert len(read_metrics(tmp_path / "metrics.jsonl", "telemetry")) == 12
@@ -351,4 +351,4 @@ def test_every_alarm_has_its_threshold() -> None:
             {"free_local_share": 0.99},
         )
     ]
-    assert names == [["gate_shut"], ["gate_saturated"], ["choices_local"]]
+    assert names == [["gate_closed"], ["gate_saturated"], ["choices_local"]]

@@ -145,7 +145,7 @@ def test_rows_become_documents_where_others_have_some(tmp_path: Path) -> None:
 
 def test_more_documents_find_more_room() -> None:
     tokens = torch.zeros(1, 64, dtype=torch.int64)
-    batch = Batch(tokens, tokens, torch.arange(0, 65, 2, dtype=torch.int32), (), 0, 0)
+    batch = Batch(tokens, tokens, torch.arange(0, 65, 2, dtype=torch.int32), (), 0, 0, tokens.numel())
     cu_seqlens = model_inputs(batch, pad_documents=True)[2]
     assert cu_seqlens.tolist() == list(range(0, 65, 2))
     fewer = batch._replace(cu_seqlens=torch.tensor([0, 5, 64], dtype=torch.int32))

@@ -91,6 +91,23 @@ def test_several_processes_stop_together_when_the_folder_is_moved(tmp_path: Path
     assert not (tmp_path / "run").exists()
 
 
+def test_torchrun_starts_again_and_never_takes_the_earlier_run_for_its_own(tmp_path: Path) -> None:
+    """Two starts with one store, as torchrun keeps it; a process of the first is killed in the first step."""
+    run, fault = tmp_path / "run", tmp_path / "fault"
+    train(make_config(tmp_path, "--train.steps", "2", "--run.seed", "3"))
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+    torchrun = {"TORCHELASTIC_RUN_ID": "test", "TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(store.port)}
+    for expected in ([1, -signal.SIGKILL], [0, 0]):
+        path = write_config(tmp_path)
+        workers = start(tmp_path, path, "--overwrite", fault="die_in_first_step", FAULT_FILE=str(fault), **torchrun)
+        assert [end.status for end in workers.join()] == expected, workers.error(0)
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row["step"] for row in rows if row["kind"] == "train"] == [1, 2, 3, 4, 5, 6]
+    assert "resumed" not in [row.get("name") for row in rows]
+    assert old_names(run) == ["run.old-1", "run.old-2"]
+    assert load_config(tmp_path / "run.old-1" / "config.toml").run.seed == 3
+
+
 def test_torchrun_does_not_begin_anew_where_its_run_is_gone(tmp_path: Path) -> None:
     store = torch.distributed.HashStore()
     processes = Processes(launcher_store=store)
@@ -177,41 +194,60 @@ def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "error"),
     [
-        ".lock",
-        ".trifocal_run",
-        "config.toml",
-        ".config.toml.partial",
-        "env.json",
-        "metrics.jsonl",
-        "heartbeat",
-        "heartbeat/rank0.jsonl",
-        "samples",
-        "samples/step_00000002.txt",
-        "weights",
-        "weights/config.json",
-        "checkpoints",
-        "checkpoints/step_00000002",
-        "dumps",
-        "traces",
-        "tensorboard",
+        ("config.toml", errno.EIO),
+        ("step_00000002", errno.EIO),
+        *(("env.json", error) for error in (errno.EIO, errno.ESTALE, errno.EXDEV, errno.EBUSY, errno.EMFILE)),
     ],
 )
-def test_a_link_in_a_foreign_run_is_not_followed(tmp_path: Path, name: str) -> None:
+def test_a_file_that_cannot_be_put_in_its_place_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, error: int
+) -> None:
+    path = write_config(tmp_path)
+
+    def failing(original: Any) -> Any:
+        def move(source: Path, target: Path) -> Any:
+            if Path(target).name == name:
+                raise OSError(error, os.strerror(error), str(source), None, str(target))
+            return original(source, target)
+
+        return move
+
+    for method in ("replace", "rename"):
+        monkeypatch.setattr(Path, method, failing(getattr(Path, method)))
+    assert main(["train", str(path), "--train.steps", "2"]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert os.strerror(error) in lines[-1] and not any("Traceback" in line for line in lines)
+
+
+LINKS = (
+    *(".lock", ".trifocal_run", "config.toml", ".config.toml.partial", "env.json", "metrics.jsonl"),
+    *("heartbeat", "heartbeat/rank0.jsonl", "samples", "samples/step_00000002.txt", "weights", "weights/config.json"),
+    *("checkpoints", "checkpoints/step_00000002", "dumps", "traces", "tensorboard"),
+)
+
+
+def test_no_link_in_a_foreign_run_is_followed(tmp_path: Path) -> None:
     run = train(make_config(tmp_path, "--train.steps", "2", "--log.telemetry_interval_steps", "0")).directory
-    path, victim = run / name, tmp_path / "victim"
-    path.parent.mkdir(exist_ok=True)
-    if path.exists():
-        path.rename(victim)
-    else:
-        victim.write_text("mine")
-    path.symlink_to(victim)
-    before = {file: file.read_bytes() for file in [victim, *victim.rglob("*")] if file.is_file()}
-    with pytest.raises(UserError, match=rf"{name} is a (symbolic )?link") as caught:
-        resume(run, config=make_config(tmp_path, "--train.steps", "4"))
-    assert "\n" not in str(caught.value)
-    assert before == {file: file.read_bytes() for file in [victim, *victim.rglob("*")] if file.is_file()}
+    longer = make_config(tmp_path, "--train.steps", "4")
+    for name in LINKS:
+        path, victim = run / name, tmp_path / "victim"
+        path.parent.mkdir(exist_ok=True)
+        was_there = path.exists()
+        if was_there:
+            path.rename(victim)
+        else:
+            victim.write_text("mine")
+        path.symlink_to(victim)
+        before = {file: file.read_bytes() for file in [victim, *victim.rglob("*")] if file.is_file()}
+        with pytest.raises(UserError, match=rf"{name} is a (symbolic )?link") as caught:
+            resume(run, config=longer)
+        assert "\n" not in str(caught.value)
+        assert before == {file: file.read_bytes() for file in [victim, *victim.rglob("*")] if file.is_file()}
+        path.unlink()
+        victim.rename(path) if was_there else victim.unlink()
+    assert resume(run, config=longer).finished
 
 
 def test_a_link_that_waits_in_the_folder_of_a_new_run_is_not_followed(tmp_path: Path) -> None:

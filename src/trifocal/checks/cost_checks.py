@@ -6,15 +6,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trifocal.checks.measurement import Measurement
 from trifocal.models import DecoderLM, ModelConfig
-from trifocal.ops import Documents, Geometry, nsa_attention, reference
+from trifocal.ops import nsa_attention
+from trifocal.testing.costs import count_operations, stored_bytes
 from trifocal.testing.inputs import attention_inputs
 from trifocal.testing.small_models import minimal_config, random_tokens
 
@@ -55,7 +54,7 @@ def layer_sweep(
     """
     models = {depth: make_model(minimal_config(depth)).to(device) for depth in DEPTHS}
     tokens = random_tokens((1, 128), 256, device)
-    memory = {depth: _stored_bytes(partial(model, tokens, tokens)) for depth, model in models.items()}
+    memory = {depth: stored_bytes(partial(model, tokens, tokens)) for depth, model in models.items()}
     best = dict.fromkeys(DEPTHS, math.inf)
     bound, measured = 1.5, 0
     while measured < rounds or (measured < most_rounds and max(_exponents("time", best).values()) > bound):
@@ -97,7 +96,7 @@ def stored_memory_growth(device: torch.device, *, make_model: MakeModel = Decode
     sizes = []
     for length in lengths:
         tokens = random_tokens((1, length), 256, device)
-        sizes.append(_stored_bytes(partial(model, tokens, tokens)))
+        sizes.append(stored_bytes(partial(model, tokens, tokens)))
     slopes = [(sizes[i + 1] - sizes[i]) / (lengths[i + 1] - lengths[i]) for i in (0, 1)]
     details = [f"{length} tokens: {size / 2**20:.2f} MiB" for length, size in zip(lengths, sizes, strict=True)]
     return Measurement(slopes[1] / slopes[0], 1.01, "ratio", tuple(details))
@@ -115,7 +114,7 @@ def stored_memory_per_token(device: torch.device, *, attention: Attention = nsa_
     outputs = 3 * 4 * length * inputs.q.shape[2] * (inputs.v_slc.shape[3] + 1)
     choice = 4 * length * inputs.k_cmp.shape[2] * geometry.num_selected_blocks
     needed = sum(x.nbytes for x in inputs) + outputs + choice
-    stored = _stored_bytes(lambda: attention(*inputs, geometry, backend="reference"))
+    stored = stored_bytes(lambda: attention(*inputs, geometry, backend="reference"))
     return Measurement(stored / needed, 1.1, "of needed", (f"{stored / length:.0f} bytes a token",))
 
 
@@ -130,7 +129,7 @@ def operation_count(device: torch.device, *, make_model: MakeModel = DecoderLM) 
     for length in LENGTHS:
         step = partial(_step, model, random_tokens((2, length), 256, device))
         step()
-        counts[length] = _count_operations(step)
+        counts[length] = count_operations(step)
     totals = [count.total() for count in counts.values()]
     details = [f"{length} tokens: {total} operations" for length, total in zip(LENGTHS, totals, strict=True)]
     spread = max(totals) - min(totals)
@@ -152,43 +151,3 @@ def _step(model: DecoderLM, tokens: Tensor) -> None:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _stored_bytes(forward: Callable[[], Tensor]) -> int:
-    """Bytes that backward keeps alive, each storage once; parameters included, which a model has anyway."""
-    storages: dict[int, tuple[int, Tensor]] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        # The tensor is kept, so that no other takes its address.
-        storages[storage.data_ptr()] = (storage.nbytes(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        forward()
-    return sum(size for size, _ in storages.values())
-
-
-class _OperationCounter(TorchDispatchMode):
-    """Counts the operators that PyTorch's dispatcher sees, also those inside of `select_blocks`, one operator to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.counts[str(func)] += 1
-        if func is torch.ops.trifocal.select_blocks.default:
-            q, k_cmp, lse, sizes, num_keys, scale, borders = args[:7]
-            documents = None if borders is None else Documents.from_checked(borders, num_keys)
-            with self:
-                reference.select_blocks(q, k_cmp, lse, Geometry(*sizes), num_keys, scale, documents)
-        return func(*args, **(kwargs or {}))
-
-
-def _count_operations(step: Callable[[], object]) -> Counter[str]:
-    with _OperationCounter() as counter:
-        step()
-    return counter.counts

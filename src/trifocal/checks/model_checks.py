@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from trifocal.checks.measurement import Measurement
-from trifocal.generate import CachedModel
+from trifocal.inference import CachedModel
 from trifocal.models import DecoderLM, ModelConfig
 from trifocal.testing.small_models import MINIMAL, make_model, minimal_config, random_tokens, small_config
 from trifocal.testing.tolerances import FULL_COVERAGE, error

@@ -29,7 +29,7 @@ from trifocal.train.pretrained import open_pretrained
 
 @dataclass(frozen=True, kw_only=True)
 class ConvertArguments:
-    """Make a sparse model of a dense one: a Llama, Mistral, Qwen2, Qwen3 or Phi-3 of Hugging Face, or a dense run."""
+    """Make a sparse model of a dense one: a Llama, Mistral, Qwen, Phi-3 or SmolLM3 of Hugging Face, or a dense run."""
 
     source: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The Hugging Face folder, with safetensors; or a run, one of its checkpoints, or a folder of weights."""

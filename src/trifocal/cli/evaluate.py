@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from rich.table import Table
 from trifocal._version import __version__
 from trifocal.cli.console import SafeConsole
 from trifocal.cli.output import check_output, printable
-from trifocal.data import DataConfig
+from trifocal.data import DataConfig, has_text
 from trifocal.errors import UserError, unknown
 from trifocal.evaluation import (
     TASKS,
@@ -31,7 +32,7 @@ from trifocal.evaluation import (
 )
 from trifocal.models import parameter_count
 from trifocal.models.io import CONFIG_FILE as MODEL_CONFIG_FILE
-from trifocal.paths import shell_path, user_path
+from trifocal.paths import read_small_file, shell_path, user_path
 from trifocal.runlog.whole_files import write_output
 from trifocal.train.arguments import parse_arguments
 from trifocal.train.exporting import STEP_FILE
@@ -50,6 +51,8 @@ _COLUMNS = {
     "recall": {"pairs": "pairs", "samples": "rows", "accuracy": "found", "answer_loss": "nats/answer"},
     "recall_distance": {"pairs": "pairs", "first": "from", "end": "to", "queries": "queries", "accuracy": "found"},
 }
+_LISTS = ("--only", "--lengths", "--pairs")
+_LINE_SECONDS = 5.0
 _TITLES = {
     "loss": "Loss on validation data",
     "position": "Loss by position in the document",
@@ -79,7 +82,7 @@ class EvaluateArguments:
     sequences: int = 0
     """Sequences of loss and position; 0: as many tokens as in the run's own evaluations."""
     lengths: tuple[int, ...] = ()
-    """Tokens of the haystacks; by default an eighth, a quarter, a half and all of the sequence length."""
+    """Tokens of the haystacks, like 4096,16384; by default an eighth, a quarter, a half and all of sequence_length."""
     depths: int = 5
     """Places of the needle, evenly from the beginning to the end."""
     samples: int = 8
@@ -109,7 +112,7 @@ def run(args: Sequence[str]) -> int:
     Raises:
         UserError: If there is no model, its weights are broken, there are no data, or none of the tasks makes sense.
     """
-    options: EvaluateArguments = parse_arguments(EvaluateArguments, args, prog="trifocal evaluate")
+    options: EvaluateArguments = parse_arguments(EvaluateArguments, _split_lists(args), prog="trifocal evaluate")
     check_output(options.output)
     path = user_path(options.path, "RUN_DIR")
     with open_pretrained(path, options.checkpoint, command=f"trifocal evaluate {shell_path(path)}") as found:
@@ -130,8 +133,41 @@ def run(args: Sequence[str]) -> int:
         if rows:
             for table in _tables(rows):
                 console.print(table)
+            if note := _note_on_needles(rows, subject, step):
+                console.print(note, markup=False, highlight=False)
             _write(found, options, _head(subject, step), rows)
     return 0
+
+
+def _split_lists(args: Sequence[str]) -> list[str]:
+    """The arguments, with the values of lists also taken with commas: `--lengths 4096,16384`."""
+    result: list[str] = []
+    in_list = False
+    for argument in args:
+        if argument.startswith("--"):
+            name, equals, values = argument.partition("=")
+            in_list = name in _LISTS
+            result += [name, *values.split(",")] if in_list and equals else [argument]
+        else:
+            result += [part for part in argument.split(",") if part] if in_list else [argument]
+    return result
+
+
+def _note_on_needles(rows: Sequence[dict[str, Any]], subject: Subject, step: int | None) -> str:
+    """Why no needle was found; empty if one was, or none was hidden."""
+    needles = [row for row in rows if row["task"] == "needle" and row["status"] == "ok"]
+    if not needles or any(row["accuracy"] for row in needles):
+        return ""
+    read = ""
+    if subject.run is not None and step is not None:
+        read = f" after {step * subject.run.train.global_batch_size * subject.run.train.sequence_length:,} tokens"
+    text = f"no needle was found: a model of {parameter_count(subject.model.config):,} parameters{read} "
+    if needles[0]["needles"] > 1 or not has_text(needles[0]["source"]):
+        return text + "does not find them yet; train longer"
+    return (
+        text + "does not copy a number from far back; that is learned late in training on text. To see what the "
+        "attention can retrieve, train on needles: --data.source needle:4"
+    )
 
 
 def _head(subject: Subject, step: int | None) -> Evaluated:
@@ -190,15 +226,19 @@ def _plan(subject: Subject, options: EvaluateArguments) -> Plan:
 
 @contextmanager
 def _progress(console: SafeConsole) -> Iterator[Say]:
-    """A line that changes on a terminal; elsewhere a line for each task and length."""
+    """A line that changes on a terminal; elsewhere a line for each task and length, and every few seconds."""
     if console.is_terminal:
         with console.status("reading the data") as status:
             yield lambda text, detail="": status.update(f"{text}{detail}".replace("[", r"\["))
         return
 
+    last = time.monotonic()
+
     def say(text: str, detail: str = "") -> None:
-        if not detail:
-            print(text, flush=True)
+        nonlocal last
+        if not detail or time.monotonic() - last >= _LINE_SECONDS:
+            last = time.monotonic()
+            print(f"{text}{detail}", flush=True)
 
     yield say
 
@@ -240,8 +280,8 @@ def _step_of(path: Path) -> int | None:
     if match := re.fullmatch(r"step_(\d+)", path.name):
         return int(match[1])
     try:
-        step = json.loads((path / STEP_FILE).read_text(encoding="utf-8"))["global_step"]
-    except (OSError, ValueError, KeyError, TypeError):
+        step = json.loads(read_small_file(path / STEP_FILE, 2**16))["global_step"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) else None
 

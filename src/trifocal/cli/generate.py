@@ -9,7 +9,7 @@ from trifocal.cli.generate_model import LoadedModel, load, memory_errors
 from trifocal.cli.generate_options import GenerateArguments
 from trifocal.cli.output import printable
 from trifocal.errors import UserError
-from trifocal.generate import Completion, Engine
+from trifocal.inference import Completion, Engine
 from trifocal.paths import shell_path, user_path
 from trifocal.train.arguments import parse_arguments
 

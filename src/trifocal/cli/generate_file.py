@@ -14,8 +14,8 @@ from rich.status import Status
 from trifocal.cli.generate_model import load, memory_errors
 from trifocal.cli.generate_options import GenerateArguments
 from trifocal.errors import UserError
-from trifocal.generate import Engine
-from trifocal.generate.prompt_file import OrderedWriter, PromptLine, count_written, open_output, read_prompts
+from trifocal.inference import Engine
+from trifocal.inference.prompt_file import OrderedWriter, PromptLine, count_written, open_output, read_prompts
 from trifocal.paths import user_path
 
 # Seconds between lines of progress where there is no terminal.

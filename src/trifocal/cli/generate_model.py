@@ -11,8 +11,8 @@ import torch
 from trifocal.cli.generate_options import GenerateArguments
 from trifocal.data import Tokenizer
 from trifocal.errors import UserError
-from trifocal.generate import CachedModel, Request
-from trifocal.generate.paged_cache import CachePlan, longest_that_fits, memory_for_caches, plan_cache
+from trifocal.inference import CachedModel, Request
+from trifocal.inference.paged_cache import CachePlan, longest_that_fits, memory_for_caches, plan_cache
 from trifocal.models import ModelConfig
 from trifocal.train.preflight import choose_device
 from trifocal.train.pretrained import open_pretrained

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from trifocal.errors import UserError
-from trifocal.generate import Sampling
+from trifocal.inference import Sampling
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from trifocal.data.activity import Activity
 from trifocal.data.data_config import DataConfig
 from trifocal.data.factory import make_source
-from trifocal.data.packing import PackedStream, Row, RowStream
+from trifocal.data.packing import IGNORED, PackedStream, Row, RowStream
 from trifocal.data.position import POSITION_VERSION, check_position
 from trifocal.data.prefetch import Prefetcher
 from trifocal.data.shuffling import ShuffledStream
@@ -52,6 +52,7 @@ class Batch(NamedTuple):
         epoch: Complete passes over the source at the global batch's first row, counted as if rows were not shuffled:
             if a block of shuffled rows spans two epochs, its batches hold rows of both. With several streams, the
             lowest epoch among those that this process reads.
+        valid_targets: Targets that are not -100.
     """
 
     tokens: Tensor
@@ -60,6 +61,12 @@ class Batch(NamedTuple):
     document_ids: tuple[str, ...]
     sample_index: int
     epoch: int
+    valid_targets: int
+
+    @property
+    def packed_documents(self) -> int:
+        """Documents of `cu_seqlens`; 0 where that is None."""
+        return 0 if self.cu_seqlens is None else self.cu_seqlens.numel() - 1
 
 
 class Latency(NamedTuple):
@@ -265,13 +272,15 @@ def _to_batch(rows: list[Row], sample_index: int, epoch: int) -> Batch:
     if any(len(row.starts) > 1 for row in rows):
         starts = [number * length + start for number, row in enumerate(rows) for start in row.starts]
         cu_seqlens = torch.tensor([*starts, len(rows) * length], dtype=torch.int32)
+    targets = np.stack([row.targets for row in rows], dtype=np.int64)
     return Batch(
         torch.from_numpy(np.stack([row.tokens for row in rows], dtype=np.int64)),
-        torch.from_numpy(np.stack([row.targets for row in rows], dtype=np.int64)),
+        torch.from_numpy(targets),
         cu_seqlens,
         tuple(name for row in rows for name in row.document_ids),
         sample_index,
         epoch,
+        int(np.count_nonzero(targets != IGNORED)),
     )
 
 

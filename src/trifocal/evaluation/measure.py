@@ -1,6 +1,7 @@
 """All tasks of an evaluation, one after another."""
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from trifocal.evaluation.needles import TooShort, measure_needles
 from trifocal.evaluation.position_loss import measure_loss, read_batches
 from trifocal.evaluation.recall import measure_recall
 from trifocal.evaluation.subject import Subject
+from trifocal.runlog.progress import duration
 from trifocal.train.run_config import EvaluateSection
 
 TASKS = ("loss", "position", "needle", "recall")
@@ -31,7 +33,7 @@ class Say(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What is measured.
+    """Tasks of an evaluation, with their sizes.
 
     Attributes:
         tasks: Some of `TASKS`.
@@ -101,28 +103,74 @@ def evaluate_model(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str,
     """
     assert subject.data is not None
     source = subject.data.source
+    left = TimeLeft(planned_tokens(subject, plan))
     if "recall" in plan.tasks:
         # Before the hours of the others.
         most = plan.recall_pairs(source)[-1]
         check_recall(most, vocab_size=subject.model.config.vocab_size, sequence_length=plan.sequence_length)
     if {"loss", "position"} & set(plan.tasks):
-        yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say))
+        yield from _guarded(subject, "loss", plan.sequence_length, partial(_loss_rows, subject, plan, say, left))
     if "needle" in plan.tasks:
         for length in plan.needle_lengths():
-            say(f"needle: {plan.depths * plan.samples} haystacks of {length:,} tokens")
+            text = f"needle: {plan.depths * plan.samples} haystacks of {length:,} tokens"
+            say(text + left.words())
             measure = partial(measure_needles, subject, length, plan.needle_depths(), plan.samples)
-            yield from _guarded(subject, "needle", length, measure)
+            for done, row in enumerate(_guarded(subject, "needle", length, measure), start=1):
+                left.add(plan.samples * length)
+                say(text, f", evaluating {done}/{plan.depths}{left.words()}")
+                yield row
     if "recall" in plan.tasks:
         for pairs in plan.recall_pairs(source):
-            say(f"recall: {plan.samples} rows of {plan.sequence_length:,} tokens with {pairs:,} pairs")
+            say(f"recall: {plan.samples} rows of {plan.sequence_length:,} tokens with {pairs:,} pairs{left.words()}")
             measure = partial(measure_recall, subject, plan.sequence_length, pairs, plan.samples)
             yield from _guarded(subject, "recall", plan.sequence_length, measure)
+            left.add(plan.samples * plan.sequence_length)
 
 
-def _loss_rows(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str, Any]]:
+class TimeLeft:
+    """The time left, by the tokens so far; longer sequences, which take longer a token, come last.
+
+    Args:
+        tokens: Tokens in all.
+        clock: Seconds since any moment; for tests.
+    """
+
+    def __init__(self, tokens: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._tokens, self._done = tokens, 0
+        self._clock, self._began = clock, clock()
+
+    def add(self, tokens: int) -> None:
+        """Note tokens that are done."""
+        self._done += tokens
+
+    def words(self) -> str:
+        """`, about 0:42 left`; empty before the first tokens are done."""
+        if not self._done:
+            return ""
+        seconds = (self._clock() - self._began) * max(0, self._tokens - self._done) / self._done
+        return f", about {duration(seconds)} left"
+
+
+def planned_tokens(subject: Subject, plan: Plan) -> int:
+    """Tokens of everything that is planned."""
     assert subject.data is not None
-    run, length = subject.run, plan.sequence_length
-    own = (length, 1) if run is None else (run.train.sequence_length, run.train.micro_batch_size)
+    length, run = plan.sequence_length, subject.run
+    section, (own, size) = EvaluateSection() if run is None else run.evaluate, _trained(subject, plan)
+    of_loss = plan.sequences * length or section.batches * size * own
+    of_needles = plan.depths * plan.samples * sum(plan.needle_lengths())
+    of_recall = plan.samples * length * len(plan.recall_pairs(subject.data.source)) if "recall" in plan.tasks else 0
+    return of_loss * bool({"loss", "position"} & set(plan.tasks)) + of_needles * ("needle" in plan.tasks) + of_recall
+
+
+def _trained(subject: Subject, plan: Plan) -> tuple[int, int]:
+    """Tokens of a sequence and sequences of a batch in training."""
+    run = subject.run
+    return (plan.sequence_length, 1) if run is None else (run.train.sequence_length, run.train.micro_batch_size)
+
+
+def _loss_rows(subject: Subject, plan: Plan, say: Say, left: TimeLeft) -> Iterator[dict[str, Any]]:
+    assert subject.data is not None
+    run, length, own = subject.run, plan.sequence_length, _trained(subject, plan)
     batches = read_batches(
         subject.data,
         EvaluateSection() if run is None else run.evaluate,
@@ -134,7 +182,12 @@ def _loss_rows(subject: Subject, plan: Plan, say: Say) -> Iterator[dict[str, Any
     )
     text = f"loss: {len(batches)} batches of {batches[0].tokens.shape[0]} sequences of {length:,} tokens"
     say(text)
-    rows = measure_loss(subject, batches, lambda done: say(text, f", {done} done"))
+
+    def on_batch(done: int) -> None:
+        left.add(batches[0].tokens.numel())
+        say(text, f", evaluating {done}/{len(batches)}{left.words()}")
+
+    rows = measure_loss(subject, batches, on_batch)
     yield from (row for row in rows if row["task"] in plan.tasks)
 
 

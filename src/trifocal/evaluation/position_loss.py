@@ -81,8 +81,8 @@ def read_batches(
     Args:
         data: The text or the task.
         section: Its number of batches.
-        tokenizer: Of the model.
-        vocab_size: Of the model.
+        tokenizer: Tokenizer of the model.
+        vocab_size: Vocabulary size of the model.
         trained: Tokens of a sequence and sequences of a batch in training.
         length: Tokens of a sequence.
         sequences: Sequences in all; 0: as many tokens as in training.
@@ -94,7 +94,7 @@ def read_batches(
     total = sequences or max(1, section.batches * size * own // length)
     size = min(total, max(1, size * own // length))
     if length != own:
-        # As much text is shuffled. A long row is much of the little text that is held out.
+        # The same amount of text is shuffled: one long row is much of the little text that is held out.
         data = replace(data, shuffle_sequences=max(1, data.shuffle_sequences * own // length))
     with make_loader(
         data,

@@ -14,15 +14,15 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluated:
-    """What was evaluated, where.
+    """The evaluated model, and the machine.
 
     Attributes:
         step: Optimizer steps of the model; None where unknown.
-        attention: Of the model; several kinds with commas.
-        parameters: Of the model.
-        source: Of the data.
+        attention: Kinds of attention in the model, with commas.
+        parameters: Number of parameters.
+        source: `data.source` of the text or task.
         trained_length: Tokens of a training sequence; None where unknown.
-        precision: Of the matrix products.
+        precision: Precision of the matrix products.
         device: The GPU or CPU.
         version: Of Trifocal.
     """
@@ -59,8 +59,8 @@ def write_evaluation(folder: Path, head: Evaluated, rows: Sequence[Row]) -> Path
     """Write an evaluation into the folder of its run, or add it to an earlier one of the same step.
 
     Args:
-        folder: Of the run.
-        head: What was evaluated.
+        folder: Folder of the run.
+        head: The evaluated model.
         rows: From `evaluate_model`.
 
     Returns:

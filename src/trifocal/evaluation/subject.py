@@ -22,9 +22,9 @@ class Subject:
 
     Attributes:
         model: The model, on `device`.
-        tokenizer: Of its training.
+        tokenizer: Tokenizer of its training.
         data: The text or the task; None where it is not known.
-        run: Of its training; None where it is not known.
+        run: Configuration of its training; None where it is not known.
         device: Where it runs.
         precision: "fp32" or "bf16", as in training.
     """

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trifocal.generate.prefill import Chunk, Compress, causal_attention, extend_dense, extend_sparse
 from trifocal.hf.layer_cache import TrifocalLayer
+from trifocal.inference.prefill import Chunk, Compress, causal_attention, extend_dense, extend_sparse
 from trifocal.nn import DenseAttention, MeanCompressor, NSAttention, SelectedAttention, WindowAttention
 from trifocal.nn.gate import NUM_BRANCHES
 from trifocal.nn.selected_attention import VALUE_COLUMNS
@@ -38,14 +38,14 @@ class NewTokens:
         counts: New tokens of each row.
         num_pages: Pages of each row.
         page_size: Tokens of a page.
-        rotary: Cosines and sines of all positions that the pages hold.
+        rotary: Cosines and sines of all positions that the pages hold, in the first layer.
     """
 
     def __init__(
         self, lengths: list[int], counts: list[int], num_pages: int, page_size: int, rotary: tuple[Tensor, Tensor]
     ) -> None:
         device, batch = rotary[0].device, len(counts)
-        self.counts, self.num_pages, self.page_size, self.rotary = counts, num_pages, page_size, rotary
+        self.counts, self.num_pages, self.page_size = counts, num_pages, page_size
         table = torch.arange(batch * num_pages, device=device).view(batch, num_pages)
         self.chunks = [
             Chunk(table[row], row, length, count, rotary)
@@ -85,15 +85,18 @@ class LayerPast:
     Args:
         layer: Cache of the layer.
         new: The new tokens.
+        rotary: Cosines and sines of all positions in this layer.
     """
 
-    def __init__(self, layer: TrifocalLayer, new: NewTokens) -> None:
-        self._layer, self._new = layer, new
+    def __init__(self, layer: TrifocalLayer, new: NewTokens, rotary: tuple[Tensor, Tensor]) -> None:
+        self._layer, self._new, self._rotary = layer, new, rotary
 
     def attend(
         self, attention: nn.Module, q: Tensor, keys: list[Tensor], values: list[Tensor], gates: Tensor | None
     ) -> Tensor:
         """Append and attend, by the kind of the layer."""
+        for chunk in self._new.chunks:
+            chunk.rotary = self._rotary
         if isinstance(attention, NSAttention):
             assert gates is not None
             return self._sparse(attention, q, keys, values, gates)
@@ -124,11 +127,11 @@ class LayerPast:
             raw_k, raw_v, slc_k, slc_v = (new.align(x) for x in (k_raw, v_raw, k_slc, v_slc))
             win_k, win_v = (None, None) if shared else (new.align(k_win), new.align(v_win))
             append_sparse(
-                cache, new.decode_batch, raw_k, raw_v, slc_k, slc_v, win_k, win_v, geometry, new.rotary,
+                cache, new.decode_batch, raw_k, raw_v, slc_k, slc_v, win_k, win_v, geometry, self._rotary,
                 _learned(attention), attention.backend,
             )  # fmt: skip
             o = decode_attention(
-                new.align(q), new.align(gates), cache, new.decode_batch, geometry, new.rotary, window=True,
+                new.align(q), new.align(gates), cache, new.decode_batch, geometry, self._rotary, window=True,
                 backend=attention.backend,
             )  # fmt: skip
             return new.pack(o)
@@ -152,10 +155,10 @@ class LayerPast:
         if new.decode_batch is not None:
             k, v = new.align(k), new.align(v)
             append_sparse(
-                cache, new.decode_batch, k, None, k, v, None, None, geometry, new.rotary, backend=attention.backend
+                cache, new.decode_batch, k, None, k, v, None, None, geometry, self._rotary, backend=attention.backend
             )
             o = decode_attention(
-                new.align(q), None, cache, new.decode_batch, geometry, new.rotary, window=False,
+                new.align(q), None, cache, new.decode_batch, geometry, self._rotary, window=False,
                 backend=attention.backend,
             )  # fmt: skip
             return new.pack(o)
@@ -189,8 +192,8 @@ class LayerPast:
         self._reserve(None, k=k, v=v)
         cache = self._layer.dense()
         if new.decode_batch is not None:
-            append_dense(cache, new.decode_batch, new.align(k), new.align(v), new.rotary)
-            return new.pack(decode_dense_attention(new.align(q), cache, new.decode_batch, new.rotary))
+            append_dense(cache, new.decode_batch, new.align(k), new.align(v), self._rotary)
+            return new.pack(decode_dense_attention(new.align(q), cache, new.decode_batch, self._rotary))
         outputs = [
             causal_attention(chunk.rotate(q_row), *extend_dense(cache, chunk, k_row, v_row))
             for chunk, q_row, k_row, v_row in zip(new.chunks, *map(new.split, (q, k, v)), strict=True)

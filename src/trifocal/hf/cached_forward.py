@@ -1,5 +1,6 @@
 """A forward pass that goes on after the tokens of a cache of transformers."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -65,11 +66,14 @@ def cached_tokens(
     if num_pages * page_size < most_tokens:
         # Twice as many, so that a token costs a constant number of copies.
         num_pages = max(-(-most_tokens // page_size), 2 * num_pages)
-    tokens = NewTokens(lengths, counts, num_pages, page_size, _rotary(layers[0], config, num_pages * page_size, x))
+    rotary = _rotary(layers[0], config, num_pages * page_size, x)
+    tokens = NewTokens(lengths, counts, num_pages, page_size, rotary[0])
     places = None if bool(new.all()) else new.flatten().nonzero()[:, 0].to(x.device)
     for layer in layers:
         layer.lengths = lengths
-    yield CachedTokens(RowLayout(places, None, (batch, num_new)), [LayerPast(layer, tokens) for layer in layers])
+    yield CachedTokens(
+        RowLayout(places, None, (batch, num_new)), list(map(LayerPast, layers, itertools.repeat(tokens), rotary))
+    )
     for chunk in tokens.chunks:
         chunk.write_rings()
     for layer in layers:
@@ -117,10 +121,15 @@ def _check_positions(position_ids: Tensor | None, new: Tensor, lengths: list[int
         raise ValueError("position_ids must count on from the tokens in past_key_values, without padding")
 
 
-def _rotary(layer: TrifocalLayer, config: ModelConfig, num_tokens: int, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Tables of all positions, kept from one pass to the next."""
-    if layer.rotary is None or len(layer.rotary[0]) < num_tokens:
+def _rotary(layer: TrifocalLayer, config: ModelConfig, num_tokens: int, x: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Tables of all positions for each layer, kept in the first one from one pass to the next."""
+    if not layer.rotary or len(layer.rotary[0][0]) < num_tokens:
         exact = torch.promote_types(x.dtype, torch.float32)
         positions = torch.arange(num_tokens, device=x.device)
-        layer.rotary = rotary_tables(positions, config.head_dim, config.rope_theta, exact, config.rope_scaling)
+        scalings = [config.rope_scaling_of(index) for index in range(config.num_layers)]
+        tables = {
+            scaling: rotary_tables(positions, config.head_dim, config.rope_theta, exact, scaling)
+            for scaling in {*scalings}
+        }
+        layer.rotary = [tables[scaling] for scaling in scalings]
     return layer.rotary

@@ -29,7 +29,7 @@ class TrifocalLayer(DynamicLayer):
         slots: Columns of the batch that it has seen, with padding.
         pages: [B, pages, G, tokens or compressed blocks of a page, *], by name; see `trifocal.ops.SparseCache`.
         rings: [B, G, tokens, *], by name.
-        rotary: Cosines and sines of all positions, kept by the first layer for all.
+        rotary: Cosines and sines of all positions for each layer, kept by the first one.
     """
 
     _layer_type = LAYER_TYPE
@@ -44,7 +44,7 @@ class TrifocalLayer(DynamicLayer):
         self.slots = 0
         self.pages: dict[str, Tensor] = {}
         self.rings: dict[str, Tensor] = {}
-        self.rotary: tuple[Tensor, Tensor] | None = None
+        self.rotary: list[tuple[Tensor, Tensor]] = []
         self.is_initialized = False
 
     @property

@@ -125,7 +125,7 @@ class TrifocalModel(TrifocalPreTrainedModel):
                 last after the norm.
             return_dict: False returns a tuple.
             cache: Newer name of `past_key_values`.
-            kwargs: Borders of packed documents, as collators add them for FlashAttention; anything else must be None.
+            kwargs: Boundaries of packed documents, which collators add for FlashAttention; anything else must be None.
                 With `cu_seq_lens_q` on a GPU, `position_ids` are not read, and the host need not wait for the GPU.
 
         Returns:
@@ -272,7 +272,7 @@ class TrifocalForCausalLM(TrifocalPreTrainedModel, GenerationMixin):
         """Refuse: it keeps keys and values alone, in pages of its own."""
         raise ValueError(
             "continuous batching (generate_batch, transformers paged) is not possible for Trifocal's models: use "
-            "generate, or trifocal.generate, which batches continuously"
+            "generate, or trifocal.inference, which batches continuously"
         )
 
     def get_output_embeddings(self) -> nn.Module:

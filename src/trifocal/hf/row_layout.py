@@ -49,13 +49,13 @@ def row_layout(
     device: torch.device,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    borders: Tensor | None = None,
+    boundaries: Tensor | None = None,
     longest: int | None = None,
 ) -> RowLayout | None:
     """Find padding and documents, which reads the arguments on the host.
 
-    Borders on a GPU are taken as they are, as FlashAttention takes them: reading them would make the host wait for all
-    work that it has started, at every step.
+    Boundaries on a GPU are trusted, as in FlashAttention: reading them would make the host wait at every step for all
+    work that it has started.
 
     Args:
         shape: B and T.
@@ -63,9 +63,9 @@ def row_layout(
         attention_mask: 1 where a token is real, [B, T]; None: everywhere. Real tokens of a row are consecutive.
         position_ids: Each token's position in its document, [B, T] or [1, T]; it restarts at 0 where a document
             begins. None: every row is one document.
-        borders: First token of each document and, last, the number of tokens, [documents + 1], of a batch of one row;
-            read where there are no position_ids, or on a GPU where there is no mask.
-        longest: No document between `borders` has more tokens.
+        boundaries: First token of each document and, last, the number of tokens, [documents + 1], in a batch of one
+            row; read where there are no position_ids, or on a GPU where there is no mask.
+        longest: No document between `boundaries` has more tokens.
 
     Returns:
         None if every row is one document without padding.
@@ -73,17 +73,17 @@ def row_layout(
     Raises:
         ValueError: If the mask has holes or a row without tokens, or positions do not count from 0 in each document.
     """
-    if borders is not None and shape[0] != 1:
+    if boundaries is not None and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q needs a batch of one row, got {shape[0]} rows")
-    if borders is not None and borders.is_cuda and attention_mask is None:
-        documents = Documents.from_checked(borders, shape[1])._replace(max_length=longest)
+    if boundaries is not None and boundaries.is_cuda and attention_mask is None:
+        documents = Documents.from_checked(boundaries, shape[1])._replace(max_length=longest)
         return RowLayout(None, documents, shape)
     mask = real_tokens(attention_mask, shape)
     starts = _row_starts(mask)
     if position_ids is not None:
         starts = starts | _document_starts(position_ids, mask, starts)
-    elif borders is not None:
-        starts = starts.index_fill(1, borders.cpu()[:-1].long(), True) & mask
+    elif boundaries is not None:
+        starts = starts.index_fill(1, boundaries.cpu()[:-1].long(), True) & mask
     if bool(mask.all()) and int(starts.sum()) == shape[0]:
         return None
     places = mask.flatten().nonzero()[:, 0]
@@ -110,8 +110,8 @@ def traced_layout(attention_mask: Tensor | None, position_ids: Tensor | None, x:
     counts = mask.sum(1)
     first = mask.to(torch.uint8).argmax(1) + torch.arange(batch, device=x.device) * length
     ends = counts.new_full((1,), batch * length)
-    borders = torch.cat((torch.zeros_like(ends), torch.stack((first, first + counts), dim=1).flatten(), ends))
-    return RowLayout(None, Documents.from_checked(borders, batch * length), (batch, length), mask)
+    boundaries = torch.cat((torch.zeros_like(ends), torch.stack((first, first + counts), dim=1).flatten(), ends))
+    return RowLayout(None, Documents.from_checked(boundaries, batch * length), (batch, length), mask)
 
 
 def real_tokens(attention_mask: Tensor | None, shape: tuple[int, int], *, may_be_empty: bool = False) -> Tensor:

@@ -49,9 +49,11 @@ def converted_config(
     if unknown:
         raise UserError(f"--dense-layers names layer {unknown[0]}, but the model has layers 0 to {len(kinds) - 1}")
     layers = tuple(to if kind == "dense" and i not in dense_layers else kind for i, kind in enumerate(kinds))
+    # Not the window of the new geometry.
+    window = config.sliding_window or config.geometry.window_size
     if set(kinds) == {"window"}:
         # Sparse as they are.
-        return replace(config, attention="window", layer_types=())
+        return replace(config, attention="window", layer_types=(), sliding_window=window)
     if to not in layers:
         raise UserError("no layer is left to convert: all of them stay dense or have a sliding window")
     if shared_kv and to != "nsa":
@@ -61,6 +63,7 @@ def converted_config(
         config,
         attention=to,
         layer_types=() if alike else layers,
+        sliding_window=window if "window" in layers else config.sliding_window,
         geometry=geometry,
         compressor="mean",
         shared_kv=shared_kv,

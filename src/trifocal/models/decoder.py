@@ -172,8 +172,8 @@ class DecoderLM(nn.Module):
         return [block.attention for block in self.blocks]  # type: ignore[misc]
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-        """Continue each row of prompts [B, T]; options and errors as of `trifocal.generate.generate`."""
-        from trifocal.generate import generate
+        """Continue each row of prompts [B, T]; options and errors as of `trifocal.inference.generate`."""
+        from trifocal.inference import generate
 
         return generate(self, tokens, max_new_tokens, **options)
 

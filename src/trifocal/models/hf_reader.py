@@ -7,6 +7,7 @@
 | qwen2 | yes | no | no | no |
 | qwen3 | attention_bias | attention_bias | no | yes |
 | phi3 | no | no | no | no |
+| smollm3 | attention_bias | attention_bias | mlp_bias | no |
 
 Phi-3's files join the projections of queries, keys and values, and those of the MLP. A layer with a sliding window
 becomes a layer of type `"window"`. Models, and options of models, that a `DecoderLM` lacks are refused by name.
@@ -23,22 +24,22 @@ from torch import Tensor
 
 from trifocal.errors import UserError
 from trifocal.models.io import CONFIG_FILE, MODEL_TYPE, Rows, model_of_folder, read_json, read_tensors
-from trifocal.models.model_config import Attention, ModelConfig
+from trifocal.models.model_config import MOST_LAYERS, Attention, ModelConfig
 from trifocal.nn import RopeScaling
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3")
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
 _LACKS = {
     "olmo2": "norms behind attention and MLP, and q/k norms over all heads together",
     "olmo3": "norms behind attention and MLP, and q/k norms over all heads together",
-    "smollm3": "layers without rotary positions",
 }
 """What a `DecoderLM` lacks for models that people ask for."""
 # Defaults of transformers' configurations.
 _HEAD_DIM = {"qwen3": 128}
 _LONGEST = {"llama": 2048, "mistral": 131072, "phi3": 4096}
 _ORIGINAL = {"phi3": 4096}
+_THETA = {"smollm3": 2e6}
+_KV_HEADS = {"smollm3": 4}
 _SLIDING_WINDOW = 4096
-_MOST_LAYERS = 10_000
 _LAYER_TYPES: dict[str, Attention] = {"full_attention": "dense", "sliding_attention": "window"}
 # Keys of rope parameters besides the fields of `RopeScaling`; mscale is part of yarn's attention factor.
 _ROPE_KEYS = {"type", "rope_theta", "mscale", "mscale_all_dim", *(field.name for field in fields(RopeScaling))}
@@ -121,14 +122,14 @@ def read_hf_config(folder: Path) -> ModelConfig:
     try:
         heads, dim = int(found["num_attention_heads"]), int(found["hidden_size"])
         head_dim = found.get("head_dim") or _HEAD_DIM.get(kind) or dim // heads
-        attention_bias = bool(found.get("attention_bias", False)) and kind in ("llama", "qwen3")
+        attention_bias = bool(found.get("attention_bias", False)) and kind in ("llama", "qwen3", "smollm3")
         layers, window = _layers(found, kind)
         return ModelConfig(
             vocab_size=found["vocab_size"],
             dim=dim,
             num_layers=len(layers),
             num_heads=heads,
-            num_kv_heads=found.get("num_key_value_heads") or heads,
+            num_kv_heads=found.get("num_key_value_heads", _KV_HEADS.get(kind)) or heads,
             head_dim=head_dim,
             value_dim=head_dim,
             mlp_dim=found["intermediate_size"],
@@ -138,9 +139,10 @@ def read_hf_config(folder: Path) -> ModelConfig:
             qk_norm=kind == "qwen3",
             qkv_bias=attention_bias or kind == "qwen2",
             o_bias=attention_bias,
-            mlp_bias=bool(found.get("mlp_bias", False)) and kind == "llama",
+            mlp_bias=bool(found.get("mlp_bias", False)) and kind in ("llama", "smollm3"),
             norm_eps=float(found.get("rms_norm_eps", 1e-6)),
-            tie_embeddings=bool(found.get("tie_word_embeddings", False)),
+            tie_embeddings=bool(found.get("tie_word_embeddings", kind == "smollm3")),
+            unrotated_layers=_unrotated(found, len(layers)) if kind == "smollm3" else (),
             **_rope(found, kind, head_dim),
         )
     except KeyError as error:
@@ -153,12 +155,15 @@ def read_hf_config(folder: Path) -> ModelConfig:
 def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...], int]:
     """The attention of each layer, and the keys of a sliding window; 0 without one."""
     count = int(found["num_hidden_layers"])
-    if not 1 <= count <= _MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers must be from 1 to {_MOST_LAYERS:,}, got {count:,}")
+    if not 1 <= count <= MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be from 1 to {MOST_LAYERS:,}, got {count:,}")
     window = found.get("sliding_window", None if kind == "phi3" else _SLIDING_WINDOW)
-    if kind in ("qwen2", "qwen3") and not found.get("use_sliding_window", False):
+    if kind in ("qwen2", "qwen3", "smollm3") and not found.get("use_sliding_window", False):
         window = None
     named = found.get("layer_types")
+    if named is None and kind == "smollm3":
+        unrotated = _unrotated(found, count) if window else ()
+        named = ["sliding_attention" if index in unrotated else "full_attention" for index in range(count)]
     if named is None or kind in ("llama", "mistral", "phi3"):
         first = (
             {"mistral": 0, "phi3": 0}.get(kind, found.get("max_window_layers", 28))
@@ -173,6 +178,15 @@ def _layers(found: Mapping[str, Any], kind: str) -> tuple[tuple[Attention, ...],
         raise ValueError("layer_types has sliding_attention, but sliding_window is not set")
     kinds = tuple(_LAYER_TYPES[name] for name in named)
     return kinds, int(window) if window and "window" in kinds else 0
+
+
+def _unrotated(found: Mapping[str, Any], count: int) -> tuple[int, ...]:
+    """Layers without rotary positions: every fourth, unless the file says others."""
+    rotated = found.get("no_rope_layers")
+    if rotated is None:
+        interval = found.get("no_rope_layer_interval", 4)
+        rotated = [(index + 1) % interval for index in range(count)]
+    return tuple(index for index, rotates in enumerate(rotated[:count]) if not rotates)
 
 
 def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
@@ -191,7 +205,7 @@ def _rope(found: Mapping[str, Any], kind: str, head_dim: int) -> dict[str, Any]:
     missing = [name for name in _ROPE_NEEDS.get(rope_type, ()) if given.get(name) is None]
     if missing:
         raise ValueError(f"the rope type {rope_type!r} needs the parameter {missing[0]!r}")
-    theta = float(given.get("rope_theta") or found.get("rope_theta") or 10000.0)
+    theta = float(given.get("rope_theta") or found.get("rope_theta") or _THETA.get(kind, 10000.0))
     partial = given.get("partial_rotary_factor") or found.get("partial_rotary_factor") or 1.0
     if partial != 1.0 and rope_type != "proportional":
         raise ValueError(f"the partial_rotary_factor {partial} is not supported with the rope type {rope_type!r}")

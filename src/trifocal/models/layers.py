@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn import Block, DenseAttention, NSAttention, SelectedAttention, WindowAttention
-from trifocal.nn.attention_base import AttentionBase, KVCache, documents_and_positions
+from trifocal.nn.attention_base import AttentionBase, KVCache, RotaryTables, documents_and_positions
 from trifocal.nn.random_selection import random_blocks
+from trifocal.nn.rope import RopeScaling
 from trifocal.nn.selected_dropout import drop_selected
 from trifocal.ops import Documents
 
@@ -20,9 +21,10 @@ SMALL_STD = 0.02
 
 def make_blocks(config: ModelConfig) -> nn.ModuleList:
     """The layers of a decoder, first to last."""
+    kinds = enumerate(config.attention_of_layers)
+    attentions = [_attention(config, kind, config.rope_scaling_of(index)) for index, kind in kinds]
     return nn.ModuleList(
-        Block(_attention(config, kind), config.dim, config.mlp_dim, config.norm_eps, config.mlp_bias)
-        for kind in config.attention_of_layers
+        Block(attention, config.dim, config.mlp_dim, config.norm_eps, config.mlp_bias) for attention in attentions
     )
 
 
@@ -53,9 +55,11 @@ def run_blocks(
             yield x
         return
     layers: list[AttentionBase] = [block.attention for block in blocks]  # type: ignore[misc]
-    # A layer with compressed blocks has the tables of the others too.
-    first = next((layer for layer in layers if layer.geometry is not None), layers[0])
-    rotary = first.rotary_tables(x, documents)
+    unrotated = [index in config.unrotated_layers for index in range(len(layers))]
+    rotary = [
+        _shared_tables([layer for layer, other in zip(layers, unrotated, strict=True) if other == alike], x, documents)
+        for alike in (False, True)
+    ]
     for index, (block, kind) in enumerate(zip(blocks, config.attention_of_layers, strict=True)):
         given = {}
         if kind in ("nsa", "selected") and config.selection == "random":
@@ -67,8 +71,17 @@ def run_blocks(
             given["dropped"] = drop_selected(
                 trained_tokens, documents_and_positions(x, documents)[1], config.selected_dropout, index
             )
-        x = block(x, cu_seqlens=documents, rotary=rotary, **given)
+        x = block(x, cu_seqlens=documents, rotary=rotary[unrotated[index]], **given)
         yield x
+
+
+def _shared_tables(layers: list[AttentionBase], x: Tensor, documents: Documents | None) -> RotaryTables | None:
+    """Rotary tables of layers alike; None without layers."""
+    if not layers:
+        return None
+    # A layer with compressed blocks has the tables of the others too.
+    first = next((layer for layer in layers if layer.geometry is not None), layers[0])
+    return first.rotary_tables(x, documents)
 
 
 def wrap_blocks(blocks: nn.ModuleList, checkpointed_layers: range, run: Callable[..., Tensor]) -> None:
@@ -126,7 +139,7 @@ _save_attention = functools.partial(
 )
 
 
-def _attention(config: ModelConfig, kind: str) -> AttentionBase:
+def _attention(config: ModelConfig, kind: str, rope_scaling: RopeScaling) -> AttentionBase:
     sizes: dict[str, Any] = {
         "dim": config.dim,
         "num_heads": config.num_heads,
@@ -134,7 +147,7 @@ def _attention(config: ModelConfig, kind: str) -> AttentionBase:
         "head_dim": config.head_dim,
         "value_dim": config.value_dim,
         "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
+        "rope_scaling": rope_scaling,
         "qk_norm": config.qk_norm,
         "norm_eps": config.norm_eps,
         "qkv_bias": config.qkv_bias,

@@ -1,15 +1,14 @@
 """The configuration of a decoder: everything that its weights depend on."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from trifocal.errors import UserError
-from trifocal.fields import from_table
+from trifocal.fields import check_at_least, check_types, from_table
 from trifocal.nn.rope import RopeScaling
 from trifocal.ops import Geometry
 from trifocal.ops.geometry import LARGEST_SIZE
@@ -20,6 +19,8 @@ Selection = Literal["importance", "random"]
 Backend = Literal["auto", "reference", "triton"]
 MOST_LAYERS = 10_000
 """Each layer is an object of Python: more of them would take minutes to make."""
+# No pair turns.
+_UNROTATED = RopeScaling(rope_type="proportional", partial_rotary_factor=1e-9)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,7 @@ class ModelConfig:
         mlp_bias: Whether the SwiGLU's maps have biases.
         rope_theta: Base of the rotary frequencies.
         rope_scaling: Of the rotary frequencies, for sequences longer than those of pretraining.
+        unrotated_layers: Layers, by number, whose queries and keys are not rotated.
         norm_eps: Added to the mean square in every norm.
         tie_embeddings: Use the embedding as the output projection.
         backend: Code that runs the sparse attention: `"auto"`, `"reference"` or `"triton"`.
@@ -84,47 +86,23 @@ class ModelConfig:
     mlp_bias: bool = False
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling = field(default_factory=RopeScaling)
+    unrotated_layers: tuple[int, ...] = ()
     norm_eps: float = 1e-6
     tie_embeddings: bool = False
     backend: Backend = "auto"
 
     def __post_init__(self) -> None:
-        for name in (
-            "vocab_size",
-            "dim",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "value_dim",
-            "mlp_dim",
-        ):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"model.{name} must be a positive integer, got {value!r}")
-        if self.num_layers > MOST_LAYERS:
-            raise UserError(f"model.num_layers must be at most {MOST_LAYERS}, got {self.num_layers}")
-        for name, choices in (
-            ("attention", get_args(Attention)),
-            ("selection", get_args(Selection)),
-            ("compressor", get_args(Compressor)),
-            ("backend", get_args(Backend)),
-        ):
-            if getattr(self, name) not in choices:
-                raise UserError(f"model.{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("shared_kv", "qk_norm", "qkv_bias", "o_bias", "mlp_bias", "tie_embeddings"):
-            if not isinstance(getattr(self, name), bool):
-                raise UserError(f"model.{name} must be true or false, got {getattr(self, name)!r}")
+        check_types(self, "model")
+        check_at_least(self, "model", vocab_size=1, dim=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=1)
+        check_at_least(self, "model", value_dim=1, mlp_dim=1, sliding_window=0, selected_dropout=0)
+        for name, most in (("num_layers", MOST_LAYERS), ("sliding_window", LARGEST_SIZE)):
+            if getattr(self, name) > most:
+                raise UserError(f"model.{name} must be at most {most}, got {getattr(self, name)}")
         for name in ("rope_theta", "norm_eps"):
-            value = getattr(self, name)
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not number or not math.isfinite(value) or value <= 0:
-                raise UserError(f"model.{name} must be a positive number, got {value!r}")
-        share = self.selected_dropout
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < 1:
-            raise UserError(f"model.selected_dropout must be a number from 0 to below 1, got {share!r}")
-        if not isinstance(self.geometry, Geometry):
-            raise UserError(f"model.geometry must be a Geometry, got {type(self.geometry).__name__}")
+            if getattr(self, name) <= 0:
+                raise UserError(f"model.{name} must be positive, got {getattr(self, name)}")
+        if self.selected_dropout >= 1:
+            raise UserError(f"model.selected_dropout must be below 1, got {self.selected_dropout}")
         if self.num_heads % self.num_kv_heads:
             raise UserError(
                 "model.num_heads must be a multiple of model.num_kv_heads, "
@@ -132,33 +110,28 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise UserError(f"model.head_dim must be even for rotary positions, got {self.head_dim}")
-        self._check_layers()
-        if not isinstance(self.rope_scaling, RopeScaling):
-            raise UserError(f"model.rope_scaling must be a RopeScaling, got {type(self.rope_scaling).__name__}")
-        try:
-            self.rope_scaling.check_head_dim(self.head_dim)
-        except ValueError as error:
-            raise UserError(f"model.{error}") from error
-
-    def _check_layers(self) -> None:
-        if not isinstance(self.layer_types, tuple):
-            raise UserError(f"model.layer_types must be a tuple, got {type(self.layer_types).__name__}")
-        unknown = [kind for kind in self.layer_types if kind not in get_args(Attention)]
-        if unknown:
-            raise UserError(f"model.layer_types must be of {', '.join(get_args(Attention))}, got {unknown[0]!r}")
         if self.layer_types and len(self.layer_types) != self.num_layers:
             raise UserError(
                 f"model.layer_types must name the attention of each of {self.num_layers} layers, "
                 f"got {len(self.layer_types)}"
             )
-        window = self.sliding_window
-        if isinstance(window, bool) or not isinstance(window, int) or not 0 <= window <= LARGEST_SIZE:
-            raise UserError(f"model.sliding_window must be an integer from 0 to {LARGEST_SIZE}, got {window!r}")
+        if not all(0 <= layer < self.num_layers for layer in self.unrotated_layers):
+            raise UserError(
+                f"model.unrotated_layers must be layers from 0 to {self.num_layers - 1}, got {self.unrotated_layers!r}"
+            )
+        try:
+            self.rope_scaling.check_head_dim(self.head_dim)
+        except ValueError as error:
+            raise UserError(f"model.{error}") from error
 
     @property
     def attention_of_layers(self) -> tuple[Attention, ...]:
         """The attention of each layer, first to last."""
         return self.layer_types or (self.attention,) * self.num_layers
+
+    def rope_scaling_of(self, layer: int) -> RopeScaling:
+        """Scaling of the rotary frequencies in a layer."""
+        return _UNROTATED if layer in self.unrotated_layers else self.rope_scaling
 
     @property
     def chooses_blocks(self) -> bool:

@@ -56,10 +56,10 @@ def _gates(rows: list[dict[str, Any]]) -> Chart:
         if steps:
             traces.append(line(steps, means, label, f"@{branch}", width=3))
     layout = {"xaxis": _STEP, "yaxis": {"title": {"text": "gate"}, "range": [0, 1]}}
-    caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is an unused lens."
+    caption = "Mean over heads and tokens: strong over all layers, thin each layer. A line at 0 is an unused branch."
     if not any(row.get(f"heads_ignoring_{branch}") for row in rows for branch in BRANCHES):
-        caption += f" No head ignores a lens: each has a mean gate of {IGNORED_GATE} or more for all three."
-    return Chart("gates", "Gates of the three lenses", caption, traces, layout, columns=FULL, height=320)
+        caption += f" No head ignores a branch: each has a mean gate of {IGNORED_GATE} or more for all three."
+    return Chart("gates", "Gates of the three branches", caption, traces, layout, columns=FULL, height=320)
 
 
 def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
@@ -76,7 +76,7 @@ def _gate_map(rows: list[dict[str, Any]], branch: str) -> Chart:
 
 def _entropy(rows: list[dict[str, Any]]) -> Chart:
     layout = {"xaxis": _STEP, "yaxis": {"range": [0, 0.72], "title": {"text": "nats"}}}
-    caption = "Mean entropy of a gate as a probability: 0.69 is undecided, 0 is stuck open or shut, without gradient."
+    caption = "Mean entropy of a gate as a probability: 0.69 is undecided, 0 is stuck open or closed, without gradient."
     return Chart("entropy", "How decided the gates are", caption, _branch_lines(rows, "gate_entropy_"), layout)
 
 
@@ -86,7 +86,7 @@ def _ignored(rows: list[dict[str, Any]]) -> Chart:
         traces = []
     yaxis = {"rangemode": "tozero", "tickformat": ".0%", "title": {"text": "heads"}}
     caption = f"Share of heads with a mean gate of the branch below {IGNORED_GATE}."
-    return Chart("ignored", "Heads that ignore a lens", caption, traces, {"xaxis": _STEP, "yaxis": yaxis})
+    return Chart("ignored", "Heads that ignore a branch", caption, traces, {"xaxis": _STEP, "yaxis": yaxis})
 
 
 def _recall(rows: list[dict[str, Any]]) -> Chart:
@@ -182,7 +182,7 @@ def _counts(rows: list[dict[str, Any]]) -> Chart:
 
 def _selection(rows: list[dict[str, Any]]) -> Chart:
     names = {
-        "importance_covered": "of the compressed lens's importance, selected",
+        "importance_covered": "of the compressed branch's importance, selected",
         "neighbour_overlap": "of a query's blocks, selected by its neighbour too",
         "free_local_share": "of free choices, inside the window anyway",
         "selected_forced_share": "of the selected blocks, always selected",

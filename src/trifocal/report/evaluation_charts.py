@@ -115,7 +115,7 @@ def _distance(runs: list[Run]) -> Chart:
     for index, run in enumerate(runs):
         rows = _rows(run, "recall_distance", "pairs", "first", "end", "accuracy")
         kinds = sorted({(row["length"], row["pairs"]) for row in rows})
-        # Of several runs the hardest row alone: lines of all would cover one another.
+        # For several runs, the hardest row only: lines of all would cover one another.
         for number, kind in enumerate(kinds[-1:] if len(runs) > 1 else kinds):
             own = sorted((row for row in rows if (row["length"], row["pairs"]) == kind), key=lambda row: row["first"])
             name = f"{run.name}, {kind[1]:,} pairs" if len(runs) > 1 else f"{kind[1]:,} pairs of {kind[0]:,} tokens"

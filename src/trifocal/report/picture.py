@@ -66,14 +66,14 @@ def picture_card(pictures: list[AttentionPicture]) -> str:
         f"sees it. One sequence of validation text, {len(last.texts):,} tokens, at {len(last.queries)} queries.{note}"
     )
     data = json_in_page(_data(pictures))
-    return f"""<div class="card picture"><h3>What each lens reads</h3><p class="soft">{escape(words)}</p>
+    return f"""<div class="card picture"><h3>What each branch reads</h3><p class="soft">{escape(words)}</p>
 <div class="controls">{layers}{groups}<label{hidden}>step <input type="range" class="frame" min="0" max="{frames}"
 value="{frames}"><output class="frame-label"></output></label></div>
 <div class="maps">{maps}</div>
 <div class="reader"><div class="controls"><label>query <input type="range" class="row" min="0"
 max="{len(last.queries) - 1}" value="{len(last.queries) - 1}"></label><output class="soft reader-head"></output></div>
 <div class="gates"></div>
-<p class="soft legend"><span class="sample-cmp">shaded</span> important in the compressed lens ·
+<p class="soft legend"><span class="sample-cmp">shaded</span> important in the compressed branch ·
 <span class="sample-slc">underlined</span> selected · <span class="sample-win">overlined</span> window ·
 <span class="sample-unread">faint</span> future or another document</p>
 <pre class="text" tabindex="0" aria-label="The sequence, as the query sees it"></pre></div>

@@ -190,8 +190,8 @@ const makePicture = (box) => {
     find(".reader-head").textContent = `token ${query} of ${total}, \\u201c${visible(texts[query])}\\u201d: `
       + `the selected blocks hold ${percent(Math.min(1, held))} of what full attention weighs`;
     find(".frame-label").textContent = frames[state.frame].step.toLocaleString("en");
-    const lenses = [["compressed", "cmp"], ["selected", "slc"], ["window", "win"]];
-    find(".gates").replaceChildren(...lenses.map(([label, name], branch) => {
+    const branches = [["compressed", "cmp"], ["selected", "slc"], ["window", "win"]];
+    find(".gates").replaceChildren(...branches.map(([label, name], branch) => {
       const gate = frames[state.frame].gates[cell(row) * 3 + branch] / 255, line = document.createElement("span");
       line.innerHTML = `<span>${label} gate ${gate.toFixed(2)}</span><i><b></b></i>`;
       const bar = line.querySelector("b");

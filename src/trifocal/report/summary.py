@@ -131,7 +131,7 @@ def _healthy(run: Run) -> Finding:
         changes.append(f"Read {dumps[-1]}: it names the stuck ranks.")
     if states & {"failed", "dead"}:
         command = f"trifocal train --resume {shell_path(run.directory)}"
-        changes.append(f"Mend the cause, and go on from the last checkpoint: {command}")
+        changes.append(f"Fix the cause and go on from the last checkpoint: {command}")
     if "stopped" in states:
         mark = "watch"
         worries.append(f"it was stopped at step {run.last_step:,}")
@@ -177,10 +177,10 @@ def _healthy(run: Run) -> Finding:
         return Finding(question, mark, _sentence("; ".join(worries)), changes)
     if not run.heartbeats and not run.of_kind("train"):
         return Finding(question, "unknown", "No heartbeat and no training rows.")
-    return Finding(question, "good", f"Yes: no warnings, no spikes in the gradient, nothing stalled.{_lenses(run)}")
+    return Finding(question, "good", f"Yes: no warnings, no spikes in the gradient, nothing stalled.{_branches(run)}")
 
 
-def _lenses(run: Run) -> str:
+def _branches(run: Run) -> str:
     """The use of the branches, from the last telemetry; empty without telemetry."""
     last = run.last_telemetry()
     if not last:
@@ -192,7 +192,7 @@ def _lenses(run: Run) -> str:
 
     gates = {label: gate for branch, label in BRANCHES.items() if (gate := mean(f"gate_mean_{branch}")) is not None}
     shown = ", ".join(f"{label} {gate:.2f}" for label, gate in gates.items())
-    text = f" The lenses are open ({shown})." if gates else ""
+    text = f" The gates are open ({shown})." if gates else ""
     recall, chance = mean("dense_recall"), mean("recall_by_chance")
     if recall is not None and chance is not None:
         text += f" Selection finds {recall:.0%} of full attention's best blocks; chance would find {chance:.0%}"

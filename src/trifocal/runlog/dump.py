@@ -1,13 +1,6 @@
 """The files of one process in a dump folder: stacks at once, then the parts that take longer.
 
-| file | content |
-|---|---|
-| stacks_rank*.txt | the Python stacks of all threads |
-| collectives_rank*.txt | the last collectives, from the flight recorders of NCCL and gloo |
-| cuda_memory_rank*.txt | PyTorch's summary of the GPU's memory |
-| rank*.json | the heartbeat row of that moment, and the last collective of each group |
-
-A part that fails writes the error into its file; nothing here raises.
+docs/training.md has the files. A part that fails writes the error into its file; nothing here raises.
 """
 
 import faulthandler

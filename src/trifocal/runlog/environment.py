@@ -134,7 +134,7 @@ def write_environment(
 
     Args:
         path: The file.
-        config_text: As in `environment`.
+        config_text: See `environment`.
         device: Device of the run. Without a data sheet for it, the speed of large matrix products is measured for
             0.05 s: `measured_speed` (device, precision, matmul_flops in FLOP/s).
         precision: Precision of the products.

@@ -1,31 +1,7 @@
 """The state of every rank, written by a thread that runs while the training thread is busy.
 
-`heartbeat/rank{rank}.jsonl` has one JSON object a line, one line every `interval_seconds`:
-
-| field | meaning |
-|---|---|
-| unix_time_seconds | time of the row |
-| rank, host, pid | the process that wrote it |
-| process_start | start of that process, in clock ticks since its machine's; null without /proc |
-| parallel_mode | `none`, `ddp`, `fsdp` or `hsdp`: how processes share the model |
-| interval_seconds | time between two rows; a much longer silence means that the process is gone or frozen |
-| status | `running`; in the last row `finished`, `stopped` (by a signal, before the last step) or `failed` |
-| step | optimizer steps done |
-| phase | one of PHASES; `wait` for the other processes, `other` between two phases |
-| phase_seconds | age of the phase |
-| expected_phase_seconds | median of the phase's recent times; null before it has ended once |
-| stall_limit_seconds | at a greater age, without compilers, the phase is stalled; null if no limit is known yet |
-| typical_seconds | for each phase, the median of its last 200 times |
-| recent_seconds | for each phase, the median of its last 5 times |
-| total_seconds | for each phase, all of its time in this process |
-| compiling | a compiler of PyTorch or Triton is on the training thread's stack |
-| compile_seconds | the part of phase_seconds until a compiler was last there; no limit counts it |
-| where | the training thread's innermost Python frames |
-| memory_allocated_bytes, memory_reserved_bytes | CUDA: at the last phase change; CPU: resident now, null |
-| loss | nats per token, the last one known |
-| tokens_per_second | the last rate known |
-
-On a GPU the phases are host times: the host may wait in `optimizer` for work that it queued in `forward`.
+`heartbeat/rank{rank}.jsonl` has one JSON object a line, one line every `interval_seconds`; docs/diagnostics.md has its
+fields. On a GPU the phases are host times: the host may wait in `optimizer` for work that it queued in `forward`.
 """
 
 import math
@@ -220,7 +196,7 @@ class Heartbeat:
             return self._phases[-1]
 
     def snapshot(self, status: str = "running") -> Row:
-        """The row of this moment; see the module for its fields."""
+        """The row of this moment."""
         with self._lock:
             # First, and while no phase can change: the rest may take a while on a busy machine.
             now, unix_time = self._clock(), time.time()

@@ -1,17 +1,10 @@
 """The run's metrics: `metrics.jsonl`.
 
-Every row is a JSON object with `kind`, `step` (optimizer steps done) and `unix_time_seconds`. Names include units.
-
-| kind | fields |
-|---|---|
-| `train` | loss (nats per token), learning_rate, gradient_norm, tokens_per_second, step_seconds, data_wait_seconds_p50, data_wait_seconds_p95, skipped_documents, cut_chats, tokens_seen, epoch, memory_allocated_bytes, memory_reserved_bytes, memory_peak_bytes, executed_mfu, dense_equivalent_mfu |
-| `evaluation` | validation_loss (nats per token), perplexity, bits_per_byte |
-| `event` | name, severity (info, warning, error), message, and fields of the event; docs/diagnostics.md has all names |
-| `telemetry` | layer, and the figures of telemetry/attention_telemetry.py |
-
-A number that is not finite is written as NaN or Infinity, which Python's json reads. A value that does not exist on
-this machine (MFU on a CPU) is null or left out.
-"""  # noqa: E501
+Every row is a JSON object with `kind`, `step` (optimizer steps done) and `unix_time_seconds`; docs/training.md has the
+fields of the kinds `train` and `evaluation`, docs/diagnostics.md those of `event` and `telemetry`. A number that is not
+finite is written as NaN or Infinity, which Python's json reads. A value that does not exist on this machine (MFU on a
+CPU) is null or left out.
+"""
 
 import json
 import os
@@ -28,7 +21,7 @@ from trifocal.runlog.valid_rows import is_metrics_row
 
 
 class MetricsWriter:
-    """Writes the metric rows of one run; see the module's table for their fields.
+    """Writes the metric rows of one run.
 
     Resuming from step s removes every row from the first one past s on, so that no step appears twice, and adds a
     `resumed` event.
@@ -73,7 +66,7 @@ class MetricsWriter:
 
         Args:
             step: Optimizer steps done.
-            name: A short fixed name: `checkpoint_saved`, `gate_shut`, `stalled`, …
+            name: A short fixed name: `checkpoint_saved`, `gate_closed`, `stalled`, …
             message: One sentence for the user.
             severity: `info`, `warning` or `error`.
             values: Further fields.

@@ -50,7 +50,7 @@ class Progress:
         self._task: TaskID | None = None
         if enabled and self._stream.isatty():
             self._bar = RichProgress(
-                TextColumn("[bold]training"),
+                TextColumn("[bold]{task.description}"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[numbers]}"),
@@ -77,11 +77,20 @@ class Progress:
         self._loss = self._loss if loss is None else loss
         self._rate = self._rate if tokens_per_second is None else tokens_per_second
         if self._bar is not None and self._task is not None:
-            self._bar.update(self._task, completed=step, numbers=self._numbers())
+            self._bar.update(self._task, completed=step, numbers=self._numbers(), description="training")
         elif now - self._last_line >= self._interval_seconds or step == self._total_steps:
             self._last_line = now
             width = len(str(self._total_steps))
             self._write(f"step {step:{width}}/{self._total_steps}  {self._numbers()}")
+
+    def activity(self, name: str, done: int, total: int) -> None:
+        """Show other work than steps, such as `evaluating 12/32`, until the next step."""
+        text = f"{name} {done}/{total}"
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, description="training" if done == total else text)
+        elif self._enabled and self._clock() - self._last_line >= self._interval_seconds:
+            self._last_line = self._clock()
+            self._write(text)
 
     def message(self, text: str) -> None:
         """Print a line above the bar, or among the plain lines."""

@@ -1,16 +1,8 @@
 """The state of a rank (running, slow, stalled, finished, stopped, failed or dead) from its heartbeat alone.
 
-| state | when |
-|---|---|
-| finished, stopped, failed | by the status of the last row |
-| dead | rows are late and the process is gone (its id may be another's); 3 intervals and 10 s from another host |
-| stalled | the phase is older than the limit learned from the run, or the process is stopped, or exists and is silent |
-| slow | the phase lasts 3 times its median and 1 s longer, or its last 5 times were twice it, by a tenth of a step |
-| running | otherwise; for the first phase of its kind the reason gives its age |
-
-The age of a phase is that in the last row: a short step may have ended many times since. It grows with the time since
-then only if rows are late, by two intervals: a process that writes no rows takes no steps either. Compile time does not
-count as age.
+docs/diagnostics.md defines the states. The age of a phase is that in the last row: a short step may have
+ended many times since. It grows with the time since then only if rows are late, by two intervals: a process that writes
+no rows takes no steps either. Compile time does not count as age.
 """
 
 import socket
@@ -50,7 +42,7 @@ def judge(row: Row, now: float | None = None) -> Verdict:
     """Judge a rank by the last row of its heartbeat.
 
     Args:
-        row: The last row; see runlog/heartbeat.py for its fields.
+        row: The last row.
         now: Seconds since the epoch; now by default.
 
     Returns:

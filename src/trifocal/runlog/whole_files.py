@@ -50,9 +50,9 @@ def write_output(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: If writing fails; an earlier file stays.
     """
-    target = path.resolve()
-    if target.exists() and not target.is_file():
-        target.write_bytes(content.encode() if isinstance(content, str) else content)
+    if path.exists() and not path.is_file():
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
         return
+    target = path.resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
     write_whole(target, content)

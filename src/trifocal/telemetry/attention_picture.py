@@ -1,21 +1,9 @@
 """The attention picture: the keys that each branch reads, for one sequence of validation text.
 
 At every evaluation the trainer stores the picture of the same sequence in `attention/step_*.npz` (compressed numpy, no
-pickles; well under 1 MB): Q evenly spaced queries of the T tokens, in the L layers that choose blocks, G groups, J selection blocks.
-
-| array | type and shape | meaning |
-|---|---|---|
-| header | uint8, [bytes] | JSON in UTF-8: `version` (1), `step`, `geometry` (the six sizes and the window), `texts` (one for each token), `layers` (their numbers) |
-| positions | int32, [T] | position of each token in its document |
-| documents | int32, [T] | document of each token |
-| queries | int32, [Q] | index of each query's token |
-| selected | int16, [L, Q, G, N] | selected blocks, ascending, counted from the start of the query's document; -1 pads |
-| importance | uint8, [L, Q, G, J] | share of the importance (Eq. 9, 10) in each block, as round(255 * sqrt(share)) |
-| dense | uint8, [L, Q, G, J] | share of full attention over the selected branch's keys in each block, in the same code |
-| gates | uint8, [L, Q, G, 3] | gates of cmp, slc, win, mean over the group's heads, as round(255 * gate); 0, 1, 0 in a layer without gates |
-
-The window needs no array: a query reads the last `window_size` tokens of its document, its own included.
-"""  # noqa: E501
+pickles; well under 1 MB); docs/diagnostics.md has its arrays. The window needs no array: a query reads the last
+`window_size` tokens of its document, its own included.
+"""
 
 import io
 import json
@@ -46,7 +34,7 @@ _ARRAYS = ("positions", "documents", "queries", "selected", "importance", "dense
 
 @dataclass(frozen=True)
 class AttentionPicture:
-    """The keys that the branches of every layer read in one sequence; see the module's table of arrays."""
+    """The keys that the branches of every layer read in one sequence."""
 
     step: int
     geometry: Geometry
@@ -173,7 +161,7 @@ def assemble_picture(
         texts: The text of each token.
         documents: Packed documents, if there are several.
         queries: Indices of the queries, [Q].
-        numbers: Of the layers in the model.
+        numbers: Numbers of the layers in the model.
         layers: From `describe_layers`, with a leading dimension of layers.
     """
     num_tokens = len(texts)

@@ -4,16 +4,9 @@ Measured on the first sequence of a batch by a separate forward pass without gra
 compiled or not, is unchanged. The cost is the forward pass of one sequence, and full attention of some of its queries,
 every `log.telemetry_interval_steps` steps. The host waits for the device once, at the end.
 
-A row has `layer` and the figures of telemetry/statistics.py. Layers that choose no blocks have no rows, and layers
-without gates null for the figures of gates. The figures that compare with full attention are null if every query reads
-all its candidates. An alarm is an event when a state begins, and an `info` event with the suffix
-`_over` when it ends:
-
-| event | when |
-|---|---|
-| gate_shut | a branch's mean gate in a layer is below SHUT_GATE: the branch adds nothing there |
-| gate_saturated | a branch's gate entropy in a layer is below SATURATED_ENTROPY: its gates are stuck at 0 or 1 |
-| choices_local | more than LOCAL_SHARE of the free choices lie inside the window: selection adds nothing |
+Layers that choose no blocks have no rows, and layers without gates null for the figures of gates. The figures that
+compare with full attention are null if every query reads all its candidates. An alarm is an event when a state begins,
+and an `info` event with the suffix `_over` when it ends; docs/diagnostics.md has fields and alarms.
 """
 
 import math
@@ -35,10 +28,12 @@ from trifocal.telemetry.attention_picture import AttentionPicture, assemble_pict
 from trifocal.telemetry.maps import MOST_SCORES, LayerAttention, evenly_spaced
 from trifocal.telemetry.statistics import BRANCHES, attention_statistics
 
-SHUT_GATE = 0.02
+CLOSED_GATE = 0.02
+"""Alarm: a branch with a mean gate below this in a layer adds nothing there."""
 SATURATED_ENTROPY = 0.02
+"""Alarm: a branch's gates with a mean entropy below this, in nats, are stuck at 0 or 1."""
 LOCAL_SHARE = 0.95
-
+"""Alarm: with a greater share of free choices inside the window, selection adds nothing."""
 
 Describe = Callable[[LayerAttention], dict[str, Tensor]]
 
@@ -79,7 +74,7 @@ class AttentionTelemetry:
 
         Args:
             tokens: [B, T], on the model's device.
-            cu_seqlens: Borders of documents over the flattened B * T tokens, on the host; only those inside the first
+            cu_seqlens: Document boundaries over the flattened B * T tokens, on the host; only those inside the first
                 sequence count.
 
         Returns:
@@ -115,7 +110,7 @@ class AttentionTelemetry:
 
         Args:
             step: Optimizer steps done.
-            tokens, cu_seqlens: As in `measure`.
+            tokens, cu_seqlens: See `measure`.
             texts: The text of each of the T tokens.
 
         Raises:
@@ -139,7 +134,7 @@ class AttentionTelemetry:
         Args:
             metrics: The metrics of the run.
             step: Optimizer steps done.
-            tokens, cu_seqlens: As in `measure`.
+            tokens, cu_seqlens: See `measure`.
         """
         rows = self.measure(tokens, cu_seqlens=cu_seqlens)
         for row in rows:
@@ -239,7 +234,7 @@ def _documents_of_first(cu_seqlens: Tensor | None, tokens: Tensor) -> Documents 
     if cu_seqlens is None:
         return None
     length = tokens.shape[1]
-    inside = [border for border in cu_seqlens.tolist() if border < length]
+    inside = [start for start in cu_seqlens.tolist() if start < length]
     return Documents.from_cu_seqlens(torch.tensor([*inside, length], dtype=torch.int32), length).to(tokens.device)
 
 
@@ -267,8 +262,8 @@ def alarms_of(row: Row) -> Iterator[tuple[tuple[str, int, str], str]]:
         if mean is None or entropy is None:
             # NaN: the loss of the next step is too, and ends the run with the cause.
             continue
-        if mean < SHUT_GATE:
-            yield ("gate_shut", layer, branch), f"layer {layer}: the {branch} gate is shut, its mean is {mean:.4f}"
+        if mean < CLOSED_GATE:
+            yield ("gate_closed", layer, branch), f"layer {layer}: the {branch} gate is closed, its mean is {mean:.4f}"
         elif entropy < SATURATED_ENTROPY:
             sentence = f"layer {layer}: the {branch} gate is saturated, its entropy is {entropy:.4f} nats"
             yield ("gate_saturated", layer, branch), sentence

@@ -98,7 +98,6 @@ def selection_statistics(selected: Tensor, geometry: Geometry, documents: Docume
     in_window = positions[:, None, None] - selected * geometry.selection_block_size < geometry.window_size
 
     of_query = chosen.sum(-1)
-    # Of fewer candidates than n, the operators may return fewer slots than n.
     kinds = torch.arange(geometry.num_selected_blocks + 1, device=device)
     count_shares = (of_query[..., None] == kinds).float().mean((-3, -2))
 

@@ -72,8 +72,8 @@ def _signals_held() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
+        for caught in received:
+            signal.raise_signal(caught)
 
 
 def _wait_for(started: list[subprocess.Popen[bytes]], folder: Path, remaining: float) -> None:

@@ -16,9 +16,8 @@ from trifocal.runlog import Heartbeat
 from trifocal.runlog.dump import read_answers, write_details, write_stacks
 from trifocal.runlog.proc import process_state
 from trifocal.runlog.stall_summary import stall_summary
-from trifocal.train.micro_batch import packed_documents
+from trifocal.runlog.whole_files import write_whole
 from trifocal.train.nonfinite import NonFiniteError
-from trifocal.train.step import valid_targets
 from trifocal.train.stop import StopSignals
 
 SLOW_FACTOR = 2.0
@@ -40,14 +39,14 @@ class StepData(NamedTuple):
     Attributes:
         batches: The micro-batches of this process.
         position: State of the loader after them.
-        total_targets: Valid targets of the global batch, in all processes; None for a single process.
-        documents: For each micro-batch, the largest number of packed documents in any process; None for a single one.
+        total_targets: Valid targets of the global batch, in all processes.
+        documents: For each micro-batch, the largest number of packed documents in any process.
     """
 
     batches: list[Batch]
     position: dict[str, Any]
-    total_targets: int | None
-    documents: list[int] | None
+    total_targets: int
+    documents: list[int]
 
 
 class _NextStep(NamedTuple):
@@ -101,7 +100,9 @@ class StepCoordinator:
                 return None
             self._begun = True
             with heartbeat.phase("data"):
-                return StepData([next(loader) for _ in range(count)], loader.state_dict(), None, None)
+                batches = [next(loader) for _ in range(count)]
+                targets, packed = (sum(b.valid_targets for b in batches), [b.packed_documents for b in batches])
+                return StepData(batches, loader.state_dict(), targets, packed)
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
@@ -124,10 +125,10 @@ class StepCoordinator:
                 batches = [next(loader) for _ in range(count)]
             except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
-        targets = sum(map(valid_targets, batches))
+        targets = sum(batch.valid_targets for batch in batches)
         answer = self._processes.async_all_reduce([targets, signals.received is not None, error is not None])
         # Every process sends as many numbers, even if its data failed.
-        documents = [0] * count if error else [packed_documents(batch) for batch in batches]
+        documents = [0] * count if error else [batch.packed_documents for batch in batches]
         largest = self._processes.async_all_reduce(documents, "max")
         return _NextStep(batches, loader.state_dict(), error, answer, largest)
 
@@ -156,10 +157,8 @@ class StepCoordinator:
             rank = self._processes.rank
             write_stacks(folder, rank)
             page = stall_summary(directory, folder, rank, f"stops: {sentence}", row, read_answers(folder))
-            partial = folder / f".summary_rank{rank}.partial"
-            partial.write_text(page, encoding="utf-8")
             # The last writer wins: all pages are about the same process.
-            partial.replace(folder / "summary.md")
+            write_whole(folder / "summary.md", page)
             # A lost process leaves no stacks: the others write down the place in the code where it was last seen.
             others = {f"rank{other}": note for other, note in peers.notes().items()}
             summary = {"time": time.strftime("%Y-%m-%d %H:%M:%S"), "what": sentence, **row, "others": others}

@@ -47,15 +47,17 @@ class Evaluator:
 
     def evaluate(self) -> Evaluation:
         """Compute the loss on the validation batches, which were read before; all processes call this."""
-        assert self._batches is not None
+        batches, progress = self._batches, self._log.progress
+        assert batches is not None
         return evaluate(
             self._model,
-            self._batches,
+            batches,
             tokenizer=self._tokenizer,
             data=self._config.data,
             device=self._device,
             precision=self._config.train.precision,
             processes=self._processes,
+            on_batch=lambda done: progress.activity("evaluating", done, len(batches)),
         )
 
     def measure_attention(self, step: int, batch: Batch) -> None:

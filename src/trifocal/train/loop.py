@@ -10,7 +10,6 @@ from trifocal.train.coordinator import StepCoordinator, StepData
 from trifocal.train.determinism import deterministic_operations
 from trifocal.train.evaluator import Evaluator
 from trifocal.train.exporting import WEIGHTS
-from trifocal.train.micro_batch import packed_documents
 from trifocal.train.nonfinite import FiniteGuard
 from trifocal.train.out_of_memory import remedies_on_out_of_memory
 from trifocal.train.result import TrainResult
@@ -107,6 +106,7 @@ class Trainer:
     def run(self, notes: list[str]) -> TrainResult:
         """Train to the last step or the first signal; `run_training` has the rest."""
         setup, state, log, total = self.setup, self.state, self.log, self.config.train.steps
+        log.introduce(setup)
         for note in [*notes, *setup.notes]:
             log.log_event("note", note)
         with self.tracer:
@@ -160,10 +160,8 @@ class Trainer:
         learning_rate = learning_rate_of(self.config, step)
         for group in self.setup.optimizer.param_groups:
             group["lr"] = learning_rate
-        documents = [packed_documents(batch) for batch in data.batches]
-        if data.documents is not None and self.generates_code:
-            # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
-            documents = data.documents
+        # Code for a kind of micro-batch is made in all processes at once: each waits for the slowest anyway.
+        documents = data.documents if self.generates_code else [batch.packed_documents for batch in data.batches]
         with self.compile_notes.step(step, documents) as forward_phase, self.tracer.step(step) as phases:
             return self.train_step.run(
                 step,
@@ -219,9 +217,9 @@ class Trainer:
                 self.sample = evaluator.sample(step)
 
     def _commit_start(self) -> None:
-        """When the first step has ended in all processes: from now on a signal saves.
+        """Note that the first step has ended in all processes: from now on a signal saves.
 
-        Of a resumed run the configuration is saved and later checkpoints are set aside. Not before: a resume that fails
+        A resumed run saves its configuration and sets later checkpoints aside now, not before: a resume that fails
         leaves the run, its configuration and its checkpoints as they were.
         """
         directory, processes, checkpoint = self.setup.directory, self.processes, self.checkpoint

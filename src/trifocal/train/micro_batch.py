@@ -18,11 +18,6 @@ def autocast(device: torch.device, precision: str) -> contextlib.AbstractContext
     return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
 
 
-def packed_documents(batch: Batch) -> int:
-    """Documents of a micro-batch whose rows have borders inside; 0 if none has."""
-    return 0 if batch.cu_seqlens is None else batch.cu_seqlens.numel() - 1
-
-
 def model_inputs(batch: Batch, *, pad_documents: bool = False, documents: int = 0) -> list[Tensor]:
     """Tokens and targets, [B, T], and, where a border lies inside a row, the borders of the documents; on the host.
 

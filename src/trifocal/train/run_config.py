@@ -1,15 +1,14 @@
 """The configuration of a run: one section a component, each a dataclass that checks itself.
 
 Values come from three places, later ones winning: the defaults here, a TOML file, `--section.field value` flags.
-A run saves its resolved configuration, without secrets, as `config.toml` in its directory; loading it gives an equal
-one.
+A run saves its resolved configuration as `config.toml` in its directory; loading it gives an equal one.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 from trifocal.data import DataConfig
-from trifocal.fields import check_seconds, checked, dotted_fields, value_of
+from trifocal.fields import check_at_least, check_seconds, check_types
 from trifocal.models import ModelConfig
 from trifocal.paths import user_path
 from trifocal.runlog import SINKS
@@ -24,13 +23,6 @@ _MOST_DIGITS = 18
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-def _at_least(section: object, name: str, **lowest: int) -> None:
-    """Check that fields of a section, which messages call by this name, are not below their lowest values."""
-    for field_name, least in lowest.items():
-        value = getattr(section, field_name)
-        _require(value >= least, f"{name}.{field_name} must be at least {least}, got {value}")
 
 
 def _count(text: str) -> int:
@@ -56,6 +48,7 @@ class RunSection:
     """Only operations that are deterministic on a GPU too: some are slower, and one without such a form raises."""
 
     def __post_init__(self) -> None:
+        check_types(self, "run")
         _require(bool(self.directory.strip()), "run.directory must name a folder, got an empty string")
         object.__setattr__(self, "directory", str(user_path(self.directory, "run.directory")))
         _require(0 <= self.seed < 2**63, f"run.seed must lie in [0, 2^63), got {self.seed}")
@@ -87,8 +80,9 @@ class TrainSection:
     """Largest norm of the whole gradient; longer ones are scaled down to it. 0 turns clipping off."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "train", steps=1, sequence_length=1, global_batch_size=1, micro_batch_size=1)
-        _at_least(self, "train", gradient_clip_norm=0)
+        check_types(self, "train")
+        check_at_least(self, "train", steps=1, sequence_length=1, global_batch_size=1, micro_batch_size=1)
+        check_at_least(self, "train", gradient_clip_norm=0)
         self.checkpointed_layers(0)
 
     def checkpointed_layers(self, num_layers: int) -> tuple[int, int]:
@@ -133,7 +127,8 @@ class ParallelSection:
     """A process that gives no sign of life for this long is lost, and the others stop."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "parallel", shards=0)
+        check_types(self, "parallel")
+        check_at_least(self, "parallel", shards=0)
         for name in ("timeout_seconds", "silence_seconds"):
             check_seconds(f"parallel.{name}", getattr(self, name))
 
@@ -154,12 +149,14 @@ class OptimizerSection:
     """Decoupled weight decay, times the learning rate, on matrices only."""
 
     def __post_init__(self) -> None:
-        _require(self.learning_rate > 0, f"optimizer.learning_rate must be positive, got {self.learning_rate}")
+        check_types(self, "optimizer")
+        for name in ("learning_rate", "epsilon"):
+            value = getattr(self, name)
+            _require(value > 0, f"optimizer.{name} must be positive, got {value}")
         for name in ("beta1", "beta2"):
             value = getattr(self, name)
             _require(0 <= value < 1, f"optimizer.{name} must lie in [0, 1), got {value}")
-        _require(self.epsilon > 0, f"optimizer.epsilon must be positive, got {self.epsilon}")
-        _at_least(self, "optimizer", weight_decay=0)
+        check_at_least(self, "optimizer", weight_decay=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +169,8 @@ class ScheduleSection:
     """Floor of the cosine, as a share of the peak learning rate."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "schedule", warmup_steps=0)
+        check_types(self, "schedule")
+        check_at_least(self, "schedule", warmup_steps=0)
         _require(
             0 <= self.minimum_factor <= 1,
             f"schedule.minimum_factor must lie in [0, 1], got {self.minimum_factor}",
@@ -193,7 +191,8 @@ class CheckpointSection:
     """Checkpoints of steps divisible by this are kept for good; 0 keeps none beyond the newest."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "checkpoint", interval_steps=0, keep_last=1, keep_every_steps=0)
+        check_types(self, "checkpoint")
+        check_at_least(self, "checkpoint", interval_steps=0, keep_last=1, keep_every_steps=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +205,8 @@ class EvaluateSection:
     """Micro-batches of one evaluation; always the same ones."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "evaluate", interval_steps=0, batches=1)
+        check_types(self, "evaluate")
+        check_at_least(self, "evaluate", interval_steps=0, batches=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,7 +232,10 @@ class LogSection:
     """Project under which wandb files the run."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "log", interval_steps=1, sample_interval_steps=0, sample_tokens=1, telemetry_interval_steps=0)
+        check_types(self, "log")
+        check_at_least(
+            self, "log", interval_steps=1, sample_interval_steps=0, sample_tokens=1, telemetry_interval_steps=0
+        )
         _require(bool(self.sample_prompt), "log.sample_prompt must not be empty")
         for name in self.sink_names():
             _require(name in SINKS, f'log.sinks must name some of {", ".join(SINKS)}, got "{name}"')
@@ -256,7 +259,8 @@ class TraceSection:
     """Also trace each step that this number divides, in a folder of its own; 0 traces those of `steps` alone."""
 
     def __post_init__(self) -> None:
-        _at_least(self, "trace", interval_steps=0)
+        check_types(self, "trace")
+        check_at_least(self, "trace", interval_steps=0)
         names = self.names()
         for name in names:
             _require(name in TRACES, f'trace.what must name some of {", ".join(TRACES)}, got "{name}"')
@@ -309,6 +313,4 @@ class RunConfig:
     trace: TraceSection = field(default_factory=TraceSection)
 
     def __post_init__(self) -> None:
-        # Code makes configurations too, and a saved configuration must load again.
-        for name, kind in dotted_fields(RunConfig).items():
-            checked(kind, value_of(self, name), name)
+        check_types(self.data, "data")

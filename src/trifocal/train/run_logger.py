@@ -1,10 +1,15 @@
 """Output of a run while it trains: metrics, heartbeat, progress, events."""
 
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 
+import torch
+
+from trifocal.models import parameter_count
+from trifocal.paths import shell_path
 from trifocal.runlog import (
     Heartbeat,
     MetricsWriter,
@@ -68,6 +73,25 @@ class RunLogger:
         self.progress.message(f"{'note' if severity == 'info' else severity.upper()}: {message}")
         if severity != "info" and self._rank != 0:
             print(f"rank {self._rank}: {severity.upper()}: {message}", file=sys.stderr, flush=True)
+
+    def introduce(self, setup: TrainSetup) -> None:
+        """Print five lines before the first step: device, model, data, folder, and how to watch."""
+        config, processes = setup.config, setup.processes.size
+        if setup.device.type == "cuda":
+            device = torch.cuda.get_device_name(setup.device) + (f", {processes} processes" if processes > 1 else "")
+        else:
+            device = f"CPU, {os.cpu_count()} cores"
+        model, rows, folder = config.model, config.train.global_batch_size, shell_path(setup.directory)
+        millions = parameter_count(model) / 1e6
+        layers = f"{model.num_layers} layer{'s'[: model.num_layers != 1]} of width {model.dim}"
+        for name, text in {
+            "device": f"{device}, {config.train.precision}",
+            "model": f"{layers}, {millions:.1f} M parameters, {model.attention} attention",
+            "data": f"{config.data.source}, {config.train.sequence_length:,} tokens a row, {rows:,} rows a step",
+            "folder": f"{folder}, {config.train.steps:,} steps",
+            "watch": f"trifocal watch {folder}",
+        }.items():
+            self.progress.message(f"{name:8}{text}")
 
     @contextmanager
     def pause(self, phase: str) -> Iterator[None]:

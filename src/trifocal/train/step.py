@@ -105,7 +105,7 @@ def batch_loss(
     torch.clear_autocast_cache()
     rows = batch._replace(tokens=batch.tokens[~has_border], targets=batch.targets[~has_border], cu_seqlens=None)
     plain = batch_loss(loss_function, rows, device)
-    share = valid_targets(rows) / max(valid_targets(batch), 1)
+    share = int((rows.targets != IGNORED_TARGET).sum()) / max(batch.valid_targets, 1)
     return share * plain + (1 - share) * packed
 
 
@@ -118,11 +118,6 @@ def _rows_with_borders(borders: Tensor, num_rows: int, length: int) -> tuple[Ten
     new_row = has_border.cumsum(0) - 1
     moved = new_row[kept // length] * length + kept % length
     return has_border, torch.cat((moved, has_border.sum()[None] * length)).to(torch.int32)
-
-
-def valid_targets(batch: Batch) -> int:
-    """Number of targets in a micro-batch that are not ignored."""
-    return int((batch.targets != IGNORED_TARGET).sum())
 
 
 class TrainStep:
@@ -185,7 +180,7 @@ class TrainStep:
         Returns:
             The results; nothing waits for the device.
         """
-        counts = [valid_targets(batch) for batch in batches]
+        counts = [batch.valid_targets for batch in batches]
         total = max(sum(counts) if total_targets is None else total_targets, 1)
         weights = [count / total for count in counts]
         micro_batches = list(zip(batches, weights, documents or [0] * len(batches), strict=True))

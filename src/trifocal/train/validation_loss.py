@@ -1,7 +1,7 @@
 """Loss on validation documents, and samples."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from trifocal.distributed import Processes
 from trifocal.models import DecoderLM
 from trifocal.train.micro_batch import autocast
 from trifocal.train.run_config import LogSection, RunConfig
-from trifocal.train.step import batch_loss, valid_targets
+from trifocal.train.step import batch_loss
 
 SAMPLE_TEMPERATURE = 0.8
 
@@ -84,6 +84,7 @@ def evaluate(
     device: torch.device,
     precision: str,
     processes: Processes | None = None,
+    on_batch: Callable[[int], None] = lambda done: None,
 ) -> Evaluation:
     """Mean loss over the valid targets of some batches.
 
@@ -98,16 +99,18 @@ def evaluate(
         device: Where the model is.
         precision: As in training.
         processes: This process among those of the run; all have the same batches.
+        on_batch: Called with the number of batches done by all.
     """
     processes = processes or Processes()
     targets, text_bytes = 0, 0
-    counts = [valid_targets(batch) for batch in batches]
+    counts = [batch.valid_targets for batch in batches]
     losses: dict[int, float] = {}
     split_rows = device.type == "cpu" and processes.size == 1
     for first in range(0, len(batches), processes.size):
         index = min(first + processes.rank, len(batches) - 1)
         with autocast(device, precision):
             losses[index] = batch_loss(model, batches[index], device, split_rows=split_rows).item()
+        on_batch(min(first + processes.size, len(batches)))
     for found in processes.gather(losses):
         losses.update(found)
     nats = 0.0

@@ -83,7 +83,7 @@ class Tracer:
         # A single process exchanges nothing.
         self._makers = [makers[name] for name in what if name in makers]
         self._traces: list[Trace] = []
-        """Those of the open window."""
+        """Traces of the open window."""
         self._first: int | None = None
         """First step of the open window."""
 

@@ -4,7 +4,7 @@ A small vocabulary takes one kernel, whose program has all logits of a sequence 
 parts by many programs: one kernel finds the largest logits, one adds up weights relative to them, and the last one
 draws from the part that holds the token.
 
-What is drawn is defined by `generate.sampler`: probabilities are whole numbers, whose sums are exact in any order.
+What is drawn is defined by `inference.sampler`: probabilities are whole numbers, whose sums are exact in any order.
 Exponentials are in fp64, so that rounding to whole numbers hides how they were computed; the rest rounds as PyTorch
 does.
 """
@@ -230,7 +230,7 @@ def draw_tokens(
     tokens: Tensor,
     drawn: Tensor,
 ) -> None:
-    """See `generate.sampler.draw_step`.
+    """See `inference.sampler.draw_step`.
 
     Args:
         logits: [B, vocab_size].

@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trifocal.generate.sampler import Sampling
+from trifocal.inference.sampler import Sampling
 from trifocal.ops.validation import check_whole_number
 
 FinishReason = Literal["stop", "length", "error"]

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from trifocal.generate.cached_model import CachedModel, CachedSequence, SwappedSequence
-from trifocal.generate.pages import pages_for_one_more
-from trifocal.generate.request import Request
-from trifocal.generate.sampler import Sampling
-from trifocal.generate.text_stream import TextStream
+from trifocal.inference.cached_model import CachedModel, CachedSequence, SwappedSequence
+from trifocal.inference.pages import pages_for_one_more
+from trifocal.inference.request import Request
+from trifocal.inference.sampler import Sampling
+from trifocal.inference.text_stream import TextStream
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 import random
 
 from trifocal.data import make_tokenizer
-from trifocal.generate import TextStream
+from trifocal.inference import TextStream
 
 TOKENIZER = make_tokenizer("bytes")
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 import torch
 
 from trifocal.data import Tokenizer
-from trifocal.generate.cached_model import CachedModel
-from trifocal.generate.request import Completion, FinishReason, Request, Update, token_tensor
-from trifocal.generate.sampler import NO_TOKEN
-from trifocal.generate.scheduler import RequestState, Scheduler
-from trifocal.generate.step_runner import SampledTokens, StepRunner
-from trifocal.generate.text_stream import TextStream
+from trifocal.inference.cached_model import CachedModel
+from trifocal.inference.request import Completion, FinishReason, Request, Update, token_tensor
+from trifocal.inference.sampler import NO_TOKEN
+from trifocal.inference.scheduler import RequestState, Scheduler
+from trifocal.inference.step_runner import SampledTokens, StepRunner
+from trifocal.inference.text_stream import TextStream
 
 # A token's text may depend on so many tokens before it.
 _NEIGHBOURS = 32

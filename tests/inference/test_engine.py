@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trifocal.data import make_tokenizer
-from trifocal.generate import CachedModel, Completion, Engine, Request, RequestTooLong, Sampling, Update
+from trifocal.inference import CachedModel, Completion, Engine, Request, RequestTooLong, Sampling, Update
 from trifocal.models import DecoderLM
 
 Make = Callable[..., DecoderLM]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trifocal.generate.prefill import Chunk, Compress, causal_attention, extend_dense, extend_sparse
-from trifocal.generate.products import Products, PyTorchLinear
+from trifocal.inference.prefill import Chunk, Compress, causal_attention, extend_dense, extend_sparse
+from trifocal.inference.products import Products, PyTorchLinear
 from trifocal.nn import (
     Block,
     DenseAttention,

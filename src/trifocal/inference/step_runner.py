@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trifocal.generate.cached_model import CachedModel, CachedSequence
-from trifocal.generate.sampler import Sampling, SamplingTensors, draw_step
+from trifocal.inference.cached_model import CachedModel, CachedSequence
+from trifocal.inference.sampler import Sampling, SamplingTensors, draw_step
 from trifocal.ops import DecodeBatch
 
 

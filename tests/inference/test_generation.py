@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from trifocal.generate import CachedModel, stream
+from trifocal.inference import CachedModel, stream
 from trifocal.models import DecoderLM
 
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.generate import cached_layers
-from trifocal.generate.cached_model import CachedModel, CachedSequence, OutOfRows
-from trifocal.generate.paged_cache import cache_bytes
-from trifocal.generate.pages import OutOfPages
-from trifocal.generate.prefill import Chunk
+from trifocal.inference import cached_layers
+from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
+from trifocal.inference.paged_cache import cache_bytes
+from trifocal.inference.pages import OutOfPages
+from trifocal.inference.prefill import Chunk
 from trifocal.models import DecoderLM
 from trifocal.nn import RopeScaling
 from trifocal.nn.rope import rotary_tables, rotate
@@ -26,7 +26,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"attention": "dense"},
     {
         "layer_types": ("window", "selected"),
-        "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True,
+        "qk_norm": True, "qkv_bias": True, "o_bias": True, "mlp_bias": True, "unrotated_layers": (1,),
         "rope_scaling": RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=16),
     },
 ]  # fmt: skip

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trifocal.errors import UserError
-from trifocal.generate.request import Completion
+from trifocal.inference.request import Completion
 from trifocal.paths import read_small_file
 
 _LIMIT_BYTES = 1 << 30

@@ -4,13 +4,13 @@
 with its caches, for loops of one's own.
 """
 
-from trifocal.generate.cached_model import CachedModel, CachedSequence, OutOfRows
-from trifocal.generate.engine import Engine, RequestTooLong
-from trifocal.generate.generation import generate, stream
-from trifocal.generate.pages import OutOfPages
-from trifocal.generate.request import Completion, Request, Update
-from trifocal.generate.sampler import Sampling
-from trifocal.generate.text_stream import TextStream
+from trifocal.inference.cached_model import CachedModel, CachedSequence, OutOfRows
+from trifocal.inference.engine import Engine, RequestTooLong
+from trifocal.inference.generation import generate, stream
+from trifocal.inference.pages import OutOfPages
+from trifocal.inference.request import Completion, Request, Update
+from trifocal.inference.sampler import Sampling
+from trifocal.inference.text_stream import TextStream
 
 __all__ = [
     "CachedModel",

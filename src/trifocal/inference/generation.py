@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from trifocal.generate.cached_model import CachedModel
-from trifocal.generate.engine import Engine
-from trifocal.generate.request import Request, Update
-from trifocal.generate.sampler import Sampling
+from trifocal.inference.cached_model import CachedModel
+from trifocal.inference.engine import Engine
+from trifocal.inference.request import Request, Update
+from trifocal.inference.sampler import Sampling
 from trifocal.models.decoder import DecoderLM
 from trifocal.ops.validation import check_rank, check_whole_number
 

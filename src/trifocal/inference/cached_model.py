@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from trifocal.errors import UserError
-from trifocal.generate.cached_layers import CachedLayer, copied
-from trifocal.generate.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
-from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable
-from trifocal.generate.prefill import Chunk
-from trifocal.generate.products import BatchInvariantLinear, Products, PyTorchLinear
-from trifocal.generate.request import token_tensor
+from trifocal.inference.cached_layers import CachedLayer, copied
+from trifocal.inference.paged_cache import HostCopy, PagedCache, decode_geometry, page_size_of
+from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable
+from trifocal.inference.prefill import Chunk
+from trifocal.inference.products import BatchInvariantLinear, Products, PyTorchLinear
+from trifocal.inference.request import token_tensor
 from trifocal.models.decoder import DecoderLM
 from trifocal.models.model_config import ModelConfig
 from trifocal.nn.rope import rotary_tables
@@ -147,9 +147,12 @@ class CachedModel:
         exact = torch.promote_types(self.dtype, torch.float32)
         positions = torch.arange(max_length, device=self.device)
         # Frequencies that depend on the length are those of the longest sequence, so that cached keys stay right.
-        self._rotary = rotary_tables(
-            positions, config.head_dim, config.rope_theta, exact, config.rope_scaling, max_length
-        )
+        scalings = [config.rope_scaling_of(layer) for layer in range(config.num_layers)]
+        tables = {
+            scaling: rotary_tables(positions, config.head_dim, config.rope_theta, exact, scaling, max_length)
+            for scaling in {*scalings}
+        }
+        self._rotary = [tables[scaling] for scaling in scalings]
         self._products = BatchInvariantLinear() if batch_invariant else PyTorchLinear()
         geometry = decode_geometry(config, max_length)
         self._embedding = copied(model.embedding.weight, exact)
@@ -240,9 +243,10 @@ class CachedModel:
         try:
             self.cache.copy_pages(copies)
             pages = torch.tensor(sequence.table.pages, dtype=torch.int64).to(self.device)
-            chunk = Chunk(pages, sequence.row, first, len(tokens), self._rotary)
+            chunk = Chunk(pages, sequence.row, first, len(tokens), self._rotary[0])
             residual = PyTorchLinear().embedding(tokens, self._embedding)
-            for layer, cache in zip(self._layers, self.cache.layers, strict=True):
+            for layer, cache, rotary in zip(self._layers, self.cache.layers, self._rotary, strict=True):
+                chunk.rotary = rotary
                 residual = layer.prefill(residual, cache, chunk)
             if not all_logits:
                 residual = Residual(*(part[-1:] for part in residual))
@@ -309,8 +313,8 @@ class CachedModel:
         # Kernels run on the current device, which need not be the model's.
         with torch.cuda.device_of(self._embedding):
             residual = self._products.embedding(tokens.flatten(), self._embedding)
-            for layer, cache in zip(self._layers, self.cache.layers, strict=True):
-                residual = layer.decode(residual, cache, batch, self._rotary)
+            for layer, cache, rotary in zip(self._layers, self.cache.layers, self._rotary, strict=True):
+                residual = layer.decode(residual, cache, batch, rotary)
             return self._logits(residual, self._products).unflatten(0, tokens.shape)
 
     @torch.inference_mode()

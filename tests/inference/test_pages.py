@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from trifocal.generate.pages import OutOfPages, PageAllocator, PageTable, pages_for_one_more
+from trifocal.inference.pages import OutOfPages, PageAllocator, PageTable, pages_for_one_more
 
 
 def test_a_sequence_grows_page_by_page_and_gives_all_back() -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trifocal.generate.sampler import (
+from trifocal.inference.sampler import (
     NO_TOKEN,
     ONE,
     Sampling,

@@ -1,0 +1,26 @@
+"""`make demo`: what it installs, and what it says before it trains."""
+
+import tomllib
+
+from tests.docs.pages import ROOT
+from trifocal.cli import main
+
+
+def test_the_demo_installs_what_the_report_needs() -> None:
+    assert "install -c constraints.txt -e '.[report]'" in (ROOT / "Makefile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert any(name.startswith("plotly") for name in project["optional-dependencies"]["report"])
+
+
+def test_five_lines_say_what_is_trained_before_the_first_step(tmp_path, capsys) -> None:
+    run = tmp_path / "demo run"
+    flags = ["--train.steps", "2", "--train.sequence_length", "256", "--data.shuffle_sequences", "4"]
+    flags += ["--log.sample_tokens", "2", "--evaluate.batches", "1", "--schedule.warmup_steps", "1"]
+    command = ["train", str(ROOT / "configs/demo.toml"), "--run.directory", str(run), "--run.device", "cpu", *flags]
+    assert main(command) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition(" ")[0] for line in lines[:5]] == ["device", "model", "data", "folder", "watch"]
+    assert "cores, fp32" in lines[0] and "1 layer of width 128, 0.3 M parameters, nsa attention" in lines[1]
+    assert "builtin, 256 tokens a row, 2 rows a step" in lines[2] and lines[3].endswith(f"'{run}', 2 steps")
+    assert lines[4].endswith(f"trifocal watch '{run}'")
+    assert any(line.startswith("step 1/2") for line in lines[5:])
