@@ -126,10 +126,11 @@ class StepCoordinator:
             except Exception as caught:  # Raised by `next_step` in all processes, so that none waits for this one.
                 error = caught
         targets = sum(batch.valid_targets for batch in batches)
-        answer = self._processes.sum_later([targets, signals.received is not None, error is not None])
+        answer = self._processes.async_all_reduce([targets, signals.received is not None, error is not None])
         # Every process sends as many numbers, even if its data failed.
         documents = [0] * count if error else [batch.packed_documents for batch in batches]
-        return _NextStep(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
+        largest = self._processes.async_all_reduce(documents, "max")
+        return _NextStep(batches, loader.state_dict(), error, answer, largest)
 
     @contextlib.contextmanager
     def watched(
