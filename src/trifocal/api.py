@@ -9,7 +9,8 @@ import torch
 
 from trifocal.cli.generate_model import LoadedModel, add_caches, load, memory_errors
 from trifocal.cli.generate_options import GenerateArguments
-from trifocal.data import ByteTokenizer, Tokenizer
+from trifocal.data import Tokenizer
+from trifocal.data.tokenizers import ByteTokenizer
 from trifocal.errors import UserError
 from trifocal.inference import Engine
 from trifocal.models import DecoderLM

@@ -101,8 +101,8 @@ class StepCoordinator:
             self._begun = True
             with heartbeat.phase("data"):
                 batches = [next(loader) for _ in range(count)]
-                targets, packed = (sum(b.valid_targets for b in batches), [b.packed_documents for b in batches])
-                return StepData(batches, loader.state_dict(), targets, packed)
+                total, packed = sum(batch.valid_targets for batch in batches), [b.packed_documents for b in batches]
+                return StepData(batches, loader.state_dict(), total, packed)
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
         current = self._ahead or self._read_ahead(loader, count, signals, heartbeat)
