@@ -4,9 +4,10 @@
     python benchmarks/choice_learning.py --variants sparse "sparse, dropout 0.2" --seeds 1 --steps 100
 
 One layer, whose embedding adds that of the token before: what a first layer would have to learn is given, and what is
-left is to find the pair of a key. Documents have one, a half and a quarter of the length and of the pairs. Of the
-queries whose pair lies neither in the window nor in a forced block, `found` is the share whose block is chosen,
-`chance` what a random choice would find: on documents that training never sees, early in training and at its end.
+left is to find the pair of a key. Documents have one, a half and a quarter of the length and of the pairs.
+`found` counts the queries whose block is chosen, as a share of those whose pair lies neither in the window nor in a
+forced block; `chance` is the share that a random choice finds. Both are measured on documents that training never sees,
+early in training and at its end.
 """
 
 import argparse
@@ -233,7 +234,7 @@ def main() -> int:
     """Train and measure all variants."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--rows", type=int, default=18, help="of 256 tokens in a step")
+    parser.add_argument("--rows", type=int, default=18, help="rows of 256 tokens in a step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))

@@ -95,7 +95,7 @@ class Turn(NamedTuple):
 
 
 def schedule(pairs: int) -> list[tuple[str, str, str]]:
-    """Of every pair its kind, and the kinds of its two turns in order; "" is a turn without diagnostics."""
+    """The kind of every pair, and the kinds of its two turns in order; "" is a turn without diagnostics."""
     generator = random.Random(0)
     order: list[tuple[str, str, str]] = []
     while len(order) < pairs:
@@ -122,7 +122,7 @@ class Measured(loop.Trainer):
     def open_diagnostics(self, stack: ExitStack) -> None:
         """Start all of them as the run does; they stay, and are used in some turns."""
         log = self.whole_config.log
-        # Those that the run itself began, as far as they would disturb.
+        # Threads that the run itself began, as far as they would disturb.
         self.log.heartbeat.close()
         directory, device = self.setup.directory, self.setup.device
         heartbeat = Heartbeat(directory / "heartbeat", 0, log.heartbeat_seconds, device=device)
@@ -239,7 +239,7 @@ class Differences:
 
     Args:
         turns: In order, two a pair.
-        order: Of the pairs.
+        order: Order of the pairs.
         clock: Field of a turn.
         steps: In a turn.
         per_step: Number of rows, and of beats, for each step.
@@ -326,7 +326,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="showcase.toml")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--pairs", type=int, default=1600, help=f"of neighbouring turns; at least {len(MIX)}")
+    parser.add_argument("--pairs", type=int, default=1600, help=f"pairs of neighbouring turns; at least {len(MIX)}")
     parser.add_argument("--steps", type=int, default=1, help="in a turn")
     parser.add_argument("--commit", default="")
     parser.add_argument("--output", type=Path, default=None)

@@ -18,10 +18,10 @@ of its window and of all selected blocks. In `hybrid`, every fourth layer is den
 blocks drawn at random: it lacks the choice. `dropout` is the sparse model, trained without the selected branch for a
 fifth of the queries. In `learned`, the compressor is the paper's learnable one; in `shared`, the branches share their
 keys and values.
-Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Those of `long` and `needle` start
-from the weights of a training on short rows, in a folder with `-short` behind its name. When the time is up they stop
-as a scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are passed
-on.
+Each training is a process and a folder of its own, `DIRECTORY/PART/VARIANT-SEED`. Trainings of `long` and `needle`
+start from the weights of a training on short rows, in a folder with `-short` behind its name. When the time is up they
+stop as a scheduler would stop them; `--resume` goes on with those that have steps left. Flags of `trifocal train` are
+passed on.
 """
 
 import argparse
@@ -75,7 +75,7 @@ class Training:
         return int(self.flags["train.global_batch_size"]) * int(self.flags["train.sequence_length"])
 
     def arguments(self, *, resume: bool) -> list[str]:
-        """Of `trifocal train`."""
+        """Arguments of `trifocal train`."""
         if resume and (self.folder / "config.toml").is_file():
             return ["--resume", str(self.folder)]
         start = {} if self.short is None else {"model.from": str(self.short.folder)}
@@ -101,7 +101,7 @@ def trainings(
     """The trainings of a part; those of one seed are neighbours.
 
     Args:
-        name: Of the part.
+        name: Name of the part.
         directory: For all parts.
         seeds: Instead of the part's own, unless empty.
         variants: The same.
@@ -173,7 +173,7 @@ def run_all(commands: Sequence[tuple[list[str], Path]], *, gpus: int, jobs: int,
 
     Args:
         commands: Arguments of `trifocal`, and the file for the output.
-        gpus: Of this machine; 0 leaves the choice of a device to the commands.
+        gpus: GPUs of this machine; 0 leaves the choice of a device to the commands.
         jobs: Commands at a time on each.
         deadline: On the monotonic clock.
 

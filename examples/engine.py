@@ -6,10 +6,10 @@ python examples/engine.py runs/demo    # a run of yours
 
 import sys
 
-from trifocal.generate import CachedModel, Engine, Request, Sampling
-
+from trifocal import load_model
 from trifocal.data import make_tokenizer
-from trifocal.models import DecoderLM, ModelConfig, load_model
+from trifocal.inference import CachedModel, Engine, Request, Sampling
+from trifocal.models import DecoderLM, ModelConfig
 
 if len(sys.argv) > 1:
     model = load_model(sys.argv[1])

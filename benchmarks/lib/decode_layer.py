@@ -63,7 +63,7 @@ def bench_layers(
     Args:
         recorder: Takes the rows.
         device: Where; on a CPU nothing is recorded.
-        dtype: Of caches, queries and outputs.
+        dtype: Type of caches, queries and outputs.
         shapes: What to measure.
         geometry: Block sizes; the paper's unless given.
         seconds: Time to spend on a row.

@@ -54,7 +54,7 @@ def kernel_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[
     """The kernels with the most time, as means of a step: launches and milliseconds; and the rest as one row.
 
     Args:
-        kernels: Of all steps together.
+        kernels: Kernels of all steps together.
         steps: Their number.
         rows: Names to keep.
     """
@@ -71,7 +71,7 @@ def gap_table(kernels: Iterable[Kernel], steps: int, rows: int) -> list[dict[str
     """The pairs of kernels between which the device idles most, as means of a step.
 
     Args:
-        kernels: Of all steps together.
+        kernels: Kernels of all steps together.
         steps: Their number.
         rows: Pairs to keep.
     """

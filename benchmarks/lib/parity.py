@@ -25,7 +25,7 @@ def check_parity(
             more blocks than are chosen stands for all lengths.
         geometry: Block sizes, in tokens.
         device: Where.
-        dtype: Of the inputs.
+        dtype: Type of the inputs.
         backend: The one to compare.
 
     Returns:

@@ -37,7 +37,7 @@ class PlainDecoder:
         model: A dense model; its weights are copied; residual stream and norms have the products' type.
         sequences: B.
         length: Tokens of a sequence, the new one included.
-        dtype: Of weights, products and cache.
+        dtype: Type of weights, products and cache.
 
     Attributes:
         tokens: The last token of each sequence, [B]; a step overwrites it with the next.

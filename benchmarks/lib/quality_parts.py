@@ -33,7 +33,7 @@ class Part:
 
     Attributes:
         question: The question that they answer.
-        flags: Of every training, on top of the production preset.
+        flags: Flags of every training, on top of the production preset.
         evaluate: Flags of `trifocal evaluate`, for each call of it.
         seeds: A training of each variant for each.
         variants: Some of `VARIANTS`.
@@ -134,7 +134,7 @@ PARTS = {
         variants=("shared-dropout", "shared-random", "dense", "window"),
         jobs=4,
         # A small dense model learned the task on short haystacks alone, and nothing on all lengths at once. There the
-        # window sees everything: a selected branch that is shut now and then taught nothing, and kept it from learning.
+        # window sees everything: dropping the selected branch taught nothing there, and kept it from learning.
         short=_batch(128, 64, 3000, 2e-3)
         | {"data.source": "needle:2", "model.selected_dropout": "0", "train.compile": "false"},
     ),

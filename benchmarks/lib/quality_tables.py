@@ -38,7 +38,7 @@ def pivot(rows: Sequence[Row], task: str, figure: str, along: str, *, seeds: boo
     """A table of an evaluation: a row for each variant, a column for each place.
 
     Args:
-        rows: Of the evaluations.
+        rows: Rows of the evaluations.
         task: The task of the rows.
         figure: The figure to show.
         along: The field of a row that names its column: `first` for a range up to `end`, or `depth`.

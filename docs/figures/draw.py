@@ -146,7 +146,7 @@ def _draw_map(ax: Axes, causal: np.ndarray, strength: np.ndarray, colour: str) -
     white, past, full = (np.array(to_rgb(c)) for c in ("white", PAST, colour))
     image = np.where(causal[..., None], past, white)
     image = np.where(strength[..., None] > 0, white + strength[..., None] * (full - white), image)
-    # Four pixels a token: viewers that smooth a small image would blur the borders of tokens.
+    # Four pixels a token: viewers that smooth a small image would blur the edges of tokens.
     ax.imshow(image.repeat(4, 0).repeat(4, 1), extent=(0, NUM_TOKENS, NUM_TOKENS, 0), interpolation="none")
     ax.set(xticks=[], yticks=[])
     ax.spines[:].set_visible(False)

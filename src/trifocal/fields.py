@@ -137,7 +137,7 @@ def checked(kind: Any, value: Any, name: str) -> Any:
             raise UserError(f"{name} must fit 64 bits{got}")
         value = float(value) if kind is float else value
     if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise UserError(f"{name} must be {_NAMES.get(kind, kind)}, got {_SHOWN.repr(value)}")
+        raise UserError(f"{name} must be {_NAMES.get(kind, 'a list')}, got {_SHOWN.repr(value)}")
     if kind is str:
         _check_text(value, name)
     return value

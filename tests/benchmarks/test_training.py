@@ -68,9 +68,9 @@ def test_text_is_measured_beside_random_bytes():
     ]  # fmt: skip
     assert cases[2].labels()["data"] == "text"
     bench = TrainBench(replace(cases[3], micro_batch=2))
-    borders = [batch.cu_seqlens for batch in bench.batches]
-    assert len(borders) == 2
-    for cu_seqlens in borders:
+    boundaries = [batch.cu_seqlens for batch in bench.batches]
+    assert len(boundaries) == 2
+    for cu_seqlens in boundaries:
         assert cu_seqlens[0] == 0 and cu_seqlens[-1] == 6000 and 3000 in cu_seqlens
         assert (cu_seqlens.diff() > 0).all() and cu_seqlens.numel() > 4
     assert TrainBench(cases[1]).batches[0].cu_seqlens is None

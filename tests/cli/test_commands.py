@@ -249,6 +249,20 @@ def test_a_full_disk_is_one_line(tmp_path: Path, capsys: Capture, monkeypatch: p
     shutil.rmtree(tmp_path / "run", ignore_errors=True)
     message = refused(capsys, "train", str(config))
     assert "the checkpoint of step 6 could not be written" in message and "No space left" in message
+    monkeypatch.undo()
+    rename = Path.rename
+    for number in (errno.EIO, errno.ESTALE, errno.EXDEV, errno.EBUSY, errno.EMFILE):
+
+        def fail(path: Path, target: Path, number: int = number) -> Path:
+            if target.name.startswith("step_"):
+                raise OSError(number, os.strerror(number), str(path))
+            return rename(path, target)
+
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "rename", fail)
+            message = refused(capsys, "train", str(config), "--train.steps", "1", "--schedule.warmup_steps", "0")
+        assert "the checkpoint of step 1 could not be written" in message and os.strerror(number) in message
 
 
 def test_a_run_that_goes_wrong_is_one_line_and_status_1(

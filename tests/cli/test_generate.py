@@ -219,6 +219,9 @@ def test_python_gives_the_text_of_the_command(run: Path, capsys: Capture) -> Non
     flags = [text for name, value in sampled.items() for text in (f"--{name.replace('_', '-')}", str(value).lower())]
     text = generated(capsys, str(run), "--prompt", "the dog", *flags, "--device", "cpu")
     assert "the dog" + trifocal.generate(run, "the dog", device="cpu", **sampled) + "\n" == text
+    assert "the dog" + trifocal.generate(load_model(run), "the dog", **sampled) + "\n" == text
+    with pytest.raises(UserError, match="checkpoint goes with the path of a run"):
+        trifocal.generate(load_model(run), "x", checkpoint="step_00000006")
     with pytest.raises(UserError, match="temperature must be at least 0, got -1"):
         trifocal.generate(str(run), "x", temperature=-1)
     for folder in (run, run / "checkpoints" / "step_00000006", str(run / "weights")):

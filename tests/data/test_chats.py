@@ -133,7 +133,7 @@ def test_rows_hold_whole_chats_and_learn_their_answers(lines: str, tokenizer: To
     with open_loader(lines, tokenizer, validation_fraction=0.0) as loader:
         batches = take(loader, 12)
     answer_bytes = 0
-    for tokens, targets, borders, ids, _, _ in batches:
+    for tokens, targets, borders, ids, *_ in batches:
         # Two rows of one chat each have no border inside.
         edges = [0, LENGTH, 2 * LENGTH] if borders is None else borders.tolist()
         tokens, targets = tokens.flatten(), targets.flatten()

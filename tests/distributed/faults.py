@@ -279,11 +279,6 @@ def read_only():
     _before_writing_step_4(lambda path: _fail(errno.EROFS))
 
 
-def vanishing():
-    """The folder that is written into is gone."""
-    _before_writing_step_4(lambda path: path.parent.rename(path.parents[3] / "gone"))
-
-
 def error():
     """A bug that one process alone runs into."""
 

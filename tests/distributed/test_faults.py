@@ -93,7 +93,6 @@ def test_a_signal_to_one_saves_and_ends_all_well(case: Case) -> None:
 @pytest.mark.parametrize(
     ("fault", "step", "flags"),
     [
-        ("wait_at_step", 4, ("--checkpoint.interval_steps", "0")),
         ("pause_in_evaluation", 3, ("--evaluate.interval_steps", "2", "--checkpoint.interval_steps", "0")),
         ("pause_in_checkpoint", 3, ()),
     ],
@@ -171,7 +170,6 @@ def test_data_that_fail_in_one_rank_stop_all_with_the_error(case: Case) -> None:
     [
         ("full", "[Errno 28] rank 1: [Errno 28] No space left on device", ()),
         ("read_only", "[Errno 30] rank 1: [Errno 30] Read-only file system", ("--checkpoint.asynchronous", "true")),
-        ("vanishing", "[Errno 2]", ()),
     ],
 )
 def test_a_checkpoint_that_one_rank_cannot_write_is_loud_and_training_goes_on(

@@ -93,7 +93,7 @@ with processes_started(torch.device("cpu")) as processes:
         assert each.gather(f"of rank {each.rank}") == ["of rank 0", "of rank 1", "of rank 2"]
         assert each.run_on_rank0(lambda: each.rank) == 0
     assert processes.sum([processes.rank, 1]) == [3, 3]
-    assert processes.max_later([processes.rank, -processes.rank])() == [2, 0]
+    assert processes.async_all_reduce([processes.rank, -processes.rank], "max")() == [2, 0]
 """
 
 

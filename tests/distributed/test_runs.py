@@ -131,12 +131,6 @@ def test_each_rank_writes_its_own_and_rank_0_the_rest(runs: dict[str, Path]) -> 
     assert any("2 processes, fsdp" in note for note in notes)
 
 
-def test_a_run_goes_on_in_another_mode(runs: dict[str, Path], tmp_path: Path) -> None:
-    resumed = go_on(runs["fsdp"], tmp_path, "ddp", 2)
-    assert losses(resumed) == pytest.approx(losses(runs["fsdp"]), rel=LOSS_TOLERANCE)
-    assert final(resumed)["data"] == final(runs["fsdp"])["data"]
-
-
 def test_the_configuration_decides_the_optimizer_s_hyperparameters(runs: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(runs["fsdp"], tmp_path / "run")
     flags = ("--resume", str(tmp_path / "run"), "--checkpoint", "step_00000002", "--train.steps", "3")

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops import cases
 from tests.ops.cases import DTYPES, Case, draw
@@ -208,30 +206,6 @@ def test_the_registered_operator_is_sound(lengths):
     lse = torch.zeros(1, 37, 4)
     arguments = (inputs.q, inputs.k_cmp, lse, [8, 4, 16, 3, 1, 1, 11], 37, 0.3, case.cu_seqlens, "reference")
     torch.library.opcheck(torch.ops.trifocal.select_blocks.default, arguments)
-
-
-class Subclass(torch.Tensor):
-    """As fake and distributed tensors are."""
-
-
-def test_operators_are_left_out_in_inference_mode_unless_something_looks():
-    seen = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            seen.append(func.name())
-            return func(*args, **(kwargs or {}))
-
-    inputs = draw(cases.named("odd length"), torch.float32)
-    arguments = (*inputs, cases.named("odd length").geometry)
-    expected = nsa_attention(*arguments, **REFERENCE)
-    for kind, looks in ((torch.Tensor, False), (Subclass, True)):
-        with torch.inference_mode(), profile(activities=[ProfilerActivity.CPU]) as events:
-            assert torch.equal(nsa_attention(inputs[0].as_subclass(kind), *arguments[1:], **REFERENCE), expected)
-        assert any(event.name == "trifocal::select_blocks" for event in events.events()) == looks
-    with torch.inference_mode(), Watch():
-        assert torch.equal(nsa_attention(*arguments, **REFERENCE), expected)
-    assert "trifocal::select_blocks" in seen
 
 
 def test_tensors_without_data():

@@ -70,31 +70,3 @@ def test_only_the_keys_in_reach_are_needed():
     k, v = inputs.k_win[:, -reach:], inputs.v_win[:, -reach:]
     part, _ = window_forward(inputs.q, k, v, window_size, 0.25, None)
     torch.testing.assert_close(part, whole)
-
-
-def test_a_gate_scales_what_flows_back():
-    case = INTERVALS[0]
-    inputs = draw(case, torch.float32)
-    q, k, v = inputs.q, inputs.k_win, inputs.v_win
-    o, lse = window_forward(q, k, v, 21, 0.3, None)
-    gate, d_o = inputs.gates[..., 2], cotangent(o)
-    gated = window_backward(d_o, q, k, v, o, lse, 21, 0.3, None, gate=gate)
-    scaled = window_backward(d_o * gate[..., None], q, k, v, o, lse, 21, 0.3, None)
-    compare("d_q d_k d_v", gated, [x.double() for x in scaled])
-
-
-def test_strides_are_taken_as_they_come():
-    case = INTERVALS[1]
-    inputs = draw(case, torch.float32)
-    q, k, v = inputs.q, inputs.k_win, inputs.v_win
-    straight = window_forward(q, k, v, 21, 0.3, None)
-    turned = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k)]
-    scattered = v.transpose(-1, -2).contiguous().transpose(-1, -2)
-    again = window_forward(*turned, scattered, 21, 0.3, None)
-    d_o = cotangent(straight[0])
-    expected = window_backward(d_o, q, k, v, *straight, 21, 0.3, None)
-    expanded = window_backward(d_o[:, :, :1].expand_as(d_o), *turned, scattered, *again, 21, 0.3, None)
-    repeated = window_backward(d_o[:, :, :1].repeat(1, 1, 8, 1), q, k, v, *straight, 21, 0.3, None)
-    compare("o lse", again, [x.double() for x in straight])
-    compare("d_q d_k d_v", expanded, [x.double() for x in repeated])
-    assert [x.shape for x in expected] == [q.shape, k.shape, v.shape]

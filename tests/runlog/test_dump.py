@@ -116,7 +116,10 @@ def test_the_summary_tells_who_has_answered_and_who_has_not(tmp_path: Path) -> N
     assert text.startswith("# Rank 0 is stalled\n\nAt step 7,")
     assert "- Rank 0 was in backward for 0:00" in text
     assert "- Rank 1 has not answered: " in text
-    assert "Rank 2" not in text and "| 2 | finished | 7 |" in text
+    assert "Rank 2" not in text and "| 2 | finished | 7 |" in text and "last stacks" not in text
+    (tmp_path / "dumps" / "stacks_rank1.txt").write_text("Fatal Python error: Aborted\n")
+    text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)
+    assert "Its last stacks are in stacks_rank1.txt, one folder up." in text
     assert "- `stacks_rank*.txt`: the Python stacks" in text and "`cuda_memory" not in text
     answers[1] = Answer(beats[1], [collective(4, ended=True)])
     text = stall_summary(tmp_path, folder, 0, "is stalled", beats[0], answers)

@@ -117,6 +117,8 @@ def test_overrides_win_over_the_file_and_the_file_over_defaults(tmp_path: Path) 
         (("num_heads = 4", "num_heads = 5"), "model.num_heads must be a multiple of model.num_kv_heads"),
         (("seed = 7", "seed = "), "is not valid TOML"),
         (("[train]", "train = 3\n[x]"), "train must be a table, got 3"),
+        (("dim = 16", "layer_types = 5"), "model.layer_types must be a list, got 5"),
+        (("steps = 6", f"steps = {'[' * 9000}{']' * 9000}"), "is nested too deeply"),
     ],
 )
 def test_a_bad_file_is_refused_by_name(tmp_path: Path, edit: tuple[str, str], expected: str) -> None:
@@ -132,8 +134,8 @@ def test_a_bad_file_is_refused_by_name(tmp_path: Path, edit: tuple[str, str], ex
 
 def test_a_file_that_is_not_text_or_not_there_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.toml")
-    (tmp_path / "large.toml").write_bytes(b"#" * 2**20 + b"\n")
-    (tmp_path / "long.toml").write_text(f"{'a' * 10**6} = 1")
+    (tmp_path / "large.toml").write_bytes(b"#" * 2**16 + b"\n")
+    (tmp_path / "long.toml").write_text(f"{'a' * 60_000} = 1")
     for path, says in (
         (tmp_path / "pipe.toml", "is no regular file"),
         (Path("/dev/zero"), "is no regular file"),

@@ -49,7 +49,10 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The events in order; the other process always has the same answers as this one."""
     found: list[str] = []
 
-    def sum_later(self: Processes, values: Sequence[float]) -> Callable[[], list[float]]:
+    def async_all_reduce(self: Processes, values: Sequence[float], operation: str = "sum") -> Callable[[], list[float]]:
+        if operation == "max":
+            # The other process has two packed documents in every micro-batch.
+            return lambda: [max(value, 2.0) for value in values]
         found.append("send")
 
         def answer() -> list[float]:
@@ -62,12 +65,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         if error is not None:
             raise error
 
-    # The other process has two packed documents in every micro-batch.
-    def max_later(self: Processes, values: Sequence[float]) -> Callable[[], list[float]]:
-        return lambda: [max(value, 2.0) for value in values]
-
-    monkeypatch.setattr(Processes, "sum_later", sum_later)
-    monkeypatch.setattr(Processes, "max_later", max_later)
+    monkeypatch.setattr(Processes, "async_all_reduce", async_all_reduce)
     monkeypatch.setattr(Processes, "raise_on_all", agree)
     yield found
 

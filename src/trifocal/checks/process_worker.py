@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trifocal.distributed import Parallel, Processes, leave_at_once, parallelize, processes_started
+from trifocal.distributed import Parallel, Processes, hard_exit, parallelize, processes_started
 from trifocal.distributed.parallel import Mode
 from trifocal.models import DecoderLM
 from trifocal.testing.small_models import make_model, random_tokens, small_config
@@ -182,7 +182,7 @@ def main(device: str, cases: Sequence[dict[str, Any]], path: str, prepare: str) 
             found.append(max(processes.gather(mine)))
         if processes.is_rank0:
             Path(path).write_text(json.dumps(found), encoding="utf-8")
-    leave_at_once(0)
+    hard_exit(0)
 
 
 def _model(num_layers: int, processes: Processes) -> DecoderLM:

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from trifocal.data import Tokenizer
 from trifocal.errors import UserError
 from trifocal.inference import CachedModel, Request
 from trifocal.inference.paged_cache import CachePlan, longest_that_fits, memory_for_caches, plan_cache
-from trifocal.models import ModelConfig
+from trifocal.models import DecoderLM, ModelConfig
 from trifocal.train.preflight import choose_device
 from trifocal.train.pretrained import open_pretrained
 
@@ -25,10 +25,10 @@ class LoadedModel:
     """A model that is ready to generate.
 
     Attributes:
-        path: Of its weights.
+        path: The folder of its weights.
         model: The model with its caches.
         tokenizer: Its tokenizer.
-        tokens: Of every prompt.
+        tokens: The tokens of each prompt.
     """
 
     path: Path
@@ -62,23 +62,10 @@ def load(options: GenerateArguments, path: Path, command: str, prompts: Sequence
         UserError: If there is no model, a prompt makes no tokens or too many, or there is no memory.
     """
     with open_pretrained(path, options.checkpoint, command=command) as found:
-        tokenizer, config = found.tokenizer(), found.config()
-        tokens = _encode(prompts, config, tokenizer)
-        device = choose_device(options.device)
         dtype = torch.bfloat16 if found.run is not None and found.run.train.precision == "bf16" else torch.float32
-        longest_prompt, longest_name = max(zip(map(len, tokens), (name for name, _ in prompts), strict=True))
-        longest = longest_prompt + options.max_new_tokens
-        with memory_errors(device):
-            # The last token is never read.
-            plan = _plan(options, config, dtype, device, len(tokens), longest - 1, longest_name)
-            model = CachedModel(
-                found.model().to(device),
-                max_sequences=plan.max_sequences,
-                max_length=longest - 1,
-                num_pages=plan.num_pages,
-                dtype=dtype,
-                prefill_chunk_size=options.prefill_chunk_size,
-            )
+        tokenizer = found.tokenizer()
+        model, tokens = add_caches(options, found.model, found.config(), tokenizer, dtype, prompts)
+    longest = model.max_length + 1
     if found.run is not None and longest > found.run.train.sequence_length:
         print(
             f"note: prompt and new tokens make up to {longest} tokens, the model was trained on "
@@ -86,6 +73,45 @@ def load(options: GenerateArguments, path: Path, command: str, prompts: Sequence
             file=sys.stderr,
         )
     return LoadedModel(found.path, model, tokenizer, tokens)
+
+
+def add_caches(
+    options: GenerateArguments,
+    model: Callable[[], DecoderLM],
+    config: ModelConfig,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype,
+    prompts: Sequence[tuple[str, str]],
+) -> tuple[CachedModel, list[list[int]]]:
+    """A model with caches for its prompts, and the tokens of each; the model is made once the prompts are right.
+
+    Args:
+        options: The flags.
+        model: Makes the model.
+        config: Its configuration.
+        tokenizer: Its tokenizer.
+        dtype: Type of its arithmetic and caches.
+        prompts: Name and text of each.
+
+    Raises:
+        UserError: If a prompt makes no tokens or too many, or there is no memory.
+    """
+    tokens = _encode(prompts, config, tokenizer)
+    device = choose_device(options.device)
+    longest_prompt, longest_name = max(zip(map(len, tokens), (name for name, _ in prompts), strict=True))
+    # The last token is never read.
+    longest = longest_prompt + options.max_new_tokens - 1
+    with memory_errors(device):
+        plan = _plan(options, config, dtype, device, len(tokens), longest, longest_name)
+        cached = CachedModel(
+            model().to(device),
+            max_sequences=plan.max_sequences,
+            max_length=longest,
+            num_pages=plan.num_pages,
+            dtype=dtype,
+            prefill_chunk_size=options.prefill_chunk_size,
+        )
+    return cached, tokens
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 import tyro
 
 from trifocal.cli.output import printable
-from trifocal.distributed import PeerLost, leave_at_once
+from trifocal.distributed import PeerLost, hard_exit
 from trifocal.errors import UserError
 from trifocal.fields import dotted_fields
 from trifocal.paths import shell_path, user_path
@@ -94,15 +94,15 @@ def _run(args: Sequence[str]) -> int:
         return 1
     except StoppedBeforeFirstStep as stopped:
         # PyTorch's own end would wait for compilers that still work.
-        leave_at_once(stopped.status)
+        hard_exit(stopped.status)
     except PeerLost as error:
         print(printable(f"trifocal: {error}"), file=sys.stderr)
-        leave_at_once(1)
+        hard_exit(1)
     summary = _summary(result)
     if summary:
         print(summary)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        leave_at_once(0)
+        hard_exit(0)
     return 0
 
 

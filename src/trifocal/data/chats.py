@@ -89,7 +89,7 @@ def render_chat(template: str, messages: Chat, special_tokens: Mapping[str, str]
         template: In Jinja.
         messages: The chat.
         special_tokens: Names that the template knows, such as `eos_token`.
-        name: Of the template, for messages.
+        name: Name of the template, for messages.
 
     Raises:
         UserError: If transformers or Jinja is missing.

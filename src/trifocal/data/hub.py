@@ -104,7 +104,7 @@ class StreamedSource:
         field: The field of the text, or of the list of messages of a chat.
         fingerprint: Hash of the files' names and sizes.
         bad: The rule for records without text.
-        held_out: As in `Document`, for all records.
+        held_out: `Document.held_out` of all records.
 
     Raises:
         UserError: If `datasets` does not read file by file, as it does not with folders of images or sounds.

@@ -25,7 +25,7 @@ class ParquetSource:
         field: The column.
         fingerprint: Hash of the files' names and sizes.
         bad: The rule for rows without text.
-        held_out: As in `Document`, for all rows.
+        held_out: `Document.held_out` of all rows.
         open_address: Opens an address for reading; it repeats requests that fail.
 
     Raises:

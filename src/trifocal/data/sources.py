@@ -27,7 +27,7 @@ class Document(NamedTuple):
         id: Name, such as `a.jsonl:7`.
         text: Its text; of a chat, the messages as JSON, the same from every kind of file.
         held_out: Whether it belongs to the validation split; None: a hash of the text decides.
-        messages: Of a chat; None for a text.
+        messages: The messages of a chat; None for a text.
     """
 
     id: str
@@ -44,9 +44,9 @@ def make_document(name: str, value: Any, held_out: bool | None = None) -> Docume
     """The document of a field's value: a string is a text, a list the messages of a chat.
 
     Args:
-        name: Of the document.
+        name: Name of the document.
         value: The value, or the error of its decoding.
-        held_out: As in `Document`.
+        held_out: `Document.held_out`.
 
     Raises:
         BadDocument: If it is neither.

@@ -45,7 +45,7 @@ class Position:
     index: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """As a dict of plain values."""
+        """A dict of plain values."""
         block = None if self.block is None else list(self.block)
         return {"epoch": self.epoch, "shard": self.shard, "block": block, "index": self.index}
 
@@ -62,8 +62,8 @@ class TokenDocument(NamedTuple):
     Attributes:
         position: Before it.
         id: Its name.
-        tokens: Those of its text, then the separator; of a chat, those that the template gives, [n] int32.
-        learned: Of a chat, which tokens are targets: those that the assistant wrote, [n] bool. None for a text: all.
+        tokens: The tokens of its text, then the separator; of a chat, the template's tokens, [n] int32.
+        learned: Which tokens of a chat are targets, [n] bool: the assistant's. None for a text: all.
     """
 
     position: Position

@@ -165,8 +165,8 @@ def _documents(
         length: Tokens of the row.
         most: Documents, at most; 0 is 1.
         make: Tokens and targets of a document from its first token and its end.
-        key: Of the random numbers.
-        name: Of the row.
+        key: Key of the random numbers.
+        name: Name of the row.
     """
     most = max(1, most)
     first, *others = (int(word) for word in random_words(most, "document lengths", *key))
@@ -191,10 +191,10 @@ def associations(vocab_size: int, length: int, pairs: int, key: tuple[int, ...])
     targets.
 
     Args:
-        vocab_size: Of the model.
+        vocab_size: The model's vocabulary size.
         length: Tokens, T.
         pairs: Pairs, and queries.
-        key: Of the random numbers.
+        key: Key of the random numbers.
 
     Returns:
         Tokens and targets, each [T] int32.
@@ -229,10 +229,10 @@ def haystack(
     half, all different; the hay is drawn from the lower half. So each question has one answer.
 
     Args:
-        vocab_size: Of the model.
+        vocab_size: The model's vocabulary size.
         length: Tokens, T, questions and answers included.
         needles: Needles, and questions.
-        key: Of the random numbers.
+        key: Key of the random numbers.
         depth: Place of the needle that is asked for first, from 0, the beginning, to 1, the end before the questions;
             None draws it like the others.
 

@@ -2,7 +2,7 @@
 
 from trifocal.distributed.parallel import Parallel, choose_mode, gather_full_model, parallelize
 from trifocal.distributed.peers import PeerLost, PeerMonitor
-from trifocal.distributed.processes import Processes, leave_at_once, processes_started
+from trifocal.distributed.processes import Processes, hard_exit, processes_started
 
 __all__ = [
     "Parallel",
@@ -11,7 +11,7 @@ __all__ = [
     "Processes",
     "choose_mode",
     "gather_full_model",
-    "leave_at_once",
+    "hard_exit",
     "parallelize",
     "processes_started",
 ]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,7 @@ class Processes:
         size: Number of processes.
         local_size: Number of processes on this machine.
         device: Its device.
-        restarted: Whether an earlier start by the same torchrun had called `begin`.
+        restarted: Whether an earlier start by the same torchrun had called `mark_run_created`.
         store: For notes to each other; None for a single process.
         group: Process group of the collectives; None for the default one.
         launcher_store: torchrun's store, which outlives a start; None without torchrun.
@@ -59,7 +59,7 @@ class Processes:
             self.launcher_store.set(_BEGUN, "")
 
     def unmark_run_created(self) -> None:
-        """Undo `begin`: the run will be deleted, and the next start is a first one."""
+        """Undo `mark_run_created`: the run will be deleted, and the next start is a first one."""
         if self.is_rank0 and self.launcher_store is not None:
             self.launcher_store.delete_key(_BEGUN)
 
@@ -71,22 +71,18 @@ class Processes:
         dist.all_reduce(total, group=self.group)
         return total.tolist()
 
-    def sum_later(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Begin to sum the values over all processes; the function that is returned waits for the sum.
+    def async_all_reduce(
+        self, values: Sequence[float], operation: Literal["sum", "max"] = "sum"
+    ) -> Callable[[], list[float]]:
+        """Begin to reduce the values over all processes; the function that is returned waits for the result.
 
         The exchange goes on while this process does other work.
         """
-        return self._later(values, dist.ReduceOp.SUM)
-
-    def max_later(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """As `sum_later`, with the maximum in place of the sum."""
-        return self._later(values, dist.ReduceOp.MAX)
-
-    def _later(self, values: Sequence[float], reduction: Any) -> Callable[[], list[float]]:
         if self.size == 1:
             return lambda: list(values)
         reduced = torch.tensor(values, dtype=torch.float64)
-        work = dist.all_reduce(reduced, reduction, group=self.group, async_op=True)
+        kind = dist.ReduceOp.MAX if operation == "max" else dist.ReduceOp.SUM
+        work = dist.all_reduce(reduced, kind, group=self.group, async_op=True)
 
         def answer() -> list[float]:
             work.wait()
@@ -141,7 +137,7 @@ class Processes:
                 raise _named(found, rank) from error
 
 
-def leave_at_once(status: int) -> NoReturn:
+def hard_exit(status: int) -> NoReturn:
     """End this process without the clean-up of gloo and NCCL.
 
     They would wait for a lost process; and after a finished run, one of their threads that still runs while the

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from trifocal.distributed import Processes, leave_at_once, processes_started
+from trifocal.distributed import Processes, hard_exit, processes_started
 from trifocal.errors import UserError, one_line
 from trifocal.runlog import Heartbeat, memory_statistics
 from trifocal.train.arguments import load_config
@@ -104,4 +104,4 @@ def main(config_file: str, output: str) -> int:
 
 
 if __name__ == "__main__":
-    leave_at_once(main(*sys.argv[1:]))
+    hard_exit(main(*sys.argv[1:]))

@@ -48,7 +48,7 @@ class CachedAttention(Protocol):
     """Attention between its joined input projection and its output projection.
 
     Attributes:
-        weight, bias: Of the joined projection, [outputs, E] and [outputs], or None.
+        weight, bias: The joined projection's, [outputs, E] and [outputs], or None.
         padded_weight, padded_bias: The same with zeros behind it, up to whole memory lines of outputs, as in training:
             a GPU's copy engine reads values from no others.
         num_sigmoids: How many of its last outputs are gates before their sigmoid.
@@ -74,7 +74,7 @@ class CachedAttention(Protocol):
         """
 
     def decode(self, projected: Tensor, gates: Tensor | None, cache: Any, batch: DecodeBatch, rotary: Rotary) -> Tensor:
-        """As `prefill`, for the new tokens of a batch, [B, T, *] -> [B, T, H, V]."""
+        """Append and attend the new tokens of a batch, [B, T, *] -> [B, T, H, V]; arguments of `prefill`."""
 
 
 class CachedLayer:
@@ -84,7 +84,7 @@ class CachedLayer:
         block: The decoder's block; later changes of its weights are not seen.
         geometry: Block sizes, in tokens, for the longest sequence; see `decode_geometry`.
         dtype: Type of the products and of keys and values.
-        products: Of decoding.
+        products: The products of decoding.
     """
 
     def __init__(self, block: nn.Module, geometry: Geometry, dtype: torch.dtype, products: Products) -> None:
@@ -178,7 +178,7 @@ class CachedSparseAttention(_CachedAttention):
             self._phi_of_blocks = (_of_blocks(self._phi[0], products), _of_blocks(self._phi[1], products))
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: SparseCache, chunk: Chunk) -> Tensor:
-        """As `CachedAttention.prefill`."""
+        """See `CachedAttention.prefill`."""
         q, keys, values = self._of_branches(projected, PyTorchLinear())
         gates = self._gates(gates)
         raw, selected = (keys[0], values[0]), (keys[-2], values[-2])
@@ -190,7 +190,7 @@ class CachedSparseAttention(_CachedAttention):
     def decode(
         self, projected: Tensor, gates: Tensor | None, cache: SparseCache, batch: DecodeBatch, rotary: Rotary
     ) -> Tensor:
-        """As `CachedAttention.decode`."""
+        """See `CachedAttention.decode`."""
         q, keys, values = self._of_branches(projected, self._products)
         gates = self._gates(gates)
         k_win, v_win = (None, None) if self._shared else (keys[2], values[2])
@@ -222,7 +222,7 @@ class CachedSelectedAttention(_CachedAttention):
         self._geometry, self._backend, self._phi = geometry, attention.backend, attention.k_compressor
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: SparseCache, chunk: Chunk) -> Tensor:
-        """As `CachedAttention.prefill`."""
+        """See `CachedAttention.prefill`."""
         q, [k], [v] = self._split(projected, PyTorchLinear())
         geometry, backend = self._geometry, self._backend
         k_cmp, _, k_slc, v_slc, *_ = extend_sparse(cache, chunk, (k, None), (k, v), None, geometry, (self._phi,) * 2)
@@ -233,7 +233,7 @@ class CachedSelectedAttention(_CachedAttention):
     def decode(
         self, projected: Tensor, gates: Tensor | None, cache: SparseCache, batch: DecodeBatch, rotary: Rotary
     ) -> Tensor:
-        """As `CachedAttention.decode`."""
+        """See `CachedAttention.decode`."""
         q, [k], [v] = self._split(projected, self._products)
         geometry, backend = self._geometry, self._backend
         append_sparse(cache, batch, k, None, k, v, None, None, geometry, rotary, backend=backend)
@@ -247,14 +247,14 @@ class CachedDenseAttention(_CachedAttention):
         super().__init__(attention, dtype, products)
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: DenseCache, chunk: Chunk) -> Tensor:
-        """As `CachedAttention.prefill`."""
+        """See `CachedAttention.prefill`."""
         q, [k], [v] = self._split(projected, PyTorchLinear())
         return causal_attention(chunk.rotate(q), *extend_dense(cache, chunk, k, v))
 
     def decode(
         self, projected: Tensor, gates: Tensor | None, cache: DenseCache, batch: DecodeBatch, rotary: Rotary
     ) -> Tensor:
-        """As `CachedAttention.decode`."""
+        """See `CachedAttention.decode`."""
         q, [k], [v] = self._split(projected, self._products)
         append_dense(cache, batch, k, v, rotary)
         return decode_dense_attention(q, cache, batch, rotary)
@@ -268,7 +268,7 @@ class CachedWindowAttention(_CachedAttention):
         self._window, self._backend = attention.window_size, attention.backend
 
     def prefill(self, projected: Tensor, gates: Tensor | None, cache: DenseCache, chunk: Chunk) -> Tensor:
-        """As `CachedAttention.prefill`."""
+        """See `CachedAttention.prefill`."""
         q, [k], [v] = self._split(projected, PyTorchLinear())
         k, v = extend_dense(cache, chunk, k, v)
         return window_attention(chunk.rotate(q), k, v, self._window, backend=self._backend)
@@ -276,7 +276,7 @@ class CachedWindowAttention(_CachedAttention):
     def decode(
         self, projected: Tensor, gates: Tensor | None, cache: DenseCache, batch: DecodeBatch, rotary: Rotary
     ) -> Tensor:
-        """As `CachedAttention.decode`."""
+        """See `CachedAttention.decode`."""
         q, [k], [v] = self._split(projected, self._products)
         append_dense(cache, batch, k, v, rotary, self._backend)
         return decode_dense_attention(q, cache, batch, rotary, window_size=self._window, backend=self._backend)

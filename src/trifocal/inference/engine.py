@@ -219,7 +219,7 @@ class Engine:
             self._leave_batch_if_launched(state)
 
     def _active(self) -> list[RequestState]:
-        """Those that take part in the next step."""
+        """Sequences of the next step."""
         return [state for state in self._scheduler.running if state.place is not None]
 
     def _grow(self, state: RequestState) -> None:

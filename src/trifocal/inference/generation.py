@@ -81,7 +81,7 @@ def stream(
     stop_token: int | None = None,
     prefill_chunk_size: int = 0,
 ) -> Iterator[Tensor]:
-    """As `generate`, with the same tokens, each yielded when it is drawn.
+    """The tokens of `generate`, each yielded when it is drawn.
 
     Yields:
         The next token of every row, [B], int64; the last when every row has stopped.

@@ -40,8 +40,8 @@ class Chunk:
     def rotate(self, x: Tensor, first: int | None = None, stride: int = 1) -> Tensor:
         """Rotate queries or keys [1, T, heads, D] at positions `first`, `first + stride`, …; the chunk's if not given.
 
-        As `trifocal.nn.rope.rotate`, in four passes instead of eight and without copies in fp32, which only a compiler
-        or gradients would need.
+        The result of `trifocal.nn.rope.rotate`, in four passes instead of eight and without copies in fp32, which only
+        a compiler or gradients would need.
         """
         first = self.first if first is None else first
         cos, sin = (table[first : first + x.shape[1] * stride : stride, None] for table in self.rotary)
@@ -127,8 +127,8 @@ def extend_sparse(
         chunk: Where the tokens lie.
         raw: Keys and values of the compressed branch, [1, T, G, D] and [1, T, G, V]; no values where the cache has
             none. No key is rotated yet.
-        selected: Those of the selected branch.
-        window: Those of the window; None where it reads the selected branch's.
+        selected: Keys and values of the selected branch.
+        window: Keys and values of the window; None where it reads the selected branch's.
         geometry: Block sizes, in tokens.
         compress: φ of keys and of values, [1, S, G, *] -> [1, C, G, *].
     """

@@ -54,7 +54,7 @@ class PyTorchLinear:
     """PyTorch's products, with sums whose order depends on the number of rows; `Residual.squares` stays empty."""
 
     def embedding(self, tokens: Tensor, table: Tensor) -> Residual:
-        """As `BatchInvariantLinear.embedding`."""
+        """See `BatchInvariantLinear.embedding`."""
         return self._residual(functional.embedding(tokens, table))
 
     def normed_linear(
@@ -67,7 +67,7 @@ class PyTorchLinear:
         out_dtype: torch.dtype | None = None,
         padding: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
-        """As `BatchInvariantLinear.normed_linear`; the last `padding` columns are left out."""
+        """See `BatchInvariantLinear.normed_linear`; the last `padding` columns are left out."""
         out = functional.linear(self._normed(residual, norm, weight.dtype), weight, bias)
         out = out[:, : len(weight) - padding]
         gates = None
@@ -77,20 +77,20 @@ class PyTorchLinear:
         return out.to(out_dtype or out.dtype), gates
 
     def normed_swiglu(self, residual: Residual, norm: Norm, weight: Tensor) -> Tensor:
-        """As `BatchInvariantLinear.normed_swiglu`."""
+        """See `BatchInvariantLinear.normed_swiglu`."""
         gate, up = functional.linear(self._normed(residual, norm, weight.dtype), weight).chunk(2, dim=-1)
         return functional.silu(gate) * up
 
     def residual_linear(self, x: Tensor, weight: Tensor, residual: Residual, bias: Tensor | None = None) -> Residual:
-        """As `BatchInvariantLinear.residual_linear`."""
+        """See `BatchInvariantLinear.residual_linear`."""
         return self._residual(residual.x + functional.linear(x, weight, bias))
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """As `BatchInvariantLinear.linear`."""
+        """See `BatchInvariantLinear.linear`."""
         return functional.linear(x, weight, bias)
 
     def by_row(self, function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-        """As `BatchInvariantLinear.by_row`, all rows at once."""
+        """See `BatchInvariantLinear.by_row`, all rows at once."""
         return function(x)
 
     @staticmethod

@@ -98,7 +98,7 @@ def count_written(path: Path, prompts: Sequence[PromptLine], samples: int) -> li
 
     Args:
         path: The output, which `open_output` holds.
-        prompts: Those to count; equal ones count in their order.
+        prompts: The prompts to count; equal ones count in their order.
         samples: Lines for each prompt.
 
     Raises:

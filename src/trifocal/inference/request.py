@@ -17,7 +17,7 @@ def token_tensor(name: str, tokens: Any, pattern: str, vocab_size: int = 0) -> T
     """Tokens as int64, on their device.
 
     Args:
-        name: Of the tokens, for messages.
+        name: Name of the tokens, for messages.
         tokens: A tensor or a sequence.
         pattern: `"[T]"` or `"[B, T]"`.
         vocab_size: Tokens must be under it; 0: not checked. Tokens on a GPU are not looked at.
@@ -83,8 +83,8 @@ class Completion:
         request: The request.
         sample: Which of its continuations.
         tokens: New tokens, a stop token included.
-        log_probabilities: Of the tokens, by the model without temperature, penalty and filters; natural logs.
-        text: Of the tokens, without a stop string; empty without a tokenizer.
+        log_probabilities: Natural log-probability of each token by the model, without temperature, penalty and filters.
+        text: Text of the tokens, without a stop string; empty without a tokenizer.
         finish_reason: "stop" for a stop token or string, "length" at `max_new_tokens`, "error" where logits were not
             finite.
     """
@@ -104,7 +104,7 @@ class Update(NamedTuple):
         request: The request.
         sample: Which of its continuations.
         token: The token; None where logits were not finite.
-        log_probability: Of the token; see `Completion`.
+        log_probability: Log-probability of the token; see `Completion`.
         text: What it adds to the text; empty in the middle of a character, and without a tokenizer.
         completion: The whole sequence, with its last token.
     """

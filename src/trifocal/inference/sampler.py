@@ -141,12 +141,12 @@ def draw_step(
 
     Args:
         logits: [B, vocab_size].
-        settings: Of the B sequences; `seen` gets the drawn tokens.
+        settings: Settings of the B sequences; `seen` gets the drawn tokens.
         lengths: [B], int32; tokens of each sequence, which grow by `num_new` first; the drawn one stands behind them.
         num_new: [B], int32; None if the lengths stay.
         tokens: [B], int64; gets the drawn tokens, 0 for `NO_TOKEN`.
         drawn: [B, 2], fp64; gets tokens and log-probabilities.
-        filtered: As of `draw`.
+        filtered: See `draw`.
         backend: `"auto"`, `"reference"` or `"triton"`.
     """
     if dispatch.resolve("draw", backend, logits, None, None) == "triton":
@@ -174,7 +174,7 @@ def draw(logits: Tensor, settings: SamplingTensors, position: Tensor, *, filtere
 
     Args:
         logits: [B, vocab_size], fp32 or fp64.
-        settings: Of the B sequences; `seen` gets the drawn tokens.
+        settings: Settings of the B sequences; `seen` gets the drawn tokens.
         position: Where the drawn token will stand, [B].
         filtered: Whether a sequence has `Sampling.filters`; one that has none draws the same either way.
 

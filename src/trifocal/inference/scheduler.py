@@ -25,7 +25,7 @@ class RequestState:
         cached: Its place in the caches while it is there.
         swapped: Its caches on the host while it is swapped out.
         place: Its place in the batch while it takes part in steps.
-        logits: Of its prompt's last token, until its first tokens are drawn.
+        logits: Logits of its prompt's last token, until its first tokens are drawn.
         launched: Tokens whose draw is queued.
         tokens, log_probabilities: What the host knows of them.
         text: Text so far.
@@ -66,7 +66,7 @@ class Scheduler:
         waiting: Not yet in the caches.
         swapped: On the host, oldest first.
         prefilling: The sequence whose prompt is prefilled, if there is one.
-        running: Those that draw tokens, oldest first.
+        running: Sequences that draw tokens, oldest first.
     """
 
     def __init__(self, model: CachedModel) -> None:

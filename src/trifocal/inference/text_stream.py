@@ -12,7 +12,7 @@ class TextStream:
     not UTF-8, a tokenizer with byte fallback would change characters that were returned already.)
 
     Args:
-        tokenizer: Of the tokens.
+        tokenizer: Tokenizer of the tokens.
         before: The tokens before the first.
         stop: Strings that end the text. Text that may be the beginning of one is held back until it is known.
 

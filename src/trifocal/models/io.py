@@ -158,8 +158,9 @@ def read_config(folder: Path) -> ModelConfig:
         )
     if not isinstance(values.get("model"), dict):
         raise UserError(f'{path} lacks the table "model", the sizes and choices of the model')
-    check_standard_names(values, values["model"])
-    return ModelConfig.from_dict(values["model"])
+    config = ModelConfig.from_dict(values["model"])
+    check_standard_names(values, config.to_dict())
+    return config
 
 
 def check_standard_names(values: Mapping[str, Any], model: Mapping[str, Any]) -> None:

@@ -149,7 +149,8 @@ def read_run(directory: str | Path, *, live: bool = False) -> Run:
             run.config_text = read_small_file(config, _CONFIG_BYTES).decode()
             content = tomllib.loads(run.config_text)
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
-            raise UserError(f"cannot read {config}: {one_line(error)}") from error
+            reason = "it is nested too deeply" if isinstance(error, RecursionError) else one_line(error)
+            raise UserError(f"cannot read {config}: {reason}") from error
         run.config = {name: section for name, section in content.items() if isinstance(section, dict)}
     for path in _files(heartbeat, "rank*.jsonl"):
         if match := re.fullmatch(r"rank(\d+)\.jsonl", path.name):

@@ -106,7 +106,7 @@ class StepCoordinator:
             self._begun = True
             with heartbeat.phase("data"):
                 batches = [next(loader) for _ in range(count)]
-                targets, packed = (sum(b.valid_targets for b in batches), [b.packed_documents for b in batches])
+                targets, packed = sum(b.valid_targets for b in batches), [b.packed_documents for b in batches]
             return StepData(batches, loader.state_dict(), targets, packed, self._eligible(batches, step))
         if not self._begun:
             self._first_step = heartbeat.snapshot()["step"]
@@ -139,9 +139,10 @@ class StepCoordinator:
         targets = sum(batch.valid_targets for batch in batches)
         # Every process sends as many numbers, even if its data failed.
         eligible = self._eligible([] if error else batches, step) or []
-        answer = self._processes.sum_later([targets, signals.received is not None, error is not None, *eligible])
+        answer = self._processes.async_all_reduce([targets, signals.received is not None, error is not None, *eligible])
         documents = [0] * count if error else [batch.packed_documents for batch in batches]
-        return _NextStep(batches, loader.state_dict(), error, answer, self._processes.max_later(documents))
+        largest = self._processes.async_all_reduce(documents, "max")
+        return _NextStep(batches, loader.state_dict(), error, answer, largest)
 
     @contextlib.contextmanager
     def watched(

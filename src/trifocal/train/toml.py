@@ -13,9 +13,9 @@ from trifocal.errors import UserError
 from trifocal.fields import checked, key_of
 from trifocal.paths import read_small_file
 
-_LARGEST_BYTES = 2**20
-_YAML = re.compile(r"(\s*(#.*|---)?\n)*\s*[\w.-]+:(\s|$)")
-"""A text whose first line that says something is a key with a colon."""
+_LARGEST_BYTES = 2**16
+"""Python's parser takes time that grows with the square of a key's length."""
+_YAML_LINE = re.compile(r"[\w.-]+:(\s|$)")
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise UserError(f"config file {path} is not UTF-8 text (byte {error.start})") from error
     except tomllib.TOMLDecodeError as error:
-        if path.suffix in (".yaml", ".yml") or _YAML.match(text):
+        if path.suffix in (".yaml", ".yml") or _is_yaml(text):
             raise UserError(
                 f"config file {path} is YAML, expected TOML: write [train] for train: and steps = 100 for steps: 100; "
                 "trifocal new showcase prints an example"
@@ -49,6 +49,13 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise UserError(f"config file {path} has a number of too many digits") from error
     except RecursionError as error:
         raise UserError(f"config file {path} is nested too deeply") from error
+
+
+def _is_yaml(text: str) -> bool:
+    """Whether the first line of a text that is no comment is a key with a colon."""
+    lines = (line.strip() for line in text.splitlines())
+    first = next((line for line in lines if line and line != "---" and not line.startswith("#")), "")
+    return _YAML_LINE.match(first) is not None
 
 
 def to_toml(config: Any, *, comments: bool = False) -> str:
